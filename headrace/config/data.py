@@ -1,0 +1,75 @@
+"""`data` and `env`: where prompts come from and who scores the answers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from headrace.config.base import Section
+
+
+class DataSource(Section):
+    """One data set: a built-in generator by `dataset_name`, or a JSONL file by `data_path`."""
+
+    dataset_name: Literal["arithmetic", "reasoning_gym"] | None = None
+    data_path: str | None = Field(None, description="a JSONL file, one problem a line")
+    input_key: str = Field(
+        "input", description="field of a line that holds the problem: text, or a list of chat messages"
+    )
+    output_key: str = Field("output", description="field of a line that holds the expected answer")
+    task: str | None = Field(None, description="reasoning_gym: name of the task")
+    task_config: dict[str, Any] = Field({}, description="reasoning_gym: arguments of the task; arithmetic: digits")
+    size: int = Field(1000, ge=1, description="problems to generate, before duplicates are removed")
+    seed: int = Field(0, ge=0, description="of the generator")
+    env_name: str | None = Field(None, description="the environment that scores; null takes `default.env_name`")
+    system_prompt: str | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataSource:
+        if self.dataset_name and self.data_path:
+            raise ValueError(f"dataset_name {self.dataset_name!r} and data_path {self.data_path!r}: give one of them")
+        if self.dataset_name == "reasoning_gym" and not self.task:
+            raise ValueError(
+                "dataset_name reasoning_gym needs task, the name of one of its tasks (for example chain_sum)"
+            )
+        return self
+
+
+class Data(Section):
+    shuffle: bool = Field(True, description="a new order of prompts every epoch, drawn from grpo.seed")
+    max_input_seq_length: int | None = Field(
+        None, ge=1, description="longer prompts are refused; null: what the context leaves"
+    )
+    train: list[DataSource] = []
+    validation: list[DataSource] = Field([], description="problems that also occur in train are removed from train")
+    default: DataSource = Field(DataSource(), description="fills what a source leaves out")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_gaps(cls, values: Any) -> Any:
+        """A single mapping is a list of one; `default` fills the gaps of each."""
+        if not isinstance(values, dict):
+            return values
+        default = values.get("default") or {}
+        filled = dict(values)
+        for key in ("train", "validation"):
+            sources = values.get(key) or []
+            sources = [sources] if isinstance(sources, dict) else sources
+            if isinstance(sources, list) and isinstance(default, dict):
+                filled[key] = [{**default, **s} if isinstance(s, dict) else s for s in sources]
+        return filled
+
+
+class Env(Section):
+    """One environment, by the name the data sets call it."""
+
+    type: Literal["math", "reasoning_gym"] | None = Field(
+        None, description="a built-in one; null with no target takes the environment's own name"
+    )
+    target: str | None = Field(None, description="host:port of a process that serves a custom environment over gRPC")
+    require_stop: bool = Field(
+        False, description="a completion cut off before its end token earns 0 (built-in environments)"
+    )
+    timeout_s: float = Field(60.0, gt=0, description="time for one batch; past it the trajectories are TIMED_OUT")
+    max_batch_size: int = Field(64, ge=1, description="trajectories in one call")

@@ -1,0 +1,116 @@
+"""Sections of the pipeline itself: `run`, `replay`, `rollout`, `reward`, `trainer`, `weight_channel`, `checkpointing`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from headrace.config.base import Section
+
+Port = int
+
+
+class Run(Section):
+    id: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="name of the run; `up` with an earlier one goes on with it; null makes one",
+    )
+    dir: str = Field("runs", description="holds one folder a run: logs, metrics, checkpoints, the buffer's files")
+
+
+class Replay(Section):
+    redis_url: str | None = Field(
+        None, description="a Redis >= 7 or Valkey server; null starts an embedded one with the replay service"
+    )
+    redis_host: str = Field("127.0.0.1", description="where the embedded server listens")
+    redis_port: int = Field(6390, ge=1, le=65535, description="port of the embedded server")
+    host: str = Field("127.0.0.1", description="where the HTTP API listens")
+    port: int = Field(8390, ge=0, le=65535, description="port of the HTTP API; 0 takes a free one")
+    appendfsync: Literal["always", "everysec", "no"] = Field(
+        "everysec", description="durability of the embedded server's append-only file"
+    )
+    staleness_policy: Literal["ordered"] = "ordered"
+    lease_s: float = Field(15.0, gt=0, description="a lease not renewed for this long is void")
+    group_deadline_s: float = Field(
+        600.0, gt=0, description="absolute deadline of one attempt at a group, whatever its heartbeats"
+    )
+    scoring_deadline_s: float = Field(
+        120.0, gt=0, description="a trajectory taken for scoring goes back to the line after this"
+    )
+    max_attempts: int = Field(3, ge=1, description="attempts at a group before it is failed")
+    max_scoring_attempts: int = Field(
+        3, ge=1, description="attempts at scoring a trajectory before its group is failed"
+    )
+    max_bytes: int = Field(4 * 1024**3, ge=1024**2, description="payload bytes past which leases wait")
+
+
+class Rollout(Section):
+    host: str = Field("127.0.0.1", description="where the HTTP API listens")
+    port: int = Field(
+        0, ge=0, le=65535, description="port of the HTTP API; 0 takes a free one (`headrace status` shows it)"
+    )
+    advertise_host: str | None = Field(None, description="name under which others reach this replica; null takes host")
+    replicas: int = Field(1, ge=1, description="rollout processes that `headrace up` starts")
+    max_concurrent_groups: int = Field(64, ge=1, description="groups that one replica holds at a time")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPU if vLLM sees one")
+    heartbeat_s: float = Field(2.0, gt=0, description="how often a replica renews itself and its leases")
+    dead_after_s: float = Field(10.0, gt=0, description="a replica silent for this long is DEAD")
+
+
+class Reward(Section):
+    host: str = Field("127.0.0.1", description="where the gRPC hub listens")
+    port: int = Field(50390, ge=0, le=65535)
+    http_port: int = Field(0, ge=0, le=65535, description="health, readiness and metrics; 0 takes a free one")
+    address: str | None = Field(
+        None, description="host:port under which the replay service reaches the hub; null takes host:port"
+    )
+    max_message_bytes: int = Field(64 * 1024**2, ge=1024)
+    workers: int = Field(2, ge=1, description="processes that run built-in environments")
+
+
+class Trainer(Section):
+    host: str = Field("127.0.0.1", description="where health, readiness and metrics listen")
+    port: int = Field(0, ge=0, le=65535)
+    num_processes: int = Field(1, ge=1, description="ranks that `headrace up` starts under torchrun")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of a rank; null leaves it to torch")
+    fleet_deadline_s: float = Field(
+        300.0, gt=0, description="with no verified replica for this long the run ends with that reason"
+    )
+    validation_deadline_s: float = Field(300.0, gt=0, description="how long a refit waits for a running validation")
+
+
+class WeightChannel(Section):
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto", description="auto: nccl where the trainer and the replicas run on GPUs, else gloo"
+    )
+    host: str = Field("127.0.0.1", description="address of the trainer that replicas can reach")
+    port: int = Field(0, ge=0, le=65535, description="rendezvous port on the trainer; 0 takes a free one")
+    timeout_s: float = Field(
+        60.0, gt=0, description="deadline of acknowledgement, of the transfer and of verification, each"
+    )
+    bucket_bytes: int = Field(64 * 1024**2, ge=1024, description="weights are broadcast in flat buckets of this size")
+    verify_tolerance: float = Field(
+        1e-3,
+        gt=0,
+        description="largest |log-probability difference| on the probe between trainer and replica that proves a refit",
+    )
+    max_retries: int = Field(
+        3, ge=0, description="further broadcasts of one version after a member was lost in the middle"
+    )
+
+
+class Checkpointing(Section):
+    enabled: bool = True
+    checkpoint_dir: str | None = Field(None, description="null takes <run folder>/checkpoints")
+    save_period: int = Field(
+        10, ge=1, description="steps between checkpoints; steps in between are trained again after a crash"
+    )
+    keep_top_k: int | None = Field(
+        3, ge=1, description="checkpoints that are kept, by metric_name; null keeps all. The newest always stays"
+    )
+    metric_name: str | None = Field("val:accuracy", pattern=r"^(val|train):.+$", description="null keeps the newest")
+    higher_is_better: bool = True
+    save_optimizer: bool = True

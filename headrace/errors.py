@@ -1,0 +1,67 @@
+"""Errors that people and services act on. Each message names the value at fault and the remedy, in one line."""
+
+from __future__ import annotations
+
+
+class HeadraceError(Exception):
+    """Base of every error that Headrace raises on purpose; the command line prints its message and exits with 1."""
+
+
+class ConfigError(HeadraceError):
+    """The configuration can't be used: an unknown key, a wrong type, or an impossible combination."""
+
+
+class CodecError(HeadraceError):
+    """Bytes that are not a valid record of this schema."""
+
+
+class ServiceError(HeadraceError):
+    """A service can't start or go on (busy port, wrong model path, too little memory, …)."""
+
+
+class ReplayError(HeadraceError):
+    """The replay buffer refused a call. `code` is the stable, machine-readable name of the refusal."""
+
+    code = "HR_REFUSED"
+
+
+class ReplayUnavailable(ReplayError):
+    """The Redis server can't be reached, is too old, or does not hold this run."""
+
+    code = "HR_UNAVAILABLE"
+
+
+class InvalidCall(ReplayError):
+    """Arguments that no correct caller sends (malformed record, unknown group, index out of range)."""
+
+    code = "HR_INVALID"
+
+
+class Fenced(ReplayError):
+    """Law 4: the caller's token, timeline or incarnation is no longer the valid one; nothing was changed."""
+
+    code = "HR_FENCED"
+
+
+class LeaseLost(Fenced):
+    """The lease's token has expired, was voided by a rewind, or was taken back at its deadline."""
+
+    code = "HR_LEASE_LOST"
+
+
+class WrongTimeline(Fenced):
+    """The call names a timeline or an incarnation that a rewind or a restore has ended."""
+
+    code = "HR_TIMELINE"
+
+
+class WrongStep(Fenced):
+    """`reserve` or `commit` named a step other than the one that is due."""
+
+    code = "HR_STEP"
+
+
+class NotVerified(Fenced):
+    """The replica is not HEALTHY: it holds no verified weights and may not lease."""
+
+    code = "HR_NOT_VERIFIED"

@@ -1,0 +1,95 @@
+"""What every service process does alike: health pages, signals, and not outliving the process that started it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from headrace.errors import ServiceError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+Ready = Callable[[], Awaitable[str | None]]
+
+
+def create_app(title: str, ready: Ready) -> FastAPI:
+    """A FastAPI application with `/healthz`, `/readyz` and `/metrics`.
+
+    `ready` returns None when the service can do its work, else the reason why it can't (503).
+    """
+    import prometheus_client
+    from fastapi import FastAPI, Response
+
+    app = FastAPI(title=title)
+
+    @app.get("/healthz", summary="The process is alive")
+    async def healthz() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @app.get("/readyz", summary="The service can do its work")
+    async def readyz(response: Response) -> dict[str, str]:
+        reason = await ready()
+        if reason is not None:
+            response.status_code = 503
+            return {"status": "not ready", "reason": reason}
+        return {"status": "ready"}
+
+    app.mount("/metrics", prometheus_client.make_asgi_app())
+    return app
+
+
+def bind(host: str, port: int, key: str) -> socket.socket:
+    """A listening TCP socket; port 0 takes a free one. Raises `ServiceError` naming the configuration key of a busy port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ServiceError(
+            f"{key}: can't listen on {host}:{port} ({error.strerror}); free the port or set {key} to another"
+        ) from error
+    sock.listen(128)
+    return sock
+
+
+@contextlib.asynccontextmanager
+async def serve_http(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
+    """Serve `app` on `sock` while the context is open."""
+    import uvicorn
+
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=2))
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]  # signals are the service's
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
+
+
+def stop_on_signals() -> asyncio.Event:
+    """An event that SIGTERM or SIGINT sets; call from the running loop."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, event.set)
+    return event
+
+
+def die_with_parent(signum: int = signal.SIGTERM) -> None:
+    """Ask the kernel (Linux) to send `signum` to this process when the thread that started it ends, even by SIGKILL.
+
+    Called first thing in a child, it leaves no orphan behind a killed supervisor.
+    """
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signum)

@@ -1,0 +1,338 @@
+"""Groups and trajectories: the records that travel through the buffer, and their versioned msgpack codec.
+
+A record is a msgpack map with `schema` first. Arrays are little-endian bytes. Unknown fields are ignored, so that an older
+reader takes a newer writer's record of the same schema; a missing field, a wrong type or arrays of unequal length raise
+`CodecError`, so that a malformed record never gets past the port it came in by. Nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from headrace.errors import CodecError
+
+SCHEMA = 1
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+UInt8 = npt.NDArray[np.uint8]
+
+Lane = Literal["train", "validation"]
+FinishReason = Literal["stop", "length"]
+Message = dict[str, Any]
+
+LANES = ("train", "validation")
+FINISH_REASONS = ("stop", "length")
+STATUSES = ("SCORED", "FAILED", "TIMED_OUT", "INVALID")
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Completion tokens `[start, end)` were sampled from the weights of `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the completions of a group are sampled. `temperature` 0 is greedy; `seed` makes trajectory i use `seed + i`."""
+
+    temperature: float
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """One prompt and its `n` trajectories: the unit of work, of age and of loss.
+
+    `id` comes from (epoch, data set, index), so that enqueuing it again changes nothing. `order` is its place in the order
+    of prompts, a function of seed and configuration (law 5). `extra_env_info` is opaque to all but the environment and
+    must be made of JSON types.
+    """
+
+    id: str
+    lane: Lane
+    order: int
+    task_name: str
+    env_name: str
+    messages: tuple[Message, ...]
+    prompt_token_ids: Int32
+    extra_env_info: dict[str, Any]
+    dataset_index: int
+    n: int
+    sampling: Sampling
+    loss_multiplier: float = 1.0
+
+    def encode(self) -> bytes:
+        return _pack(
+            {
+                "schema": SCHEMA,
+                **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
+                "messages": list(self.messages),
+                "prompt_token_ids": _bytes(self.prompt_token_ids, "<i4"),
+                "sampling": {**dataclasses.asdict(self.sampling)},
+            }
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Group:
+        m = _Reader(data, "group")
+        sampling = _Reader(m.get("sampling", dict), "group.sampling")
+        group = cls(
+            id=m.get("id", str),
+            lane=m.choice("lane", LANES),
+            order=m.natural("order"),
+            task_name=m.get("task_name", str),
+            env_name=m.get("env_name", str),
+            messages=tuple(m.list_of("messages", dict)),
+            prompt_token_ids=m.array("prompt_token_ids", "<i4"),
+            extra_env_info=m.get("extra_env_info", dict),
+            dataset_index=m.natural("dataset_index"),
+            n=m.natural("n"),
+            sampling=Sampling(
+                temperature=sampling.number("temperature"),
+                max_new_tokens=sampling.natural("max_new_tokens"),
+                stop_token_ids=tuple(sampling.list_of("stop_token_ids", int)),
+                stop_strings=tuple(sampling.list_of("stop_strings", str)),
+                seed=sampling.optional("seed", int),
+            ),
+            loss_multiplier=m.number("loss_multiplier"),
+        )
+        if group.n < 1:
+            raise CodecError(f"group {group.id!r}: n is {group.n}; a group has at least one trajectory")
+        if group.prompt_token_ids.size == 0:
+            raise CodecError(f"group {group.id!r}: the prompt has no tokens")
+        return group
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+    """One completion as it was sampled: token in, token out, never re-tokenized.
+
+    Shapes: `prompt_token_ids` [S] int32; `completion_token_ids` [T] int32; `logprobs` [T] float32, natural logarithm of the
+    probability each token was sampled with (after temperature); `loss_mask` [T] uint8, 0 on tokens the environment wrote.
+    `spans` cover [0, T) in order, without gaps. `turns` are `(start, end)` of each turn the policy wrote. `timings` are seconds.
+    """
+
+    group_id: str
+    attempt: int
+    index: int
+    prompt_token_ids: Int32
+    completion_token_ids: Int32
+    logprobs: Float32
+    loss_mask: UInt8
+    spans: tuple[Span, ...]
+    finish_reason: FinishReason
+    text: str
+    replica: str
+    turns: tuple[tuple[int, int], ...] = ()
+    timings: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest token: what age is counted from (law 2)."""
+        return min(span.version for span in self.spans)
+
+    @property
+    def newest_version(self) -> int:
+        return max(span.version for span in self.spans)
+
+    def encode(self) -> bytes:
+        return _pack(
+            {
+                "schema": SCHEMA,
+                "group_id": self.group_id,
+                "attempt": self.attempt,
+                "index": self.index,
+                "prompt_token_ids": _bytes(self.prompt_token_ids, "<i4"),
+                "completion_token_ids": _bytes(self.completion_token_ids, "<i4"),
+                "logprobs": _bytes(self.logprobs, "<f4"),
+                "loss_mask": _bytes(self.loss_mask, "u1"),
+                "spans": [[s.version, s.start, s.end] for s in self.spans],
+                "finish_reason": self.finish_reason,
+                "text": self.text,
+                "replica": self.replica,
+                "turns": [list(turn) for turn in self.turns],
+                "timings": self.timings,
+            }
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Trajectory:
+        m = _Reader(data, "trajectory")
+        trajectory = cls(
+            group_id=m.get("group_id", str),
+            attempt=m.natural("attempt"),
+            index=m.natural("index"),
+            prompt_token_ids=m.array("prompt_token_ids", "<i4"),
+            completion_token_ids=m.array("completion_token_ids", "<i4"),
+            logprobs=m.array("logprobs", "<f4"),
+            loss_mask=m.array("loss_mask", "u1"),
+            spans=tuple(Span(*triple) for triple in m.tuples("spans", 3)),
+            finish_reason=m.choice("finish_reason", FINISH_REASONS),
+            text=m.get("text", str),
+            replica=m.get("replica", str),
+            turns=tuple(m.tuples("turns", 2)),
+            timings=m.numbers("timings"),
+        )
+        trajectory.check()
+        return trajectory
+
+    def check(self) -> None:
+        """Raise `CodecError` unless arrays, spans and turns agree with each other."""
+        where = f"trajectory {self.group_id!r}[{self.index}]"
+        length = self.completion_token_ids.size
+        if length == 0:
+            raise CodecError(f"{where}: the completion has no tokens")
+        for name in ("logprobs", "loss_mask"):
+            if getattr(self, name).size != length:
+                raise CodecError(f"{where}: {name} has {getattr(self, name).size} entries for {length} tokens")
+        if not np.isfinite(self.logprobs).all() or (self.logprobs > 0).any():
+            raise CodecError(f"{where}: a log-probability is not finite or above 0")
+        if self.loss_mask.max() > 1:
+            raise CodecError(f"{where}: loss_mask holds values other than 0 and 1")
+        edge = 0
+        for span in self.spans:
+            if span.start != edge or span.end <= span.start or span.version < 0:
+                raise CodecError(f"{where}: spans {self.spans} do not cover [0, {length}) in order")
+            edge = span.end
+        if edge != length:
+            raise CodecError(f"{where}: spans end at {edge}, the completion at {length}")
+        if any(not 0 <= start < end <= length for start, end in self.turns):
+            raise CodecError(f"{where}: turns {self.turns} do not lie in [0, {length})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """What an environment said of one trajectory. Law 7: only `SCORED` carries a reward; a failure is never a number."""
+
+    status: Literal["SCORED", "FAILED", "TIMED_OUT", "INVALID"]
+    reward: float | None = None
+    components: dict[str, float] = dataclasses.field(default_factory=dict)
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    message: str = ""
+    environment: str = ""
+    build: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.status == "SCORED") != (self.reward is not None):
+            raise CodecError(f"score: status {self.status} with reward {self.reward}; exactly SCORED carries a reward")
+        if self.reward is not None and not np.isfinite([self.reward, *self.components.values()]).all():
+            raise CodecError(f"score: reward {self.reward} or a component of {self.components} is not finite")
+
+    def encode(self) -> bytes:
+        return _pack({"schema": SCHEMA, **dataclasses.asdict(self)})
+
+    @classmethod
+    def decode(cls, data: bytes) -> Score:
+        m = _Reader(data, "score")
+        return cls(
+            status=m.choice("status", STATUSES),
+            reward=None if m.fields.get("reward") is None else m.number("reward"),
+            components=m.numbers("components"),
+            metadata=m.get("metadata", dict),
+            message=m.get("message", str),
+            environment=m.get("environment", str),
+            build=m.get("build", str),
+        )
+
+
+def _pack(fields: Mapping[str, Any]) -> bytes:
+    try:
+        packed: bytes = msgpack.packb(fields, use_bin_type=True)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CodecError(f"a record can't be packed: {error}") from error
+    return packed
+
+
+def _bytes(array: npt.NDArray[Any], dtype: str) -> bytes:
+    return np.ascontiguousarray(array, dtype=dtype).tobytes()
+
+
+T = TypeVar("T")
+
+
+class _Reader:
+    """Typed access to a decoded map; every refusal names the record, the field and what was found there."""
+
+    def __init__(self, data: bytes | Mapping[str, Any], what: str) -> None:
+        self.what = what
+        if isinstance(data, Mapping):
+            self.fields: Mapping[str, Any] = data
+            return
+        try:
+            fields = msgpack.unpackb(data, raw=False, strict_map_key=True)
+        except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
+            raise CodecError(f"{what}: not a msgpack record ({error})") from error
+        if not isinstance(fields, dict):
+            raise CodecError(f"{what}: a {type(fields).__name__}, not a map")
+        if fields.get("schema") != SCHEMA:
+            raise CodecError(f"{what}: schema {fields.get('schema')!r}; this build reads schema {SCHEMA}")
+        self.fields = fields
+
+    def _refuse(self, name: str, wanted: str) -> CodecError:
+        if name not in self.fields:
+            return CodecError(f"{self.what}: field {name!r} is missing")
+        return CodecError(f"{self.what}: field {name!r} is {self.fields[name]!r:.80}, not {wanted}")
+
+    def get(self, name: str, kind: Callable[..., T]) -> T:
+        value = self.fields.get(name)
+        # bool is an int to Python, and never what a numeric field means
+        if not isinstance(value, kind) or isinstance(value, bool):  # type: ignore[arg-type]
+            raise self._refuse(name, f"a {kind.__name__}")  # type: ignore[attr-defined]
+        return value
+
+    def optional(self, name: str, kind: Callable[..., T]) -> T | None:
+        return None if self.fields.get(name) is None else self.get(name, kind)
+
+    def natural(self, name: str) -> int:
+        value = self.get(name, int)
+        if value < 0:
+            raise self._refuse(name, "a natural number")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self.fields.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+            raise self._refuse(name, "a finite number")
+        return float(value)
+
+    def numbers(self, name: str) -> dict[str, float]:
+        reader = _Reader(self.get(name, dict), f"{self.what}.{name}")
+        return {key: reader.number(key) for key in reader.fields}
+
+    def choice(self, name: str, allowed: tuple[str, ...]) -> Any:
+        value = self.fields.get(name)
+        if value not in allowed:
+            raise self._refuse(name, f"one of {', '.join(allowed)}")
+        return value
+
+    def list_of(self, name: str, kind: Callable[..., T]) -> list[T]:
+        values = self.get(name, list)
+        if not all(isinstance(v, kind) and not isinstance(v, bool) for v in values):  # type: ignore[arg-type]
+            raise self._refuse(name, f"a list of {kind.__name__}")  # type: ignore[attr-defined]
+        return values
+
+    def tuples(self, name: str, width: int) -> list[Any]:
+        values = self.list_of(name, list)
+        if not all(len(v) == width and all(type(x) is int for x in v) for v in values):
+            raise self._refuse(name, f"a list of {width} whole numbers each")
+        return [tuple(v) for v in values]
+
+    def array(self, name: str, dtype: str) -> Any:
+        raw = self.get(name, bytes)
+        size = np.dtype(dtype).itemsize
+        if len(raw) % size:
+            raise CodecError(f"{self.what}: field {name!r} has {len(raw)} bytes, not a multiple of {size}")
+        return np.frombuffer(raw, dtype=dtype)

@@ -1,0 +1,1 @@
+"""The weight channel: what trainer and replicas must agree on to move weights."""
