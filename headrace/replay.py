@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from headrace.trajectory import Group, Lane, Score, Trajectory
+from headrace.trajectory import Group, Score, Trajectory
 
 ReplicaState = Literal["HEALTHY", "STALE", "DEAD"]
 GroupState = Literal[

@@ -67,7 +67,7 @@ async def serve_http(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
     import uvicorn
 
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=2))
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]  # signals are the service's
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]  # signals are the service's
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         yield

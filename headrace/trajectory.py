@@ -8,7 +8,7 @@ reader takes a newer writer's record of the same schema; a missing field, a wron
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 import msgpack
@@ -286,14 +286,14 @@ class _Reader:
             return CodecError(f"{self.what}: field {name!r} is missing")
         return CodecError(f"{self.what}: field {name!r} is {self.fields[name]!r:.80}, not {wanted}")
 
-    def get(self, name: str, kind: Callable[..., T]) -> T:
+    def get(self, name: str, kind: type[T]) -> T:
         value = self.fields.get(name)
         # bool is an int to Python, and never what a numeric field means
-        if not isinstance(value, kind) or isinstance(value, bool):  # type: ignore[arg-type]
-            raise self._refuse(name, f"a {kind.__name__}")  # type: ignore[attr-defined]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise self._refuse(name, f"a {kind.__name__}")
         return value
 
-    def optional(self, name: str, kind: Callable[..., T]) -> T | None:
+    def optional(self, name: str, kind: type[T]) -> T | None:
         return None if self.fields.get(name) is None else self.get(name, kind)
 
     def natural(self, name: str) -> int:
@@ -318,10 +318,10 @@ class _Reader:
             raise self._refuse(name, f"one of {', '.join(allowed)}")
         return value
 
-    def list_of(self, name: str, kind: Callable[..., T]) -> list[T]:
+    def list_of(self, name: str, kind: type[T]) -> list[T]:
         values = self.get(name, list)
-        if not all(isinstance(v, kind) and not isinstance(v, bool) for v in values):  # type: ignore[arg-type]
-            raise self._refuse(name, f"a list of {kind.__name__}")  # type: ignore[attr-defined]
+        if not all(isinstance(v, kind) and not isinstance(v, bool) for v in values):
+            raise self._refuse(name, f"a list of {kind.__name__}")
         return values
 
     def tuples(self, name: str, width: int) -> list[Any]:

@@ -41,7 +41,7 @@ class Data(Section):
     max_input_seq_length: int | None = Field(
         None, ge=1, description="longer prompts are refused; null: what the context leaves"
     )
-    train: list[DataSource] = []
+    train: list[DataSource] = Field([])
     validation: list[DataSource] = Field([], description="problems that also occur in train are removed from train")
     default: DataSource = Field(DataSource(), description="fills what a source leaves out")
 

@@ -50,7 +50,7 @@ class Generation(Section):
     )
     val_temperature: float | None = Field(None, ge=0, description="for validation; 0 is greedy, null takes temperature")
     stop_token_ids: list[int] = Field([], description="besides the tokenizer's end token")
-    stop_strings: list[str] = []
+    stop_strings: list[str] = Field([])
     vllm_cfg: VllmConfig = VllmConfig()
 
 

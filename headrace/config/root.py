@@ -6,23 +6,26 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from headrace.config import algorithm, data, policy, services
+from headrace.config.algorithm import GRPO, LossFn
 from headrace.config.base import Section
+from headrace.config.data import Data, Env
+from headrace.config.policy import Policy
+from headrace.config.services import Checkpointing, Replay, Reward, Rollout, Run, Trainer, WeightChannel
 
 
 class Config(Section):
-    run: services.Run = services.Run()
-    grpo: algorithm.GRPO = algorithm.GRPO()
-    loss_fn: algorithm.LossFn = algorithm.LossFn()
-    policy: policy.Policy = policy.Policy()
-    data: data.Data = data.Data()
-    env: dict[str, data.Env] = Field({}, description="environments, by the name that data sets call them")
-    replay: services.Replay = services.Replay()
-    rollout: services.Rollout = services.Rollout()
-    reward: services.Reward = services.Reward()
-    trainer: services.Trainer = services.Trainer()
-    weight_channel: services.WeightChannel = services.WeightChannel()
-    checkpointing: services.Checkpointing = services.Checkpointing()
+    run: Run = Run()
+    grpo: GRPO = GRPO()
+    loss_fn: LossFn = LossFn()
+    policy: Policy = Policy()
+    data: Data = Data()
+    env: dict[str, Env] = Field({}, description="environments, by the name that data sets call them")
+    replay: Replay = Replay()
+    rollout: Rollout = Rollout()
+    reward: Reward = Reward()
+    trainer: Trainer = Trainer()
+    weight_channel: WeightChannel = WeightChannel()
+    checkpointing: Checkpointing = Checkpointing()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
