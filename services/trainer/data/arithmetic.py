@@ -1,0 +1,60 @@
+"""Addition of two numbers of `digits` digits, and the one split of its problems that everything here shares.
+
+Which unordered pairs are held out is a function of `digits` alone. The warm-up of the tiny model, training and validation
+all ask this module, so that a validation problem was never trained on by any of them, in either order of its numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+HELD_OUT = 400
+_SPLIT_SEED = 2025
+
+Pair = tuple[int, int]
+
+
+def held_out(digits: int) -> list[Pair]:
+    """The held-out pairs `(a, b)`, a <= b, in a fixed shuffled order: 400, or a tenth of all pairs where that is less."""
+    low, count = _numbers(digits)
+    pairs = count * (count + 1) // 2
+    chosen = random.Random(_SPLIT_SEED).sample(range(pairs), min(HELD_OUT, pairs // 10))
+    return [_unrank(k, low) for k in chosen]
+
+
+def training_pairs(digits: int, rng: random.Random) -> Iterator[Pair]:
+    """Endless ordered pairs, uniform over those that are not held out in either order."""
+    low, count = _numbers(digits)
+    forbidden = set(held_out(digits))
+    while True:
+        a, b = low + rng.randrange(count), low + rng.randrange(count)
+        if (min(a, b), max(a, b)) not in forbidden:
+            yield a, b
+
+
+def validation_pairs(digits: int, rng: random.Random) -> Iterator[Pair]:
+    """Every held-out pair once, its numbers in an order drawn from `rng`."""
+    for a, b in held_out(digits):
+        yield (a, b) if rng.random() < 0.5 else (b, a)
+
+
+def text(pair: Pair) -> str:
+    return f"{pair[0]}+{pair[1]}"
+
+
+def answer(pair: Pair) -> str:
+    return str(sum(pair))
+
+
+def _numbers(digits: int) -> Pair:
+    """Smallest number of `digits` digits, and how many there are."""
+    low = 0 if digits == 1 else 10 ** (digits - 1)
+    return low, 10**digits - low
+
+
+def _unrank(k: int, low: int) -> Pair:
+    """The k-th pair a <= b in the order (0,0), (0,1), (1,1), (0,2), … shifted by `low`; exact for any size."""
+    b = (math.isqrt(8 * k + 1) - 1) // 2
+    return low + k - b * (b + 1) // 2, low + b
