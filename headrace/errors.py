@@ -65,3 +65,15 @@ class NotVerified(Fenced):
     """The replica is not HEALTHY: it holds no verified weights and may not lease."""
 
     code = "HR_NOT_VERIFIED"
+
+
+class WeightChannelError(HeadraceError):
+    """A transfer of weights did not complete: a peer failed, or the two sides disagree on what is sent."""
+
+
+class WeightChannelTimeout(WeightChannelError):
+    """A step of a transfer passed its deadline: a peer died or hangs."""
+
+
+class WeightChannelAborted(WeightChannelError):
+    """The trainer gave this transfer up (it will announce another), or is gone."""

@@ -1,0 +1,33 @@
+"""The probe: a fixed prompt on which a replica's log-probabilities must equal the trainer's before it may lease.
+
+Names and checksums can agree while a packed copy of a weight is stale; only a computed number shows what a replica
+computes with.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.trajectory import Float32, Int32
+
+
+def choose_token_ids(vocab_size: int, length: int = 64, seed: int = 0, exclude: tuple[int, ...] = ()) -> Int32:
+    """[length] int32 ids drawn from [0, vocab_size) without `exclude`, the same for the same arguments.
+
+    Random ids reach rows of the embedding and of the head that ordinary text seldom does.
+    """
+    ids = np.setdiff1d(np.arange(vocab_size, dtype=np.int32), np.asarray(exclude, dtype=np.int32))
+    if ids.size == 0 or length < 2:
+        raise ValueError(f"a probe of {length} tokens from a vocabulary of {ids.size}: give at least 2 and 1")
+    return np.random.default_rng(seed).choice(ids, size=length).astype(np.int32)
+
+
+def largest_difference(ours: Float32, theirs: Float32) -> float:
+    """Largest |difference| between two rows of log-probabilities, in nats; infinite where they can't be compared.
+
+    A NaN or an infinity on either side, or rows of unequal length, must never pass for agreement.
+    """
+    a, b = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
+    if a.shape != b.shape or a.size == 0 or not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return float("inf")
+    return float(np.abs(a - b).max())

@@ -1,0 +1,313 @@
+"""The collective that carries weights: a process group of its own, and a broadcast in which every step ends in time.
+
+This is the one module of `headrace` that imports torch. Trainer (rank 0) and replica workers never touch a global process
+group: the trainer keeps a `Meeting` (a TCPStore) open for as long as it runs, and each membership meets there under a
+group id of its own. `gloo` and `nccl` differ in `_process_group` alone.
+
+Neither backend can be relied on to notice a peer that died or hangs, so every blocking call runs on a thread that is
+given up at the deadline, or as soon as the trainer says that the group is over; the thread itself ends by the timeout
+that its operation was given. A group that lost a call is never used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ipaddress
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import BroadcastOptions
+
+from headrace.errors import WeightChannelAborted, WeightChannelError, WeightChannelTimeout
+from headrace.service import bind
+from headrace.weights.manifest import Manifest
+
+Backend = Literal["gloo", "nccl"]
+T = TypeVar("T")
+
+_GO, _OVER = "go", "over"
+_GROUP_LIFETIME = timedelta(days=365)
+
+
+class Meeting:
+    """The store at which every group meets, on the trainer. Raises `ServiceError` when the port is busy."""
+
+    def __init__(self, host: str, port: int) -> None:
+        sock = bind(_listen_address(host), port, "weight_channel.port")
+        self.port: int = sock.getsockname()[1]
+        self._store = dist.TCPStore(
+            host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=sock.detach(),
+            timeout=timedelta(seconds=30),
+        )
+
+    def connect(self) -> dist.TCPStore:
+        """A connection of its own."""
+        return self._store.clone()  # type: ignore[attr-defined, no-any-return]
+
+
+@dataclasses.dataclass(frozen=True)
+class Membership:
+    """One rank's place in a group. Rank 0 sends; the others receive. `device` holds the tensors."""
+
+    group_id: str
+    backend: Backend
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+class Channel:
+    """A joined group. Any failure closes it; a closed channel raises `WeightChannelAborted`.
+
+    Not safe for concurrent use, but `close` may be called from any thread to end a call that is running.
+    """
+
+    def __init__(self, membership: Membership, store: dist.TCPStore) -> None:
+        self.membership = membership
+        self._store = dist.PrefixStore(membership.group_id, store)
+        # a store's connection is locked while it waits, so the word that ends a wait travels on another
+        self._control = dist.PrefixStore(membership.group_id, store.clone())  # type: ignore[attr-defined]
+        self._group: Any = None
+        self._running: Future[Any] = Future()
+        self._closed = threading.Event()
+
+    @classmethod
+    def lead(
+        cls, membership: Membership, meeting: Meeting, deadline: float, opened: Callable[[Channel], None]
+    ) -> Channel:
+        """Rank 0: wait for every other rank, then join. `opened` is told the channel first, so that it can be closed meanwhile.
+
+        `deadline` is of `time.monotonic`. Raises `WeightChannelError`.
+        """
+        channel = cls(membership, meeting.connect())
+        opened(channel)
+        with channel._closing_on_failure():
+            others = [f"ready/{rank}" for rank in range(1, membership.world_size)]
+            channel._in_time("members to join", deadline, lambda: channel._await_keys(others, deadline))
+            channel._store.set("go", _GO)
+            channel._form(deadline)
+        return channel
+
+    @classmethod
+    def follow(cls, membership: Membership, deadline: float) -> Channel:
+        """A rank above 0: say that it is there, wait for the trainer's word, then join. Raises `WeightChannelError`."""
+        seconds = timedelta(seconds=_left(deadline, "connecting"))
+        try:
+            store = dist.TCPStore(membership.host, membership.port, is_master=False, timeout=seconds)
+            channel = cls(membership, store)
+            channel._store.set(f"ready/{membership.rank}", "")
+        except (RuntimeError, OSError) as error:
+            raise WeightChannelTimeout(
+                f"the trainer's meeting point {membership.host}:{membership.port} can't be reached ({_line(error)}); "
+                "set weight_channel.host to an address of the trainer that replicas can reach"
+            ) from error
+        with channel._closing_on_failure():
+            go = channel._in_time("the trainer's word", deadline, lambda: channel._await_keys(["go"], deadline))
+            if go != _GO.encode():
+                raise WeightChannelAborted("the trainer gave the group up before it was complete")
+            channel._watch()
+            channel._form(deadline)
+        return channel
+
+    def broadcast(self, tensor: torch.Tensor, deadline: float) -> None:
+        """Fill `tensor` (contiguous, on the membership's device) on every rank with rank 0's. Blocks until it is there.
+
+        Raises `WeightChannelTimeout` at `deadline`, `WeightChannelAborted` once `close` was called here or by rank 0.
+        """
+        with self._closing_on_failure():
+            if tensor.is_cuda:  # the call runs on another thread, whose stream does not wait for this one's
+                torch.cuda.current_stream(tensor.device).synchronize()
+            options = BroadcastOptions()
+            options.rootRank = 0
+            options.timeout = timedelta(seconds=_left(deadline, "broadcast"))
+            self._in_time("a broadcast", deadline, lambda: self._broadcast(tensor.view(-1), options))
+
+    def close(self) -> None:
+        """Leave the group; rank 0's leaving ends it for all, at once. Idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        with contextlib.suppress(InvalidStateError):
+            self._running.set_exception(WeightChannelAborted("the group is over"))
+        if self.membership.rank == 0:
+            # members that have not joined yet wait for "go", those that have watch "over"
+            self._control.set("go", _OVER)
+            self._control.set("over", _OVER)
+        group, self._group = self._group, None
+        if group is not None and self.membership.backend == "nccl":
+            group.abort()
+
+    def _form(self, deadline: float) -> None:
+        seconds = _left(deadline, "joining the group")
+        self._group = self._in_time("peers to connect", deadline, lambda: self._process_group(seconds))
+
+    def _process_group(self, seconds: float) -> Any:
+        """The only place where the backends differ in what is made."""
+        m = self.membership
+        if m.backend == "gloo":
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(m.host, m.port))]
+            options._timeout = timedelta(seconds=seconds)
+            return dist.ProcessGroupGloo(self._store, m.rank, m.world_size, options)
+        torch.cuda.set_device(m.device)
+        nccl = dist.ProcessGroupNCCL.Options()
+        # deadlines are this module's: torch's own watchdog would end the whole process at its timeout
+        nccl._timeout = _GROUP_LIFETIME
+        with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+            return dist.ProcessGroupNCCL(self._store, m.rank, m.world_size, nccl)
+
+    def _broadcast(self, tensor: torch.Tensor, options: BroadcastOptions) -> None:
+        group = self._group
+        if group is None:
+            raise WeightChannelAborted("the group is over")
+        group.broadcast([tensor], options).wait()
+        if tensor.is_cuda:  # for nccl, wait() only orders streams
+            torch.cuda.synchronize(tensor.device)
+
+    def _await_keys(self, keys: list[str], deadline: float) -> bytes:
+        if keys:
+            self._store.wait(keys, timedelta(seconds=_left(deadline, "meeting")))
+        return self._store.get(keys[0]) if keys else b""
+
+    def _watch(self) -> None:
+        """End a running call as soon as rank 0 closes the group or is gone, on a connection of its own."""
+
+        def watch() -> None:
+            # whatever ends this wait (the key, a lost connection), the group is over
+            with contextlib.suppress(RuntimeError):
+                self._control.wait(["over"], _GROUP_LIFETIME)
+            self.close()
+
+        threading.Thread(target=watch, name="weight-channel-watch", daemon=True).start()
+
+    def _in_time(self, what: str, deadline: float, call: Callable[[], T]) -> T:
+        """Run a blocking call on a thread and give it up at `deadline` or when the channel is closed."""
+        future: Future[T] = Future()
+        self._running = future
+        if self._closed.is_set():
+            raise WeightChannelAborted("the group is over")
+
+        def run() -> None:
+            try:
+                result = call()
+            except Exception as error:  # noqa: BLE001 - handed to the caller, who sorts it
+                with contextlib.suppress(InvalidStateError):
+                    future.set_exception(error)
+            else:
+                with contextlib.suppress(InvalidStateError):
+                    future.set_result(result)
+
+        threading.Thread(target=run, name="weight-channel-call", daemon=True).start()
+        try:
+            return future.result(timeout=_left(deadline, what))
+        except TimeoutError as error:
+            raise WeightChannelTimeout(f"waiting for {what} passed its deadline; a peer died or hangs") from error
+        except RuntimeError as error:  # what torch raises, its DistError family included
+            if time.monotonic() >= deadline:
+                raise WeightChannelTimeout(f"waiting for {what} passed its deadline ({_line(error)})") from error
+            raise WeightChannelError(f"waiting for {what} failed: {_line(error)}") from error
+
+    @contextlib.contextmanager
+    def _closing_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+
+def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch.Tensor]], deadline: float) -> None:
+    """Rank 0: broadcast `source`, whose items must be the manifest's in its order, bucket by bucket.
+
+    `source` is always run to its end, even after a failure: producing a tensor may be a collective of the trainer's ranks,
+    and a rank that stopped half-way would leave the others waiting. Raises `WeightChannelError`.
+    """
+    stream = iter(source)
+    try:
+        with channel._closing_on_failure():
+            for bucket in manifest.buckets():
+                flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=channel.membership.device)
+                offset = 0
+                for entry in bucket.entries:
+                    name, tensor = next(stream, ("the end", torch.empty(0)))
+                    found = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+                    if found != (entry.name, entry.dtype, entry.shape):
+                        raise WeightChannelError(f"the manifest announces {entry}, the source gave {found}")
+                    part = flat[offset : offset + entry.nbytes].view(tensor.dtype)
+                    part.copy_(tensor.detach().reshape(-1))
+                    offset += entry.nbytes
+                channel.broadcast(flat, deadline)
+    finally:
+        surplus = sum(1 for _ in stream)
+    if surplus:
+        channel.close()
+        raise WeightChannelError(f"the source gave {surplus} tensors more than the manifest announces")
+
+
+def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """A rank above 0: the manifest's tensors, a bucket at a time, each bucket in memory of its own that the caller may keep.
+
+    Raises `WeightChannelError`.
+    """
+    for bucket in manifest.buckets():
+        flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=channel.membership.device)
+        channel.broadcast(flat, deadline)
+        values = flat.view(getattr(torch, bucket.dtype))
+        parts = values.split([entry.numel for entry in bucket.entries])
+        yield [(entry.name, part.view(entry.shape)) for entry, part in zip(bucket.entries, parts, strict=True)]
+
+
+def _left(deadline: float, what: str) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise WeightChannelTimeout(f"{what}: the deadline has passed")
+    return left
+
+
+def _listen_address(host: str) -> str:
+    """A loopback address is listened on as it is; any other may be a name that is not this machine's own, so: all interfaces."""
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return host
+    return "127.0.0.1" if host == "localhost" else "0.0.0.0"
+
+
+def _own_address(host: str, port: int) -> str:
+    """This machine's address on the way to the meeting point, which peers on that network can reach."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as sock:
+        sock.connect(address)  # a datagram socket: chooses the interface, sends nothing
+        own: str = sock.getsockname()[0]
+    return own
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,227 @@
+"""Real gloo groups between processes: what arrives, and that every step ends when a peer dies or hangs in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.errors import ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
+from headrace.weights.manifest import Manifest
+from headrace.weights.transport import Channel, Meeting, Membership, send
+
+PEER = Path(__file__).with_name("peer.py")
+PATIENCE_S = 60.0  # for what must happen and is not what the test is about
+ENDED = (
+    "WeightChannelAborted",
+    "WeightChannelError",
+)  # told by the sender, or by a lost connection: never its own deadline
+
+
+class Peer:
+    """A receiver process and what it said so far."""
+
+    def __init__(self, spec: dict[str, object]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(PEER), json.dumps(spec)], stdout=subprocess.PIPE, text=True, env={**os.environ}
+        )
+        self.said: queue.Queue[dict] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in self.process.stdout:
+            self.said.put(json.loads(line))
+
+    def expect(self, event: str) -> dict:
+        while True:
+            said = self.said.get(timeout=PATIENCE_S)
+            if said["event"] == event:
+                return said
+            assert said["event"] in ("joined", "bucket", "received"), said
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+class Fleet:
+    def __init__(self) -> None:
+        self.meeting = Meeting("127.0.0.1", 0)
+        self.peers: list[Peer] = []
+        self.channel: Channel | None = None
+
+    def start(self, manifest: Manifest, size: int, timeout_s: float = PATIENCE_S, transfers: int = 1) -> None:
+        for rank in range(1, size + 1):
+            self.peers.append(
+                Peer(
+                    {
+                        "group_id": "g",
+                        "port": self.meeting.port,
+                        "rank": rank,
+                        "world_size": size + 1,
+                        "timeout_s": timeout_s,
+                        "transfers": transfers,
+                        "manifest": manifest.encode(),
+                    }
+                )
+            )
+
+    def lead(self, size: int, timeout_s: float = PATIENCE_S) -> Channel:
+        place = Membership("g", "gloo", "127.0.0.1", self.meeting.port, 0, size + 1, torch.device("cpu"))
+        return Channel.lead(place, self.meeting, time.monotonic() + timeout_s, self._opened)
+
+    def _opened(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def stop(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+        for peer in self.peers:
+            peer.stop()
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet()
+    yield fleet
+    fleet.stop()
+
+
+def weights(*, large: bool = False) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    rows = 4_000_000 if large else 40
+    return [
+        ("a", torch.randn(rows, 16, generator=generator)),
+        ("b", torch.randn(3, generator=generator).to(torch.bfloat16)),
+        ("c", torch.tensor(5, dtype=torch.int64)),
+        ("d", torch.randn(2, 3, 4, generator=generator)),
+        ("e", torch.randn(rows, 16, generator=generator)),
+    ]
+
+
+def manifest_of(tensors: list[tuple[str, torch.Tensor]], bucket_bytes: int = 4096) -> Manifest:
+    return Manifest.of([(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors], bucket_bytes)
+
+
+def test_every_receiver_gets_every_tensor_again_and_again(fleet: Fleet) -> None:
+    tensors = weights()
+    manifest = manifest_of(tensors, bucket_bytes=200)
+    fleet.start(manifest, 2, transfers=3)
+    channel = fleet.lead(2)
+    for round_ in range(3):
+        tensors = [(name, tensor + round_) for name, tensor in tensors]
+        send(channel, manifest, tensors, time.monotonic() + PATIENCE_S)
+        for peer in fleet.peers:
+            sums = peer.expect("received")["sums"]
+            assert sums == {name: tensor.double().sum().item() for name, tensor in tensors}
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_peer_lost_in_the_middle_ends_at_the_deadline(fleet: Fleet, signum: signal.Signals) -> None:
+    tensors = weights(large=True)
+    manifest = manifest_of(tensors)
+    fleet.start(manifest, 2, timeout_s=10 * PATIENCE_S, transfers=2)
+    channel = fleet.lead(2)
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            if name == "e":
+                for peer in fleet.peers:
+                    peer.expect("bucket")
+                os.kill(fleet.peers[0].process.pid, signum)
+            yield name, tensor
+
+    with pytest.raises(WeightChannelError):
+        send(channel, manifest, source(), time.monotonic() + 3.0)
+    # the survivor is told, long before its own deadline
+    assert fleet.peers[1].expect("error")["type"] in ENDED
+    with pytest.raises(WeightChannelAborted):
+        channel.broadcast(torch.zeros(1), time.monotonic() + PATIENCE_S)
+
+
+def test_the_sender_can_give_up_a_broadcast_at_once(fleet: Fleet) -> None:
+    tensors = weights(large=True)
+    manifest = manifest_of(tensors)
+    fleet.start(manifest, 1)
+    channel = fleet.lead(1)
+    os.kill(fleet.peers[0].process.pid, signal.SIGSTOP)
+    threading.Timer(0.2, channel.close).start()
+    with pytest.raises(WeightChannelAborted):
+        send(channel, manifest, tensors, time.monotonic() + 10 * PATIENCE_S)
+
+
+def test_a_receiver_is_freed_when_the_sender_is_killed(fleet: Fleet) -> None:
+    tensors = weights()
+    manifest = manifest_of(tensors)
+    script = (
+        "import sys, time, torch\n"
+        "from headrace.weights.transport import *\n"
+        "meeting = Meeting('127.0.0.1', 0)\n"
+        "print(meeting.port, flush=True)\n"
+        "place = Membership('g', 'gloo', '127.0.0.1', meeting.port, 0, 2, torch.device('cpu'))\n"
+        "Channel.lead(place, meeting, time.monotonic() + 60, lambda channel: None)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as sender:
+        try:
+            port = int(sender.stdout.readline())
+            spec = {"group_id": "g", "port": port, "rank": 1, "world_size": 2, "transfers": 1}
+            fleet.peers.append(Peer({**spec, "timeout_s": 10 * PATIENCE_S, "manifest": manifest.encode()}))
+            fleet.peers[-1].expect("joined")
+        finally:
+            sender.kill()
+    assert fleet.peers[-1].expect("error")["type"] in ENDED
+
+
+def test_a_member_that_never_comes_ends_the_meeting_at_the_deadline(fleet: Fleet) -> None:
+    manifest = manifest_of(weights())
+    fleet.start(manifest, 1)
+    with pytest.raises(WeightChannelTimeout, match="members to join"):
+        fleet.lead(2, timeout_s=1.0)
+    assert fleet.peers[0].expect("error")["type"] == "WeightChannelAborted"
+
+
+def test_an_unreachable_meeting_point_is_an_error_with_the_remedy() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = Membership("g", "gloo", "127.0.0.1", port, 1, 2, torch.device("cpu"))
+    with pytest.raises(WeightChannelTimeout, match=r"weight_channel\.host"):
+        Channel.follow(place, time.monotonic() + 1.0)
+
+
+def test_a_busy_port_is_an_error_that_names_the_key() -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        with pytest.raises(ServiceError, match=r"weight_channel\.port"):
+            Meeting("127.0.0.1", busy.getsockname()[1])
+
+
+def test_a_source_that_breaks_its_word_is_run_to_its_end_and_refused(fleet: Fleet) -> None:
+    tensors = weights()
+    manifest = manifest_of(tensors)
+    fleet.start(manifest, 1)
+    channel = fleet.lead(1)
+    given = []
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in reversed(tensors):
+            given.append(name)
+            yield name, tensor
+
+    with pytest.raises(WeightChannelError, match="manifest announces"):
+        send(channel, manifest, source(), time.monotonic() + PATIENCE_S)
+    assert len(given) == len(tensors)
