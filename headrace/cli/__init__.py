@@ -1,5 +1,5 @@
 """The command line: `headrace …`, one module a command."""
 
+from headrace.cli.app import main
 
-def main() -> None:
-    raise NotImplementedError
+__all__ = ["main"]

@@ -1,16 +1,147 @@
-"""Reading a configuration: file, environment and command line become one checked `Config`."""
+"""Reading a configuration: file, environment and command line become one checked `Config`.
+
+Precedence: command line > environment > file > defaults. Mappings are merged key by key, lists are replaced whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+
+from headrace.config.explain import explain, nearest
 from headrace.config.root import Config
+from headrace.config.text import parse
+from headrace.errors import ConfigError
+
+PREFIX = "HEADRACE_"
+_COMMAND_LINE = "command line"
+
+Keys = tuple[str, ...]
 
 
 def load(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
     """Read the run's YAML at `path` under `overrides` (`section.key=value`, YAML values) and `HEADRACE_SECTION__KEY` variables.
 
-    Raises `ConfigError` naming the key, the value and, for an unknown key, the nearest known one.
+    A variable's value is text for a scalar key, YAML for a list or a mapping, and `null` for none; `environ` None takes the
+    process's own. Raises `ConfigError`, one line a problem, naming the key, the value and, for an unknown key, the nearest known one.
     """
-    raise NotImplementedError
+    values = _file(Path(path))
+    origins: dict[Keys, str] = {}
+    for keys, value in _environment(os.environ if environ is None else environ):
+        _put(values, keys, value, "__".join((PREFIX + keys[0].upper(), *(key.upper() for key in keys[1:]))))
+        origins[keys] = "environment"
+    for override in overrides:
+        keys, value = _override(override)
+        _put(values, keys, value, override)
+        origins[keys] = _COMMAND_LINE
+    # a section whose keys are all commented out
+    values = {key: value for key, value in values.items() if value is not None}
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, lambda keys: _origin(origins, keys))) from error
+
+
+def _file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: can't read the configuration ({error.strerror}); give the path of a YAML file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not text in UTF-8 (byte {error.start}); give the path of a YAML file") from error
+    values = parse(text, str(path))
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path}: a {type(values).__name__}, not a mapping; write sections like `grpo:` with keys below them"
+        )
+    for key in values:
+        if not isinstance(key, str):
+            raise ConfigError(f"{path}: the key {key!r} is not text; put it in quotes")
+    return values
+
+
+class _Settings(Config, BaseSettings):
+    """What pydantic-settings reads variables for."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter="__", env_parse_none_str="null")
+
+
+class _Environment(EnvSettingsSource):
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        super().__init__(_Settings)
+        self.env_vars = {name.lower(): None if value == "null" else value for name, value in environ.items()}
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        return parse(value, f"environment variable for {field_name}")
+
+
+def _environment(environ: Mapping[str, str]) -> Iterator[tuple[Keys, Any]]:
+    """(keys, value) of every `HEADRACE_*` variable. Raises `ConfigError` for one whose section is unknown."""
+    named = {name: value for name, value in environ.items() if name.upper().startswith(PREFIX)}
+    for name, value in named.items():
+        section, *rest = name[len(PREFIX) :].lower().split("__")
+        if section not in Config.model_fields:
+            close = nearest((section, *rest)) or nearest((section,))
+            hint = f"did you mean {PREFIX}{close.upper().replace('.', '__')}?" if close else "no such section"
+            raise ConfigError(f"{name}: unknown variable (value {value!r:.60}); {hint}")
+    yield from _leaves(_Environment(named)(), ())
+
+
+def _leaves(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*keys, key))
+    elif keys:
+        yield keys, value
+
+
+def _override(text: str) -> tuple[Keys, Any]:
+    key, equals, value = text.partition("=")
+    keys = tuple(key.strip().split("."))
+    if not equals or not all(keys):
+        raise ConfigError(
+            f"{text!r} is not an override; write section.key=value, for example grpo.num_prompts_per_step=8"
+        )
+    return keys, parse(value, key)
+
+
+def _put(values: dict[str, Any], keys: Keys, value: Any, given: str) -> None:
+    """Set `keys` in `values`, making mappings on the way; a number selects an item of a list."""
+    here: Any = values
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        if isinstance(here, list):
+            if not key.isdecimal() or int(key) >= len(here):
+                at = ".".join(keys[:depth])
+                raise ConfigError(f"{given}: {at} is a list of {len(here)}, and {key!r} none of 0 to {len(here) - 1}")
+            slot: Any = int(key)
+        else:
+            slot = key
+        if last:
+            here[slot] = value
+        elif isinstance(here, list) or isinstance(here.get(slot), dict | list):
+            here = here[slot]
+        else:
+            here[slot] = {}
+            here = here[slot]
+        if not last and not isinstance(here, dict | list):
+            raise ConfigError(f"{given}: {'.'.join(keys[: depth + 1])} is {here!r:.60}, which has no keys")
+
+
+def _origin(origins: Mapping[Keys, str], keys: Keys) -> str:
+    """Where the value at `keys` was given, if not in the file."""
+    for given, origin in origins.items():
+        shorter = min(len(given), len(keys))
+        if given[:shorter] == keys[:shorter]:
+            return f" ({origin})"
+    return ""

@@ -1,0 +1,3 @@
+from headrace.cli import main
+
+main()

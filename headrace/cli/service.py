@@ -1,0 +1,36 @@
+"""`headrace replay|reward|rollout|trainer`: one service as a process of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import typer
+
+from headrace.cli import plugins
+from headrace.cli.options import ConfigOption, Overrides
+from headrace.config import load
+from headrace.errors import ConfigError
+
+SERVICES = {
+    "replay": "The replay buffer: its state machine in Redis, the scorer and the HTTP API.",
+    "reward": "The gRPC hub of reward environments.",
+    "rollout": "One generation replica: a vLLM engine. Start as many as you like, at any time.",
+    "trainer": "The trainer; under torchrun, one of its ranks.",
+}
+
+
+def add_to(app: typer.Typer) -> None:
+    for name, help_text in SERVICES.items():
+        app.command(name=name, help=help_text)(_command(name))
+
+
+def _command(name: str) -> Callable[..., None]:
+    def command(config: ConfigOption, overrides: Overrides = None) -> None:
+        loaded = load(config, overrides or ())
+        if loaded.run.id is None:
+            raise ConfigError("run.id is not set: give run.id=NAME (`headrace up` makes one by itself)")
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        plugins.find("headrace.services", name, extra=name)(loaded)
+
+    return command

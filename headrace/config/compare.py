@@ -1,0 +1,97 @@
+"""What changed between two configurations of one run, and which of that may change when the run goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from headrace.config.root import Config
+
+# Steps, periods, optimisation, deadlines, addresses. Everything else decides what the groups, weights and order of the run
+# are (model, data, seed, P, n, sampling, environments, the age bound), so a checkpoint made under another value can't go on.
+FREE = (
+    "run.dir",
+    "grpo.max_num_epochs",
+    "grpo.max_num_steps",
+    "grpo.normalize_rewards",
+    "grpo.use_leave_one_out_baseline",
+    "grpo.val_period",
+    "grpo.val_at_start",
+    "grpo.val_at_end",
+    "grpo.max_val_samples",
+    "grpo.async_grpo.in_flight_weight_updates",
+    "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
+    "loss_fn",
+    "policy.train_micro_batch_size",
+    "policy.logprob_batch_size",
+    "policy.max_grad_norm",
+    "policy.optimizer.kwargs",
+    "policy.generation.val_temperature",
+    "policy.generation.vllm_cfg",
+    "env.*.target",
+    "env.*.timeout_s",
+    "env.*.max_batch_size",
+    "replay.redis_url",
+    "replay.redis_host",
+    "replay.redis_port",
+    "replay.host",
+    "replay.port",
+    "replay.appendfsync",
+    "replay.lease_s",
+    "replay.group_deadline_s",
+    "replay.scoring_deadline_s",
+    "replay.max_attempts",
+    "replay.max_scoring_attempts",
+    "replay.max_bytes",
+    "rollout",
+    "reward",
+    "trainer",
+    "weight_channel",
+    "checkpointing.enabled",
+    "checkpointing.save_period",
+    "checkpointing.keep_top_k",
+    "checkpointing.metric_name",
+    "checkpointing.higher_is_better",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    key: str
+    before: Any
+    after: Any
+
+    @property
+    def allowed(self) -> bool:
+        """Whether a run may go on with this change."""
+        parts = self.key.split(".")
+        return any(
+            len(parts) >= len(free) and all(f in ("*", p) for f, p in zip(free, parts, strict=False))
+            for free in (key.split(".") for key in FREE)
+        )
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.before)} -> {_shown(self.after)}"
+
+
+def diff(before: Config, after: Config) -> list[Change]:
+    """Keys whose values differ, in the order of the configuration. A key that only one of them has is null in the other."""
+    old, new = dict(_flat(before.model_dump(mode="json"))), dict(_flat(after.model_dump(mode="json")))
+    return [
+        Change(key, old.get(key), new.get(key))
+        for key in [*old, *(new.keys() - old.keys())]
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not items:
+        yield prefix, value
+    for key, inner in items:
+        yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else repr(value)

@@ -1,0 +1,112 @@
+"""What is wrong with a configuration, in one line a problem: the full key, the value, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from headrace.config.root import Config
+
+Path = tuple[str, ...]
+Origin = Callable[[Path], str]
+
+
+def _models(annotation: Any, path: Path) -> Iterator[tuple[Path, type[BaseModel]]]:
+    """The models inside a field's type; the items of a list or a mapping are named `*`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield path, annotation
+    for inner in get_args(annotation):
+        container = getattr(annotation, "__origin__", None) in (list, dict, tuple)
+        yield from _models(inner, (*path, "*") if container else path)
+
+
+def _walk(model: type[BaseModel], path: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        yield (*path, name), field
+        for inner_path, inner in _models(field.annotation, (*path, name)):
+            yield from _walk(inner, inner_path)
+
+
+@functools.cache
+def known_keys() -> Mapping[Path, FieldInfo]:
+    """Every key there is, sections included; items of lists and mappings are named `*` (`env.*.type`)."""
+    return dict(_walk(Config))
+
+
+def pattern(path: Path) -> Path:
+    """`path` with the names of items replaced by `*`, as `known_keys` has them."""
+    found: Path = ()
+    for part in path:
+        found = (*found, "*" if (*found, "*") in _prefixes() else part)
+    return found
+
+
+@functools.cache
+def _prefixes() -> frozenset[Path]:
+    return frozenset(key[:end] for key in known_keys() for end in range(1, len(key)))
+
+
+def nearest(path: Path) -> str | None:
+    """The known key most like the unknown `path`: one beside it if any is close, else one of that name elsewhere."""
+    parent, name = path[:-1], path[-1]
+    beside = [key[-1] for key in known_keys() if key[:-1] == pattern(parent)]
+    if close := difflib.get_close_matches(name, beside, 1, 0.6):
+        return ".".join((*parent, close[0]))
+    by_name: dict[str, Path] = {}
+    for key in known_keys():
+        by_name.setdefault(key[-1], key)
+    if close := difflib.get_close_matches(name, by_name, 1, 0.75):
+        return ".".join("<name>" if part == "*" else part for part in by_name[close[0]])
+    return None
+
+
+def _unknown(path: Path, value: Any, origin: str) -> str:
+    key = ".".join(path)
+    shown = "" if isinstance(value, dict) else f", value {value!r:.60}"
+    if found := nearest(path):
+        return f"{key}: unknown key{shown}{origin}; did you mean {found}?"
+    beside = sorted(known[-1] for known in known_keys() if known[:-1] == pattern(path[:-1]))
+    where = ".".join(path[:-1]) or "the top level"
+    return f"{key}: unknown key{shown}{origin}; {where} has {', '.join(beside)}"
+
+
+def _remedy(path: Path, error: ErrorDetails) -> str:
+    if error["type"] == "string_type" and isinstance(error["input"], int | float):
+        return "; put it in quotes"
+    field = known_keys().get(pattern(path))
+    default = field.get_default() if field else None
+    if field is None or field.is_required() or isinstance(default, BaseModel | dict | list):
+        return ""
+    return f"; the default is {'null' if default is None else default}"
+
+
+def _line(error: ErrorDetails, origin: Origin) -> str:
+    path = tuple(str(part) for part in error["loc"])
+    key, value = ".".join(path), error["input"]
+    if error["type"] == "extra_forbidden":
+        return _unknown(path, value, origin(path))
+    if error["type"] == "value_error":
+        message = str(error["ctx"]["error"])
+        return message if not path or message.startswith(f"{key}.") else f"{key}: {message}"
+    if error["type"] == "model_type":
+        return f"{key}: {value!r:.60} is not a section of keys{origin(path)}; give a mapping"
+    message = error["msg"].replace("Input should", "should").split(", unable to parse")[0]
+    return f"{key}: {value!r:.60} {message[0].lower()}{message[1:]}{origin(path)}{_remedy(path, error)}"
+
+
+def explain(error: ValidationError, origin: Origin) -> str:
+    """One line a problem. `origin` says where a path's value was given, as text to append (" (command line)")."""
+    errors = error.errors()
+    # what `data.default` gets wrong is copied into each source: say it once
+    default = {e["loc"][2:] for e in errors if e["loc"][:2] == ("data", "default")}
+    return "\n".join(
+        _line(e, origin)
+        for e in errors
+        if not (e["loc"][:2] in (("data", "train"), ("data", "validation")) and e["loc"][3:] in default)
+    )
