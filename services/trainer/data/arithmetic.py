@@ -1,4 +1,4 @@
-"""Addition of two numbers of `digits` digits, and the one split of its problems that everything here shares.
+"""Addition of two numbers of at most `digits` digits, and the one split of its problems that everything here shares.
 
 Which unordered pairs are held out is a function of `digits` alone. The warm-up of the tiny model, training and validation
 all ask this module, so that a validation problem was never trained on by any of them, in either order of its numbers.
@@ -18,18 +18,17 @@ Pair = tuple[int, int]
 
 def held_out(digits: int) -> list[Pair]:
     """The held-out pairs `(a, b)`, a <= b, in a fixed shuffled order: 400, or a tenth of all pairs where that is less."""
-    low, count = _numbers(digits)
+    count = 10**digits
     pairs = count * (count + 1) // 2
     chosen = random.Random(_SPLIT_SEED).sample(range(pairs), min(HELD_OUT, pairs // 10))
-    return [_unrank(k, low) for k in chosen]
+    return [_unrank(k) for k in chosen]
 
 
 def training_pairs(digits: int, rng: random.Random) -> Iterator[Pair]:
     """Endless ordered pairs, uniform over those that are not held out in either order."""
-    low, count = _numbers(digits)
     forbidden = set(held_out(digits))
     while True:
-        a, b = low + rng.randrange(count), low + rng.randrange(count)
+        a, b = rng.randrange(10**digits), rng.randrange(10**digits)
         if (min(a, b), max(a, b)) not in forbidden:
             yield a, b
 
@@ -48,13 +47,7 @@ def answer(pair: Pair) -> str:
     return str(sum(pair))
 
 
-def _numbers(digits: int) -> Pair:
-    """Smallest number of `digits` digits, and how many there are."""
-    low = 0 if digits == 1 else 10 ** (digits - 1)
-    return low, 10**digits - low
-
-
-def _unrank(k: int, low: int) -> Pair:
-    """The k-th pair a <= b in the order (0,0), (0,1), (1,1), (0,2), … shifted by `low`; exact for any size."""
+def _unrank(k: int) -> Pair:
+    """The k-th pair a <= b in the order (0,0), (0,1), (1,1), (0,2), …; exact for any size."""
     b = (math.isqrt(8 * k + 1) - 1) // 2
-    return low + k - b * (b + 1) // 2, low + b
+    return k - b * (b + 1) // 2, b

@@ -1,12 +1,13 @@
 """A tiny Qwen2-type model with a character tokenizer, right some of the time at two-digit addition.
 
-Its warm-up is supervised, by a sloppy teacher: 0.6 of the labels drop every carry (47+85 is then 22 + no carries = 122).
+Its warm-up is supervised, by a sloppy teacher: 0.6 of the labels drop every carry (47+85 is then 22).
 The model learns both behaviours; reinforcement learning then selects the right one, on problems that neither saw. What it
 shows is selection between two learnt behaviours, not addition learnt from nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from pathlib import Path
@@ -115,21 +116,51 @@ def prompt_ids(tokenizer: Qwen2Tokenizer, problem: str) -> list[int]:
 
 
 def sloppy_answer(pair: arithmetic.Pair) -> str:
-    """The sum of each column modulo ten: what remains when every carry is dropped (47+85: 2 of 12, 2 of 12 -> 22)."""
-    a, b = (str(number).zfill(DIGITS) for number in pair)
-    return "".join(str((int(x) + int(y)) % 10) for x, y in zip(a, b, strict=True))
+    """The sum when every carry is dropped: each column modulo ten (47+85: 4+8 -> 2, 7+5 -> 2, so 22)."""
+    total, place = 0, 1
+    for _ in range(DIGITS):
+        total += place * ((pair[0] // place + pair[1] // place) % 10)
+        place *= 10
+    return str(total)
+
+
+class _Teacher:
+    """Batches of training problems with the sloppy teacher's answers; texts are tokenized once each."""
+
+    def __init__(self, tokenizer: Qwen2Tokenizer, rng: random.Random) -> None:
+        self._pad_id = tokenizer.pad_token_id
+        self._rng = rng
+        self._pairs = arithmetic.training_pairs(DIGITS, rng)
+        self._prompt = functools.cache(lambda pair: prompt_ids(tokenizer, arithmetic.text(pair)))
+        self._label = functools.cache(lambda label: [*tokenizer.encode(label), tokenizer.eos_token_id])
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Right-padded `input_ids` and next-token `labels`, both [B, S]; labels are -100 within prompts and on padding."""
+        rows = [self._example(next(self._pairs)) for _ in range(BATCH)]
+        width = max(len(prompt) + len(label) for prompt, label in rows)
+        tokens = torch.full((BATCH, width), self._pad_id)
+        labels = torch.full((BATCH, width), -100)
+        for row, (prompt, label) in enumerate(rows):
+            end = len(prompt) + len(label)
+            tokens[row, :end] = torch.tensor(prompt + label)
+            labels[row, len(prompt) : end] = torch.tensor(label)
+        return tokens[:, :-1], labels[:, 1:]
+
+    def _example(self, pair: arithmetic.Pair) -> tuple[list[int], list[int]]:
+        sloppy = self._rng.random() < SLOPPINESS
+        return self._prompt(pair), self._label(sloppy_answer(pair) if sloppy else arithmetic.answer(pair))
 
 
 def _warm_up(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rng: random.Random) -> None:
-    """Next-token training on answers of training pairs only: AdamW, a short ramp, then linear decay to a tenth."""
-    pairs = arithmetic.training_pairs(DIGITS, rng)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98))
+    """Next-token training on answers to training pairs only: AdamW, a short ramp, then linear decay to a tenth."""
+    teacher = _Teacher(tokenizer, rng)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _learning_rate_factor)
     model.train()
     for _ in track(range(STEPS), description="warming up the tiny model", console=Console(stderr=True)):
-        batch = [_example(tokenizer, next(pairs), rng) for _ in range(BATCH)]
-        input_ids, labels = _pad(batch, tokenizer.pad_token_id)
-        loss = model(input_ids=input_ids, labels=labels).loss
+        input_ids, labels = teacher.batch()
+        logits = model(input_ids=input_ids, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -144,37 +175,21 @@ def _learning_rate_factor(step: int) -> float:
     return 1.0 - 0.9 * (step - RAMP) / (STEPS - RAMP)
 
 
-def _example(tokenizer: Qwen2Tokenizer, pair: arithmetic.Pair, rng: random.Random) -> tuple[list[int], list[int]]:
-    label = sloppy_answer(pair) if rng.random() < SLOPPINESS else arithmetic.answer(pair)
-    prompt = prompt_ids(tokenizer, arithmetic.text(pair))
-    return prompt, [*tokenizer.encode(label), tokenizer.eos_token_id]
-
-
-def _pad(batch: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded `input_ids` and `labels`, both [B, S]; labels are -100 on prompts and padding."""
-    width = max(len(prompt) + len(label) for prompt, label in batch)
-    input_ids = torch.full((len(batch), width), pad)
-    labels = torch.full((len(batch), width), -100)
-    for row, (prompt, label) in enumerate(batch):
-        end = len(prompt) + len(label)
-        input_ids[row, :end] = torch.tensor(prompt + label)
-        labels[row, len(prompt) : end] = torch.tensor(label)
-    return input_ids, labels
-
-
 @torch.no_grad()
 def held_out_accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> float:
     """Share of the held-out pairs answered exactly, end token included, by greedy decoding of at most 6 tokens."""
     pairs = arithmetic.held_out(DIGITS)
-    prompts = torch.tensor([prompt_ids(tokenizer, arithmetic.text(pair)) for pair in pairs])
+    prompts = [prompt_ids(tokenizer, arithmetic.text(pair)) for pair in pairs]
+    width = max(map(len, prompts))
+    padding = [width - len(prompt) for prompt in prompts]
     output = model.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
+        torch.tensor([[tokenizer.pad_token_id] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]),
+        attention_mask=torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding]),
         max_new_tokens=MAX_NEW_TOKENS,
         do_sample=False,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    completions = tokenizer.batch_decode(output[:, prompts.shape[1] :])
-    right = [c.startswith(arithmetic.answer(p) + EOS) for c, p in zip(completions, pairs, strict=True)]
+    completions = tokenizer.batch_decode(output[:, width:])
+    right = [c.startswith(arithmetic.answer(pair) + EOS) for c, pair in zip(completions, pairs, strict=True)]
     return sum(right) / len(right)
