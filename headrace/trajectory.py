@@ -87,8 +87,8 @@ class Group:
 
     @classmethod
     def decode(cls, data: bytes) -> Group:
-        m = _Reader(data, "group")
-        sampling = _Reader(m.get("sampling", dict), "group.sampling")
+        m = Reader(data, "group")
+        sampling = Reader(m.get("sampling", dict), "group.sampling")
         group = cls(
             id=m.get("id", str),
             lane=m.choice("lane", LANES),
@@ -170,7 +170,7 @@ class Trajectory:
 
     @classmethod
     def decode(cls, data: bytes) -> Trajectory:
-        m = _Reader(data, "trajectory")
+        m = Reader(data, "trajectory")
         trajectory = cls(
             group_id=m.get("group_id", str),
             attempt=m.natural("attempt"),
@@ -236,7 +236,7 @@ class Score:
 
     @classmethod
     def decode(cls, data: bytes) -> Score:
-        m = _Reader(data, "score")
+        m = Reader(data, "score")
         return cls(
             status=m.choice("status", STATUSES),
             reward=None if m.fields.get("reward") is None else m.number("reward"),
@@ -263,7 +263,7 @@ def _bytes(array: npt.NDArray[Any], dtype: str) -> bytes:
 T = TypeVar("T")
 
 
-class _Reader:
+class Reader:
     """Typed access to a decoded map; every refusal names the record, the field and what was found there."""
 
     def __init__(self, data: bytes | Mapping[str, Any], what: str) -> None:
@@ -309,7 +309,7 @@ class _Reader:
         return float(value)
 
     def numbers(self, name: str) -> dict[str, float]:
-        reader = _Reader(self.get(name, dict), f"{self.what}.{name}")
+        reader = Reader(self.get(name, dict), f"{self.what}.{name}")
         return {key: reader.number(key) for key in reader.fields}
 
     def choice(self, name: str, allowed: tuple[str, ...]) -> Any:

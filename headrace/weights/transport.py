@@ -55,7 +55,7 @@ class Meeting:
 
     def connect(self) -> dist.TCPStore:
         """A connection of its own."""
-        return self._store.clone()  # type: ignore[attr-defined, no-any-return]
+        return self._store.clone()  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +235,8 @@ def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch
     """Rank 0: broadcast `source`, whose items must be the manifest's in its order, bucket by bucket.
 
     `source` is always run to its end, even after a failure: producing a tensor may be a collective of the trainer's ranks,
-    and a rank that stopped half-way would leave the others waiting. Raises `WeightChannelError`.
+    and a rank that stopped half-way would leave the others waiting. Raises `WeightChannelError`, and `ValueError` if `source`
+    does not yield what the manifest announces.
     """
     stream = iter(source)
     try:
@@ -247,7 +248,7 @@ def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch
                     name, tensor = next(stream, ("the end", torch.empty(0)))
                     found = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
                     if found != (entry.name, entry.dtype, entry.shape):
-                        raise WeightChannelError(f"the manifest announces {entry}, the source gave {found}")
+                        raise ValueError(f"the manifest announces {entry}, the source gave {found}")
                     part = flat[offset : offset + entry.nbytes].view(tensor.dtype)
                     part.copy_(tensor.detach().reshape(-1))
                     offset += entry.nbytes
@@ -256,7 +257,7 @@ def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch
         surplus = sum(1 for _ in stream)
     if surplus:
         channel.close()
-        raise WeightChannelError(f"the source gave {surplus} tensors more than the manifest announces")
+        raise ValueError(f"the source gave {surplus} tensors more than the manifest announces")
 
 
 def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[list[tuple[str, torch.Tensor]]]:

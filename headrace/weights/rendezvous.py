@@ -1,0 +1,108 @@
+"""What the trainer tells the members of an epoch: first who need not come, then where to meet, what is sent, and the proof it wants.
+
+The buffer carries both as opaque msgpack maps (`Epoch.rendezvous`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import CodecError
+from headrace.trajectory import Float32, Int32, Reader
+from headrace.weights.manifest import Manifest
+
+BACKENDS = ("gloo", "nccl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Announcement:
+    """While an epoch is `announced`: replicas in `excluded` broke an earlier attempt at this version and must not acknowledge."""
+
+    excluded: tuple[str, ...] = ()
+
+    def encode(self) -> dict[str, Any]:
+        return {"excluded": list(self.excluded)}
+
+    @classmethod
+    def decode(cls, fields: Any) -> Announcement:
+        return cls(tuple(_reader(fields, "announcement").list_of("excluded", str)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rendezvous:
+    """Of an epoch in `transfer`.
+
+    Members of exactly `previous_members` go on with the group `previous_group`; any other set forms `group_id` anew, at the
+    trainer's meeting point `host:port`. A replica has `workers` ranks, one a worker process. Each phase ends after `timeout_s`.
+    `probe_logprobs` [len - 1] are the trainer's log-probabilities of `probe_token_ids[1:]` at temperature 1, which a member's
+    must equal within `tolerance` nats.
+    """
+
+    group_id: str
+    previous_group: str
+    previous_members: tuple[str, ...]
+    backend: str
+    host: str
+    port: int
+    workers: int
+    timeout_s: float
+    manifest: Manifest
+    probe_token_ids: Int32
+    probe_logprobs: Float32
+    tolerance: float
+
+    def group_of(self, members: Sequence[str]) -> str:
+        """Id of the group these members (in this order) use; a pure rule, so that all come to the same one."""
+        return self.previous_group if members and tuple(members) == self.previous_members else self.group_id
+
+    def encode(self) -> dict[str, Any]:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            **fields,
+            "previous_members": list(self.previous_members),
+            "manifest": self.manifest.encode(),
+            "probe_token_ids": self.probe_token_ids.astype("<i4").tobytes(),
+            "probe_logprobs": self.probe_logprobs.astype("<f4").tobytes(),
+        }
+
+    @classmethod
+    def decode(cls, fields: Any) -> Rendezvous:
+        """Raises `CodecError` naming what is wrong."""
+        m = _reader(fields, "rendezvous")
+        rendezvous = cls(
+            group_id=m.get("group_id", str),
+            previous_group=m.get("previous_group", str),
+            previous_members=tuple(m.list_of("previous_members", str)),
+            backend=m.choice("backend", BACKENDS),
+            host=m.get("host", str),
+            port=m.natural("port"),
+            workers=m.natural("workers"),
+            timeout_s=m.number("timeout_s"),
+            manifest=Manifest.decode(m.get("manifest", dict)),
+            probe_token_ids=m.array("probe_token_ids", "<i4"),
+            probe_logprobs=m.array("probe_logprobs", "<f4"),
+            tolerance=m.number("tolerance"),
+        )
+        rendezvous.check()
+        return rendezvous
+
+    def check(self) -> None:
+        """Raise `CodecError` unless the probe proves something and the times and counts are positive."""
+        if self.probe_token_ids.size < 2 or self.probe_logprobs.size != self.probe_token_ids.size - 1:
+            raise CodecError(
+                f"rendezvous: {self.probe_logprobs.size} log-probabilities for a probe of {self.probe_token_ids.size} tokens"
+            )
+        if not np.isfinite(self.probe_logprobs).all():
+            raise CodecError("rendezvous: the trainer's log-probabilities on the probe are not finite")
+        if self.timeout_s <= 0 or self.tolerance <= 0 or self.workers < 1 or not 0 < self.port < 65536:
+            raise CodecError("rendezvous: timeout_s, tolerance, workers and port are above 0")
+
+
+def _reader(fields: Any, what: str) -> Reader:
+    if not isinstance(fields, Mapping):
+        raise CodecError(f"{what}: a {type(fields).__name__}, not a map")
+    return Reader(fields, what)

@@ -1,0 +1,175 @@
+"""The worker's end of the weight channel: an engine for vLLM's weight-transfer API, imported by every worker process.
+
+vLLM imports `WeightChannelExtension` before it loads the model (`worker_extension_cls`), which registers the engine in time;
+one engine serves `gloo` and `nccl`, which differ only in how the communicator is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from headrace.errors import WeightChannelError
+from headrace.weights.manifest import Manifest
+from headrace.weights.membership import INTERRUPTED
+from headrace.weights.transport import Backend, Channel, Membership, receive
+
+BACKEND = "headrace"
+
+
+@dataclass
+class Join(WeightTransferInitInfo):
+    """The group to form. This worker's rank is `rank_offset` plus its rank in the replica."""
+
+    group_id: str
+    backend: Backend
+    host: str
+    port: int
+    rank_offset: int
+    world_size: int
+    timeout_s: float
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    """What is broadcast (an encoded `Manifest`), and in how many seconds it must be there."""
+
+    manifest: dict[str, Any]
+    timeout_s: float
+
+
+class WeightChannelEngine(WeightTransferEngine[Join, Update]):
+    """Receives checkpoint-format weights bucket by bucket and loads them by vLLM's layerwise reload.
+
+    The model is on the meta device between the reload's beginning and end, and a step then would kill the engine. So the
+    whole reload happens inside `update_weights`, one call that nothing can come between; `start_weight_update` and
+    `finish_weight_update` only mark vLLM's session. When the call fails the model is whole again in form, but a mixture of
+    old and new weights: it must not generate until an update succeeds.
+    """
+
+    init_info_cls = Join
+    update_info_cls = Update
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._channel: Channel | None = None
+
+    def init_transfer_engine(self, init_info: Join) -> None:
+        self.shutdown()
+        membership = Membership(
+            group_id=init_info.group_id,
+            backend=init_info.backend,
+            host=init_info.host,
+            port=init_info.port,
+            rank=init_info.rank_offset + self.parallel_config.rank,
+            world_size=init_info.world_size,
+            device=torch.device(self.device if init_info.backend == "nccl" else "cpu"),
+        )
+        with _saying_interrupted():
+            self._channel = Channel.follow(membership, time.monotonic() + init_info.timeout_s)
+
+    def start_weight_update(self) -> None:
+        """Nothing: see the class."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing: see the class."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # the base class ends with torch.accelerator.synchronize(), which raises on a CPU; `receive` has synchronised
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Update) -> None:
+        channel, manifest, deadline = self._transfer(update_info)
+        initialize_layerwise_reload(self.model)
+        try:
+            with disable_mtp_completeness_check():
+                buckets = receive(channel, manifest, deadline)
+                while bucket := self._next(buckets):
+                    self.model.load_weights(bucket)
+            finalize_layerwise_reload(self.model, self.model_config)
+            self.renew_copies()
+        except BaseException:
+            self.shutdown()
+            self._abandon_reload()
+            raise
+
+    def discard_weights(self, update_info: dict[str, Any]) -> None:
+        """Take part in a broadcast for the others' sake: the weights are those this worker already holds."""
+        channel, manifest, deadline = self._transfer(self.parse_update_info(update_info))
+        buckets = receive(channel, manifest, deadline)
+        while self._next(buckets):
+            pass
+
+    def renew_copies(self) -> None:
+        """Pack a tied head again.
+
+        On a CPU, vLLM multiplies by a packed copy of the head. A tied head is loaded as the embedding, so a reload does not
+        touch that copy, and the head would go on computing with the old weights, names and checksums agreeing all the while.
+        """
+        if not getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
+            return
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _transfer(self, update_info: Update) -> tuple[Channel, Manifest, float]:
+        if self._channel is None:
+            raise WeightChannelError("this worker is in no group; the trainer must form one")
+        return self._channel, Manifest.decode(update_info.manifest), time.monotonic() + update_info.timeout_s
+
+    def _next(self, buckets: Iterator[list[tuple[str, torch.Tensor]]]) -> list[tuple[str, torch.Tensor]] | None:
+        with _saying_interrupted():
+            return next(buckets, None)
+
+    def _abandon_reload(self) -> None:
+        """Put the parameters of layers that are not complete back in place, and forget what they had received.
+
+        Otherwise the next reload would go on with half-filled layers.
+        """
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = 0
+        finalize_layerwise_reload(self.model, self.model_config)
+
+
+class WeightChannelExtension:
+    """Mixed into vLLM's worker class: what the API has no call for."""
+
+    weight_transfer_engine: WeightChannelEngine
+
+    def discard_weights(self, update_info: dict[str, Any]) -> None:
+        self.weight_transfer_engine.discard_weights(update_info)
+
+
+@contextlib.contextmanager
+def _saying_interrupted() -> Iterator[None]:
+    """Only an exception's text reaches the service from here, and the trainer must know whose fault it was."""
+    try:
+        yield
+    except WeightChannelError as error:
+        raise WeightChannelError(f"{INTERRUPTED}: {error}") from error
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, WeightChannelEngine)

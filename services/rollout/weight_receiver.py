@@ -1,0 +1,206 @@
+"""A replica's part in a refit: acknowledge, receive, and prove that it computes with the new weights.
+
+vLLM is imported inside functions, after the service has set its environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from headrace.config import Config
+from headrace.errors import CodecError, Fenced, ServiceError, WeightChannelError
+from headrace.replay import Epoch, ReplayClient
+from headrace.trajectory import Float32, Int32
+from headrace.weights.membership import INTERRUPTED
+from headrace.weights.probe import largest_difference
+from headrace.weights.rendezvous import Announcement, Rendezvous
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+EXTENSION = "services.rollout.weight_engine.WeightChannelExtension"
+BACKEND = "headrace"
+# the worker ends by its own deadline; an engine that is silent for this much longer hangs
+ANSWER_S = 30.0
+T = TypeVar("T")
+
+
+def keeps_stale_kv(config: Config) -> bool:
+    """Whether running requests go on with the KV cache of older weights after a refit."""
+    grpo = config.grpo.async_grpo
+    return grpo.in_flight_weight_updates and not grpo.recompute_kv_cache_after_weight_updates
+
+
+def engine_arguments(config: Config) -> dict[str, Any]:
+    """What the weight channel needs of `AsyncEngineArgs`.
+
+    vLLM can forget the prefix cache only together with the KV cache of running requests. Where those keep theirs over a
+    refit there is no prefix cache, so that a new request never attends to keys and values of older weights.
+    Priority scheduling lets the probe pass the requests that wait.
+    """
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    return {
+        "worker_extension_cls": EXTENSION,
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "enable_prefix_caching": not keeps_stale_kv(config),
+        "scheduling_policy": "priority",
+    }
+
+
+class WeightReceiver:
+    """One replica's receiver. Its calls must not overlap.
+
+    While `take_part` runs, requests that were running are frozen, then go on under weights that are not yet verified: whoever
+    drives them must hold back what finishes meanwhile, and throw it away with everything still running if the answer is False.
+    """
+
+    def __init__(self, config: Config, engine: AsyncLLM, replay: ReplayClient, replica: str) -> None:
+        self._engine = engine
+        self._replay = replay
+        self._replica = replica
+        self._clear_cache = not keeps_stale_kv(config)
+        self._group: str | None = None
+        self._held: tuple[str, int] | None = None
+
+    def holds(self, epoch: Epoch) -> bool:
+        """Whether the engine already computes with the epoch's weights, verified: no need to drain or to pause."""
+        return self._held == (epoch.timeline, epoch.version)
+
+    async def acknowledge(self, epoch: Epoch) -> None:
+        """Say that this replica is able to take part, unless the epoch excludes it or is no longer announced."""
+        if self._replica in Announcement.decode(epoch.rendezvous).excluded:
+            logger.warning("epoch %s goes on without this replica, which broke an earlier attempt", epoch.id)
+            return
+        with contextlib.suppress(Fenced):
+            await self._replay.acknowledge(self._replica, epoch.id)
+
+    async def take_part(self, epoch: Epoch) -> bool:
+        """Receive the epoch's weights, compute the probe with them and report it. True if the replica is HEALTHY by it.
+
+        On failure the replica refuses with the reason and is STALE. If the weights are then no whole version, or not proved,
+        the engine stays paused until a later epoch succeeds. Raises `ServiceError` if the engine hangs, vLLM's
+        `EngineDeadError` if it died, `ReplayUnavailable`.
+        """
+        try:
+            rendezvous = Rendezvous.decode(epoch.rendezvous)
+            await self._join(epoch, rendezvous)
+            if self.holds(epoch):
+                await self._discard(rendezvous)
+            else:
+                await self._install(epoch, rendezvous)
+            difference = largest_difference(await self._probe(epoch, rendezvous), rendezvous.probe_logprobs)
+        except (WeightChannelError, CodecError) as error:
+            logger.warning("version %d was not installed: %s", epoch.version, error)
+            if self._held is None:
+                await self._freeze()
+            with contextlib.suppress(Fenced):
+                await self._replay.refuse(self._replica, epoch.id, str(error))
+            return False
+        verified = False
+        with contextlib.suppress(Fenced):
+            verified = await self._replay.verify(self._replica, epoch.id, difference, rendezvous.tolerance)
+        if verified:
+            self._held = (epoch.timeline, epoch.version)
+            return True
+        logger.warning(
+            "version %d is not verified: log-probabilities on the probe differ from the trainer's by %.3g",
+            epoch.version,
+            difference,
+        )
+        self._held = None
+        await self._freeze()
+        return False
+
+    async def _join(self, epoch: Epoch, rendezvous: Rendezvous) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        group = rendezvous.group_of(epoch.members)
+        if group == self._group:
+            return
+        if group == rendezvous.previous_group:
+            raise WeightChannelError(f"{INTERRUPTED}: this replica is no longer in group {group}")
+        self._group = None
+        request = {
+            "group_id": group,
+            "backend": rendezvous.backend,
+            "host": rendezvous.host,
+            "port": rendezvous.port,
+            "rank_offset": 1 + epoch.members.index(self._replica) * rendezvous.workers,
+            "world_size": 1 + len(epoch.members) * rendezvous.workers,
+            "timeout_s": rendezvous.timeout_s,
+        }
+        await self._call(
+            "joining the group",
+            self._engine.init_weight_transfer_engine(WeightTransferInitRequest(request)),
+            rendezvous.timeout_s,
+        )
+        self._group = group
+
+    async def _install(self, epoch: Epoch, rendezvous: Rendezvous) -> None:
+        """Pause, receive, resume. Left in the middle, the engine stays paused: its weights are no whole version."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self._held = None
+        await self._freeze()
+        await self._call("starting an update", self._engine.start_weight_update(), rendezvous.timeout_s)
+        request = WeightTransferUpdateRequest(_update(rendezvous))
+        await self._receive(self._engine.update_weights(request), rendezvous)
+        version = str(epoch.version)
+        await self._call(
+            "finishing an update", self._engine.finish_weight_update(weight_version=version), rendezvous.timeout_s
+        )
+        await self._call("resuming", self._engine.resume_generation(), rendezvous.timeout_s)
+
+    async def _discard(self, rendezvous: Rendezvous) -> None:
+        update = {"update_info": _update(rendezvous)}
+        await self._receive(self._engine.collective_rpc("discard_weights", kwargs=update), rendezvous)
+
+    async def _receive(self, transfer: Awaitable[T], rendezvous: Rendezvous) -> None:
+        group, self._group = self._group, None
+        await self._call("receiving weights", transfer, rendezvous.timeout_s)
+        self._group = group  # a group that lost a transfer is never used again
+
+    async def _freeze(self) -> None:
+        """No token is generated until an update has succeeded. Freezing twice is freezing once."""
+        await self._call("pausing", self._engine.pause_generation(mode="keep", clear_cache=self._clear_cache), 0.0)
+
+    async def _probe(self, epoch: Epoch, rendezvous: Rendezvous) -> Float32:
+        logprobs = self._prompt_logprobs(f"probe-{epoch.id}", rendezvous.probe_token_ids)
+        return await self._call("computing the probe", logprobs, rendezvous.timeout_s)
+
+    async def _prompt_logprobs(self, request_id: str, token_ids: Int32) -> Float32:
+        """[len - 1] log-probabilities of tokens 1.., as the engine computes them; never read from the prefix cache."""
+        from vllm import SamplingParams
+
+        ids = token_ids.tolist()
+        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        rows: list[Any] = []
+        async for output in self._engine.generate({"prompt_token_ids": ids}, params, request_id, priority=-1):
+            rows = output.prompt_logprobs or rows
+        return np.array([row[token].logprob for row, token in zip(rows[1:], ids[1:], strict=True)], dtype=np.float32)
+
+    async def _call(self, what: str, call: Awaitable[T], timeout_s: float) -> T:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            async with asyncio.timeout(timeout_s + ANSWER_S):
+                return await call
+        except TimeoutError as error:
+            raise ServiceError(f"{what}: the engine does not answer; restart this replica") from error
+        except EngineDeadError:
+            raise
+        except Exception as error:  # vLLM hands a worker's failure on as a bare Exception
+            raise WeightChannelError(f"{what}: {error}") from error
+
+
+def _update(rendezvous: Rendezvous) -> dict[str, Any]:
+    return {"manifest": rendezvous.manifest.encode(), "timeout_s": rendezvous.timeout_s}
