@@ -1,0 +1,134 @@
+"""Between the protobuf messages of `headrace.v1` and the records of this package. Every malformed field raises `CodecError`."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from headrace.environment import Sample
+from headrace.errors import CodecError
+from headrace.trajectory import Message, Score
+from headrace.v1 import trajectory_pb2 as pb
+
+_FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+_STATUS = {
+    "SCORED": pb.STATUS_SCORED,
+    "FAILED": pb.STATUS_FAILED,
+    "TIMED_OUT": pb.STATUS_TIMED_OUT,
+    "INVALID": pb.STATUS_INVALID,
+}
+_FINISH_NAMES = {value: name for name, value in _FINISH.items()}
+_STATUS_NAMES = {value: name for name, value in _STATUS.items()}
+
+
+def sample_to_wire(sample: Sample) -> pb.Trajectory:
+    """Raises `CodecError` where `extra_env_info` or a message is not made of JSON types."""
+    return pb.Trajectory(
+        group_id=sample.group_id,
+        index=sample.index,
+        environment=sample.environment,
+        task_name=sample.task_name,
+        messages=[_message_to_wire(message) for message in sample.messages],
+        completion=sample.completion,
+        completion_token_ids=sample.completion_token_ids,
+        finish_reason=_FINISH[sample.finish_reason],
+        extra_env_info_json=_dump(sample.extra_env_info, "extra_env_info"),
+        idempotency_key=sample.idempotency_key,
+    )
+
+
+def sample_from_wire(trajectory: pb.Trajectory) -> Sample:
+    where = f"trajectory {trajectory.group_id!r}[{trajectory.index}]"
+    finish_reason: Any = _FINISH_NAMES.get(trajectory.finish_reason)
+    if finish_reason is None:
+        raise CodecError(f"{where}: finish_reason is {trajectory.finish_reason}; send FINISH_REASON_STOP or _LENGTH")
+    if not trajectory.environment:
+        raise CodecError(f"{where}: environment is empty; send the name of the environment that scores it")
+    return Sample(
+        completion=trajectory.completion,
+        extra_env_info=_load(trajectory.extra_env_info_json, f"{where}: extra_env_info_json"),
+        messages=tuple(_message_from_wire(message, where) for message in trajectory.messages),
+        completion_token_ids=tuple(trajectory.completion_token_ids),
+        finish_reason=finish_reason,
+        environment=trajectory.environment,
+        task_name=trajectory.task_name,
+        group_id=trajectory.group_id,
+        index=trajectory.index,
+        idempotency_key=trajectory.idempotency_key,
+    )
+
+
+def score_to_wire(score: Score) -> pb.Result:
+    """Law 7: a score that can't be sent (metadata that is not JSON, a component that is no number) is FAILED."""
+    try:
+        return pb.Result(
+            status=_STATUS[score.status],
+            reward=score.reward,
+            components=score.components,
+            metadata_json=_dump(score.metadata, "metadata"),
+            message=score.message,
+            environment=score.environment,
+            build=score.build,
+        )
+    except (CodecError, TypeError, ValueError) as error:
+        refusal = f"the score can't be sent: {error}"
+        return pb.Result(status=pb.STATUS_FAILED, message=refusal, environment=score.environment, build=score.build)
+
+
+def score_from_wire(result: pb.Result) -> Score:
+    """Law 7: a result that is not exactly what the contract says is FAILED, with what is wrong with it as its message."""
+    status: Any = _STATUS_NAMES.get(result.status, "FAILED")
+    try:
+        if status == "SCORED" and not (result.HasField("reward") and math.isfinite(result.reward)):
+            raise CodecError(f"the environment answered SCORED with reward {_reward(result)}, not a finite number")
+        return Score(
+            status,
+            reward=result.reward if status == "SCORED" else None,
+            components=dict(result.components),
+            metadata=_load(result.metadata_json, "metadata_json"),
+            message=result.message,
+            environment=result.environment,
+            build=result.build,
+        )
+    except CodecError as error:
+        return Score("FAILED", message=str(error), environment=result.environment, build=result.build)
+
+
+def _reward(result: pb.Result) -> str:
+    return str(result.reward) if result.HasField("reward") else "absent"
+
+
+def _message_to_wire(message: Message) -> pb.ChatMessage:
+    rest = dict(message)
+    role = rest.pop("role", "")
+    if not isinstance(role, str):
+        raise CodecError(f"message role is {role!r:.80}, not text")
+    content = rest.pop("content") if isinstance(rest.get("content"), str) else None
+    return pb.ChatMessage(role=role, content=content, extra_json=_dump(rest, "message") if rest else "")
+
+
+def _message_from_wire(message: pb.ChatMessage, where: str) -> Message:
+    content = {"content": message.content} if message.HasField("content") else {}
+    return {"role": message.role, **content, **_load(message.extra_json, f"{where}: extra_json of a message")}
+
+
+def _dump(value: dict[str, Any], what: str) -> str:
+    if not value:
+        return ""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CodecError(f"{what} is not JSON: {error}") from error
+
+
+def _load(text: str, what: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CodecError(f"{what} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CodecError(f"{what} is a JSON {type(value).__name__}, not an object")
+    return value
