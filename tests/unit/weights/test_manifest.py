@@ -1,0 +1,78 @@
+"""The bucket plan, and a manifest's codec against everything malformed."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.errors import CodecError
+from headrace.weights.manifest import ITEM_BYTES, Manifest
+
+shapes = st.lists(st.integers(1, 9), max_size=3)
+tensors = st.lists(st.tuples(st.sampled_from(["float32", "bfloat16", "int64"]), shapes), min_size=1, max_size=20)
+
+
+def manifest(*entries: tuple[str, list[int]], bucket_bytes: int = 64) -> Manifest:
+    return Manifest.of([(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(entries)], bucket_bytes)
+
+
+@given(tensors, st.integers(1, 500))
+def test_buckets_hold_every_tensor_once_in_order_within_their_size(entries: list, bucket_bytes: int) -> None:
+    made = manifest(*entries, bucket_bytes=bucket_bytes)
+    buckets = made.buckets()
+    assert [entry for bucket in buckets for entry in bucket.entries] == list(made.entries)
+    assert sum(bucket.nbytes for bucket in buckets) == made.nbytes
+    for bucket in buckets:
+        assert {entry.dtype for entry in bucket.entries} == {bucket.dtype}
+        assert bucket.nbytes <= bucket_bytes or len(bucket.entries) == 1
+
+
+def test_neighbours_share_a_bucket_until_it_is_full() -> None:
+    made = manifest(("float32", [8]), ("float32", [8]), ("float32", [1]), ("bfloat16", [2]), ("float32", [100]))
+    assert [[e.name for e in b.entries] for b in made.buckets()] == [["t0", "t1"], ["t2"], ["t3"], ["t4"]]
+    assert [bucket.nbytes for bucket in made.buckets()] == [64, 4, 4, 400]
+
+
+def test_a_scalar_is_one_item() -> None:
+    assert manifest(("int64", [])).nbytes == ITEM_BYTES["int64"]
+
+
+@given(tensors)
+def test_round_trip_through_msgpack(entries: list) -> None:
+    made = manifest(*entries)
+    assert Manifest.decode(msgpack.unpackb(msgpack.packb(made.encode()))) == made
+
+
+GOOD = {"names": ["a", "b"], "dtypes": ["float32", "int8"], "shapes": [[2, 3], []], "bucket_bytes": 10}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"names": ["a"]}, "1 names"),
+        ({"names": "ab"}, "names"),
+        ({"names": ["a", 1]}, "names"),
+        ({"names": ["a", "a"]}, "twice"),
+        ({"names": [], "dtypes": [], "shapes": []}, "no tensors"),
+        ({"dtypes": ["float32", "complex64"]}, "complex64"),
+        ({"dtypes": None}, "dtypes"),
+        ({"shapes": [[2, 0], []]}, "at least 1"),
+        ({"shapes": [[2, -1], []]}, "at least 1"),
+        ({"shapes": [[2, 1.5], []]}, "whole numbers"),
+        ({"shapes": [[True], []]}, "whole numbers"),
+        ({"shapes": [2, 3]}, "shapes"),
+        ({"bucket_bytes": 0}, "bucket_bytes"),
+        ({"bucket_bytes": "64"}, "whole numbers"),
+    ],
+)
+def test_what_is_malformed_is_refused_by_name(change: dict, says: str) -> None:
+    assert Manifest.decode(GOOD).nbytes == 25
+    with pytest.raises(CodecError, match=says):
+        Manifest.decode({**GOOD, **change})
+
+
+def test_not_a_map_is_refused() -> None:
+    with pytest.raises(CodecError, match="not a map"):
+        Manifest.decode([1])

@@ -1,0 +1,107 @@
+"""Who is waited for, who broke a transfer, and which group they use: decisions on values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgpack
+import numpy as np
+import pytest
+
+from headrace.errors import CodecError
+from headrace.replay import Epoch, Replica
+from headrace.weights import membership
+from headrace.weights.manifest import Manifest
+from headrace.weights.rendezvous import Announcement, Rendezvous
+
+EPOCH = Epoch("e", 3, "t", "transfer", ("a", "b", "c"), ("a",), ("b",), {}, {})
+
+
+def fleet(**states: str) -> list[Replica]:
+    return [Replica(name, state, -1, "t", {}, 0, 0.0) for name, state in states.items()]
+
+
+def test_the_dead_the_gone_and_the_excluded_are_not_waited_for() -> None:
+    assert membership.awaited(EPOCH, fleet(a="STALE", b="STALE", c="HEALTHY"), ()) == {"b", "c"}
+    assert membership.awaited(EPOCH, fleet(a="STALE", b="DEAD", c="STALE"), ()) == {"c"}
+    assert membership.awaited(EPOCH, fleet(a="STALE", b="STALE"), ("b",)) == set()
+
+
+def test_a_member_settles_by_verifying_refusing_or_dying() -> None:
+    everyone = fleet(a="STALE", b="STALE", c="STALE")
+    assert membership.unsettled(EPOCH, everyone) == {"a", "c"}
+    assert membership.unsettled(dataclasses.replace(EPOCH, refused={"a": "no"}), everyone) == {"c"}
+    assert membership.unsettled(EPOCH, fleet(a="DEAD", b="STALE", c="STALE")) == {"c"}
+
+
+def test_only_who_broke_the_transfer_is_at_fault() -> None:
+    epoch = dataclasses.replace(EPOCH, refused={"a": f"x: {membership.INTERRUPTED}: gone", "c": "no such parameter"})
+    assert membership.at_fault(epoch) == {"c"}
+    assert membership.interrupted(epoch)
+    assert not membership.interrupted(dataclasses.replace(EPOCH, refused={"c": "no such parameter"}))
+
+
+@pytest.mark.parametrize(
+    ("configured", "gpu", "devices", "chosen"),
+    [
+        ("auto", True, ["cuda", "cuda"], "nccl"),
+        ("auto", True, ["cuda", "cpu"], "gloo"),
+        ("auto", False, ["cuda"], "gloo"),
+        ("gloo", True, ["cuda"], "gloo"),
+        ("nccl", False, ["cpu"], "nccl"),
+    ],
+)
+def test_nccl_is_chosen_where_all_run_on_gpus(configured: str, gpu: bool, devices: list[str], chosen: str) -> None:
+    assert membership.choose_backend(configured, trainer_on_gpu=gpu, devices=devices) == chosen
+
+
+RENDEZVOUS = Rendezvous(
+    group_id="new",
+    previous_group="old",
+    previous_members=("a", "b"),
+    backend="gloo",
+    host="127.0.0.1",
+    port=1234,
+    workers=1,
+    timeout_s=5.0,
+    manifest=Manifest.of([("w", "float32", (2, 3))], 64),
+    probe_token_ids=np.array([5, 6, 7], dtype=np.int32),
+    probe_logprobs=np.array([-0.5, -1.5], dtype=np.float32),
+    tolerance=1e-3,
+)
+
+
+def test_the_group_is_reused_while_the_membership_is_unchanged_and_rebuilt_otherwise() -> None:
+    assert RENDEZVOUS.group_of(("a", "b")) == "old"
+    for members in (("b", "a"), ("a",), ("a", "b", "c")):
+        assert RENDEZVOUS.group_of(members) == "new"
+    assert dataclasses.replace(RENDEZVOUS, previous_group="", previous_members=()).group_of(()) == "new"
+
+
+def test_rendezvous_and_announcement_survive_the_wire() -> None:
+    arrived = Rendezvous.decode(msgpack.unpackb(msgpack.packb(RENDEZVOUS.encode())))
+    assert arrived.encode() == RENDEZVOUS.encode()
+    assert arrived.probe_logprobs.tolist() == [-0.5, -1.5]
+    assert Announcement.decode(msgpack.unpackb(msgpack.packb(Announcement(("a",)).encode()))).excluded == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"backend": "mpi"}, "backend"),
+        ({"port": 0}, "port"),
+        ({"port": 99999}, "port"),
+        ({"timeout_s": -1.0}, "timeout_s"),
+        ({"timeout_s": float("nan")}, "timeout_s"),
+        ({"tolerance": 0}, "tolerance"),
+        ({"workers": 0}, "workers"),
+        ({"manifest": None}, "manifest"),
+        ({"probe_token_ids": b"\0" * 4, "probe_logprobs": b""}, "probe"),
+        ({"probe_logprobs": b"\0" * 4}, "log-probabilities for a probe of 3"),
+        ({"probe_logprobs": b"abc"}, "probe_logprobs"),
+        ({"probe_logprobs": np.array([np.nan, 0], "<f4").tobytes()}, "not finite"),
+    ],
+)
+def test_a_malformed_rendezvous_is_refused_by_name(change: dict, says: str) -> None:
+    with pytest.raises(CodecError, match=says):
+        Rendezvous.decode({**RENDEZVOUS.encode(), **change})
