@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import traceback
 
 import typer
 
-from headrace.cli import config, model, service
+from headrace.cli import config, model, options, service, status, up
+from headrace.cli.lifecycle import EXIT_FAULT, EXIT_MUST_BE_MENDED
 from headrace.errors import HeadraceError
 
 app = typer.Typer(
@@ -16,15 +18,20 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command(name="up")(up.up)
+app.command(name="status")(status.status)
 service.add_to(app)
 app.add_typer(config.app, name="config")
 app.command(name="model")(model.make)
 
 
 def main() -> None:
+    """Run the command line. Exit codes: 1, a person must mend something; 70, a fault of ours, with its traceback."""
     try:
         app()
     except HeadraceError as error:
-        for line in str(error).splitlines():
-            typer.echo(f"error: {line}", err=True)
-        sys.exit(1)
+        options.say_error(error)
+        sys.exit(EXIT_MUST_BE_MENDED)
+    except Exception:  # noqa: BLE001 - the traceback is shown, and the code tells a supervisor that starting again may help
+        traceback.print_exc()
+        sys.exit(EXIT_FAULT)

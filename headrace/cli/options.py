@@ -1,4 +1,4 @@
-"""Arguments that several commands take."""
+"""What several commands share: their arguments, and how an error is said."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from headrace.errors import HeadraceError
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The run's YAML.", show_default=False)]
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML.", show_default=False)]
@@ -15,3 +17,7 @@ Overrides = Annotated[
         metavar="[key=value]…", help="Overrides, for example grpo.num_prompts_per_step=8.", show_default=False
     ),
 ]
+
+
+def say_error(error: HeadraceError) -> None:
+    typer.echo(f"error: {error}", err=True)

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import typer
 
 from headrace.cli import plugins
-from headrace.cli.options import ConfigOption, Overrides
+from headrace.cli.lifecycle import EXIT_TRY_AGAIN
+from headrace.cli.options import ConfigOption, Overrides, say_error
 from headrace.config import load
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ReplayUnavailable
 
 SERVICES = {
     "replay": "The replay buffer: its state machine in Redis, the scorer and the HTTP API.",
@@ -31,6 +32,11 @@ def _command(name: str) -> Callable[..., None]:
         if loaded.run.id is None:
             raise ConfigError("run.id is not set: give run.id=NAME (`headrace up` makes one by itself)")
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        plugins.find("headrace.services", name, extra=name)(loaded)
+        service = plugins.find("headrace.services", name, extra=name)
+        try:
+            service(loaded)
+        except ReplayUnavailable as error:
+            say_error(error)
+            raise typer.Exit(EXIT_TRY_AGAIN) from error
 
     return command

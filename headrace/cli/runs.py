@@ -1,0 +1,118 @@
+"""The folder of a run: its id, its resolved configuration, and the lock of the one supervisor it may have."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from headrace.config import Config, load
+from headrace.config.compare import diff
+from headrace.config.text import dump
+from headrace.errors import ConfigError, ServiceError
+from headrace.service import bind
+
+SAVED = "config.yaml"
+
+
+def new_id(config_file: Path, now: datetime.datetime) -> str:
+    """`<stem of the file>-<YYYYmmdd-HHMMSS>`."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", config_file.stem).lstrip("._-")[:48] or "run"
+    return f"{stem}-{now:%Y%m%d-%H%M%S}"
+
+
+def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
+    """The configuration the run goes by, and what changed in it since the run was last up.
+
+    Raises `ConfigError` with the diff when a key differs that may not change.
+    """
+    config = load(config_file, overrides)
+    if config.run.id is None:
+        run_id = new_id(config_file, datetime.datetime.now())
+        return load(config_file, [*overrides, f"run.id={run_id}"]), []
+    saved = config.run_folder / SAVED
+    if not saved.exists():
+        return config, []
+    changes = diff(load(saved, environ={}), config)
+    fixed = [change for change in changes if not change.allowed]
+    if fixed:
+        keys = "\n".join(f"  {change}" for change in fixed)
+        raise ConfigError(
+            f"run {config.run.id} can't go on with these keys changed; set them back, or take another run.id:\n{keys}"
+        )
+    return config, [str(change) for change in changes]
+
+
+def save(config: Config) -> Path:
+    """Write the resolved configuration into the run's folder; returns its absolute path."""
+    path = config.run_folder.absolute() / SAVED
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".new")
+    fresh.write_text(dump(config), encoding="utf-8")
+    fresh.rename(path)
+    return path
+
+
+@contextlib.contextmanager
+def locked(config: Config) -> Iterator[None]:
+    """Hold the run. Raises `ServiceError` if another supervisor does."""
+    folder = config.run_folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = (folder / ".lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ServiceError(f"run.dir: can't write {folder} ({error.strerror}); give a folder you may write") from error
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.seek(0)
+            owner = handle.read().strip() or "another process"
+            raise ServiceError(
+                f"run {config.run.id} is already up (process {owner}); stop it first, or take another run.id"
+            ) from None
+        handle.truncate(0)
+        handle.write(f"{os.getpid()}\n")
+        handle.flush()
+        yield
+
+
+def settle_ports(config: Config) -> Config:
+    """Check that the ports the configuration names are free, and give a free one to each that is 0 and others must know.
+
+    Raises `ServiceError` naming the key of a busy port, `ConfigError` if several replicas would share one.
+    """
+    if config.rollout.port and config.rollout.replicas > 1:
+        raise ConfigError(
+            f"rollout.port {config.rollout.port} with rollout.replicas {config.rollout.replicas}: "
+            "each replica needs a port of its own; set rollout.port to 0"
+        )
+    with contextlib.ExitStack() as held:
+
+        def take(host: str, port: int, key: str) -> int:
+            sock: socket.socket = held.enter_context(bind(host, port, key))
+            return int(sock.getsockname()[1])
+
+        replay, reward, trainer = config.replay, config.reward, config.trainer
+        if replay.redis_url is None:
+            take(replay.redis_host, replay.redis_port, "replay.redis_port")
+        if config.rollout.port:
+            take(config.rollout.host, config.rollout.port, "rollout.port")
+        if config.weight_channel.port:
+            take(config.weight_channel.host, config.weight_channel.port, "weight_channel.port")
+        settled = {
+            "replay": replay.model_copy(update={"port": take(replay.host, replay.port, "replay.port")}),
+            "reward": reward.model_copy(
+                update={
+                    "port": take(reward.host, reward.port, "reward.port"),
+                    "http_port": take(reward.host, reward.http_port, "reward.http_port"),
+                }
+            ),
+            "trainer": trainer.model_copy(update={"port": take(trainer.host, trainer.port, "trainer.port")}),
+        }
+    return config.model_copy(update=settled)

@@ -1,0 +1,62 @@
+"""`headrace status`: where a running pipeline stands, read from its buffer."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from headrace.cli.options import Overrides
+from headrace.config import load
+from headrace.errors import ConfigError
+from headrace.replay import ReplayClient, Replica, RunState
+
+
+def status(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="The run's YAML.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="A run's folder, instead of CONFIG.", show_default=False)
+    ] = None,
+) -> None:
+    """Show the run, its steps, and the replicas with their URLs."""
+    if (config is None) == (run is None):
+        raise ConfigError("give either CONFIG or --run FOLDER")
+    loaded = load(config or run / "config.yaml", overrides or ())  # type: ignore[operator]
+    state, replicas = asyncio.run(_read(loaded.redis_url, loaded.run.id))
+    show(Console(), state, replicas)
+
+
+async def _read(url: str, run_id: str | None) -> tuple[RunState, list[Replica]]:
+    client = await ReplayClient.connect(url, run_id, timeout_s=3.0)
+    try:
+        return await client.state(), await client.replicas()
+    finally:
+        await client.aclose()
+
+
+def show(console: Console, state: RunState, replicas: list[Replica]) -> None:
+    """Plain enough for a pipe: one line a fact, then the replicas."""
+    groups = ", ".join(f"{count} {name}" for name, count in state.counts.items() if count) or "none yet"
+    for name, value in (
+        ("run", state.run_id),
+        ("next step", str(state.next_step)),
+        ("checkpoint", str(state.committed) if state.committed >= 0 else "none yet"),
+        ("prompts taken", str(state.enqueued + 1)),
+        ("groups", groups),
+    ):
+        console.print(f"{name:14}{value}", markup=False, highlight=False, soft_wrap=True)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("replica", "state", "weights", "groups", "seen", "url"):
+        table.add_column(column, no_wrap=True)
+    for replica in replicas:
+        version = "none" if replica.version < 0 else str(replica.version)
+        seen = f"{replica.seen_s_ago:.0f} s ago"
+        table.add_row(replica.id, replica.state, version, str(replica.leases), seen, str(replica.info.get("url", "")))
+    console.print(table if replicas else "no replica has joined")

@@ -1,0 +1,77 @@
+"""`headrace up`: the whole pipeline as local processes, until the trainer has finished."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from headrace.cli import runs
+from headrace.cli.config import age_bound
+from headrace.cli.options import ConfigArgument, Overrides
+from headrace.cli.pipeline import Interrupted, Pipeline
+from headrace.cli.view import LiveView, PlainView, View, summary
+from headrace.config import Config
+
+
+def up(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    rollouts: Annotated[
+        int | None, typer.Option(min=1, help="Rollout replicas to start; the same as rollout.replicas=N.")
+    ] = None,
+) -> None:
+    """Start every service as a local process, show the run, and stop everything when it ends or on Ctrl-C.
+
+    With run.id=NAME of an earlier run, goes on with it from its last checkpoint.
+    """
+    given = [*(overrides or ()), *([] if rollouts is None else [f"rollout.replicas={rollouts}"])]
+    loaded, changes = runs.prepare(config, given)
+    console = Console()
+    with runs.locked(loaded):
+        loaded = runs.settle_ports(loaded)
+        saved = runs.save(loaded)
+        console.print(
+            f"run {loaded.run.id} in {loaded.run_folder} ({age_bound(loaded)})", markup=False, highlight=False
+        )
+        for change in changes:
+            console.print(f"changed: {change}", markup=False, highlight=False)
+        _run(loaded, saved, console)
+
+
+def _run(config: Config, saved: Path, console: Console) -> None:
+    started = time.monotonic()
+    try:
+        with _view(console) as view:
+            picture = asyncio.run(Pipeline(config, saved, view).run())
+    except Interrupted as interrupted:
+        console.print(f"stopped; `run.id={config.run.id}` goes on with this run", markup=False, highlight=False)
+        raise typer.Exit(128 + interrupted.signum) from None
+    curve = config.run_folder / "curve.png"
+    table = summary(
+        picture, time.monotonic() - started, curve if curve.exists() else None, newest_policy(config.checkpoint_folder)
+    )
+    console.print(table)
+
+
+@contextlib.contextmanager
+def _view(console: Console) -> Iterator[View]:
+    if not console.is_terminal:
+        yield PlainView(console)
+        return
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        yield LiveView(live)
+
+
+def newest_policy(checkpoints: Path) -> Path | None:
+    """The Hugging Face checkpoint of the highest version that was published."""
+    steps = {int(m[1]): path for path in checkpoints.glob("step_*") if (m := re.fullmatch(r"step_(\d+)", path.name))}
+    return steps[max(steps)] / "policy" if steps else None
