@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
@@ -24,6 +25,7 @@ from headrace.errors import ServiceError
 from headrace.trajectory import Float32, Int32
 from services.trainer import batch as batches
 from services.trainer.batch import Sample
+from services.trainer.checkpoint import cannot_write
 from services.trainer.loss import EXTREMES, MEANS, LossParts, TokenLogprobs, clipped_policy_loss
 from services.trainer.policy import Policy, load_tokenizer
 
@@ -101,15 +103,24 @@ class Learner:
     def save(self, folder: Path) -> None:
         """Write `policy/` (a Hugging Face checkpoint with its tokenizer) and `training/` (version and optimizer) into `folder`.
 
-        `folder` exists and is shared by the ranks. There is no random state: a step draws no numbers.
+        `folder` exists and is shared by the ranks. There is no random state: a step draws no numbers. Raises `ServiceError`
+        on every rank where any of them can't write.
         """
-        self._policy.save(folder / "policy")
-        if self._rank == 0:
-            self.tokenizer.save_pretrained(folder / "policy")
+        try:
+            self._policy.save(folder / "policy")
+            if self._rank == 0:
+                self.tokenizer.save_pretrained(folder / "policy")
+            problems = []
+        except (OSError, SafetensorError) as error:
+            problems = [str(cannot_write(folder, error))]
+        self._refuse(problems)
         state: dict[str, object] = {"version": self.version}
         if self._config.checkpointing.save_optimizer:
             state["optimizer"] = get_optimizer_state_dict(self._policy.model, self._optimizer)
-        dcp.save(state, checkpoint_id=folder / "training", no_dist=not dist.is_initialized())
+        try:
+            dcp.save(state, checkpoint_id=folder / "training", no_dist=not dist.is_initialized())
+        except dcp.CheckpointException as error:
+            raise cannot_write(folder, next(iter(error.failures.values()))[0]) from error
 
     def _load_training_state(self, folder: Path) -> None:
         reader = dcp.FileSystemReader(folder)
@@ -184,7 +195,9 @@ class Learner:
             if problem is None and not _in_vocabulary(sample, self.vocab_size):
                 problem = f"a token id outside the model's vocabulary of {self.vocab_size}"
             if problem is not None:
-                problems.append(f"sample {index} of rank {self._rank}: {problem}")
+                problems.append(
+                    f"step {self.version}: sample {index} of rank {self._rank}: {problem}; no step was taken"
+                )
         return problems
 
     def _refuse(self, problems: list[str]) -> None:
@@ -195,7 +208,7 @@ class Learner:
             dist.all_gather_object(everyone, problems)
         found = [problem for one in everyone for problem in one]
         if found:
-            raise ServiceError(f"step {self.version}: {'; '.join(found)}; no optimizer step was taken")
+            raise ServiceError("; ".join(found))
 
     def _diagnosis(self, samples: Sequence[Sample], loss: float, norm: float, tokens: float) -> ServiceError:
         """Find out which samples do it, one backward pass each."""
