@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -70,6 +71,9 @@ class WeightReceiver:
         self._clear_cache = not keeps_stale_kv(config)
         self._group: str | None = None
         self._held: tuple[str, int] | None = None
+        # of the last `take_part`, by what was done, in its order
+        self.seconds: dict[str, float] = {}
+        self.difference: float | None = None  # of the last probe to the trainer's, in nats
 
     def holds(self, epoch: Epoch) -> bool:
         """Whether the engine already computes with the epoch's weights, verified: no need to drain or to pause."""
@@ -78,7 +82,7 @@ class WeightReceiver:
     async def acknowledge(self, epoch: Epoch) -> None:
         """Say that this replica is able to take part, unless the epoch excludes it or is no longer announced."""
         if self._replica in Announcement.decode(epoch.rendezvous).excluded:
-            logger.warning("epoch %s goes on without this replica, which broke an earlier attempt", epoch.id)
+            logger.info("epoch %s goes on without this replica, which broke an earlier attempt", epoch.id)
             return
         with contextlib.suppress(Fenced):
             await self._replay.acknowledge(self._replica, epoch.id)
@@ -90,6 +94,7 @@ class WeightReceiver:
         the engine stays paused until a later epoch succeeds. Raises `ServiceError` if the engine hangs, vLLM's
         `EngineDeadError` if it died, `ReplayUnavailable`.
         """
+        self.seconds = {}
         try:
             rendezvous = Rendezvous.decode(epoch.rendezvous)
             await self._join(epoch, rendezvous)
@@ -97,7 +102,7 @@ class WeightReceiver:
                 await self._discard(rendezvous)
             else:
                 await self._install(epoch, rendezvous)
-            difference = largest_difference(await self._probe(epoch, rendezvous), rendezvous.probe_logprobs)
+            self.difference = largest_difference(await self._probe(epoch, rendezvous), rendezvous.probe_logprobs)
         except (WeightChannelError, CodecError) as error:
             logger.warning("version %d was not installed: %s", epoch.version, error)
             if self._held is None:
@@ -107,14 +112,15 @@ class WeightReceiver:
             return False
         verified = False
         with contextlib.suppress(Fenced):
-            verified = await self._replay.verify(self._replica, epoch.id, difference, rendezvous.tolerance)
+            verified = await self._replay.verify(self._replica, epoch.id, self.difference, rendezvous.tolerance)
         if verified:
             self._held = (epoch.timeline, epoch.version)
+            logger.info("version %d is verified: %s", epoch.version, self.seconds)
             return True
         logger.warning(
             "version %d is not verified: log-probabilities on the probe differ from the trainer's by %.3g",
             epoch.version,
-            difference,
+            self.difference,
         )
         self._held = None
         await self._freeze()
@@ -191,6 +197,7 @@ class WeightReceiver:
     async def _call(self, what: str, call: Awaitable[T], timeout_s: float) -> T:
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        started = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s + ANSWER_S):
                 return await call
@@ -200,6 +207,8 @@ class WeightReceiver:
             raise
         except Exception as error:  # vLLM hands a worker's failure on as a bare Exception
             raise WeightChannelError(f"{what}: {error}") from error
+        finally:
+            self.seconds[what] = time.monotonic() - started
 
 
 def _update(rendezvous: Rendezvous) -> dict[str, Any]:

@@ -1,0 +1,87 @@
+"""A replica as a process: a real vLLM engine, the buffer's client and the receiver; generates what its standard input asks for.
+
+Arguments as JSON: config, redis_url, run_id, replica, arguments (merged into vLLM's). Writes one JSON line for each event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+from headrace.config import Config
+from headrace.replay import Epoch, ReplayClient
+from headrace.service import die_with_parent
+from services.rollout.engine import running_engine
+from services.rollout.weight_receiver import WeightReceiver, engine_arguments
+
+
+def say(**fields: object) -> None:
+    sys.__stdout__.write(json.dumps(fields) + "\n")
+    sys.__stdout__.flush()
+
+
+async def generate(engine: Any, ids: list[int], max_tokens: int) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=1.0, logprobs=0, ignore_eos=True)
+    announced = False
+    async for output in engine.generate({"prompt_token_ids": ids}, params, f"request-{id(params)}"):
+        if not announced:
+            announced = True
+            say(event="generating")
+        if output.finished:
+            done = output.outputs[0]
+            say(
+                event="generated",
+                ids=list(done.token_ids),
+                logprobs=[row[token].logprob for row, token in zip(done.logprobs, done.token_ids, strict=True)],
+                spans=[[span.version, span.start, span.end] for span in done.weight_versions],
+            )
+
+
+async def follow_epochs(replay: ReplayClient, receiver: WeightReceiver, engine: Any, replica: str) -> None:
+    seen: tuple[str, str] | None = None
+    running: asyncio.Task[None] | None = None
+
+    async def take_part(epoch: Epoch) -> None:
+        healthy = await receiver.take_part(epoch)
+        say(event="refit", version=epoch.version, healthy=healthy, paused=await engine.is_paused())
+
+    while True:
+        reply = await replay.heartbeat(replica, [])
+        epoch = reply.epoch
+        idle = running is None or running.done()
+        if epoch is not None and idle and replica in epoch.members and (epoch.id, epoch.state) != seen:
+            seen = (epoch.id, epoch.state)
+            if epoch.state == "announced":
+                await receiver.acknowledge(epoch)
+            elif epoch.state == "transfer":
+                running = asyncio.create_task(take_part(epoch))
+        await asyncio.sleep(0.05)
+
+
+async def serve(spec: dict[str, Any], config: Config, engine: Any) -> None:
+    replay = await ReplayClient.connect(spec["redis_url"], spec["run_id"])
+    await replay.register(spec["replica"], {"device": "cpu"})
+    receiver = WeightReceiver(config, engine, replay, spec["replica"])
+    epochs = asyncio.create_task(follow_epochs(replay, receiver, engine, spec["replica"]))
+    say(event="ready")
+    tasks = []
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        tasks.append(asyncio.create_task(generate(engine, **json.loads(line))))
+    epochs.cancel()
+    await replay.aclose()
+
+
+def main() -> None:
+    die_with_parent()
+    spec = json.loads(sys.argv[1])
+    config = Config.model_validate(spec["config"])
+    with running_engine(config, {**engine_arguments(config), **spec["arguments"]}) as engine:
+        asyncio.run(serve(spec, config, engine))
+
+
+if __name__ == "__main__":
+    main()
