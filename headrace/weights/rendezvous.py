@@ -36,8 +36,9 @@ class Announcement:
 class Rendezvous:
     """Of an epoch in `transfer`.
 
-    Members of exactly `previous_members` go on with the group `previous_group`; any other set forms `group_id` anew, at the
-    trainer's meeting point `host:port`. A replica has `workers` ranks, one a worker process. Each phase ends after `timeout_s`.
+    Exactly the set `previous_members` goes on with the group `previous_group`; any other forms `group_id` anew, at the trainer's
+    meeting point `host:port`. Ranks follow the members' names: the trainer is 0, then each member has `workers` ranks, one a
+    worker process. Each phase ends after `timeout_s`.
     `probe_logprobs` [len - 1] are the trainer's log-probabilities of `probe_token_ids[1:]` at temperature 1, which a member's
     must equal within `tolerance` nats.
     """
@@ -56,8 +57,15 @@ class Rendezvous:
     tolerance: float
 
     def group_of(self, members: Sequence[str]) -> str:
-        """Id of the group these members (in this order) use; a pure rule, so that all come to the same one."""
-        return self.previous_group if members and tuple(members) == self.previous_members else self.group_id
+        """Id of the group these members use; a pure rule, so that all come to the same one."""
+        return self.previous_group if members and set(members) == set(self.previous_members) else self.group_id
+
+    def first_rank(self, member: str, members: Sequence[str]) -> int:
+        """Rank of the member's first worker, whatever the order of `members`."""
+        return 1 + sorted(members).index(member) * self.workers
+
+    def world_size(self, members: Sequence[str]) -> int:
+        return 1 + len(members) * self.workers
 
     def encode(self) -> dict[str, Any]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

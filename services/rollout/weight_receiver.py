@@ -140,8 +140,8 @@ class WeightReceiver:
             "backend": rendezvous.backend,
             "host": rendezvous.host,
             "port": rendezvous.port,
-            "rank_offset": 1 + epoch.members.index(self._replica) * rendezvous.workers,
-            "world_size": 1 + len(epoch.members) * rendezvous.workers,
+            "rank_offset": rendezvous.first_rank(self._replica, epoch.members),
+            "world_size": rendezvous.world_size(epoch.members),
             "timeout_s": rendezvous.timeout_s,
         }
         await self._call(

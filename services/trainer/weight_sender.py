@@ -212,7 +212,7 @@ class WeightSender:
                 host=rendezvous.host,
                 port=rendezvous.port,
                 rank=0,
-                world_size=1 + len(members) * rendezvous.workers,
+                world_size=rendezvous.world_size(members),
                 device=torch.device("cuda", torch.cuda.current_device())
                 if rendezvous.backend == "nccl"
                 else torch.device("cpu"),

@@ -72,10 +72,17 @@ RENDEZVOUS = Rendezvous(
 
 
 def test_the_group_is_reused_while_the_membership_is_unchanged_and_rebuilt_otherwise() -> None:
-    assert RENDEZVOUS.group_of(("a", "b")) == "old"
-    for members in (("b", "a"), ("a",), ("a", "b", "c")):
+    assert RENDEZVOUS.group_of(("a", "b")) == RENDEZVOUS.group_of(("b", "a")) == "old"
+    for members in (("b",), ("a",), ("a", "b", "c")):
         assert RENDEZVOUS.group_of(members) == "new"
     assert dataclasses.replace(RENDEZVOUS, previous_group="", previous_members=()).group_of(()) == "new"
+
+
+def test_ranks_are_distinct_and_do_not_depend_on_the_order_of_members() -> None:
+    rendezvous = dataclasses.replace(RENDEZVOUS, workers=2)
+    for members in (("b", "a", "c"), ("c", "b", "a")):
+        assert [rendezvous.first_rank(member, members) for member in "abc"] == [1, 3, 5]
+        assert rendezvous.world_size(members) == 7
 
 
 def test_rendezvous_and_announcement_survive_the_wire() -> None:
