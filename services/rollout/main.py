@@ -1,0 +1,60 @@
+"""`headrace rollout`: one replica. It joins the fleet by itself, waits for weights, and generates until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from headrace.config import Config
+from headrace.replay import ReplayClient
+from headrace.service import bind, serve_http, stop_on_signals
+from services.rollout.engine import check_model_path, running_engine
+from services.rollout.http import build_app
+from services.rollout.metrics import exported
+from services.rollout.worker import Worker
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+def main(config: Config) -> None:
+    """Returns on SIGTERM or SIGINT, its leases handed back. Raises `HeadraceError` for what a person must mend."""
+    check_model_path(config.policy.model_name)
+    _leave_on_signals()
+    with closing(bind(config.rollout.host, config.rollout.port, "rollout.port")) as sock, asyncio.Runner() as runner:
+        replay = runner.run(ReplayClient.connect(config.redis_url, config.run.id))
+        try:
+            with running_engine(config) as engine:
+                runner.run(_serve(config, sock, replay, engine))
+        finally:
+            runner.run(replay.aclose())
+
+
+def _leave_on_signals() -> None:
+    """The start of the engine blocks this thread for many seconds: until `_serve` takes over, a signal just ends the process."""
+
+    def leave(signum: int, frame: object) -> None:
+        raise SystemExit(0)
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, leave)
+
+
+async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engine: AsyncLLM) -> None:
+    stop = stop_on_signals()
+    port = sock.getsockname()[1]
+    info = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "url": f"http://{config.rollout.advertise_host or config.rollout.host}:{port}",
+        "device": engine.vllm_config.device_config.device_type,
+        "model": config.policy.model_name,
+    }
+    worker = Worker(config, engine, replay, info)
+    with exported(worker, engine):
+        async with serve_http(build_app(config, engine, worker), sock):
+            await worker.run(stop)

@@ -1,0 +1,285 @@
+"""The replica's loop: heartbeat, decide, act. Decisions are `decisions.decide`; this module carries them out.
+
+One task talks to the buffer. Generations and a refit run beside it, and wake it when they end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from headrace.config import Config
+from headrace.errors import Fenced, ReplayUnavailable
+from headrace.replay import Epoch, HeartbeatReply, Lease, ReplayClient, ReplicaState
+from headrace.trajectory import Trajectory
+from services.rollout import decisions
+from services.rollout.decisions import Abort, Acknowledge, Action, LeaseGroups, Reenter, Situation, TakePart
+from services.rollout.generate import generate, prompt_problem
+from services.rollout.weight_receiver import WeightReceiver
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Status:
+    """What the HTTP pages and the metrics show. `version` and `timeline` are of the weights verified last, -1 and "" before any."""
+
+    state: ReplicaState = "STALE"
+    version: int = -1
+    timeline: str = ""
+    unreachable: str | None = None
+    refused: str | None = None
+    torn: str | None = None  # why the engine is paused without whole, proved weights
+    tokens: int = 0
+    trajectories: int = 0
+    groups: Counter[str] = dataclasses.field(default_factory=Counter)
+    refits: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def problem(self) -> str | None:
+        """Why the replica does not generate, if so."""
+        if self.unreachable is not None:
+            return f"the buffer is not reachable: {self.unreachable}"
+        if self.state == "HEALTHY":
+            return None
+        if self.refused is not None:
+            return f"the last refit failed: {self.refused}"
+        return f"{self.state}: waits for the trainer to send weights"
+
+
+class Worker:
+    """One replica. `engine` is used only from the loop that runs `run`."""
+
+    def __init__(self, config: Config, engine: AsyncLLM, replay: ReplayClient, info: Mapping[str, Any]) -> None:
+        self.status = Status()
+        self.replica = _new_id()
+        self.receiver = WeightReceiver(config, engine, replay, self.replica)
+        self._config = config
+        self._engine = engine
+        self._replay = replay
+        self._info = info
+        self._context = config.policy.max_total_sequence_length
+        self._groups: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
+        self._refit: asyncio.Task[None] | None = None
+        self._answered: str | None = None
+        self._attempted: str | None = None
+        self._changed = asyncio.Event()
+        # closed while the engine may compute with weights that are not verified: nothing that it samples then is pushed
+        self._proved = asyncio.Event()
+        self._proved.set()
+
+    @property
+    def held(self) -> frozenset[str]:
+        return frozenset(self._groups)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop`: then leave the fleet and hand every lease back, without costing it an attempt.
+
+        Raises vLLM's `EngineDeadError`, and `ServiceError` when the engine hangs. An unreachable buffer is waited for.
+        """
+        await self._replay.register(self.replica, self._info)
+        try:
+            while not stop.is_set():
+                await self._turn()
+                await self._wait(stop)
+        finally:
+            await self._leave()
+
+    # -- one turn --------------------------------------------------------------------------------------------------------
+
+    async def _turn(self) -> None:
+        self._changed.clear()
+        self._reap()
+        try:
+            reply = await self._replay.heartbeat(self.replica, sorted(self.held))
+            self._note(reply)
+            for action in decisions.decide(self._situation(reply)):
+                await self._act(action)
+        except ReplayUnavailable as error:
+            if self.status.unreachable is None:
+                log.warning("the buffer is not reachable, generation goes on: %s", error)
+            self.status.unreachable = str(error)
+        except Fenced as refusal:
+            # the state moved on between the heartbeat and the action: the next turn sees where to
+            log.info("refused: %s", refusal)
+
+    async def _wait(self, stop: asyncio.Event) -> None:
+        """Until there may be something to do, at most one heartbeat's time."""
+        period = self._config.rollout.heartbeat_s
+        waits = [
+            asyncio.create_task(event) for event in (self._replay.wait_work(period), self._changed.wait(), stop.wait())
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if waits[0].done() and isinstance(waits[0].exception(), ReplayUnavailable):
+                await asyncio.wait(waits[1:], timeout=period, return_when=asyncio.FIRST_COMPLETED)
+            elif waits[0].done():
+                waits[0].result()
+        finally:
+            await _cancel(waits)
+
+    def _situation(self, reply: HeartbeatReply) -> Situation:
+        return Situation(
+            replica=self.replica,
+            reply=reply,
+            held=self.held,
+            answered=self._answered,
+            attempted=self._attempted,
+            refitting=self._refit is not None,
+            holds_weights=reply.epoch is not None and self.receiver.holds(reply.epoch),
+            in_flight_updates=self._config.grpo.async_grpo.in_flight_weight_updates,
+            max_groups=self._config.rollout.max_concurrent_groups,
+        )
+
+    def _note(self, reply: HeartbeatReply) -> None:
+        self.status.unreachable = None
+        if reply.state != self.status.state:
+            log.info("replica %s is %s", self.replica, reply.state)
+        self.status.state = reply.state
+        epoch = reply.epoch
+        if epoch is not None and self.replica in epoch.verified:
+            self.status.version, self.status.timeline = epoch.version, epoch.timeline
+        self.status.refused = epoch.refused.get(self.replica) if epoch is not None else None
+
+    async def _act(self, action: Action) -> None:
+        match action:
+            case Abort(tokens):
+                log.info("%d leases are lost", len(tokens))
+                self.status.groups["lost"] += len(tokens)
+                await self._stop_generating(tokens)
+            case Reenter():
+                self.replica = _new_id()
+                self.receiver = WeightReceiver(self._config, self._engine, self._replay, self.replica)
+                log.warning("counted as dead; entering the fleet again as %s", self.replica)
+                await self._replay.register(self.replica, self._info)
+            case Acknowledge(epoch):
+                await self.receiver.acknowledge(epoch)
+                self._answered = epoch.id
+            case TakePart(epoch):
+                self._attempted = epoch.id
+                self._proved.clear()
+                self._refit = asyncio.create_task(self._take_part(epoch))
+            case LeaseGroups(count):
+                for lease in await self._replay.lease(self.replica, count):
+                    self._groups[lease.token] = (lease, asyncio.create_task(self._generate_group(lease)))
+
+    def _reap(self) -> None:
+        """Forget what has ended; what ended by an error that the replica can't outlive is raised here."""
+        for token, (_, task) in list(self._groups.items()):
+            if task.done():
+                del self._groups[token]
+                task.result()
+        if self._refit is not None and self._refit.done():
+            refit, self._refit = self._refit, None
+            refit.result()
+
+    # -- a refit ---------------------------------------------------------------------------------------------------------
+
+    async def _take_part(self, epoch: Epoch) -> None:
+        verified = False
+        try:
+            verified = await self.receiver.take_part(epoch)
+        except ReplayUnavailable as error:
+            log.warning("the buffer was lost during the refit to version %d: %s", epoch.version, error)
+        finally:
+            self._changed.set()
+        self.status.refits["verified" if verified else "failed"] += 1
+        self.status.torn = None if verified else f"the refit to version {epoch.version} was not verified"
+        if self.status.torn is not None:
+            await self._give_back(self.status.torn)
+        self._proved.set()
+
+    async def _give_back(self, reason: str) -> None:
+        """Abort everything that runs: part of it may come from weights that nobody vouches for."""
+        leases = [lease for lease, _ in self._groups.values()]
+        await self._stop_generating(self.held)
+        for lease in leases:
+            with contextlib.suppress(Fenced):
+                await self._retry(partial(self._replay.release, lease, reason, failed=False))
+        self.status.groups["returned"] += len(leases)
+
+    # -- generating ------------------------------------------------------------------------------------------------------
+
+    async def _generate_group(self, lease: Lease) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        outcome = "complete"
+        try:
+            if problem := prompt_problem(lease.group, self._context):
+                outcome = "rejected"
+                await self._retry(partial(self._replay.reject, lease, problem))
+                return
+            async with asyncio.TaskGroup() as trajectories:
+                for index in range(lease.group.n):
+                    trajectories.create_task(self._generate_one(lease, index))
+        except Fenced as refusal:
+            outcome = "lost"
+            log.info("group %s: %s", lease.group.id, refusal)
+        except ExceptionGroup as errors:
+            cause = errors.exceptions[0]
+            if isinstance(cause, EngineDeadError):
+                raise cause from None
+            if isinstance(cause, Fenced):
+                outcome = "lost"
+                log.info("group %s: %s", lease.group.id, cause)
+            else:
+                outcome = "failed"
+                log.exception("group %s failed", lease.group.id, exc_info=cause)
+                reason = f"{type(cause).__name__}: {cause}"
+                with contextlib.suppress(Fenced):
+                    await self._retry(partial(self._replay.release, lease, reason, failed=True))
+        finally:
+            self._changed.set()
+        self.status.groups[outcome] += 1
+
+    async def _generate_one(self, lease: Lease, index: int) -> None:
+        trajectory = await generate(self._engine, lease, index, self.replica)
+        await self._proved.wait()
+        await self._retry(partial(self._replay.push, lease, trajectory))
+        self._count(trajectory)
+
+    def _count(self, trajectory: Trajectory) -> None:
+        self.status.trajectories += 1
+        self.status.tokens += trajectory.completion_token_ids.size
+
+    async def _retry(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Until the buffer answers; should the lease run out meanwhile, it answers `LeaseLost`."""
+        while True:
+            try:
+                await call()
+            except ReplayUnavailable:
+                await asyncio.sleep(self._config.rollout.heartbeat_s)
+            else:
+                return
+
+    async def _stop_generating(self, tokens: Iterable[str]) -> None:
+        await _cancel([self._groups.pop(token)[1] for token in tokens])
+
+    async def _leave(self) -> None:
+        if self._refit is not None:
+            await _cancel([self._refit])
+        await self._stop_generating(self.held)
+        try:
+            await self._replay.deregister(self.replica)
+        except ReplayUnavailable as error:
+            log.warning("left without a word, leases run out by themselves: %s", error)
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _new_id() -> str:
+    return f"rollout-{secrets.token_hex(6)}"
