@@ -277,7 +277,7 @@ class Reader:
             raise CodecError(f"{what}: not a msgpack record ({error})") from error
         if not isinstance(fields, dict):
             raise CodecError(f"{what}: a {type(fields).__name__}, not a map")
-        if fields.get("schema") != SCHEMA:
+        if type(fields.get("schema")) is not int or fields["schema"] != SCHEMA:
             raise CodecError(f"{what}: schema {fields.get('schema')!r}; this build reads schema {SCHEMA}")
         self.fields = fields
 

@@ -1,0 +1,64 @@
+"""What may change when a run goes on, and what may not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.config import Config, load
+from headrace.config.compare import FREE, diff
+from headrace.config.explain import known_keys
+
+
+def loaded(tmp_path: Path, *overrides: str) -> Config:
+    path = tmp_path / "run.yaml"
+    path.write_text("env: {adder: {type: math}}\ndata: {train: [{dataset_name: arithmetic, env_name: adder}]}\n")
+    return load(path, overrides, {})
+
+
+@pytest.mark.parametrize(
+    ("override", "allowed"),
+    [
+        ("grpo.max_num_steps=7", True),
+        ("grpo.val_period=7", True),
+        ("checkpointing.save_period=7", True),
+        ("policy.optimizer.kwargs.lr=0.1", True),
+        ("replay.group_deadline_s=7", True),
+        ("replay.port=7", True),
+        ("rollout.replicas=7", True),
+        ("trainer.num_processes=2", True),
+        ("env.adder.timeout_s=7", True),
+        ("policy.model_name=other", False),
+        ("grpo.seed=7", False),
+        ("grpo.num_prompts_per_step=7", False),
+        ("grpo.num_generations_per_prompt=7", False),
+        ("grpo.async_grpo.max_trajectory_age_steps=7", False),
+        ("data.shuffle=false", False),
+        ("data.train.0.size=7", False),
+        ("env.adder.type=reasoning_gym", False),
+        ("policy.generation.temperature=0.7", False),
+        ("checkpointing.checkpoint_dir=elsewhere", False),
+    ],
+)
+def test_a_change_is_named_and_judged(tmp_path: Path, override: str, allowed: bool) -> None:
+    changes = diff(loaded(tmp_path), loaded(tmp_path, override))
+    key, _, value = override.partition("=")
+    assert [(change.key, change.allowed) for change in changes] == [(key, allowed)]
+    assert str(changes[0]).startswith(f"{key}: ")
+    assert value in str(changes[0]).lower()
+
+
+def test_an_environment_that_comes_or_goes_may_not(tmp_path: Path) -> None:
+    changes = diff(loaded(tmp_path), loaded(tmp_path, "env.other={type: math}"))
+    assert "env.other.type: null -> 'math'" in map(str, changes)
+    assert not all(change.allowed for change in changes)
+    assert not all(change.allowed for change in diff(loaded(tmp_path, "env.other={type: math}"), loaded(tmp_path)))
+
+
+def test_equal_configurations_have_no_changes(tmp_path: Path) -> None:
+    assert diff(loaded(tmp_path), loaded(tmp_path)) == []
+
+
+def test_every_key_that_may_change_exists() -> None:
+    assert [key for key in FREE if tuple(key.split(".")) not in known_keys()] == []

@@ -1,0 +1,257 @@
+"""Precedence, and every way a configuration is refused: one line with the key, the value and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.config import Config, load
+from headrace.config.explain import known_keys, nearest, pattern
+from headrace.config.text import dump
+from headrace.errors import ConfigError
+
+BASE = """
+run: {id: test}
+grpo:
+  num_prompts_per_step: 4
+  num_generations_per_prompt: 8
+policy:
+  optimizer: {kwargs: {lr: 1e-4}}
+data:
+  train:
+    - {dataset_name: arithmetic, env_name: adder, size: 10}
+    - {dataset_name: arithmetic, env_name: adder, size: 20}
+env:
+  adder: {type: math}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def refusal(file: Path, *overrides: str, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(file, overrides, environ or {})
+    return str(error.value)
+
+
+# -- precedence --------------------------------------------------------------------------------------------------------
+
+
+def test_command_line_over_environment_over_file_over_defaults(file: Path) -> None:
+    key, variable = "grpo.num_prompts_per_step", {"HEADRACE_GRPO__NUM_PROMPTS_PER_STEP": "6"}
+    assert load(file, environ={}).grpo.num_prompts_per_step == 4
+    assert load(file, environ=variable).grpo.num_prompts_per_step == 6
+    assert load(file, [f"{key}=8"], variable).grpo.num_prompts_per_step == 8
+    assert load(file, environ={}).grpo.seed == Config().grpo.seed
+
+
+def test_sources_are_merged_key_by_key(file: Path) -> None:
+    config = load(
+        file, ["policy.optimizer.kwargs.eps=1e-6"], {"HEADRACE_POLICY__OPTIMIZER__KWARGS__WEIGHT_DECAY": "0.5"}
+    )
+    kwargs = config.policy.optimizer.kwargs
+    assert (kwargs.lr, kwargs.eps, kwargs.weight_decay) == (1e-4, 1e-6, 0.5)
+
+
+def test_the_last_override_of_a_key_wins(file: Path) -> None:
+    assert load(file, ["grpo.seed=1", "grpo.seed=2"], {}).grpo.seed == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("null", None), ("2.5", 2.5), ("1e1", 10.0)], ids=["null", "number", "exponent"]
+)
+def test_values_are_yaml_on_the_command_line_and_plain_in_the_environment(
+    file: Path, value: str, expected: float | None
+) -> None:
+    assert load(file, [f"loss_fn.kl_input_clamp_value={value}"], {}).loss_fn.kl_input_clamp_value == expected
+    assert load(file, [], {"HEADRACE_LOSS_FN__KL_INPUT_CLAMP_VALUE": value}).loss_fn.kl_input_clamp_value == expected
+
+
+def test_lists_and_mappings_can_be_given_whole(file: Path) -> None:
+    assert load(file, ["policy.optimizer.kwargs.betas=[0.8, 0.9]"], {}).policy.optimizer.kwargs.betas == (0.8, 0.9)
+    environ = {"HEADRACE_POLICY__OPTIMIZER__KWARGS__BETAS": "[0.8, 0.9]"}
+    assert load(file, [], environ).policy.optimizer.kwargs.betas == (0.8, 0.9)
+    assert load(file, ["env.other={type: math}"], {}).env.keys() == {"adder", "other"}
+
+
+def test_an_item_of_a_list_is_named_by_its_place(file: Path) -> None:
+    assert [source.size for source in load(file, ["data.train.1.size=7"], {}).data.train] == [10, 7]
+
+
+def test_text_stays_text_where_text_is_wanted(file: Path) -> None:
+    assert load(file, ["run.id='007'"], {}).run.id == "007"
+    assert load(file, ["run.id=2026-01-02"], {}).run.id == "2026-01-02"  # not a date
+    assert load(file, [], {"HEADRACE_RUN__ID": "007"}).run.id == "007"
+
+
+def test_other_variables_are_left_alone(file: Path) -> None:
+    assert load(file, [], {"HF_TOKEN": "secret", "GRPO__SEED": "3"}).grpo.seed == Config().grpo.seed
+
+
+def test_an_empty_file_and_an_empty_section_are_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    assert load(path, [], {}) == Config()
+    path.write_text("grpo:\n  # num_prompts_per_step: 8\n")
+    assert load(path, [], {}) == Config()
+
+
+def test_what_show_prints_loads_as_the_same_configuration(file: Path, tmp_path: Path) -> None:
+    config = load(file, ["run.id='1e5'", "data.train.0.system_prompt='2026-01-02'"], {})
+    again = tmp_path / "again.yaml"
+    again.write_text(dump(config))
+    assert load(again, [], {}) == config
+
+
+# -- unknown keys ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "near"),
+    [
+        ("grpo.num_prompt_per_step=8", "did you mean grpo.num_prompts_per_step?"),
+        ("policy.optimizer.kwargs.learning_rate=8", "policy.optimizer.kwargs has betas, eps, lr, weight_decay"),
+        ("grpo.max_trajectory_age_steps=3", "did you mean grpo.async_grpo.max_trajectory_age_steps?"),
+        ("grpoo.seed=3", "did you mean grpo?"),
+        ("env.adder.typ=math", "did you mean env.adder.type?"),
+        ("data.train.1.siz=3", "did you mean data.train.1.size?"),
+        ("cluster.num_nodes=3", "the top level has"),
+    ],
+)
+def test_an_unknown_key_names_itself_and_the_nearest(file: Path, override: str, near: str) -> None:
+    message = refusal(file, override)
+    assert "unknown key" in message
+    assert near in message
+    assert "command line" in message
+
+
+def test_an_unknown_key_shows_its_value(file: Path) -> None:
+    assert "value 8" in refusal(file, "grpo.num_prompt_per_step=8")
+    file.write_text(BASE + "loss_fn: {ratio_clip_mim: 0.1}\n")
+    assert refusal(file) == ("loss_fn.ratio_clip_mim: unknown key, value 0.1; did you mean loss_fn.ratio_clip_min?")
+
+
+@pytest.mark.parametrize(
+    ("variable", "near"),
+    [
+        ("HEADRACE_GRPO__NUM_PROMPTS_PER_STEPS", "grpo.num_prompts_per_step"),
+        ("HEADRACE_GRP__SEED", "HEADRACE_GRPO__SEED"),
+        ("HEADRACE_GRPO_SEED", "HEADRACE_"),
+        ("HEADRACE_ZZZZ", "no such section"),
+    ],
+)
+def test_an_unknown_variable_is_an_error_too(file: Path, variable: str, near: str) -> None:
+    message = refusal(file, environ={variable: "3"})
+    assert "3" in message
+    assert near in message
+
+
+def test_a_mistake_in_data_default_is_said_once(file: Path) -> None:
+    assert refusal(file, "data.default.siz=3").splitlines() == [
+        "data.default.siz: unknown key, value 3 (command line); did you mean data.default.size?"
+    ]
+
+
+# -- wrong types and combinations --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("grpo.seed=many", "grpo.seed: 'many' should be a valid integer (command line); the default is 42"),
+        ("replay.port=99999", "replay.port: 99999 should be less than or equal to 65535 (command line); the default is 8390"),
+        ("run.id=7", "run.id: 7 should be a valid string (command line); put it in quotes"),
+        ("grpo=7", "grpo: 7 is not a section of keys (command line); give a mapping"),
+        ("loss_fn.prev_logprobs_source=magic", "should be 'recompute' or 'generation'"),
+        ("run.id='../up'", "run.id: '../up' string should match pattern"),
+        ("grpo.num_generations_per_prompt=1", "grpo.num_generations_per_prompt 1 with grpo.use_leave_one_out_baseline true"),
+        ("policy.generation.max_new_tokens=512", "max_new_tokens 512 leaves no room for a prompt"),
+        ("data.train.0.env_name=nobody", "env_name 'nobody' is not one of the environments under env (adder)"),
+        ("env.other={}", "env.other: give `type`"),
+        ("data.train.0.data_path=x", "data.train.0: dataset_name 'arithmetic' and data_path 'x': give one of them"),
+    ],
+)  # fmt: skip
+def test_a_value_that_cant_be_is_one_line_with_key_value_and_remedy(file: Path, override: str, said: str) -> None:
+    message = refusal(file, override)
+    assert said in message
+    assert len(message.splitlines()) == 1
+
+
+def test_every_problem_is_named_at_once(file: Path) -> None:
+    assert len(refusal(file, "grpo.seed=many", "replay.port=-1", "polcy.x=1").splitlines()) == 3
+
+
+def test_the_variable_at_fault_is_said_to_be_one(file: Path) -> None:
+    assert "grpo.seed: 'x' should be a valid integer (environment)" in refusal(
+        file, environ={"HEADRACE_GRPO__SEED": "x"}
+    )
+
+
+# -- the file and the overrides themselves -----------------------------------------------------------------------------
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "none.yaml").startswith(f"{tmp_path / 'none.yaml'}: can't read the configuration")
+    assert "can't read" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("grpo:\n  seed: 1\n  - 2\n", "line 3: not valid YAML"),
+        ("grpo:\n  seed: 1\n  seed: 2\n", "line 3: not valid YAML: the key 'seed' is given twice"),
+        ("grpo: [1\n", "not valid YAML"),
+        ("- 1\n", "a list, not a mapping"),
+        ("1: {}\n", "the key 1 is not text"),
+        ("run: !!python/object:os.system {}\n", "not valid YAML"),
+        ("run: {id: \x00}\n", "not valid YAML"),
+    ],
+)
+def test_broken_yaml_names_the_line(file: Path, text: str, said: str) -> None:
+    file.write_text(text)
+    message = refusal(file)
+    assert message.startswith(str(file))
+    assert said in message
+
+
+def test_bytes_that_are_not_text_are_refused(file: Path) -> None:
+    file.write_bytes(b"run: {id: \xff\xfe}")
+    assert "not text in UTF-8" in refusal(file)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("grpo.seed", "is not an override; write section.key=value"),
+        ("=3", "is not an override"),
+        ("grpo..seed=3", "is not an override"),
+        ("grpo.seed=[1", "grpo.seed: not valid YAML"),
+        ("data.train.7.size=3", "data.train is a list of 2, and '7' none of 0 to 1"),
+        ("data.train.first.size=3", "data.train is a list of 2, and 'first' none of 0 to 1"),
+    ],
+)
+def test_an_override_that_is_none_is_refused(file: Path, override: str, said: str) -> None:
+    assert said in refusal(file, override)
+
+
+def test_a_variable_that_is_no_yaml_is_refused(file: Path) -> None:
+    assert "not valid YAML" in refusal(file, environ={"HEADRACE_DATA__TRAIN": "[{"})
+
+
+# -- the keys there are ------------------------------------------------------------------------------------------------
+
+
+def test_known_keys_reach_into_lists_and_mappings() -> None:
+    assert {
+        ("grpo", "async_grpo", "enabled"),
+        ("env", "*", "type"),
+        ("data", "train", "*", "size"),
+    } <= known_keys().keys()
+    assert pattern(("data", "train", "0", "size")) == ("data", "train", "*", "size")
+    assert nearest(("zzzzzz",)) is None

@@ -1,0 +1,277 @@
+"""The codec of groups, trajectories and scores: what goes in comes out, and nothing malformed gets past it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.errors import CodecError
+from headrace.trajectory import SCHEMA, Group, Sampling, Score, Span, Trajectory
+
+GROUP = Group(
+    id="e0-train-7",
+    lane="train",
+    order=7,
+    task_name="addition",
+    env_name="adder",
+    messages=({"role": "user", "content": "47+85"},),
+    prompt_token_ids=np.array([1, 2, 3], np.int32),
+    extra_env_info={"answer": "132", "nested": {"list": [1, 2.5, None, True]}},
+    dataset_index=7,
+    n=2,
+    sampling=Sampling(temperature=1.0, max_new_tokens=6, stop_token_ids=(5,), stop_strings=("\n",), seed=3),
+)
+TRAJECTORY = Trajectory(
+    group_id="e0-train-7",
+    attempt=1,
+    index=1,
+    prompt_token_ids=np.array([1, 2, 3], np.int32),
+    completion_token_ids=np.array([4, 5, 6, 7], np.int32),
+    logprobs=np.array([-0.5, -1.0, 0.0, -2.0], np.float32),
+    loss_mask=np.array([1, 1, 0, 1], np.uint8),
+    spans=(Span(3, 0, 2), Span(4, 2, 4)),
+    finish_reason="stop",
+    text="132",
+    replica="r1",
+    turns=((0, 2), (3, 4)),
+    timings={"generate": 0.25},
+)
+SCORE = Score(status="SCORED", reward=1.0, components={"exact": 1.0}, metadata={"said": "132"}, environment="adder")
+RECORDS = [GROUP, TRAJECTORY, SCORE]
+Record = Group | Trajectory | Score
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality of records that hold arrays, dtypes included."""
+    for field in dataclasses.fields(a):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(x, np.ndarray):
+            if x.dtype != y.dtype or not np.array_equal(x, y):
+                return False
+        elif x != y:
+            return False
+    return type(a) is type(b)
+
+
+def changed(record: Record, change: Callable[[dict[str, Any]], Any]) -> bytes:
+    """The record's bytes after `change` of its map."""
+    fields = msgpack.unpackb(record.encode())
+    change(fields)
+    return bytes(msgpack.packb(fields))
+
+
+# -- round trips -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
+def test_a_record_comes_back_as_it_was(record: Record) -> None:
+    assert same(type(record).decode(record.encode()), record)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
+def test_unknown_fields_are_ignored(record: Record) -> None:
+    data = changed(record, lambda fields: fields.update(from_a_later_writer=[1, {"x": 2}]))
+    assert same(type(record).decode(data), record)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
+def test_the_schema_is_the_first_field(record: Record) -> None:
+    assert next(iter(msgpack.unpackb(record.encode()).items())) == ("schema", SCHEMA)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    length = draw(st.integers(1, 40))
+    tokens = st.integers(0, 2**31 - 1)
+    cuts = sorted(draw(st.sets(st.integers(1, length - 1), max_size=3))) if length > 1 else []
+    edges = [0, *cuts, length]
+    versions = draw(st.lists(st.integers(0, 2**40), min_size=len(edges) - 1, max_size=len(edges) - 1))
+    spans = tuple(Span(v, a, b) for v, (a, b) in zip(versions, itertools.pairwise(edges), strict=True))
+    logprobs = draw(st.lists(st.floats(-1e6, 0, width=32), min_size=length, max_size=length))
+    return Trajectory(
+        group_id=draw(st.text(max_size=20)),
+        attempt=draw(st.integers(0, 2**31)),
+        index=draw(st.integers(0, 2**31)),
+        prompt_token_ids=np.array(draw(st.lists(tokens, max_size=20)), np.int32),
+        completion_token_ids=np.array(draw(st.lists(tokens, min_size=length, max_size=length)), np.int32),
+        logprobs=np.array(logprobs, np.float32),
+        loss_mask=np.array(draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)), np.uint8),
+        spans=spans,
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        text=draw(st.text(max_size=50)),
+        replica=draw(st.text(max_size=10)),
+        turns=tuple(itertools.pairwise(edges)),
+        timings=draw(st.dictionaries(st.text(max_size=5), st.floats(0, 1e6), max_size=3)),
+    )
+
+
+@given(trajectories())
+def test_any_trajectory_comes_back_as_it_was(trajectory: Trajectory) -> None:
+    assert same(Trajectory.decode(trajectory.encode()), trajectory)
+
+
+def test_age_is_counted_from_the_oldest_token() -> None:
+    assert (TRAJECTORY.oldest_version, TRAJECTORY.newest_version) == (3, 4)
+
+
+def test_arrays_of_any_layout_are_written_little_endian() -> None:
+    tokens = np.arange(1, 9, dtype=">i4")[::2]
+    written = dataclasses.replace(TRAJECTORY, completion_token_ids=tokens)
+    assert Trajectory.decode(written.encode()).completion_token_ids.tolist() == [1, 3, 5, 7]
+
+
+# -- malformed input ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Group, Trajectory, Score])
+@given(data=st.binary(max_size=300))
+def test_arbitrary_bytes_are_refused(kind: type[Record], data: bytes) -> None:
+    with pytest.raises(CodecError):
+        kind.decode(data)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
+def test_every_truncation_is_refused(record: Record) -> None:
+    data = record.encode()
+    for end in range(len(data)):
+        with pytest.raises(CodecError):
+            type(record).decode(data[:end])
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
+@given(at=st.integers(0, 10_000), byte=st.integers(0, 255))
+def test_a_flipped_byte_is_refused_or_still_a_valid_record(record: Record, at: int, byte: int) -> None:
+    data = bytearray(record.encode())
+    data[at % len(data)] = byte
+    try:
+        decoded = type(record).decode(bytes(data))
+    except CodecError:
+        return
+    if isinstance(decoded, Trajectory):
+        decoded.check()
+    decoded.encode()
+
+
+NOT_MAPS = [b"", b"\xc1", msgpack.packb([1, 2]), msgpack.packb(7), msgpack.packb("text"), msgpack.packb({1: 2})]
+
+
+@pytest.mark.parametrize("data", NOT_MAPS)
+@pytest.mark.parametrize("kind", [Group, Trajectory, Score])
+def test_what_is_no_map_is_refused(kind: type[Record], data: bytes) -> None:
+    with pytest.raises(CodecError):
+        kind.decode(data)
+
+
+def fields_of(record: Record) -> list[tuple[Record, str]]:
+    return [(record, name) for name in msgpack.unpackb(record.encode())]
+
+
+@pytest.mark.parametrize(
+    ("record", "name"), [case for record in RECORDS for case in fields_of(record)], ids=lambda v: str(v)[:20]
+)
+def test_a_missing_field_is_refused_by_name(record: Record, name: str) -> None:
+    data = changed(record, lambda fields: fields.pop(name))
+    if isinstance(record, Score) and name == "reward":
+        with pytest.raises(CodecError, match="exactly SCORED carries a reward"):
+            Score.decode(data)
+        return
+    with pytest.raises(CodecError, match=name):
+        type(record).decode(data)
+
+
+@pytest.mark.parametrize(
+    ("record", "name"), [case for record in RECORDS for case in fields_of(record)], ids=lambda v: str(v)[:20]
+)
+@pytest.mark.parametrize("wrong", [True, -1, 1.5, "text", b"\0\0\0", [[]], {"x": {}}, float("nan")], ids=repr)
+def test_a_wrong_type_never_becomes_a_record_that_breaks_later(record: Record, name: str, wrong: Any) -> None:
+    data = changed(record, lambda fields: fields.update({name: wrong}))
+    try:
+        decoded = type(record).decode(data)
+    except CodecError:
+        return
+    fields = {field.name: type(getattr(record, field.name)) for field in dataclasses.fields(record)}
+    value = getattr(decoded, name)
+    assert isinstance(value, fields[name]) or (fields[name] is float and isinstance(value, float))
+    assert same(type(record).decode(decoded.encode()), decoded)
+
+
+def test_another_schema_is_refused_with_both_numbers() -> None:
+    with pytest.raises(CodecError, match=f"schema {SCHEMA + 1}; this build reads schema {SCHEMA}"):
+        Trajectory.decode(changed(TRAJECTORY, lambda fields: fields.update(schema=SCHEMA + 1)))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"logprobs": np.zeros(3, "<f4").tobytes()}, "logprobs has 3 entries for 4 tokens"),
+        ({"loss_mask": bytes([1, 1, 1])}, "loss_mask has 3 entries for 4 tokens"),
+        ({"loss_mask": bytes([1, 1, 2, 1])}, "values other than 0 and 1"),
+        ({"logprobs": np.array([0, 0, 0, np.nan], "<f4").tobytes()}, "not finite or above 0"),
+        ({"logprobs": np.array([0, 0, 0, -np.inf], "<f4").tobytes()}, "not finite or above 0"),
+        ({"logprobs": np.array([0, 0, 0, 0.1], "<f4").tobytes()}, "not finite or above 0"),
+        ({"completion_token_ids": b"", "logprobs": b"", "loss_mask": b"", "spans": []}, "has no tokens"),
+        ({"completion_token_ids": b"\0" * 7}, "7 bytes, not a multiple of 4"),
+        ({"spans": [[3, 0, 2]]}, "spans end at 2, the completion at 4"),
+        ({"spans": []}, "spans end at 0"),
+        ({"spans": [[3, 0, 2], [4, 3, 4]]}, "do not cover"),
+        ({"spans": [[3, 0, 3], [4, 2, 4]]}, "do not cover"),
+        ({"spans": [[3, 0, 0], [4, 0, 4]]}, "do not cover"),
+        ({"spans": [[-1, 0, 4]]}, "do not cover"),
+        ({"spans": [[3, 0, 5]]}, "spans end at 5"),
+        ({"spans": [[3, 0]]}, "3 whole numbers"),
+        ({"spans": [[3, 0, True]]}, "3 whole numbers"),
+        ({"turns": [[0, 5]]}, "do not lie in"),
+        ({"turns": [[2, 2]]}, "do not lie in"),
+        ({"finish_reason": "tired"}, "one of stop, length"),
+        ({"timings": {"generate": "long"}}, "a finite number"),
+    ],
+)
+def test_arrays_spans_and_turns_must_agree(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(CodecError, match=said):
+        Trajectory.decode(changed(TRAJECTORY, lambda fields: fields.update(change)))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"n": 0}, "at least one trajectory"),
+        ({"prompt_token_ids": b""}, "the prompt has no tokens"),
+        ({"lane": "fast"}, "one of train, validation"),
+        ({"messages": ["hello"]}, "a list of dict"),
+        ({"sampling": {}}, "temperature"),
+        ({"sampling": {"temperature": 1.0, "max_new_tokens": -1}}, "max_new_tokens"),
+    ],
+)
+def test_a_group_that_cant_be_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(CodecError, match=said):
+        Group.decode(changed(GROUP, lambda fields: fields.update(change)))
+
+
+@pytest.mark.parametrize("status", ["FAILED", "TIMED_OUT", "INVALID"])
+def test_law_7_a_failure_carries_no_reward(status: Any) -> None:
+    Score(status=status, message="the environment fell over")
+    with pytest.raises(CodecError):
+        Score(status=status, reward=0.0)
+    with pytest.raises(CodecError):
+        Score.decode(changed(SCORE, lambda fields: fields.update(status=status)))
+
+
+def test_a_score_without_a_finite_reward_is_refused() -> None:
+    for reward in (None, float("nan"), float("inf")):
+        with pytest.raises(CodecError):
+            Score(status="SCORED", reward=reward)
+    with pytest.raises(CodecError):
+        Score(status="SCORED", reward=1.0, components={"exact": float("nan")})
+
+
+def test_what_msgpack_cant_hold_is_refused_on_the_way_out() -> None:
+    with pytest.raises(CodecError, match="can't be packed"):
+        dataclasses.replace(GROUP, extra_env_info={"answer": object()}).encode()
