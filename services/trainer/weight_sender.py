@@ -19,7 +19,7 @@ from typing import Protocol, cast
 import torch
 
 from headrace.config import Config
-from headrace.errors import WeightChannelAborted, WeightChannelError
+from headrace.errors import ServiceError, WeightChannelAborted, WeightChannelError
 from headrace.replay import Epoch, ReplayClient
 from headrace.trajectory import Float32, Int32
 from headrace.weights import membership
@@ -29,12 +29,12 @@ from headrace.weights.transport import Backend, Channel, Meeting, Membership, se
 
 logger = logging.getLogger(__name__)
 
-# how often the state of members is looked at when nothing wakes the sender
-GLANCE_S = 1.0
+# how often the members are looked at during a transfer: that one of them has died is told by nothing but the clock
+GLANCE_S = 0.25
 
 
 class WeightSource(Protocol):
-    """What is sent. Iterated once per broadcast, always to its end, on another thread than the event loop's."""
+    """What is sent. Iterated at most once per attempt, then always to its end, on another thread than the event loop's."""
 
     def metadata(self) -> Sequence[tuple[str, str, Sequence[int]]]:
         """(checkpoint name, type by torch's name, full shape) of what iteration yields, in its order."""
@@ -83,7 +83,8 @@ class WeightSender:
     def __init__(self, config: Config, replay: ReplayClient) -> None:
         self._config = config.weight_channel
         self._workers = config.policy.generation.vllm_cfg.tensor_parallel_size
-        self._on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
+        on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
+        self._gpu = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
         self._replay = replay
         self._meeting = Meeting(self._config.host, self._config.port)
         self._channel: Channel | None = None
@@ -100,8 +101,8 @@ class WeightSender:
 
         Returns when each member has verified, refused or died, or a deadline has passed; whether that is good enough is the
         caller's to decide. Also the way to bring replicas that came late to the current version. Raises `WrongTimeline` and
-        `ReplayUnavailable` from the buffer, `WeightChannelError` if another trainer opens epochs, `ValueError` if `source` does
-        not yield what its metadata says.
+        `ReplayUnavailable` from the buffer, `ServiceError` if another trainer opens epochs or the backend can't be had here,
+        `ValueError` if `source` does not yield what its metadata says.
         """
         manifest = Manifest.of(source.metadata(), self._config.bucket_bytes)
         progress = _Progress(version, timeline, source, manifest, probe_ids, probe_logprobs)
@@ -161,7 +162,9 @@ class WeightSender:
             group_id=epoch.id,
             previous_group=previous_group,
             previous_members=previous_members,
-            backend=membership.choose_backend(self._config.backend, trainer_on_gpu=self._on_gpu, devices=devices),
+            backend=membership.choose_backend(
+                self._config.backend, trainer_on_gpu=self._gpu is not None, devices=devices
+            ),
             host=self._config.host,
             port=self._meeting.port,
             workers=self._workers,
@@ -178,18 +181,14 @@ class WeightSender:
         task = asyncio.create_task(asyncio.to_thread(self._broadcast, epoch.members, rendezvous, progress))
         try:
             while not task.done():
-                waker = asyncio.create_task(self._replay.wait_epoch(GLANCE_S))
-                await asyncio.wait((task, waker), return_when=asyncio.FIRST_COMPLETED)
-                if waker.done():
-                    waker.result()
-                waker.cancel()
-                if not task.done() and (
-                    gone := membership.lost(await self._current(epoch.id), await self._replay.replicas())
-                ):
+                await asyncio.wait((task,), timeout=GLANCE_S)
+                if task.done():
+                    break
+                if gone := membership.lost(await self._current(epoch.id), await self._replay.replicas()):
                     logger.warning("the transfer of version %d lost %s", progress.version, sorted(gone))
                     self._drop_group()  # again at the next glance, if the group was not there yet
             await task
-        except (WeightChannelAborted, WeightChannelError) as error:
+        except WeightChannelError as error:
             logger.warning("the transfer of version %d failed: %s", progress.version, error)
             self._drop_group()
             return False
@@ -202,6 +201,8 @@ class WeightSender:
 
     def _broadcast(self, members: tuple[str, ...], rendezvous: Rendezvous, progress: _Progress) -> None:
         """On a thread: form the group unless it is the one there is, then send."""
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)  # a thread starts on device 0, whatever the trainer's is
         deadline = time.monotonic() + rendezvous.timeout_s
         group = rendezvous.group_of(members)
         if self._channel is None or group != self._group[0]:
@@ -213,9 +214,7 @@ class WeightSender:
                 port=rendezvous.port,
                 rank=0,
                 world_size=rendezvous.world_size(members),
-                device=torch.device("cuda", torch.cuda.current_device())
-                if rendezvous.backend == "nccl"
-                else torch.device("cpu"),
+                device=self._device(rendezvous.backend),
             )
             Channel.lead(place, self._meeting, deadline, self._opened)
             self._group = (group, members)
@@ -241,8 +240,15 @@ class WeightSender:
     async def _current(self, epoch_id: str) -> Epoch:
         epoch = await self._replay.epoch()
         if epoch is None or epoch.id != epoch_id:
-            raise WeightChannelError("another trainer opened an epoch of this run; stop one of them")
+            raise ServiceError("another trainer opened an epoch of this run; stop one of them")
         return epoch
+
+    def _device(self, backend: str) -> torch.device:
+        if backend == "gloo":
+            return torch.device("cpu")
+        if self._gpu is None:
+            raise ServiceError("weight_channel.backend: nccl, but the trainer runs on a CPU; set it to auto or gloo")
+        return self._gpu
 
     def _opened(self, channel: Channel) -> None:
         self._channel = channel
