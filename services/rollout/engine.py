@@ -10,7 +10,7 @@ import contextlib
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +29,10 @@ _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 @contextlib.contextmanager
-def running_engine(config: Config) -> Iterator[AsyncLLM]:
+def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -> Iterator[AsyncLLM]:
     """Start the engine; shut it down, with its processes, when the context closes. Blocks for the 10 to 20 s of the start.
 
-    Call it from the main thread: the engine's processes end when the thread that started them does.
+    `overrides` replace vLLM's engine arguments one by one. Call it from the main thread: the engine's processes end when the thread that started them does.
 
     Raises `ServiceError`, in one line with the remedy: no such model, not a generating model, too little memory, no such
     device; and for vLLM's `EngineDeadError` inside the context, with what the engine's process said last.
@@ -41,7 +41,7 @@ def running_engine(config: Config) -> Iterator[AsyncLLM]:
     with tempfile.TemporaryDirectory(prefix="headrace-engine-") as folder:
         report = Path(folder) / "errors"
         prepare_environment(config, report)
-        engine = _start(config, report)
+        engine = _start(config, overrides or {}, report)
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -106,7 +106,7 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
     return arguments
 
 
-def _start(config: Config, report: Path) -> AsyncLLM:
+def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncLLM:
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
@@ -122,10 +122,8 @@ def _start(config: Config, report: Path) -> AsyncLLM:
         # vLLM's helper functions are compiled on their first use, even when the model is not: 15 s inside the first request
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     try:
-        arguments = AsyncEngineArgs(
-            **engine_arguments(config, on_cpu=on_cpu), **weight_receiver.engine_arguments(config)
-        )
-        return AsyncLLM.from_engine_args(arguments)
+        arguments = engine_arguments(config, on_cpu=on_cpu) | weight_receiver.engine_arguments(config) | dict(overrides)
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
         raise ServiceError(explain(config, first_failure(report) or _message(error))) from error
 
