@@ -124,7 +124,7 @@ def sloppy_answer(pair: arithmetic.Pair) -> str:
     return str(total)
 
 
-class _Teacher:
+class Teacher:
     """Batches of training problems with the sloppy teacher's answers; texts are tokenized once each."""
 
     def __init__(self, tokenizer: Qwen2Tokenizer, rng: random.Random) -> None:
@@ -153,7 +153,7 @@ class _Teacher:
 
 def _warm_up(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rng: random.Random) -> None:
     """Next-token training on answers to training pairs only: AdamW, a short ramp, then linear decay to a tenth."""
-    teacher = _Teacher(tokenizer, rng)
+    teacher = Teacher(tokenizer, rng)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _learning_rate_factor)
     model.train()

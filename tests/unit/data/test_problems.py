@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+import random
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from headrace.config.data import Data
+from headrace.errors import ConfigError
+from headrace.tagged_json import from_json
+from services.trainer.data import load_problems
+from services.trainer.data.arithmetic import held_out, training_pairs
+
+CHAIN_SUM = {
+    "dataset_name": "reasoning_gym",
+    "task": "chain_sum",
+    "task_config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+}
+
+
+def data(**sections: Any) -> Data:
+    return Data(**{"default": {"env_name": "e"}, **sections})
+
+
+def question(problem: Any) -> str:
+    return problem.messages[-1]["content"]
+
+
+def unordered(problem: Any) -> tuple[int, ...]:
+    return tuple(sorted(int(n) for n in question(problem).split("+")))
+
+
+def test_arithmetic_problems_carry_their_sum() -> None:
+    train, _ = load_problems(data(train={"dataset_name": "arithmetic", "size": 50}))
+    assert [p.index for p in train] == list(range(len(train)))
+    for problem in train:
+        assert problem.messages == ({"role": "user", "content": question(problem)},)
+        assert problem.extra_env_info == {"answer": str(sum(unordered(problem)))}
+        assert (problem.env_name, problem.task_name) == ("e", "arithmetic")
+
+
+def test_no_unordered_pair_is_in_training_and_validation() -> None:
+    source = {"dataset_name": "arithmetic", "size": 20_000}
+    train, validation = load_problems(data(train={**source, "seed": 3}, validation={**source, "seed": 3}))
+    assert len(validation) == 400
+    assert {unordered(p) for p in validation} == set(held_out(2))
+    assert not {unordered(p) for p in train} & {unordered(p) for p in validation}
+    # all the rest can be drawn: nothing but the held-out pairs is missing from training
+    assert len({unordered(p) for p in train}) > 0.95 * (5050 - 400)
+
+
+def test_the_held_out_pairs_do_not_depend_on_any_seed() -> None:
+    assert held_out(2) == held_out(2)
+    assert len(set(held_out(2))) == 400
+    assert all(0 <= a <= b <= 99 for a, b in held_out(2))
+    first, second = (
+        load_problems(
+            data(train={"dataset_name": "arithmetic"}, validation={"dataset_name": "arithmetic", "seed": seed})
+        )
+        for seed in (1, 2)
+    )
+    assert {unordered(p) for p in first[1]} == {unordered(p) for p in second[1]}
+
+
+@pytest.mark.parametrize(("digits", "count"), [(1, 5), (2, 400), (6, 400)])
+def test_a_tenth_is_held_out_where_400_is_more(digits: int, count: int) -> None:
+    pairs = held_out(digits)
+    assert len(set(pairs)) == count
+    assert all(0 <= a <= b < 10**digits for a, b in pairs)
+    drawn = {tuple(sorted(p)) for p in islice(training_pairs(digits, random.Random(0)), 2000)}
+    assert not drawn & set(pairs)
+
+
+def test_repeats_are_removed() -> None:
+    train, _ = load_problems(data(train={**CHAIN_SUM, "size": 500}))
+    assert len(train) == len({question(p) for p in train}) < 250
+
+
+def test_validation_problems_are_removed_from_training() -> None:
+    train, validation = load_problems(
+        data(train={**CHAIN_SUM, "size": 500, "seed": 0}, validation={**CHAIN_SUM, "size": 60, "seed": 1})
+    )
+    alone, _ = load_problems(data(train={**CHAIN_SUM, "size": 500, "seed": 0}))
+    held = {question(p) for p in validation}
+    assert held & {question(p) for p in alone}
+    assert [question(p) for p in train] == [question(p) for p in alone if question(p) not in held]
+
+
+def test_a_system_prompt_does_not_hide_a_repeat() -> None:
+    source = {**CHAIN_SUM, "size": 100}
+    with pytest.raises(ConfigError, match=r"data\.train: there is no problem to train on"):
+        load_problems(data(train={**source, "system_prompt": "Be brief."}, validation=source))
+
+
+def test_sources_are_joined_with_their_own_environment_and_system_prompt() -> None:
+    train, _ = load_problems(
+        data(
+            train=[
+                {**CHAIN_SUM, "size": 5, "system_prompt": "Reply with only the number."},
+                {"dataset_name": "arithmetic", "size": 5, "env_name": "other"},
+            ]
+        )
+    )
+    assert train[0].messages[0] == {"role": "system", "content": "Reply with only the number."}
+    assert {(p.env_name, p.task_name, len(p.messages)) for p in train} == {
+        ("e", "chain_sum", 2),
+        ("other", "arithmetic", 1),
+    }
+    assert [p.index for p in train] == list(range(len(train)))
+
+
+# composite is made of other tasks, which its task_config must name
+@pytest.mark.parametrize("task", sorted(set(DATASETS) - {"composite"}))
+def test_an_entry_of_any_task_survives_json_and_is_scored_the_same(task: str) -> None:
+    train, _ = load_problems(data(train={"dataset_name": "reasoning_gym", "task": task, "size": 2, "seed": 1}))
+    info = json.loads(json.dumps(train[0].extra_env_info))
+    assert info["task"] == task
+    dataset = reasoning_gym.create_dataset(task, size=2, seed=1)
+    entry = from_json(info["entry"])
+    assert entry["metadata"] == dataset[0]["metadata"]
+    assert dataset.score_answer(entry["answer"], entry) == dataset.score_answer(dataset[0]["answer"], dataset[0])
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({}, r"data\.train\[0\]: give dataset_name"),
+        (
+            {"dataset_name": "arithmetic", "task_config": {"digits": 0}},
+            r"arithmetic takes digits alone, a number from 1 to 9",
+        ),
+        ({"dataset_name": "arithmetic", "task_config": {"digit": 2}}, r"arithmetic takes digits alone"),
+        ({"dataset_name": "reasoning_gym", "task": "chain_sums"}, r"task 'chain_sums' is not a task .*chain_sum,"),
+        ({**CHAIN_SUM, "task_config": {"terms": 2}}, r"chain_sum refuses it .*terms"),
+        ({**CHAIN_SUM, "task_config": {"min_terms": 3, "max_terms": 2}}, r"chain_sum refuses it"),
+        ({"data_path": "nowhere.jsonl"}, r"data\.train\[0\]\.data_path nowhere\.jsonl: can't be read"),
+    ],
+)
+def test_an_unusable_source_is_refused_by_name(source: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_problems(data(train=[source]))
+
+
+def jsonl(tmp_path: Path, *lines: str, **options: Any) -> Data:
+    path = tmp_path / "sums.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return data(train=[{"data_path": str(path), **options}])
+
+
+def test_jsonl_problems(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Own."}, {"role": "user", "content": "2+2"}]
+    lines = [{"q": "1+1", "a": 2, "level": 3}, {"q": messages, "a": "4"}]
+    section = jsonl(
+        tmp_path, json.dumps(lines[0]), "", json.dumps(lines[1]), input_key="q", output_key="a", system_prompt="Given."
+    )
+    train, _ = load_problems(section)
+    assert train[0].messages == ({"role": "system", "content": "Given."}, {"role": "user", "content": "1+1"})
+    assert train[0].extra_env_info == {"level": 3, "answer": "2"}
+    assert train[1].messages == tuple(messages)
+    assert train[1].extra_env_info == {"answer": "4"}
+    assert {p.task_name for p in train} == {"sums"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("[1]", "a JSON list, not an object"),
+        ('{"input": "1+1"}', r"no field 'output' \(output_key\); it has 'input'"),
+        ('{"output": "2"}', r"no field 'input' \(input_key\)"),
+        ('{"input": 3, "output": "2"}', "field 'input' is 3, not text or a list of messages"),
+        ('{"input": [], "output": "2"}', r"field 'input' is \[\]"),
+        ('{"input": [{"role": "user"}], "output": "2"}', "not text or a list of messages with role and content"),
+        ('{"input": [{"role": "assistant", "content": "2"}], "output": "2"}', "ends with a message of the assistant"),
+        ('{"input": "1+1", "output": null}', "field 'output' is None, not text or a number"),
+    ],
+)
+def test_a_bad_line_is_refused_with_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"sums\.jsonl:2: .*{message}.*; mend or remove the line"):
+        load_problems(jsonl(tmp_path, '{"input": "1+1", "output": "2"}', line))
