@@ -1,0 +1,91 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.trainer.batch import Sample, micro_batches, pad, probe_batch, problem_with, split_across_ranks
+
+
+def sample(prompt: list[int], completion: list[int], mask: list[int] | None = None, multiplier: float = 1.0) -> Sample:
+    return Sample(
+        np.array(prompt, np.int32),
+        np.array(completion, np.int32),
+        -np.arange(1, len(completion) + 1, dtype=np.float32),
+        np.array(mask if mask is not None else [1] * len(completion), np.uint8),
+        2.5,
+        multiplier,
+    )
+
+
+def test_rows_are_padded_on_the_right_and_only_counted_tokens_are_picked() -> None:
+    batch = pad([sample([1, 2], [3, 4, 5], [1, 0, 1]), sample([6], [7], multiplier=0.5)])
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]
+    # each token is predicted one place before it
+    assert batch.positions.tolist() == [1, 3, 5]
+    assert batch.targets.tolist() == [3, 5, 7]
+    assert batch.gen.tolist() == [-1, -3, -1]
+    assert batch.advantages.tolist() == [2.5] * 3
+    assert batch.mask.tolist() == [1, 1, 0.5]
+    assert batch.gen.dtype == batch.mask.dtype == torch.float32
+
+
+def test_an_empty_batch_keeps_pace_and_counts_nothing() -> None:
+    batch = pad([])
+    assert batch.input_ids.shape == (1, 1)
+    assert batch.positions.numel() == batch.mask.numel() == 0
+
+
+def test_probe_asks_for_every_token_but_the_first() -> None:
+    batch = probe_batch(np.array([5, 6, 7], np.int32))
+    assert batch.input_ids.tolist() == [[5, 6, 7]]
+    assert batch.positions.tolist() == [0, 1]
+    assert batch.targets.tolist() == [6, 7]
+
+
+lengths = st.lists(st.integers(1, 30), max_size=20)
+
+
+@given(lengths=lengths, size=st.integers(1, 6))
+def test_micro_batches_hold_every_counted_sample_once_longest_first(lengths: list[int], size: int) -> None:
+    samples = [sample([1], [2] * n) for n in lengths]
+    found = micro_batches(samples, size)
+    flat = [s for batch in found for s in batch]
+    assert sorted(map(id, flat)) == sorted(map(id, samples))
+    assert [s.length for s in flat] == sorted((s.length for s in samples), reverse=True)
+    assert all(0 < len(batch) <= size for batch in found)
+
+
+def test_samples_without_a_token_that_counts_cost_no_pass() -> None:
+    assert micro_batches([sample([1], [2, 3], [0, 0]), sample([1], [2], multiplier=0.0)], 4) == []
+
+
+@given(lengths=st.lists(st.integers(1, 500), max_size=40), ranks=st.integers(1, 5))
+def test_split_across_ranks_is_a_partition_of_even_counts(lengths: list[int], ranks: int) -> None:
+    shares = split_across_ranks(lengths, ranks)
+    assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
+    counts = [len(share) for share in shares]
+    assert max(counts) - min(counts) <= 1
+    loads = [sum(lengths[i] for i in share) for share in shares]
+    assert max(loads) - min(loads) <= 2 * max(lengths, default=0)
+
+
+GOOD = sample([1], [2, 3])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"behaviour_logprobs": np.array([-1, np.nan], np.float32)}, "behaviour log-probability is not finite"),
+        ({"behaviour_logprobs": np.array([-1], np.float32)}, "behaviour_logprobs has 1 entries for 2"),
+        ({"loss_mask": np.array([1], np.uint8)}, "loss_mask has 1 entries for 2"),
+        ({"advantage": float("inf")}, "advantage is inf"),
+        ({"loss_multiplier": -1.0}, "multiplier is -1"),
+        ({"prompt_token_ids": np.array([], np.int32)}, "prompt of 0"),
+    ],
+)
+def test_problems_are_named(change: dict, says: str) -> None:
+    assert problem_with(GOOD) is None
+    assert says in (problem_with(dataclasses.replace(GOOD, **change)) or "")
