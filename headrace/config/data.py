@@ -71,5 +71,17 @@ class Env(Section):
     require_stop: bool = Field(
         False, description="a completion cut off before its end token earns 0 (built-in environments)"
     )
-    timeout_s: float = Field(60.0, gt=0, description="time for one batch; past it the trajectories are TIMED_OUT")
-    max_batch_size: int = Field(64, ge=1, description="trajectories in one call")
+    extract: Literal["none", "last_number", "answer_tag"] = Field(
+        "none",
+        description="what of the completion is the answer (reasoning_gym): all of it, its last number, or the last <answer>…</answer>",
+    )
+    threshold: float | None = Field(
+        None,
+        description="reasoning_gym: a score of at least this earns 1 and a lesser one 0; null gives the score itself",
+    )
+    timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="time for one call of a served environment, for one trajectory of a built-in one; past it: TIMED_OUT",
+    )
+    max_batch_size: int = Field(64, ge=1, description="trajectories in one call of a served environment")

@@ -1,0 +1,47 @@
+"""What built-in environments share: the rule about cut-off completions, and how an answer is taken from a completion."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from headrace.config.data import Env
+from headrace.environment import Environment, Sample
+from headrace.trajectory import Score
+
+Extract = Literal["none", "last_number", "answer_tag"]
+
+# Digits may be grouped by commas, as in 1,234,567; a minus directly after a digit or letter is an operator ("5-3" ends in 3).
+_NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\d+(?:\.\d+)?")
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+
+
+class BuiltIn(Environment):
+    """A built-in environment, configured by `env.<name>`. Subclasses say in `judge` what a completed answer is worth."""
+
+    def __init__(self, name: str, env: Env) -> None:
+        self.name = name
+        self.env = env
+
+    def score(self, sample: Sample) -> float | Score:
+        if self.env.require_stop and sample.finish_reason == "length":
+            return Score("SCORED", reward=0.0, metadata={"rule": "require_stop: the completion was cut off"})
+        return self.judge(sample)
+
+    def judge(self, sample: Sample) -> float | Score:
+        raise NotImplementedError
+
+
+def extract_answer(completion: str, how: Extract) -> str | None:
+    """The answer in `completion`, or None if it holds none.
+
+    "last_number" is the last number, without the commas that group its digits; "answer_tag" what stands in the last
+    `<answer>…</answer>`; "none" all of it.
+    """
+    if how == "none":
+        return completion.strip()
+    found = (_NUMBER if how == "last_number" else _TAG).findall(completion)
+    if not found:
+        return None
+    answer: str = found[-1].strip()
+    return answer.replace(",", "") if how == "last_number" else answer

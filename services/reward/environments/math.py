@@ -1,0 +1,49 @@
+"""`math`: is the completion's answer mathematically equal to the expected one? Judged by math-verify."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from headrace.config.data import Env
+from headrace.environment import Sample
+from headrace.trajectory import Score
+from services.reward.environments.base import BuiltIn
+
+_EXPECTED = (LatexExtractionConfig(),)
+_ANSWER = (ExprExtractionConfig(), LatexExtractionConfig())
+
+
+class Math(BuiltIn):
+    """`extra_env_info` is `{"answer": …}`, a number or LaTeX. 1 if math-verify finds an equal expression in the completion
+    (a boxed one first, else the last), else 0.
+
+    math-verify's own deadlines are off: they would turn a hang into "not equal". The hub's deadline ends a hang, as TIMED_OUT.
+    """
+
+    def __init__(self, name: str, env: Env) -> None:
+        super().__init__(name, env)
+        self.build = f"math-verify {importlib.metadata.version('math-verify')}"
+        self.description = "mathematical equality with extra_env_info.answer"
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its deadlines are off
+
+    def judge(self, sample: Sample) -> float | Score:
+        answer = sample.extra_env_info.get("answer")
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+            return Score(
+                "INVALID", message=f"extra_env_info.answer is {answer!r:.80}; math needs a number or LaTeX text"
+            )
+        text = str(answer)
+        boxed = text if "\\boxed" in text else f"\\boxed{{{text}}}"
+        expected = parse(boxed, extraction_config=_EXPECTED, parsing_timeout=None)
+        if not expected:
+            return Score(
+                "INVALID", message=f"extra_env_info.answer {text!r:.80} is not mathematics that math-verify can read"
+            )
+        found = parse(sample.completion, extraction_config=_ANSWER, parsing_timeout=None)
+        equal = verify(expected, found, timeout_seconds=None)
+        # `found` ends with the text as it was written, where it could be told
+        written = next((item for item in reversed(found) if isinstance(item, str)), None)
+        return Score("SCORED", reward=float(equal), metadata={} if written is None else {"answer": written})
