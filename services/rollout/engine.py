@@ -32,7 +32,8 @@ _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -> Iterator[AsyncLLM]:
     """Start the engine; shut it down, with its processes, when the context closes. Blocks for the 10 to 20 s of the start.
 
-    `overrides` replace vLLM's engine arguments one by one. Call it from the main thread: the engine's processes end when the thread that started them does.
+    `overrides` replace vLLM's engine arguments one by one. Call it from the main thread: the engine's processes end when the
+    thread that started them does.
 
     Raises `ServiceError`, in one line with the remedy: no such model, not a generating model, too little memory, no such
     device; and for vLLM's `EngineDeadError` inside the context, with what the engine's process said last.

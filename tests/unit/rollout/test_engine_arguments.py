@@ -1,0 +1,86 @@
+"""The engine's arguments and errors, as far as they need no engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config import Config
+from headrace.errors import ServiceError
+from services.rollout.engine import check_model_path, device_problem, engine_arguments, explain
+
+
+def config(**vllm_cfg: Any) -> Config:
+    return Config.model_validate({"policy": {"generation": {"vllm_cfg": vllm_cfg}}})
+
+
+def test_a_directory_without_config_json_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ServiceError, match=r"policy\.model_name: .* has no config\.json"):
+        check_model_path(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    check_model_path(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["/no/such/model", "./no-such-model", "~/no-such-model", "models/no/such"])
+def test_a_path_that_is_not_there_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ServiceError, match=r"policy\.model_name: there is no directory") as caught:
+        check_model_path(name)
+    assert name in str(caught.value)
+
+
+def test_a_name_on_the_hub_is_not_taken_for_a_path() -> None:
+    check_model_path("Qwen/Qwen2.5-1.5B")
+
+
+def test_log_probabilities_are_those_tokens_are_drawn_with() -> None:
+    assert engine_arguments(config(), on_cpu=True)["logprobs_mode"] == "processed_logprobs"
+
+
+def test_replicas_draw_different_numbers() -> None:
+    assert engine_arguments(config(), on_cpu=True)["seed"] != engine_arguments(config(), on_cpu=True)["seed"]
+
+
+def test_only_one_cpu_worker_lives_in_the_engine_process() -> None:
+    assert "distributed_executor_backend" in engine_arguments(config(), on_cpu=True)
+    assert "distributed_executor_backend" not in engine_arguments(config(tensor_parallel_size=2), on_cpu=True)
+    assert "distributed_executor_backend" not in engine_arguments(config(), on_cpu=False)
+
+
+def test_precision_follows_the_policy_unless_set() -> None:
+    assert engine_arguments(config(), on_cpu=True)["dtype"] == "bfloat16"
+    assert engine_arguments(config(precision="float32"), on_cpu=True)["dtype"] == "float32"
+
+
+def test_a_device_that_vllm_was_not_built_for_is_refused() -> None:
+    assert "rollout.device: cuda" in str(device_problem("cuda", on_cpu=True))
+    assert "rollout.device: cpu" in str(device_problem("cpu", on_cpu=False))
+    assert device_problem("auto", on_cpu=True) is None
+    assert device_problem("cuda", on_cpu=False) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "keys"),
+    [
+        (
+            "ValueError: To serve at least one request with the models's max seq len (2048), (0.06 GiB KV cache is needed, "
+            "which is larger than the available KV cache memory (0.0 GiB).",
+            ["kv_cache_memory_bytes", "max_total_sequence_length"],
+        ),
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", ["kv_cache_memory_bytes", "lower it"]),
+        (
+            "ValueError: User-specified max_model_len (4096) is greater than the derived max_model_len (512)",
+            ["max_total_sequence_length", "lower it"],
+        ),
+        (
+            "ValueError: Embedding models do not support `--runner generate`",
+            ["policy.model_name", "causal language model"],
+        ),
+    ],
+)
+def test_an_error_of_vllm_is_one_line_with_the_key_to_change(said: str, keys: list[str]) -> None:
+    message = explain(config(), said.replace(" ", "\n", 1))
+    assert "\n" not in message
+    assert all(key in message for key in keys)
+    assert said[:40] in message
