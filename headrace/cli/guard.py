@@ -13,8 +13,6 @@ import sys
 import time
 from collections.abc import Iterable
 
-GRACE_S = 10.0
-
 
 def alive(group: int) -> bool:
     try:
@@ -31,7 +29,7 @@ def signal_group(group: int, signum: int) -> None:
         return  # the last of the group left in between
 
 
-def end_groups(groups: Iterable[int], grace_s: float = GRACE_S) -> None:
+def end_groups(groups: Iterable[int], grace_s: float) -> None:
     """SIGTERM to every process of these groups; SIGKILL to those still there after `grace_s`."""
     left = {group for group in groups if alive(group)}
     for group in left:
@@ -54,7 +52,7 @@ def main() -> None:
             groups.add(group)
         else:
             groups.discard(group)
-    end_groups(groups)
+    end_groups(groups, grace_s=float(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from headrace.cli.lifecycle import Decision, Finished, GiveUp, Restart, RestartP
 from headrace.errors import ServiceError
 from headrace.service import die_with_parent
 
-STOP_GRACE_S = 20.0
 LAST_WORDS = 15
 
 
@@ -60,14 +59,19 @@ class Supervisor:
     """
 
     def __init__(
-        self, environ: Mapping[str, str], tell: Callable[[str], None], policy: RestartPolicy | None = None
+        self,
+        environ: Mapping[str, str],
+        tell: Callable[[str], None],
+        policy: RestartPolicy | None = None,
+        grace_s: float = 20.0,
     ) -> None:
         self.environ = dict(environ)
         self.tell = tell
         self.policy = policy or RestartPolicy()
+        self.grace_s = grace_s  # between SIGTERM and SIGKILL
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", guard.__file__],
+            [sys.executable, "-I", guard.__file__, str(grace_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -123,20 +127,20 @@ class Supervisor:
 
     async def _sweep(self, name: str, group: int) -> None:
         """The leader is gone: end what is left of its group, with a moment for the embedded server to write its files."""
-        await asyncio.to_thread(guard.end_groups, [group], 5.0)
+        await asyncio.to_thread(guard.end_groups, [group], min(5.0, self.grace_s))
         self._tell_guard("-", group)
         self._processes.pop(name, None)
 
-    async def stop(self, children: Iterable[Child], grace_s: float = STOP_GRACE_S) -> None:
-        """SIGTERM to these, together; what is left of them after `grace_s` is killed."""
+    async def stop(self, children: Iterable[Child]) -> None:
+        """SIGTERM to these, together; what is left of them after the grace is killed."""
         running = [(child, self._processes[child.name]) for child in children if child.name in self._processes]
 
         async def end(child: Child, process: subprocess.Popen[bytes]) -> None:
             process.terminate()
             try:
-                await asyncio.wait_for(_ended(process), grace_s)
+                await asyncio.wait_for(_ended(process), self.grace_s)
             except TimeoutError:
-                self.tell(f"{child.name}: still running {grace_s:.0f} s after SIGTERM; killed")
+                self.tell(f"{child.name}: still running {self.grace_s:.0f} s after SIGTERM; killed")
                 guard.signal_group(process.pid, signal.SIGKILL)
                 await _ended(process)
             await self._sweep(child.name, process.pid)

@@ -1,0 +1,30 @@
+"""Waiting for processes by their id, without sleeping."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable
+
+
+def gone(pid: int, within_s: float = 60.0) -> bool:
+    """Whether process `pid` ends within this time (a process that is no more has ended)."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], within_s)[0])
+    finally:
+        os.close(descriptor)
+
+
+def eventually(condition: Callable[[], object], within_s: float = 60.0) -> object:
+    """The first true value of `condition`; fails when there is none within this time."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"nothing within {within_s} s")

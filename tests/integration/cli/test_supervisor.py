@@ -1,0 +1,132 @@
+"""The supervisor on real processes: restarts, last words, and nothing left behind, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from processes import eventually, gone
+
+from headrace.cli.lifecycle import RestartPolicy
+from headrace.cli.supervisor import Child, ServiceFailed, Supervisor, child_environ
+
+QUICK = RestartPolicy(limit=2, first_delay_s=0.01)
+
+
+@pytest_asyncio.fixture
+async def supervisor() -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor(os.environ, lambda line: None, QUICK, grace_s=1.0)
+    yield supervisor
+    supervisor.kill()
+    supervisor.close()
+
+
+def child(tmp_path: Path, code: str, *, ends_run: bool = False) -> Child:
+    return Child("service", [sys.executable, "-c", code, str(tmp_path)], tmp_path / "service.log", ends_run)
+
+
+async def pid_in(path: Path) -> int:
+    return int(str(await asyncio.to_thread(eventually, lambda: path.exists() and path.read_text())))
+
+
+async def test_a_killed_service_is_started_again(supervisor: Supervisor, tmp_path: Path) -> None:
+    code = """
+import os, signal, sys
+from pathlib import Path
+lives = Path(sys.argv[1]) / "lives"
+lives.open("a").write("x")
+if len(lives.read_text()) < 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    service = child(tmp_path, code, ends_run=True)
+    await supervisor.keep(service)
+    assert (tmp_path / "lives").read_text() == "xxx"
+    assert (service.state, len(service.restarts)) == ("finished", 2)
+
+
+async def test_restarts_are_bounded_and_the_last_words_are_shown(supervisor: Supervisor, tmp_path: Path) -> None:
+    code = "import sys; print('first words'); print('last words', file=sys.stderr); sys.exit(70)"
+    with pytest.raises(ServiceFailed) as failure:
+        await supervisor.keep(child(tmp_path, code))
+    message = str(failure.value)
+    assert "service can't go on: exit code 70, after 2 restarts" in message
+    assert message.endswith("  first words\n  last words")
+    assert str(tmp_path / "service.log") in message
+
+
+async def test_what_must_be_mended_is_not_tried_again(supervisor: Supervisor, tmp_path: Path) -> None:
+    service = child(tmp_path, "import sys; sys.exit('error: port 1 is busy')")
+    with pytest.raises(ServiceFailed, match="error: port 1 is busy"):
+        await supervisor.keep(service)
+    assert service.restarts == []
+
+
+async def test_only_words_of_the_last_life_are_shown(supervisor: Supervisor, tmp_path: Path) -> None:
+    (tmp_path / "service.log").write_text("from an earlier run\n")
+    with pytest.raises(ServiceFailed) as failure:
+        await supervisor.keep(child(tmp_path, "import sys; sys.exit('now')"))
+    assert "now" in str(failure.value)
+    assert "earlier" not in str(failure.value)
+
+
+async def test_stop_ends_a_service_and_its_children_even_if_they_are_deaf(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    code = """
+import signal, subprocess, sys
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+grandchild = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+Path(sys.argv[1], "pid.new").write_text(str(grandchild.pid))
+Path(sys.argv[1], "pid.new").rename(Path(sys.argv[1], "pid"))
+signal.pause()
+"""
+    service = child(tmp_path, code)
+    task = asyncio.create_task(supervisor.keep(service))
+    grandchild = await pid_in(tmp_path / "pid")
+    leader = service.pid
+    assert leader is not None
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await supervisor.stop([service])
+    assert gone(leader)
+    assert gone(grandchild)
+    assert (service.pid, service.state) == (None, "stopped")
+
+
+async def test_what_a_dead_service_leaves_is_swept_before_it_starts_again(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    code = """
+import os, signal, subprocess, sys
+from pathlib import Path
+pid = Path(sys.argv[1], "pid")
+if pid.exists():
+    sys.exit(0)
+grandchild = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+pid.write_text(str(grandchild.pid))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    await supervisor.keep(child(tmp_path, code, ends_run=True))
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("hearing", ["hearing", "deaf"])
+def test_sigkill_of_the_supervisor_leaves_no_orphan(tmp_path: Path, hearing: str) -> None:
+    argv = [sys.executable, str(Path(__file__).with_name("supervised.py")), str(tmp_path), hearing]
+    with subprocess.Popen(argv) as supervisor:
+        pids = str(eventually(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())).split()
+        supervisor.send_signal(signal.SIGKILL)
+    assert [gone(int(pid)) for pid in pids] == [True, True]
+
+
+def test_services_inherit_everything_but_what_the_configuration_has_resolved() -> None:
+    environ = child_environ({"HF_TOKEN": "secret", "PATH": "/bin", "HEADRACE_GRPO__SEED": "3"})
+    assert environ == {"HF_TOKEN": "secret", "PATH": "/bin", "PYTHONUNBUFFERED": "1"}
