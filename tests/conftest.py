@@ -1,8 +1,70 @@
 from __future__ import annotations
 
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+
+from headrace.replay import Limits, ReplayClient
+from headrace.replay_wire import open_redis
+from services.replay import library
+from services.replay.embedded import EmbeddedServer
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real Valkey of this test session, with the buffer's functions loaded. Tests keep apart by their run ids."""
+    server = EmbeddedServer(tmp_path_factory.mktemp("replay"), "127.0.0.1", free_port())
+
+    async def start() -> None:
+        await server.start()
+        async with open_redis(server.url) as redis:
+            await library.load(redis)
+
+    asyncio.run(start())
+    yield server.url
+    asyncio.run(server.stop())
+
+
+@pytest.fixture
+def run_id() -> str:
+    return f"test-{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def limits() -> Limits:
+    """A small run: 2 prompts a step, 2 trajectories a group, age 1. Override for another."""
+    return Limits(
+        prompts_per_step=2,
+        generations_per_prompt=2,
+        max_age=1,
+        staleness_policy="ordered",
+        max_attempts=3,
+        max_scoring_attempts=3,
+        lease_s=30.0,
+        group_deadline_s=60.0,
+        scoring_deadline_s=30.0,
+        replica_dead_s=30.0,
+        max_bytes=2**30,
+    )
+
+
+@pytest.fixture
+async def replay(redis_url: str, run_id: str, limits: Limits) -> AsyncIterator[ReplayClient]:
+    """A client of a fresh run."""
+    client = ReplayClient(open_redis(redis_url), run_id)
+    await client.open_run(limits)
+    yield client
+    await client.aclose()
 
 
 @pytest.fixture(scope="session")

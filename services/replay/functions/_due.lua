@@ -1,0 +1,77 @@
+-- What is due: every call that writes first ends the leases, scoring tokens and replicas whose time has passed, so that
+-- correctness needs no janitor (law 6). The run's `due` is a lower bound of the next deadline: most calls stop there.
+
+-- Deadlines looked at in one call: bounds its time; the next call goes on.
+local SWEEP = 64
+-- A dead replica stays on the list this long, for people to see.
+local REMEMBER_DEAD_MS = 600000
+
+local function due(run, what)
+  return redis.call('ZRANGEBYSCORE', run.base .. what, '-inf', run.now, 'LIMIT', 0, SWEEP)
+end
+
+local function expire_leases(run)
+  local ids = due(run, 'leases')
+  for _, id in ipairs(ids) do
+    local group = load_group(run, id)
+    if run.now >= group.deadline then
+      requeue(run, group, 'deadline', true, 'not finished within the deadline by replica ' .. group.replica)
+    else
+      requeue(run, group, 'lease', true, 'lease not renewed by replica ' .. group.replica)
+    end
+  end
+  return #ids
+end
+
+local function expire_scoring(run)
+  local members = due(run, 'taken')
+  for _, member in ipairs(members) do
+    -- an earlier one of this sweep may have failed the group
+    if redis.call('ZSCORE', run.base .. 'taken', member) then
+      local index, id = string.match(member, '^(%d+):(.+)$')
+      local group = load_group(run, id)
+      local attempts = tonumber(string.match(redis.call('HGET', group.key, 'w' .. index), '^%d+'))
+      retry_scoring(run, group, index, attempts, 'no answer from the scorer within its deadline')
+    end
+  end
+  return #members
+end
+
+-- Requeue what a replica holds, `SWEEP` groups at most; true when nothing is left.
+local function take_back(run, replica, cause, counted, reason)
+  local held = run.base .. 'h:' .. replica
+  for _, id in ipairs(redis.call('SRANDMEMBER', held, SWEEP)) do
+    requeue(run, load_group(run, id), cause, counted, reason)
+  end
+  return redis.call('EXISTS', held) == 0
+end
+
+-- One replica a call: its groups are the work.
+local function expire_replicas(run)
+  local id = redis.call('ZRANGEBYSCORE', run.base .. 'replicas', '-inf', run.now, 'LIMIT', 0, 1)[1]
+  if not id then return 0 end
+  local key = run.base .. 'r:' .. id
+  if redis.call('HGET', key, 'state') == 'DEAD' then
+    redis.call('UNLINK', key)
+    redis.call('ZREM', run.base .. 'replicas', id)
+  elseif take_back(run, id, 'dead', true, 'replica ' .. id .. ' died') then
+    redis.call('HSET', key, 'state', 'DEAD', 'reason', 'no heartbeat')
+    redis.call('ZADD', run.base .. 'replicas', run.now + REMEMBER_DEAD_MS, id)
+    event(run, 'replica', 'replica', id, 'state', 'DEAD')
+    wake(run, 'epoch')
+  end
+  return SWEEP
+end
+
+local function expire(run)
+  if run.now < run.due then return end
+  local most = math.max(expire_leases(run), expire_scoring(run), expire_replicas(run))
+  -- more may be due: the next call goes on
+  run.backlog = most >= SWEEP
+  run.due = run.backlog and run.now or 1e15
+  if run.backlog then return end
+  for _, what in ipairs({'leases', 'taken', 'replicas'}) do
+    local first = redis.call('ZRANGE', run.base .. what, 0, 0, 'WITHSCORES')
+    if first[2] then due_at(run, tonumber(first[2])) end
+  end
+end

@@ -1,0 +1,17 @@
+-- register, deregister, heartbeat, replicas: the fleet. A replica is HEALTHY (verified weights of this timeline), STALE or DEAD.
+-- There is no way from DEAD, STALE or new to HEALTHY but `verify` (epoch.lua).
+
+local function replica_key(run, id) return run.base .. 'r:' .. id end
+
+local function see(run, id)
+  local dead_at = run.now + run.replica_dead_ms
+  redis.call('ZADD', run.base .. 'replicas', dead_at, id)
+  redis.call('HSET', replica_key(run, id), 'seen', run.now)
+  due_at(run, dead_at)
+end
+
+-- HEALTHY holds only on the timeline it was proved on.
+local function state_of(run, state, timeline)
+  if state == 'HEALTHY' and timeline ~= run.timeline then return 'STALE' end
+  return state or 'DEAD'
+end

@@ -1,0 +1,167 @@
+-- Groups: their hash, and the moves that several transitions share.
+--
+-- Fields of g:<id>: state, lane, order, n, record (nonce), worst (bytes it may grow to), attempt (leases so far), failures,
+-- ticket, token, replica, deadline (ms, absolute), pushed, scored, oldest, newest (versions), actual and held (bytes pushed,
+-- bytes accounted), step, reason; and for each trajectory i: p<i> = `<nonce> <length> <oldest> <newest>`, w<i> =
+-- `<scoring attempts> <token>` (no token: nobody has it), r<i> = reward.
+
+local TEXTS = {'state', 'lane', 'record', 'token', 'replica', 'reason'}
+local WHOLES = {
+  'order', 'n', 'worst', 'attempt', 'failures', 'ticket', 'deadline', 'pushed', 'scored', 'oldest', 'newest', 'held', 'step', 'lost',
+}
+local GROUP = {}
+for i = 1, #TEXTS do GROUP[i] = TEXTS[i] end
+for i = 1, #WHOLES do GROUP[#TEXTS + i] = WHOLES[i] end
+
+local function group_key(run, id)
+  return run.base .. 'g:' .. id
+end
+
+-- The group as a table, or nil if the buffer does not know it.
+local function load_group(run, id)
+  local key = group_key(run, id)
+  local values = redis.call('HMGET', key, unpack(GROUP))
+  if not values[1] then return nil end
+  local group = {id = id, key = key}
+  for i = 1, #TEXTS do group[GROUP[i]] = values[i] or nil end
+  for i = #TEXTS + 1, #GROUP do group[GROUP[i]] = tonumber(values[i] or nil) end
+  return group
+end
+
+local function queue_of(run, lane)
+  return run.base .. (lane == 'train' and 'queue' or 'validation')
+end
+
+-- Memory: `bytes` is what payloads take plus what leases may still add.
+local function hold(run, group, bytes)
+  run.bytes_delta = (run.bytes_delta or 0) + bytes - (group.held or 0)
+  group.held = bytes
+end
+
+local function field_names(letter, n)
+  local names = {}
+  for i = 0, n - 1 do names[i + 1] = letter .. i end
+  return names
+end
+
+-- Keys of the payloads and scores of a group's pushed trajectories, and their indices.
+local function payload_keys(run, group)
+  local keys, indices = {}, {}
+  for i, value in ipairs(redis.call('HMGET', group.key, unpack(field_names('p', group.n)))) do
+    if value then
+      local nonce = string.match(value, '^%S+')
+      keys[#keys + 1] = run.base .. 'p:' .. nonce
+      keys[#keys + 1] = run.base .. 's:' .. nonce
+      indices[#indices + 1] = i - 1
+    end
+  end
+  return keys, indices
+end
+
+-- The trajectories of an attempt that ended without success are gone, with their bytes and their places with the scorer.
+local function discard(run, group)
+  local keys, indices = payload_keys(run, group)
+  if #indices > 0 then
+    redis.call('UNLINK', unpack(keys))
+    local members, fields = {}, {}
+    for _, index in ipairs(indices) do
+      members[#members + 1] = index .. ':' .. group.id
+      fields[#fields + 1] = 'p' .. index
+      fields[#fields + 1] = 'w' .. index
+      fields[#fields + 1] = 'r' .. index
+    end
+    redis.call('ZREM', run.base .. 'unscored', unpack(members))
+    redis.call('ZREM', run.base .. 'taken', unpack(members))
+    redis.call('HDEL', group.key, unpack(fields))
+  end
+  hold(run, group, 0)
+end
+
+-- The lease is over: its token ends with it unless the group was completed.
+local function end_lease(run, group)
+  redis.call('ZREM', run.base .. 'leases', group.id)
+  redis.call('SREM', run.base .. 'h:' .. group.replica, group.id)
+end
+
+-- Take the group out of wherever its state keeps it. Groups of a reserved step are the caller's to take out of `steps`.
+local function leave(run, group)
+  if group.state == 'queued' then redis.call('ZREM', queue_of(run, group.lane), group.id) end
+  if group.state == 'open' then end_lease(run, group) end
+  if group.lane == 'train' then
+    redis.call('ZREM', run.base .. 'line', group.id)
+    redis.call('ZREM', run.base .. 'ready', group.id)
+  end
+end
+
+-- The group ends as failed, with the reason kept: a dead letter. Law 7: nothing of it becomes a reward.
+local function fail(run, group, reason)
+  leave(run, group)
+  discard(run, group)
+  redis.call('HSET', group.key, 'state', 'failed', 'reason', words(reason), 'token', '', 'held', 0)
+  redis.call('ZADD', run.base .. 'failed', run.now, group.id)
+  move(run, group.lane, group.state, 'failed')
+  event(run, 'failed', 'group', group.id, 'reason', words(reason))
+  wake(run, 'ready')
+  wake(run, 'work')
+end
+
+-- The group goes back to the queue, where its order puts it before all that were never leased. Its trajectories are gone and
+-- its token is void. `cause` is metered; `counted` costs one of `max_attempts` (law 6: a poison group ends as failed).
+local function requeue(run, group, cause, counted, reason)
+  local failures = group.failures + (counted and 1 or 0)
+  redis.call('HINCRBY', run.base .. 'requeues', cause, 1)
+  if counted and failures >= run.max_attempts then
+    redis.call('HSET', group.key, 'failures', failures)
+    return fail(run, group, reason .. ' (attempt ' .. failures .. ' of ' .. run.max_attempts .. ')')
+  end
+  leave(run, group)
+  discard(run, group)
+  redis.call('HSET', group.key, 'state', 'queued', 'token', '', 'failures', failures, 'reason', words(reason),
+    'held', 0, 'pushed', 0, 'scored', 0, 'actual', 0)
+  redis.call('HDEL', group.key, 'oldest', 'newest', 'step', 'lost')
+  redis.call('ZADD', queue_of(run, group.lane), group.order, group.id)
+  move(run, group.lane, group.state, 'queued')
+  event(run, 'requeued', 'group', group.id, 'cause', cause, 'reason', words(reason))
+  wake(run, 'work')
+  return nil
+end
+
+-- Forget a group with everything it holds.
+local function erase(run, group)
+  local keys = payload_keys(run, group)
+  keys[#keys + 1] = run.base .. 'd:' .. group.record
+  keys[#keys + 1] = group.key
+  redis.call('UNLINK', unpack(keys))
+  hold(run, group, 0)
+end
+
+-- The trajectory waits for a scorer again, without a token; fails the group once its attempts are used up (law 7).
+local function retry_scoring(run, group, index, attempts, message)
+  local member = index .. ':' .. group.id
+  if attempts >= run.max_scoring_attempts then
+    return fail(run, group, 'scoring failed ' .. attempts .. ' times: ' .. message)
+  end
+  redis.call('ZREM', run.base .. 'taken', member)
+  redis.call('HSET', group.key, 'w' .. index, attempts .. ' ')
+  redis.call('ZADD', run.base .. 'unscored', run.now, member)
+  wake(run, 'scoring')
+  return nil
+end
+
+-- The scorer's token is void; the trajectory waits again, at no cost.
+local function void_token(run, member)
+  local index, id = string.match(member, '^(%d+):(.+)$')
+  local key = group_key(run, id)
+  local attempts = tonumber(string.match(redis.call('HGET', key, 'w' .. index), '^%d+'))
+  redis.call('HSET', key, 'w' .. index, (attempts - 1) .. ' ')
+  redis.call('ZREM', run.base .. 'taken', member)
+  redis.call('ZADD', run.base .. 'unscored', run.now, member)
+  wake(run, 'scoring')
+end
+
+-- ids of a step, one a line
+local function lines(text)
+  local ids = {}
+  for id in string.gmatch(text or '', '[^\n]+') do ids[#ids + 1] = id end
+  return ids
+end

@@ -1,0 +1,56 @@
+-- How a transition becomes a Redis function: load the run, expire what is due, do it, and write what is common once.
+
+local function answer(handler, keys, args, call)
+  call.run = load_run(keys)
+  if not call.reads then expire(call.run) end
+  return handler(call.run, args)
+end
+
+local function respond(handler, keys, args, reads)
+  local call = {reads = reads}
+  local ok, reply = pcall(answer, handler, keys, args, call)
+  local run = call.run
+  local refused = not ok and type(reply) == 'table' and reply.code
+  if run and not reads then
+    if refused then count_refusal(run, reply.code) end
+    flush(run)
+  end
+  if ok then return reply end
+  if refused then return redis.error_reply(reply.code .. ' ' .. reply.message) end
+  error(reply)
+end
+
+local function register(function_name, handler)
+  redis.register_function(function_name, function(keys, args) return respond(handler, keys, args, false) end)
+end
+
+-- A function that changes nothing, not even what is due: for people, and for replicas of the server.
+local function register_reader(function_name, handler)
+  redis.register_function{
+    function_name = function_name,
+    callback = function(keys, args) return respond(handler, keys, args, true) end,
+    flags = {'no-writes'},
+  }
+end
+
+-- Refusal of one entry of a batch: counted, and handed back in the entry's place.
+local function refuse_entry(run, code, message)
+  count_refusal(run, code)
+  return code .. ' ' .. message
+end
+
+-- The run as `state` and the calls that change it as a whole answer: msgpack.
+local function run_state(run)
+  local counts = {}
+  local flat = redis.call('HGETALL', run.base .. 'counts')
+  for i = 1, #flat, 2 do
+    counts[flat[i]] = tonumber(flat[i + 1]) + (run.deltas[flat[i]] or 0)
+  end
+  for field, delta in pairs(run.deltas) do
+    if not counts[field] then counts[field] = delta end
+  end
+  return {
+    timeline = run.timeline, incarnation = run.incarnation, next_step = run.next_step, committed = run.committed,
+    enqueued = run.enqueued, closed = run.closed == 1, counts = counts,
+  }
+end

@@ -1,0 +1,105 @@
+-- The run: what every call reads first, and what it writes last.
+--
+-- KEYS[1] of every function is the run's hash, `hr:{<run id>}`. All other keys share its hash tag and are derived from it:
+-- `hr:{<run id>}:<incarnation>:<name>`, so that a new incarnation (restore) is one write. Under that prefix:
+--   g:<id>      hash    a group (see _group.lua)           d:<nonce>  string  a group's record, msgpack
+--   p:<nonce>   string  a trajectory's payload, msgpack    s:<nonce>  string  its score, msgpack
+--   queue       zset    queued train groups by order       validation zset    queued validation groups by order
+--   line        zset    train groups open, scoring, ready, by ticket; O = ZCARD
+--   ready       zset    those of `line` that are ready, by ticket
+--   leases      zset    open groups by the time the lease ends
+--   unscored    zset    trajectories waiting for a scorer (`<index>:<id>`) by time of push
+--   taken       zset    trajectories with a scorer by deadline
+--   steps       hash    step -> ids of reserved, or kept by a rewind for it (one a line, in ticket order)
+--   trash       list    groups trained for good whose payloads are still to be freed
+--   lane        set     every validation group             unused     set     groups left over at the end
+--   failed      zset    dead letters by time               counts     hash    `<lane>:<state>` -> groups
+--   refusals    hash    code -> calls refused (law 4)      requeues   hash    cause -> groups requeued
+--   replicas    zset    replicas by the time they are due  r:<id>     hash    a replica; h:<id> set of groups it holds
+--   epoch       hash    the newest membership epoch        members    hash    replica -> what it did in that epoch
+-- Of all incarnations: `events` and `metrics` (streams), `old` (set of incarnations to be swept), channels `wake:<what>`.
+
+local LIMITS = {
+  'prompts_per_step', 'generations_per_prompt', 'max_age', 'max_attempts', 'max_scoring_attempts',
+  'lease_ms', 'group_deadline_ms', 'scoring_deadline_ms', 'replica_dead_ms', 'max_bytes',
+}
+local NUMBERS = {'next_step', 'committed', 'enqueued', 'closed', 'tickets', 'pinned', 'top', 'evicted', 'bytes', 'due'}
+-- While a library loads there are no iterators.
+local FIELDS = {'timeline', 'incarnation'}
+for i = 1, #NUMBERS do FIELDS[#FIELDS + 1] = NUMBERS[i] end
+for i = 1, #LIMITS do FIELDS[#FIELDS + 1] = LIMITS[i] end
+
+local function server_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+local function load_run(keys)
+  local key = keys[1]
+  if #keys ~= 1 or not string.find(key, '^hr:{[%w._-]+}$') then
+    refuse('HR_INVALID', 'KEYS is not one run key hr:{<run id>}')
+  end
+  local values = redis.call('HMGET', key, unpack(FIELDS))
+  if not values[1] then
+    refuse('HR_UNAVAILABLE', 'this server holds no run ' .. string.sub(key, 5, -2) .. '; start its replay service')
+  end
+  local run = {key = key, timeline = values[1], incarnation = values[2]}
+  for i = 3, #FIELDS do run[FIELDS[i]] = tonumber(values[i]) end
+  run.base = key .. ':' .. run.incarnation .. ':'
+  run.now = server_ms()
+  run.deltas, run.waking, run.first_due = {}, {}, run.due
+  return run
+end
+
+-- `count` groups of `lane` leave state `from` (nil: are new) for state `to` (nil: are forgotten).
+local function move(run, lane, from, to, count)
+  local deltas = run.deltas
+  if from then deltas[lane .. ':' .. from] = (deltas[lane .. ':' .. from] or 0) - (count or 1) end
+  if to then deltas[lane .. ':' .. to] = (deltas[lane .. ':' .. to] or 0) + (count or 1) end
+end
+
+-- Those who wait on `channel` (work, ready, scoring, epoch) are told once, at the end of the call.
+local function wake(run, channel)
+  run.waking[channel] = true
+end
+
+-- Something falls due at `time`: the first call after it looks (see _due.lua).
+local function due_at(run, time)
+  if time < run.due then run.due = time end
+end
+
+local function set(run, field, value)
+  run[field] = value
+  redis.call('HSET', run.key, field, value)
+end
+
+-- What happened, for people. Capped: history is the ledger's.
+local function event(run, kind, ...)
+  redis.call('XADD', run.key .. ':events', 'MAXLEN', '~', 10000, '*', 'kind', kind, ...)
+end
+
+local function count_refusal(run, code)
+  redis.call('HINCRBY', run.base .. 'refusals', code, 1)
+end
+
+local function flush(run)
+  for field, delta in pairs(run.deltas) do
+    if delta ~= 0 then redis.call('HINCRBY', run.base .. 'counts', field, delta) end
+  end
+  if run.bytes_delta and run.bytes_delta ~= 0 then redis.call('HINCRBY', run.key, 'bytes', run.bytes_delta) end
+  if run.due ~= run.first_due then redis.call('HSET', run.key, 'due', run.due) end
+  for channel in pairs(run.waking) do redis.call('PUBLISH', run.key .. ':wake:' .. channel, '1') end
+end
+
+-- Law 4 for calls of the trainer and of replicas: another timeline or incarnation is refused.
+local function require_timeline(run, timeline)
+  if run.timeline ~= timeline then
+    refuse('HR_TIMELINE', 'timeline ' .. show(timeline) .. ' has ended; a rewind or restore started another')
+  end
+end
+
+local function require_incarnation(run, incarnation)
+  if run.incarnation ~= incarnation then
+    refuse('HR_TIMELINE', 'incarnation ' .. show(incarnation) .. ' has ended; a restore installed another')
+  end
+end

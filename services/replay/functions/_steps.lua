@@ -1,0 +1,54 @@
+-- Steps: reserved batches, and what a rewind keeps of them.
+--
+-- `steps` maps a step to its groups. Below `next_step` they are reserved; from `next_step` to `top` they are survivors of a rewind:
+-- ready groups that keep their step (law 5). `pinned` counts the latter.
+
+local function step_ids(run, step)
+  return lines(redis.call('HGET', run.base .. 'steps', step))
+end
+
+local function keep_step(run, step, ids)
+  if #ids > 0 then
+    redis.call('HSET', run.base .. 'steps', step, table.concat(ids, '\n'))
+  else
+    redis.call('HDEL', run.base .. 'steps', step)
+  end
+end
+
+-- Steps < version are trained for good (law 1). Their payloads are freed a batch at a time (`empty_trash`).
+local function commit_steps(run, version)
+  for step = math.max(run.committed, 0), version - 1 do
+    local ids = step_ids(run, step)
+    for first = 1, #ids, BATCH do
+      redis.call('RPUSH', run.base .. 'trash', unpack(ids, first, math.min(first + BATCH - 1, #ids)))
+    end
+    keep_step(run, step, {})
+    move(run, 'train', 'reserved', 'trained', #ids)
+  end
+  if version > run.committed then
+    set(run, 'committed', version)
+    event(run, 'committed', 'version', version)
+  end
+end
+
+-- Frees up to BATCH groups; returns how many are left.
+local function empty_trash(run)
+  local trash = run.base .. 'trash'
+  for _, id in ipairs(redis.call('LPOP', trash, BATCH) or {}) do erase(run, load_group(run, id)) end
+  wake(run, 'work')  -- freed bytes may admit a lease
+  return redis.call('LLEN', trash)
+end
+
+-- The batch of `step`: step, then its group ids, then for each trajectory in order: `<nonce> <length> <oldest> <newest>`, reward.
+local function batch_of(run, step, ids)
+  local sizes, trajectories = {}, {}
+  for i, id in ipairs(ids) do
+    local key = group_key(run, id)
+    local n = tonumber(redis.call('HGET', key, 'n'))
+    local fields = field_names('p', n)
+    for _, field in ipairs(field_names('r', n)) do fields[#fields + 1] = field end
+    trajectories[i] = redis.call('HMGET', key, unpack(fields))
+    sizes[i] = n
+  end
+  return {'batch', step, run.base .. 'p:', ids, trajectories}
+end

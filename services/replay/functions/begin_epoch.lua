@@ -1,0 +1,22 @@
+-- begin_epoch: the members that acknowledged are final; the others are STALE.
+-- KEYS     the run
+-- ARGV     epoch, rendezvous (msgpack)
+-- Returns  the epoch, as open_epoch. Repeating it gives the same epoch.
+-- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID
+register('hr_begin_epoch', function(run, args)
+  local id = name(args[1], 'epoch')
+  if #args ~= 2 then refuse('HR_INVALID', #args .. ' arguments, not 2') end
+  local epoch = require_epoch(run, id, {announced = true, transfer = true})
+  if epoch.state == 'transfer' then return reply_epoch(run, epoch) end
+  epoch.rendezvous = args[2]
+  redis.call('HSET', run.base .. 'epoch', 'rendezvous', args[2])
+  local members = redis.call('HGETALL', run.base .. 'members')
+  for i = 1, #members, 2 do
+    if members[i + 1] == 'asked' then redis.call('HSET', run.base .. 'members', members[i], 'left out') end
+  end
+  for _, replica in ipairs(redis.call('ZRANGE', run.base .. 'replicas', 0, -1)) do
+    set_stale(run, replica, 'epoch ' .. id .. ' installs version ' .. epoch.version)
+  end
+  set_state(run, epoch, 'transfer')
+  return reply_epoch(run, epoch)
+end)

@@ -1,0 +1,18 @@
+-- deregister
+-- KEYS     the run
+-- ARGV     replica
+-- Returns  groups it still holds: call again until 0. What it held is requeued without costing an attempt.
+-- Errors   HR_INVALID
+register('hr_deregister', function(run, args)
+  local id = name(args[1], 'replica')
+  if redis.call('EXISTS', replica_key(run, id)) == 0 then return 0 end
+  redis.call('HSET', replica_key(run, id), 'state', 'STALE')
+  if not take_back(run, id, 'returned', false, 'replica ' .. id .. ' left') then
+    return redis.call('SCARD', run.base .. 'h:' .. id)
+  end
+  redis.call('UNLINK', replica_key(run, id))
+  redis.call('ZREM', run.base .. 'replicas', id)
+  event(run, 'replica', 'replica', id, 'state', 'LEFT')
+  wake(run, 'epoch')
+  return 0
+end)

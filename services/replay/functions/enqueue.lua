@@ -1,0 +1,71 @@
+-- enqueue: groups come into the queue of their lane; those already taken change nothing (law 1: no prompt twice).
+-- KEYS     the run
+-- ARGV     timeline, incarnation, refill (0/1), then for each group: id, lane, order, n, worst-case bytes, nonce of the
+--          record staged at d:<nonce> with a time to live
+-- Returns  how many were new. A train group is new if its order is past the watermark `enqueued` (any order under refill) and
+--          its id unknown; a validation group if its id is unknown.
+-- Errors   HR_TIMELINE, HR_INVALID (malformed; record not staged; new train groups after close)
+
+local MOST_TRAJECTORIES = 1024
+
+local function parse(run, args, i)
+  local group = {
+    id = name(args[i], 'group id'), lane = choice(args[i + 1], LANES, 'lane'), order = natural(args[i + 2], 'order'),
+    n = positive(args[i + 3], 'n'), worst = natural(args[i + 4], 'worst-case bytes'), record = name(args[i + 5], 'nonce'),
+  }
+  -- tokens and members are made of it
+  if #group.id > 200 then refuse('HR_INVALID', 'group id ' .. show(group.id) .. ' is longer than 200') end
+  if group.n > MOST_TRAJECTORIES then
+    refuse('HR_INVALID', 'n is ' .. group.n .. '; a group has at most ' .. MOST_TRAJECTORIES .. ' trajectories')
+  end
+  group.key, group.staged = group_key(run, group.id), run.base .. 'd:' .. group.record
+  return group
+end
+
+local function is_new(run, group, refill, seen)
+  if seen[group.id] or redis.call('EXISTS', group.key) == 1 then return false end
+  return group.lane == 'validation' or refill or group.order > run.enqueued
+end
+
+local function check_new(run, group)
+  if group.lane == 'train' and run.closed == 1 then
+    refuse('HR_INVALID', 'group ' .. group.id .. ' comes after the queue was closed')
+  end
+  if redis.call('EXISTS', group.staged) == 0 then
+    refuse('HR_INVALID', 'the record of group ' .. group.id .. ' was not staged, or its time ran out; enqueue it again')
+  end
+end
+
+local function add(run, group)
+  redis.call('PERSIST', group.staged)
+  redis.call('HSET', group.key, 'state', 'queued', 'lane', group.lane, 'order', group.order, 'n', group.n,
+    'record', group.record, 'worst', group.worst, 'attempt', 0, 'failures', 0, 'token', '', 'held', 0, 'pushed', 0,
+    'scored', 0, 'actual', 0)
+  redis.call('ZADD', queue_of(run, group.lane), group.order, group.id)
+  if group.lane == 'validation' then redis.call('SADD', run.base .. 'lane', group.id) end
+  move(run, group.lane, nil, 'queued')
+end
+
+register('hr_enqueue', function(run, args)
+  local count = entries(args, 3, 6, BATCH)
+  require_timeline(run, args[1])
+  require_incarnation(run, args[2])
+  local refill = choice(args[3], {['0'] = true, ['1'] = true}, 'refill') == '1'
+  local new, known, seen = {}, {}, {}
+  for i = 0, count - 1 do
+    local group = parse(run, args, 4 + i * 6)
+    local kind = is_new(run, group, refill, seen) and new or known
+    kind[#kind + 1] = group
+    seen[group.id] = true
+  end
+  for _, group in ipairs(new) do check_new(run, group) end
+  local enqueued = run.enqueued
+  for _, group in ipairs(new) do
+    add(run, group)
+    if group.lane == 'train' then enqueued = math.max(enqueued, group.order) end
+  end
+  for _, group in ipairs(known) do redis.call('UNLINK', group.staged) end
+  if enqueued ~= run.enqueued then set(run, 'enqueued', enqueued) end
+  if #new > 0 then wake(run, 'work') end
+  return #new
+end)

@@ -1,0 +1,89 @@
+-- lease: a verified replica takes groups, validation first, then the lowest orders as admission and memory allow.
+-- KEYS     the run
+-- ARGV     replica, most groups, nonce (tokens are made of it)
+-- Returns  timeline, incarnation, milliseconds until the leases end, version, then for each group: id, record key, token,
+--          attempt, ticket (-1: validation)
+-- Errors   HR_NOT_VERIFIED: the replica is not HEALTHY on this timeline; HR_INVALID
+--
+-- Admission (`ordered`): with v the replica's version, P groups a step, age bound A, R = P * next_step and O = groups open,
+-- scoring or ready, a lease is granted iff R + O < (v + A + 1) * P. A group's place in line is its step, so that the step
+-- is at most v + A and the age at most A (law 2) without dropping anything.
+--
+-- Memory: a lease counts its group's worst case until it is complete. Past the bound leases wait, unless nothing is held at all
+-- (a single group over the bound must not stop the run). Payloads of steps that were trained but not committed go first.
+
+-- Steps before the newest reserved one are trained; their payloads only serve a rewind, which can have them made again.
+local function evict_trained_step(run)
+  local step = math.max(run.evicted, run.committed, 0)
+  if step >= run.next_step - 1 then return false end
+  for _, id in ipairs(lines(redis.call('HGET', run.base .. 'steps', step))) do
+    local group = load_group(run, id)
+    discard(run, group)
+    redis.call('HSET', group.key, 'held', 0, 'lost', 1)
+  end
+  set(run, 'evicted', step + 1)
+  event(run, 'evicted', 'step', step)
+  return true
+end
+
+local function fits(run, group)
+  while true do
+    local bytes = run.bytes + (run.bytes_delta or 0)
+    if bytes <= 0 or bytes + group.worst <= run.max_bytes then return true end
+    if not evict_trained_step(run) then return false end
+  end
+end
+
+local function grant(run, group, replica, version, token)
+  local ticket = -1
+  if group.lane == 'train' then
+    ticket = run.tickets
+    run.tickets = ticket + 1
+    redis.call('ZADD', run.base .. 'line', ticket, group.id)
+  end
+  local deadline = run.now + run.group_deadline_ms
+  local ends = math.min(run.now + run.lease_ms, deadline)
+  redis.call('HSET', group.key, 'state', 'open', 'token', token, 'replica', replica, 'attempt', group.attempt + 1,
+    'ticket', ticket, 'deadline', deadline, 'held', group.worst, 'leased', run.now, 'version', version)
+  hold(run, group, group.worst)
+  redis.call('ZADD', run.base .. 'leases', ends, group.id)
+  redis.call('SADD', run.base .. 'h:' .. replica, group.id)
+  due_at(run, ends)
+  move(run, group.lane, 'queued', 'open')
+  return ticket
+end
+
+local function lease_from(run, lane, most, replica, version, nonce, reply)
+  local granted = 0
+  for _, id in ipairs(most > 0 and redis.call('ZRANGE', queue_of(run, lane), 0, most - 1) or {}) do
+    local group = load_group(run, id)
+    if not fits(run, group) then break end
+    local token = nonce .. '-' .. (#reply) .. '/' .. id
+    local ticket = grant(run, group, replica, version, token)
+    granted = granted + 1
+    for _, value in ipairs({id, run.base .. 'd:' .. group.record, token, group.attempt + 1, ticket}) do
+      reply[#reply + 1] = value
+    end
+  end
+  if granted > 0 then redis.call('ZREMRANGEBYRANK', queue_of(run, lane), 0, granted - 1) end
+  return granted
+end
+
+register('hr_lease', function(run, args)
+  local replica, most, nonce = name(args[1], 'replica'), positive(args[2], 'most groups'), name(args[3], 'nonce')
+  most = math.min(most, BATCH)
+  local state, version, timeline = unpack(redis.call('HMGET', run.base .. 'r:' .. replica, 'state', 'version', 'timeline'))
+  if state ~= 'HEALTHY' or timeline ~= run.timeline then
+    refuse('HR_NOT_VERIFIED', 'replica ' .. replica .. ' holds no verified weights of this timeline; it may not lease')
+  end
+  version = tonumber(version)
+  local reply = {run.timeline, run.incarnation, math.min(run.lease_ms, run.group_deadline_ms), version}
+  local tickets = run.tickets
+  most = most - lease_from(run, 'validation', most, replica, version, nonce, reply)
+  local reserved = run.prompts_per_step * run.next_step
+  local ahead = redis.call('ZCARD', run.base .. 'line') + run.pinned
+  local room = (version + run.max_age + 1) * run.prompts_per_step - reserved - ahead
+  lease_from(run, 'train', math.min(most, room), replica, version, nonce, reply)
+  if run.tickets ~= tickets then set(run, 'tickets', run.tickets) end
+  return reply
+end)

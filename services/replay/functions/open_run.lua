@@ -1,0 +1,35 @@
+-- open_run: make the run if it is not there, else give it these limits.
+-- KEYS     the run
+-- ARGV     timeline, incarnation (nonces, used only for a new run), the limits in the order of LIMITS (_run.lua)
+-- Returns  the run's state, msgpack
+-- Errors   HR_INVALID
+
+local function make_run(keys, args)
+  local key = keys[1]
+  if #keys ~= 1 or not string.find(key, '^hr:{[%w._-]+}$') then
+    refuse('HR_INVALID', 'KEYS is not one run key hr:{<run id>}')
+  end
+  local timeline, incarnation = name(args[1], 'timeline'), name(args[2], 'incarnation')
+  if #args ~= 2 + #LIMITS then refuse('HR_INVALID', #args .. ' arguments, not ' .. 2 + #LIMITS) end
+  local fields = {}
+  for i, field in ipairs(LIMITS) do
+    fields[#fields + 1] = field
+    fields[#fields + 1] = field == 'max_age' and natural(args[i + 2], field) or positive(args[i + 2], field)
+  end
+  if redis.call('EXISTS', key) == 0 then
+    redis.call('HSET', key, 'timeline', timeline, 'incarnation', incarnation, 'next_step', 0, 'committed', -1,
+      'enqueued', -1, 'closed', 0, 'tickets', 0, 'pinned', 0, 'top', 0, 'evicted', 0, 'bytes', 0, 'due', 1e15)
+  end
+  redis.call('HSET', key, unpack(fields))
+end
+
+redis.register_function('hr_open_run', function(keys, args)
+  local ok, problem = pcall(make_run, keys, args)
+  if not ok and problem.code then return redis.error_reply(problem.code .. ' ' .. problem.message) end
+  if not ok then error(problem) end
+  return respond(function(run)
+    wake(run, 'work')
+    event(run, 'opened')
+    return cmsgpack.pack(run_state(run))
+  end, keys, {}, false)
+end)

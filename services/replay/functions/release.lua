@@ -1,0 +1,23 @@
+-- release: a replica gives a group back. `failed` costs an attempt, `returned` (shutdown, drain) does not, `rejected` says that
+-- the group can never succeed: it ends as failed at once.
+-- KEYS     the run
+-- ARGV     timeline, incarnation, group id, token, how (failed, returned, rejected), reason
+-- Returns  1
+-- Errors   HR_TIMELINE, HR_LEASE_LOST, HR_INVALID
+register('hr_release', function(run, args)
+  if #args ~= 6 then refuse('HR_INVALID', #args .. ' arguments, not 6') end
+  local id, token = name(args[3], 'group id'), name(args[4], 'token')
+  local how = choice(args[5], {failed = true, returned = true, rejected = true}, 'how')
+  require_timeline(run, args[1])
+  require_incarnation(run, args[2])
+  local group = load_group(run, id)
+  if not group or group.state ~= 'open' or group.token ~= token then
+    refuse('HR_LEASE_LOST', 'the lease of group ' .. id .. ' is over')
+  end
+  if how == 'rejected' then
+    fail(run, group, args[6])
+  else
+    requeue(run, group, how, how == 'failed', args[6])
+  end
+  return 1
+end)

@@ -1,0 +1,144 @@
+-- reserve: the trainer takes the batch of the next step: the P lowest tickets, all ready, or waits.
+-- KEYS     the run
+-- ARGV     step, timeline
+-- Returns  {'batch', step, prefix of payload keys, group ids in ticket order, for each group: n times
+--          `<nonce> <length> <oldest> <newest>`, then n rewards}, or {'waiting', ready, needed}, or {'end', unused}
+-- Errors   HR_TIMELINE, HR_STEP, HR_INVALID
+--
+-- Repeating the last reserve gives the same batch, for a trainer that lost the reply. Whatever the admission policy did, law 2 (age)
+-- and law 3 (completeness) are enforced here: a group that breaks one is requeued, never handed out.
+
+-- Why the group may not be trained at `step`, or nil.
+local function objection(run, group, step)
+  if group.pushed ~= group.n or group.scored ~= group.n then return 'incomplete' end
+  if step - group.oldest > run.max_age then return 'over_age' end
+  if group.newest > step then return 'too_new' end
+  local keys = payload_keys(run, group)
+  if #keys ~= 2 * group.n or redis.call('EXISTS', unpack(keys)) ~= #keys then return 'payload_missing' end
+end
+
+-- Survivors of a rewind that wait for this step; one that breaks a law leaves (the batch then has one more hole).
+local function pinned_groups(run, step)
+  local kept, ids = {}, {}
+  for _, id in ipairs(step_ids(run, step)) do
+    local group = load_group(run, id)
+    local why = objection(run, group, step)
+    if why then
+      requeue(run, group, why, false, 'step ' .. step .. ': ' .. why)
+      set(run, 'pinned', run.pinned - 1)
+    else
+      kept[#kept + 1], ids[#ids + 1] = group, id
+    end
+  end
+  return kept, ids
+end
+
+-- When the queue is closed and what is left in line can't fill the holes, survivors of the last steps give up their step.
+local function unpin_last_step(run, step)
+  for last = run.top - 1, step + 1, -1 do
+    local ids = step_ids(run, last)
+    if #ids > 0 then
+      for _, id in ipairs(ids) do
+        local ticket = redis.call('HGET', group_key(run, id), 'ticket')
+        redis.call('ZADD', run.base .. 'line', ticket, id)
+        redis.call('ZADD', run.base .. 'ready', ticket, id)
+        redis.call('HDEL', group_key(run, id), 'step')
+      end
+      keep_step(run, last, {})
+      set(run, 'pinned', run.pinned - #ids)
+      return true
+    end
+  end
+  return false
+end
+
+local function end_run(run, left)
+  local base = run.base
+  for _, source in ipairs({'line', 'queue'}) do
+    for _, id in ipairs(redis.call('ZRANGE', base .. source, 0, -1)) do left[#left + 1] = id end
+  end
+  for step = run.next_step, run.top - 1 do
+    for _, id in ipairs(step_ids(run, step)) do left[#left + 1] = id end
+    keep_step(run, step, {})
+  end
+  set(run, 'pinned', 0)
+  for _, id in ipairs(left) do
+    local group = load_group(run, id)
+    leave(run, group)
+    discard(run, group)
+    redis.call('HSET', group.key, 'state', 'unused', 'token', '', 'held', 0)
+    redis.call('SADD', base .. 'unused', id)
+    move(run, 'train', group.state, 'unused')
+  end
+  if #left > 0 then event(run, 'ended', 'step', run.next_step, 'unused', #left) end
+  return {'end', redis.call('SCARD', base .. 'unused')}
+end
+
+-- The `need` lowest tickets if all are ready and lawful, else nil and how many are ready.
+local function lowest(run, step, need)
+  if need == 0 then return {}, 0 end
+  local line = redis.call('ZRANGE', run.base .. 'line', 0, need - 1, 'WITHSCORES')
+  local last = line[#line]
+  local ready = last and redis.call('ZCOUNT', run.base .. 'ready', '-inf', last) or 0
+  if ready < need then return nil, ready end
+  local groups = {}
+  for i = 1, #line, 2 do
+    local group = load_group(run, line[i])
+    local why = objection(run, group, step)
+    if why then
+      requeue(run, group, why, false, 'step ' .. step .. ': ' .. why)
+    else
+      groups[#groups + 1] = group
+    end
+  end
+  if #groups < need then return nil, #groups end
+  return groups, need
+end
+
+local function hand_out(run, step, groups)
+  table.sort(groups, function(a, b) return a.ticket < b.ticket end)
+  local ids, age, oldest = {}, 0, 0
+  for i, group in ipairs(groups) do
+    ids[i] = group.id
+    redis.call('HSET', group.key, 'state', 'reserved', 'step', step)
+    age, oldest = age + step - group.oldest, math.max(oldest, step - group.oldest)
+  end
+  for first = 1, #ids, BATCH do
+    local last = math.min(first + BATCH - 1, #ids)
+    redis.call('ZREM', run.base .. 'line', unpack(ids, first, last))
+    redis.call('ZREM', run.base .. 'ready', unpack(ids, first, last))
+  end
+  keep_step(run, step, ids)
+  move(run, 'train', 'ready', 'reserved', #ids)
+  set(run, 'next_step', step + 1)
+  if run.top < step + 1 then set(run, 'top', step + 1) end
+  redis.call('HSET', run.key, 'age_mean', age / #ids, 'age_max', oldest)
+  event(run, 'reserved', 'step', step)
+  return batch_of(run, step, ids)
+end
+
+register('hr_reserve', function(run, args)
+  local step = natural(args[1], 'step')
+  require_timeline(run, args[2])
+  if step == run.next_step - 1 and step >= run.committed then
+    local ids = step_ids(run, step)
+    if #ids > 0 then return batch_of(run, step, ids) end
+  end
+  if step ~= run.next_step then
+    refuse('HR_STEP', 'reserve of step ' .. step .. '; the next step is ' .. run.next_step)
+  end
+  local groups, ids = pinned_groups(run, step)
+  keep_step(run, step, ids)
+  local survivors = #groups
+  local need = run.prompts_per_step - survivors
+  if run.closed == 1 then
+    local queued = redis.call('ZCARD', run.base .. 'queue')
+    if queued + redis.call('ZCARD', run.base .. 'line') + run.pinned < run.prompts_per_step then return end_run(run, {}) end
+    while queued + redis.call('ZCARD', run.base .. 'line') < need and unpin_last_step(run, step) do end
+  end
+  local fresh, ready = lowest(run, step, need)
+  if not fresh then return {'waiting', survivors + ready, run.prompts_per_step} end
+  for _, group in ipairs(fresh) do groups[#groups + 1] = group end
+  if survivors > 0 then set(run, 'pinned', run.pinned - survivors) end
+  return hand_out(run, step, groups)
+end)

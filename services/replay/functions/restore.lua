@@ -1,0 +1,24 @@
+-- restore: the store lost writes. A new incarnation knows of nothing but checkpoint `version` and the prompts taken so far; the caller
+-- enqueues again (refill) those that its ledger does not hold. Everything of the old incarnation is out of reach at once: it lies
+-- under another prefix, which the client sweeps. A repeat under the same incarnation is a no-op.
+-- KEYS     the run
+-- ARGV     version, timeline, incarnation (new nonces), highest order taken (-1: none)
+-- Returns  the run's state, msgpack
+-- Errors   HR_INVALID
+register('hr_restore', function(run, args)
+  local version, timeline, incarnation = natural(args[1], 'version'), name(args[2], 'timeline'), name(args[3], 'incarnation')
+  local enqueued = args[4] == '-1' and -1 or natural(args[4], 'highest order taken')
+  if incarnation == run.incarnation then return cmsgpack.pack(run_state(run)) end
+  if redis.call('SISMEMBER', run.key .. ':old', incarnation) == 1 then
+    refuse('HR_INVALID', 'incarnation ' .. show(incarnation) .. ' was used before; make a new nonce')
+  end
+  redis.call('SADD', run.key .. ':old', run.incarnation)
+  run.deltas, run.bytes_delta = {}, 0
+  run.timeline, run.incarnation, run.base = timeline, incarnation, run.key .. ':' .. incarnation .. ':'
+  run.next_step, run.committed, run.enqueued, run.closed, run.due = version, version, enqueued, 0, 1e15
+  redis.call('HSET', run.key, 'timeline', timeline, 'incarnation', incarnation, 'next_step', version, 'committed', version,
+    'enqueued', enqueued, 'closed', 0, 'tickets', 0, 'pinned', 0, 'top', version, 'evicted', version, 'bytes', 0, 'due', 1e15)
+  event(run, 'restored', 'version', version, 'incarnation', incarnation)
+  for _, channel in ipairs({'work', 'ready', 'scoring', 'epoch'}) do wake(run, channel) end
+  return cmsgpack.pack(run_state(run))
+end)

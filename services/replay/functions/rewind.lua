@@ -1,0 +1,83 @@
+-- rewind: the trainer goes on from checkpoint `version` on a new timeline. Atomic; a repeat under the same timeline is a no-op.
+-- KEYS     the run
+-- ARGV     version, timeline (a new nonce)
+-- Returns  the run's state, msgpack
+-- Errors   HR_STEP: the buffer no longer holds what follows an older checkpoint, or lost what led to a newer one; HR_INVALID
+--
+-- Commits reserved steps < version. Reopens steps >= version: groups without a token newer than `version` keep their step, the
+-- others are requeued (law 2: the new weights do not descend from what wrote them). Voids all leases and scoring tokens, drops the
+-- validation lane, brings leftovers back to the queue and opens it. Replicas are STALE by themselves: HEALTHY is a state of a timeline.
+--
+-- Its work is bounded by what admission lets be in flight, the steps since the last commit, and one validation.
+
+local function survives(group, version)
+  return group.state ~= 'open' and group.newest <= version and not group.lost
+end
+
+local function reopen_steps(run, version)
+  local pinned = 0
+  for step = version, run.top - 1 do
+    local kept = {}
+    for _, id in ipairs(step_ids(run, step)) do
+      local group = load_group(run, id)
+      if survives(group, version) then
+        if group.state == 'reserved' then
+          redis.call('HSET', group.key, 'state', 'ready')
+          move(run, 'train', 'reserved', 'ready')
+        end
+        kept[#kept + 1] = id
+      else
+        requeue(run, group, 'rewind', false, 'rewind to version ' .. version)
+      end
+    end
+    keep_step(run, step, kept)
+    pinned = pinned + #kept
+  end
+  set(run, 'pinned', pinned)
+end
+
+local function sift_line(run, version)
+  for _, id in ipairs(redis.call('ZRANGE', run.base .. 'line', 0, -1)) do
+    local group = load_group(run, id)
+    if not survives(group, version) then requeue(run, group, 'rewind', false, 'rewind to version ' .. version) end
+  end
+end
+
+-- Law 4: a score under a token of the old timeline is refused.
+local function void_scoring(run)
+  for _, member in ipairs(redis.call('ZRANGE', run.base .. 'taken', 0, -1)) do void_token(run, member) end
+end
+
+local function reopen_leftovers(run)
+  for _, id in ipairs(redis.call('SMEMBERS', run.base .. 'unused')) do
+    requeue(run, load_group(run, id), 'rewind', false, 'the run goes on')
+  end
+  redis.call('UNLINK', run.base .. 'unused')
+end
+
+register('hr_rewind', function(run, args)
+  local version, timeline = natural(args[1], 'version'), name(args[2], 'timeline')
+  if timeline == run.timeline then return cmsgpack.pack(run_state(run)) end
+  if version > run.next_step then
+    refuse('HR_STEP', 'rewind to version ' .. version .. ', but only steps below ' .. run.next_step ..
+      ' were reserved here: the buffer lost writes; use restore')
+  end
+  if version < run.committed then
+    refuse('HR_STEP', 'rewind to version ' .. version .. ', but version ' .. run.committed ..
+      ' is committed and what came before it is freed; rewind to ' .. run.committed .. ' or later, or use restore')
+  end
+  commit_steps(run, version)
+  drop_validation(run, 1e6)
+  reopen_steps(run, version)
+  sift_line(run, version)
+  void_scoring(run)
+  reopen_leftovers(run)
+  if redis.call('EXISTS', run.base .. 'epoch') == 1 then redis.call('HSET', run.base .. 'epoch', 'state', 'aborted') end
+  set(run, 'evicted', version)
+  set(run, 'next_step', version)
+  set(run, 'closed', 0)
+  set(run, 'timeline', timeline)
+  event(run, 'rewound', 'version', version, 'timeline', timeline)
+  for _, channel in ipairs({'work', 'ready', 'scoring', 'epoch'}) do wake(run, channel) end
+  return cmsgpack.pack(run_state(run))
+end)

@@ -1,0 +1,42 @@
+-- stats: what people look at.
+-- KEYS     the run
+-- ARGV     none
+-- Returns  msgpack: the run's state, refusals by code, requeues by cause, bytes, ages of the last batch, the scoring line, leases,
+--          the newest dead letters, groups ready out of the next P in line
+local function numbers(flat)
+  local map = {}
+  for i = 1, #flat, 2 do map[flat[i]] = tonumber(flat[i + 1]) end
+  return map
+end
+
+local function scoring_line(run)
+  local first = redis.call('ZRANGE', run.base .. 'unscored', 0, 0, 'WITHSCORES')
+  return {
+    waiting = redis.call('ZCARD', run.base .. 'unscored'), taken = redis.call('ZCARD', run.base .. 'taken'),
+    oldest_s = first[2] and (run.now - first[2]) / 1000 or 0,
+  }
+end
+
+local function newest_failed(run)
+  local letters = {}
+  for i, id in ipairs(redis.call('ZREVRANGE', run.base .. 'failed', 0, 19)) do
+    local reason, lane = unpack(redis.call('HMGET', group_key(run, id), 'reason', 'lane'))
+    letters[i] = {group = id, reason = reason, lane = lane}
+  end
+  return letters
+end
+
+register_reader('hr_stats', function(run)
+  local age_mean, age_max = unpack(redis.call('HMGET', run.key, 'age_mean', 'age_max'))
+  local stats = run_state(run)
+  stats.refusals = numbers(redis.call('HGETALL', run.base .. 'refusals'))
+  stats.requeues = numbers(redis.call('HGETALL', run.base .. 'requeues'))
+  stats.bytes, stats.max_bytes = run.bytes, run.max_bytes
+  stats.age_mean, stats.age_max = tonumber(age_mean or nil) or 0, tonumber(age_max or nil) or 0
+  stats.scoring = scoring_line(run)
+  stats.leases = redis.call('ZCARD', run.base .. 'leases')
+  stats.line = redis.call('ZCARD', run.base .. 'line')
+  stats.prompts_per_step, stats.max_age = run.prompts_per_step, run.max_age
+  stats.failed = newest_failed(run)
+  return cmsgpack.pack(stats)
+end)

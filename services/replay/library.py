@@ -1,0 +1,63 @@
+"""The buffer's state machine: files of Lua joined into one library of Redis functions, and loaded."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from headrace.errors import ReplayUnavailable
+
+NAME = "headrace"
+
+# In this order: each may use what those before it define. Transitions follow, each in a scope of its own.
+SHARED = ("_args", "_run", "_group", "_due", "_register", "_steps", "_validation", "_fleet", "_epoch")
+TRANSITIONS = (
+    "open_run",
+    "state",
+    "stats",
+    "group",
+    "enqueue",
+    "close",
+    "lease",
+    "push",
+    "release",
+    "take_scoring",
+    "release_scoring",
+    "score",
+    "reserve",
+    "commit",
+    "evaluated",
+    "drop_validation",
+    "rewind",
+    "restore",
+    "register",
+    "deregister",
+    "heartbeat",
+    "replicas",
+    "open_epoch",
+    "acknowledge",
+    "begin_epoch",
+    "verify",
+    "refuse",
+    "end_epoch",
+    "epoch",
+)
+
+
+def source() -> str:
+    """The library's source, as `FUNCTION LOAD` takes it."""
+    folder = resources.files("services.replay") / "functions"
+    parts = [f"#!lua name={NAME}\n"]
+    parts += [(folder / f"{name}.lua").read_text() for name in SHARED]
+    parts += [f"do\n{(folder / f'{name}.lua').read_text()}\nend\n" for name in TRANSITIONS]
+    return "\n".join(parts)
+
+
+async def load(redis: Redis) -> None:
+    """Load the library, in place of any earlier build of it. Raises `ReplayUnavailable`."""
+    try:
+        await redis.function_load(source(), replace=True)
+    except RedisError as error:
+        raise ReplayUnavailable(f"the function library can't be loaded into the server: {error}") from error

@@ -1,0 +1,114 @@
+"""What tests of the buffer do over and over: prompts, a verified replica, trajectories, scores."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+
+from headrace.replay import Lease, ReplayClient, Reservation, RunState
+from headrace.trajectory import Group, Lane, Sampling, Score, Span, Trajectory
+
+
+def nonce() -> str:
+    return secrets.token_hex(8)
+
+
+def make_group(order: int, *, n: int = 2, lane: Lane = "train", group_id: str | None = None) -> Group:
+    return Group(
+        id=group_id or f"e0-{lane}-{order}",
+        lane=lane,
+        order=order,
+        task_name="addition",
+        env_name="math",
+        messages=({"role": "user", "content": f"{order}+1"},),
+        prompt_token_ids=np.arange(1, 5, dtype=np.int32),
+        extra_env_info={"answer": str(order + 1)},
+        dataset_index=order,
+        n=n,
+        sampling=Sampling(temperature=1.0, max_new_tokens=16),
+    )
+
+
+def make_trajectory(lease: Lease, index: int, versions: Sequence[int] | None = None, length: int = 4) -> Trajectory:
+    """`length` tokens a weight version, of the lease's version unless told otherwise."""
+    versions = [lease.version] if versions is None else versions
+    total = length * len(versions)
+    return Trajectory(
+        group_id=lease.group.id,
+        attempt=lease.attempt,
+        index=index,
+        prompt_token_ids=lease.group.prompt_token_ids,
+        completion_token_ids=np.arange(total, dtype=np.int32),
+        logprobs=np.full(total, -0.5, dtype=np.float32),
+        loss_mask=np.ones(total, dtype=np.uint8),
+        spans=tuple(Span(version, i * length, (i + 1) * length) for i, version in enumerate(versions)),
+        finish_reason="stop",
+        text="7",
+        replica="replica",
+    )
+
+
+async def enqueue(replay: ReplayClient, orders: Sequence[int], n: int = 2) -> int:
+    return await replay.enqueue([make_group(order, n=n) for order in orders], (await replay.state()).timeline)
+
+
+async def refit(replay: ReplayClient, version: int, replicas: Sequence[str]) -> None:
+    """A whole epoch that every one of `replicas` verifies."""
+    epoch, timeline = nonce(), (await replay.state()).timeline
+    await replay.open_epoch(epoch, version, timeline, {})
+    for replica in replicas:
+        await replay.acknowledge(replica, epoch)
+    await replay.begin_epoch(epoch, {})
+    for replica in replicas:
+        assert await replay.verify(replica, epoch, 1e-6, 1e-3)
+    await replay.end_epoch(epoch, aborted=False)
+
+
+async def healthy_replica(replay: ReplayClient, version: int = 0) -> str:
+    replica = nonce()
+    await replay.register(replica, {"host": "here"})
+    await refit(replay, version, [replica])
+    return replica
+
+
+async def push_all(replay: ReplayClient, lease: Lease, versions: Sequence[int] | None = None) -> None:
+    for index in range(lease.group.n):
+        await replay.push(lease, make_trajectory(lease, index, versions))
+
+
+async def score_all(replay: ReplayClient, reward: float = 1.0) -> int:
+    """Score whatever waits; returns how many."""
+    scored = 0
+    while jobs := await replay.take_scoring("scorer", 64):
+        for job in jobs:
+            await replay.score(job, Score("SCORED", reward + job.trajectory.index))
+        scored += len(jobs)
+    return scored
+
+
+async def generate(
+    replay: ReplayClient, replica: str, most: int = 64, versions: Sequence[int] | None = None
+) -> list[str]:
+    """Lease, push and score what admission allows; returns the groups' ids."""
+    leases = await replay.lease(replica, most)
+    for lease in leases:
+        await push_all(replay, lease, versions)
+    await score_all(replay)
+    return [lease.group.id for lease in leases]
+
+
+async def reserve(replay: ReplayClient, step: int) -> Reservation:
+    batch = await replay.reserve(step, (await replay.state()).timeline)
+    assert isinstance(batch, Reservation), batch
+    return batch
+
+
+async def rewind(replay: ReplayClient, version: int) -> RunState:
+    return await replay.rewind(version, nonce())
+
+
+async def total(replay: ReplayClient) -> int:
+    """Groups of the train lane in all states together: law 1 keeps it equal to those enqueued."""
+    return sum((await replay.state()).counts.values())
