@@ -111,20 +111,23 @@ class WeightReceiver:
                 await self._replay.refuse(self._replica, epoch.id, str(error))
             return False
         verified = False
-        with contextlib.suppress(Fenced):
-            verified = await self._replay.verify(self._replica, epoch.id, self.difference, rendezvous.tolerance)
+        self._held = None
+        try:
+            with contextlib.suppress(Fenced):
+                verified = await self._replay.verify(self._replica, epoch.id, self.difference, rendezvous.tolerance)
+        finally:
+            if not verified:
+                await self._freeze()
         if verified:
             self._held = (epoch.timeline, epoch.version)
             logger.info("version %d is verified: %s", epoch.version, self.seconds)
-            return True
-        logger.warning(
-            "version %d is not verified: log-probabilities on the probe differ from the trainer's by %.3g",
-            epoch.version,
-            self.difference,
-        )
-        self._held = None
-        await self._freeze()
-        return False
+        else:
+            logger.warning(
+                "version %d is not verified: on the probe, log-probabilities differ from the trainer's by %.3g",
+                epoch.version,
+                self.difference,
+            )
+        return verified
 
     async def _join(self, epoch: Epoch, rendezvous: Rendezvous) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
