@@ -70,7 +70,7 @@ def _reasoning_gym(source: DataSource, key: str) -> Iterator[Draft]:
         ) from error
     for entry in dataset:
         try:
-            info = {"task": task, "entry": to_json(entry, "entry")}
+            info = {"task": task, "task_config": source.task_config, "entry": to_json(entry, "entry")}
         except CodecError as error:
             raise ConfigError(f"{key}.task {task}: {error}; choose another task") from error
         yield Draft(_ask(entry["question"]), info, task)

@@ -1,0 +1,235 @@
+"""Seconds per step and tokens per second of the whole pipeline, beside TRL's GRPOTrainer on the same job in the same run.
+
+    python -m benchmarks.end_to_end [--steps N] [--peer-python PYTHON]
+
+The job: a Qwen2 of 0.8 M parameters, 8 prompts x 8 completions of exactly 64 tokens, one AdamW step each, the clipped loss
+averaged over tokens, no KL, float32; the reward is the share of digits, given at once, or after 10 ms a sample. The pipeline
+runs as `headrace up` starts it: generation, training and an environment in a process of its own, one compute thread in the
+replica and one in the trainer, weights at most one step old. TRL runs in one process, with one thread and with two, in a virtual
+environment of its own (made in the cache folder on first use; it wants a newer transformers). The first steps of each are
+left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from services.trainer.data import arithmetic
+from services.trainer.models import tiny
+
+HERE = Path(__file__).parent
+PROMPTS, GENERATIONS, TOKENS = 8, 8, 64
+WARM_UP = 5
+LATENCIES_S = (0.0, 0.01)
+TIMEOUT_S = 900
+PEER = ("torch==2.13.0", "trl==1.16.*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    name: str
+    threads: str
+    latency_s: float
+    step_s: float
+    where: str = ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30, help=f"steps of each run, of which {WARM_UP} are left out")
+    parser.add_argument("--peer-python", type=Path, help="Python of an environment that holds TRL 1.16")
+    arguments = parser.parse_args()
+    if arguments.steps < WARM_UP + 2:
+        parser.error(f"--steps {arguments.steps}: at least {WARM_UP + 2}")
+    console = Console()
+    peer = arguments.peer_python or peer_python(console)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as name:
+        folder = Path(name)
+        make_model(folder / "model")
+        for latency_s in LATENCIES_S:
+            for threads in (1, 2):
+                console.print(f"TRL, {threads} thread(s), {latency_s * 1000:.0f} ms a sample …")
+                rows.append(run_peer(peer, folder, arguments.steps, threads, latency_s))
+            console.print(f"Headrace, {latency_s * 1000:.0f} ms a sample …")
+            rows.append(run_pipeline(folder, arguments.steps, latency_s))
+    console.print(table(rows))
+
+
+def make_model(directory: Path) -> None:
+    """Hidden 128, 4 layers, random weights, and no end token, so that every completion has its full length."""
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.eos_token = None
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            intermediate_size=344,
+            max_position_embeddings=tiny.CONTEXT,
+            initializer_range=0.08,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=tokenizer.pad_token_id,
+            dtype="float32",
+        )
+    )
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def peer_python(console: Console) -> Path:
+    """The Python of an environment that holds TRL, made on first use."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headrace" / "trl-1.16"
+    python = cache / "bin" / "python"
+    complete = cache / "complete"
+    if not complete.exists():
+        console.print(f"installing {' and '.join(PEER)} in {cache} …")
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(cache)], check=True)
+        for requirement in PEER:  # torch first: what comes after must not bring another one
+            subprocess.run([str(python), "-m", "pip", "install", "--quiet", requirement], check=True)
+        complete.touch()
+    return python
+
+
+def run_peer(python: Path, folder: Path, steps: int, threads: int, latency_s: float) -> Row:
+    problems = folder / "problems.json"
+    pairs = islice(arithmetic.training_pairs(2, random.Random(1)), PROMPTS * steps)
+    problems.write_text(json.dumps([[{"role": "user", "content": arithmetic.text(pair)}] for pair in pairs]))
+    words = [python, HERE / "end_to_end_peer.py", folder / "model", problems, steps, threads, latency_s]
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = run([str(word) for word in words], environment)
+    return Row("TRL 1.16", str(threads), latency_s, median_step(json.loads(done.splitlines()[-1])))
+
+
+def run_pipeline(folder: Path, steps: int, latency_s: float) -> Row:
+    port = free_port()
+    run_id = f"latency-{latency_s * 1000:.0f}ms"
+    config = folder / f"{run_id}.yaml"
+    config.write_text(yaml.safe_dump(pipeline_config(folder, run_id, steps, port)))
+    environment = [sys.executable, str(HERE / "end_to_end_environment.py"), str(port), str(latency_s)]
+    with process(environment):
+        run([sys.executable, "-m", "headrace.cli", "up", str(config)], dict(os.environ))
+    journal = (folder / "runs" / run_id / "metrics.jsonl").read_text().splitlines()
+    lines = [line for line in map(json.loads, journal) if line["kind"] == "train"]
+    spent = [line["metrics"] for line in lines[WARM_UP:]]
+    wrong = {m["mean_gen_tokens_per_sample"] for m in spent} - {float(TOKENS)}
+    if len(lines) != steps or wrong:
+        raise SystemExit(f"the pipeline made {len(lines)} of {steps} steps, with {wrong or TOKENS} tokens a completion")
+    where = ", ".join(
+        f"{name} {statistics.median(m[f'{name}_time'] for m in spent):.2f}" for name in ("wait", "train", "refit")
+    )
+    return Row("Headrace", "1 + 1", latency_s, median_step([line["time"] for line in lines]), where)
+
+
+def pipeline_config(folder: Path, run_id: str, steps: int, environment_port: int) -> dict[str, Any]:
+    return {
+        "run": {"id": run_id, "dir": str(folder / "runs")},
+        "grpo": {
+            "num_prompts_per_step": PROMPTS,
+            "num_generations_per_prompt": GENERATIONS,
+            "max_num_steps": steps,
+            "use_leave_one_out_baseline": False,
+            "val_period": 0,
+            "async_grpo": {"enabled": True, "max_trajectory_age_steps": 1, "in_flight_weight_updates": True},
+        },
+        "loss_fn": {"reference_policy_kl_penalty": 0, "prev_logprobs_source": "generation"},
+        "policy": {
+            "model_name": str(folder / "model"),
+            "precision": "float32",
+            "max_total_sequence_length": 128,
+            "train_micro_batch_size": PROMPTS * GENERATIONS,
+            "optimizer": {"kwargs": {"lr": 1e-3, "weight_decay": 0.0}},
+            "generation": {"max_new_tokens": TOKENS},
+        },
+        "data": {
+            "train": {"dataset_name": "arithmetic", "size": 3 * PROMPTS * steps, "seed": 1},
+            "default": {"env_name": "digits"},
+        },
+        "env": {"digits": {"target": f"127.0.0.1:{environment_port}"}},
+        "replay": {"redis_port": free_port(), "port": 0},
+        "reward": {"port": free_port()},
+        "rollout": {"num_threads": 1},
+        "trainer": {"num_threads": 1, "device": "cpu"},
+        "checkpointing": {"save_period": 1_000_000, "metric_name": None},
+    }
+
+
+def run(command: list[str], environment: dict[str, str]) -> str:
+    """Its standard output. Raises `SystemExit` with its last words if it fails or takes too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise SystemExit(f"{command} took more than {TIMEOUT_S} s") from error
+    if done.returncode != 0:
+        raise SystemExit(f"{command} failed with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def process(command: list[str]) -> Iterator[None]:
+    child = subprocess.Popen(command)
+    try:
+        yield
+    finally:
+        child.terminate()
+        child.wait(timeout=30)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def median_step(ends: list[float]) -> float:
+    """Median seconds between the ends of consecutive steps, without the first ones."""
+    measured = ends[WARM_UP - 1 :]
+    return statistics.median(b - a for a, b in zip(measured, measured[1:], strict=False))
+
+
+def table(rows: list[Row]) -> Table:
+    made = Table(title=f"{PROMPTS} prompts x {GENERATIONS} completions x {TOKENS} tokens", title_justify="left")
+    for name in ("", "compute threads", "latency ms", "s/step", "tokens/s", "against TRL", "where a step goes, s"):
+        made.add_column(name, justify="left" if name in ("", "where a step goes, s") else "right")
+    for row in rows:
+        best = min(r.step_s for r in rows if r.latency_s == row.latency_s and r.name != "Headrace")
+        made.add_row(
+            row.name,
+            row.threads,
+            f"{row.latency_s * 1000:.0f}",
+            f"{row.step_s:.3f}",
+            f"{PROMPTS * GENERATIONS * TOKENS / row.step_s:,.0f}",
+            f"{best / row.step_s:.2f}x" if row.name == "Headrace" else "",
+            row.where,
+        )
+    return made
+
+
+if __name__ == "__main__":
+    main()
