@@ -16,7 +16,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,13 +37,15 @@ class State(BaseModel):
 
     `ancestors` are the timelines the weights descend from, oldest first, without `timeline` itself; `cursor` is the next
     `order` of prompts to enqueue; `trained` are half-open ranges of the order of prompts that the weights were trained on;
-    `metrics` are named as `checkpointing.metric_name` names them (`val:accuracy`).
+    `incarnation` is that of the buffer they came through; `metrics` are named as `checkpointing.metric_name` names them
+    (`val:accuracy`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     version: int
     timeline: str
+    incarnation: str = ""
     ancestors: tuple[str, ...] = ()
     cursor: int
     trained: tuple[tuple[int, int], ...] = ()
@@ -104,9 +106,10 @@ class Checkpoints:
         """The folder that `begin(version)` makes: where every rank saves to."""
         return self._folder / f"{_UNFINISHED}step_{version}"
 
-    def publish(self, state: State, ledger: Mapping[int, Sequence[str]]) -> Path:
+    def publish(self, state: State, ledger: Mapping[int, Sequence[str]], keep: Collection[int] = ()) -> Path:
         """Make the folder that `begin` gave, now full, a checkpoint; then drop what retention no longer keeps (rank 0).
 
+        Versions in `keep` stay: their metrics are still to come.
         When this returns the checkpoint outlives a power cut. Raises `ServiceError` for a full disk.
         """
         unfinished, final = self.unfinished(state.version), self.path(state.version)
@@ -116,8 +119,21 @@ class Checkpoints:
             _force_to_disk(unfinished)
             unfinished.rename(final)
             _force(self._folder)
-            self._retain()
+            self._retain(keep)
         return final
+
+    def add_metrics(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Metrics that became known after `publish` (rank 0); retention goes by them from now on. No such checkpoint: nothing."""
+        if version not in self.published():
+            return
+        state = self.state(version)
+        known = state.model_copy(update={"metrics": {**state.metrics, **metrics}})
+        path = self.path(version) / "state.json"
+        with _disk_errors(self._folder):
+            path.with_suffix(".new").write_text(known.model_dump_json(indent=2))
+            _force(path.with_suffix(".new"))
+            path.with_suffix(".new").rename(path)
+            self._retain()
 
     def _read(self, version: int, name: str, adapter: TypeAdapter[T]) -> T:
         path = self.path(version) / name
@@ -129,10 +145,10 @@ class Checkpoints:
                 f"{path} can't be read ({reason}); remove {path.parent} to go on from an earlier checkpoint"
             ) from error
 
-    def _retain(self) -> None:
+    def _retain(self, keep: Collection[int] = ()) -> None:
         """Law: the newest always stays."""
         metrics = {version: self.state(version).metrics for version in self.published()}
-        for version in superseded(metrics, self._settings):
+        for version in set(superseded(metrics, self._settings)) - set(keep):
             doomed = self._folder / f"{_UNFINISHED}removed-{version}"
             self.path(version).rename(doomed)  # half a checkpoint must never be found under its name
             shutil.rmtree(doomed)

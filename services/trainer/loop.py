@@ -1,0 +1,347 @@
+"""The trainer's loop on rank 0: looks, decides, does, and looks again.
+
+What to do next is `decisions.decide`; this module carries it out. Every call of the buffer is made here, on the event loop; torch works in
+one thread, so that health pages stay alive. A step whose batch was dropped by a restart is done again with the same number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Literal, Protocol, TypeVar
+
+import numpy as np
+
+from headrace.config import Config
+from headrace.errors import ServiceError
+from headrace.replay import End, ReplayClient, Replica, Reservation, Waiting
+from headrace.trajectory import Float32, Group, Int32
+from headrace.weights.probe import choose_token_ids
+from services.trainer import decisions
+from services.trainer.advantages import group_advantages
+from services.trainer.checkpoint import Checkpoints, State
+from services.trainer.decisions import Action, Plan, Retry, RunningValidation, View
+from services.trainer.feeder import Feeder
+from services.trainer.metrics import Gauges, Journal, Timing, batch_metrics, surviving
+from services.trainer.patience import Patience
+from services.trainer.plot import draw_curve
+from services.trainer.prompts import Prompts
+from services.trainer.start import Standing
+from services.trainer.threads import TorchThread
+from services.trainer.validation import Validation
+from services.trainer.weight_sender import RefitReport, WeightSource
+from services.trainer.worker import Lead, Weights, assign
+
+log = logging.getLogger(__name__)
+
+GLANCE_S = 0.5
+PROBE_TOKENS = 64
+
+T = TypeVar("T")
+
+
+class Sender(Protocol):
+    """What the loop asks of the weight channel; `WeightSender` is it."""
+
+    async def refit(
+        self, version: int, timeline: str, source: WeightSource, probe_ids: Int32, probe_logprobs: Float32
+    ) -> RefitReport: ...
+
+
+@dataclasses.dataclass
+class Phase:
+    """What the trainer is doing, for `/readyz`: None when it is at work, else why it can't."""
+
+    problem: str | None = "starting"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """What the loop works with."""
+
+    replay: ReplayClient
+    patience: Patience
+    lead: Lead
+    torch: TorchThread
+    sender: Sender
+    checkpoints: Checkpoints
+    journal: Journal
+    gauges: Gauges
+    prompts: Prompts
+    feeder: Feeder
+    phase: Phase
+    stop: asyncio.Event
+    clock: Callable[[], float] = time.monotonic
+
+
+def check_batch(reservation: Reservation, groups: Sequence[Group], prompts_per_step: int) -> None:
+    """Law 3 on what was reserved: P groups, each with its n trajectories in index order. Raises `ServiceError`."""
+    if len(reservation.groups) != prompts_per_step or len(set(reservation.groups)) != prompts_per_step:
+        raise ServiceError(
+            f"step {reservation.step}: {len(reservation.groups)} groups were reserved, not {prompts_per_step} different ones "
+            "(law 3)"
+        )
+    expected = [(group.id, index) for group in groups for index in range(group.n)]
+    if [(t.group_id, t.index) for t in reservation.trajectories] != expected:
+        raise ServiceError(
+            f"step {reservation.step}: the reserved trajectories are not those of complete groups (law 3)"
+        )
+
+
+class Loop:
+    """One trainer's run from `standing` to its end. `feeding` is the feeder's task; if it fails, so does the run."""
+
+    def __init__(self, config: Config, tools: Tools, standing: Standing, feeding: asyncio.Task[None]) -> None:
+        self._config = config
+        self._tools = tools
+        self._standing = standing
+        self._feeding = feeding
+        self._plan = Plan.of(config, can_validate=tools.prompts.can_validate)
+        self._version = standing.version
+        self._saved = standing.version if standing.version > 0 else None
+        self._ledger = standing.ledger
+        self._reply: Reservation | Waiting | End | None = None
+        self._offered = False
+        self._retries: dict[str, Retry] = {}
+        self._probe: tuple[Int32, Float32] | None = None
+        self._validation: Validation | None = None
+        self._awaited_since: float | None = None
+        history = surviving(tools.journal.read())
+        self._validated = {line.step for line in history if line.kind == "validation"}
+        self._reward: float | None = None
+        self._healthy_at = self._step_began = tools.clock()
+        self._seconds: dict[Action, float] = defaultdict(float)
+
+    async def run(self) -> None:
+        """Until the last step, the last prompt, or a stop. Raises `ServiceError` when the run can't go on."""
+        while True:
+            if self._feeding.done():
+                self._feeding.result()
+            fleet = await self._call(self._tools.replay.replicas)
+            await self._look_at_validation()
+            decision = decisions.decide(self._plan, self._view(fleet))
+            began = self._tools.clock()
+            match decision.action:
+                case Action.STOP:
+                    self._say_where_it_stopped()
+                    return
+                case Action.FAIL:
+                    raise ServiceError(decision.reason)
+                case Action.FINISH:
+                    await self._finish()
+                    return
+                case Action.CHECKPOINT:
+                    await self._checkpoint()
+                case Action.REFIT:
+                    await self._refit()
+                case Action.VALIDATE:
+                    await self._validate()
+                case Action.ABANDON_VALIDATION:
+                    await self._abandon_validation(decision.reason)
+                case Action.AWAIT_VALIDATION:
+                    if self._awaited_since is None:
+                        self._awaited_since = began
+                    await self._wait()
+                case Action.RESERVE:
+                    self._reply = await self._call(
+                        lambda: self._tools.replay.reserve(self._version, self._standing.timeline)
+                    )
+                case Action.TRAIN:
+                    assert isinstance(self._reply, Reservation)
+                    await self._train(self._reply)
+                case Action.WAIT:
+                    await self._wait()
+                    self._reply = None
+            self._seconds[decision.action] += self._tools.clock() - began
+            if decision.action is Action.TRAIN:
+                self._begin_step()
+
+    def _view(self, fleet: Sequence[Replica]) -> View:
+        now, timeline = self._tools.clock(), self._standing.timeline
+        # while older weights are evaluated, the replicas that hold those are the ones that count
+        held = self._version if self._offered or self._validation is None else self._validation.version
+        healthy = decisions.count_verified(fleet, held, timeline)
+        if healthy:
+            self._healthy_at = now
+        if self._offered or not decisions.alive(fleet):
+            self._tools.phase.problem = None if healthy else "no rollout replica holds verified weights"
+        running = self._validation
+        return View(
+            now=now,
+            stop=self._tools.stop.is_set(),
+            version=self._version,
+            saved=self._saved == self._version,
+            offered=self._offered,
+            validated=self._version in self._validated,
+            validation=RunningValidation(running.version, self._awaited_since) if running else None,
+            members=len(decisions.alive(fleet)),
+            healthy=healthy,
+            behind_due=decisions.any_due(decisions.behind(fleet, self._version, timeline), self._retries, now),
+            healthy_at=self._healthy_at,
+            reply=self._reply,
+        )
+
+    # -- training --------------------------------------------------------------------------------------------------------
+
+    async def _train(self, reservation: Reservation) -> None:
+        replay, step = self._tools.replay, self._version
+        groups = await self._call(lambda: replay.read_groups(reservation.groups))
+        check_batch(reservation, groups, self._config.grpo.num_prompts_per_step)
+        shares = assign(
+            reservation,
+            self._advantages(reservation),
+            [group.loss_multiplier for group in groups for _ in range(group.n)],
+            self._tools.lead.ranks,
+        )
+        began = self._tools.clock()
+        learnt = await self._tools.torch(lambda: self._tools.lead.step(step, shares))
+        ended = self._tools.clock()
+        self._ledger.record(step, reservation.groups, [group.order for group in groups])
+        timing = Timing(
+            step=ended - self._step_began,
+            wait=self._seconds[Action.WAIT] + self._seconds[Action.RESERVE],
+            train=ended - began,
+            refit=self._seconds[Action.REFIT],
+        )
+        truncated = learnt.pop("truncated")
+        metrics = {**learnt, **batch_metrics(reservation, [g.task_name for g in groups], truncated, timing)}
+        metrics["validation_wait_time"] = self._seconds[Action.AWAIT_VALIDATION]
+        metrics["checkpoint_time"] = self._seconds[Action.CHECKPOINT]
+        self._reward = metrics["reward"]
+        self._version = step + 1
+        self._offered, self._reply, self._probe, self._retries = False, None, None, {}
+        self._tools.feeder.nudge()
+        log.info(
+            "step %d: reward %.3f, loss %.4g, age %.1f, %.0f tokens/s, %.2f s",
+            step, metrics["reward"], metrics["loss"], metrics["age_mean"], metrics["tokens_per_sec"], timing.step,
+        )  # fmt: skip
+        await self._publish("train", step, metrics)
+
+    def _begin_step(self) -> None:
+        self._step_began = self._tools.clock()
+        self._healthy_at = self._step_began
+        self._seconds.clear()
+
+    def _advantages(self, reservation: Reservation) -> list[float]:
+        grpo = self._config.grpo
+        rewards = np.array([t.reward for t in reservation.trajectories], dtype=np.float64)
+        advantages = group_advantages(
+            rewards.reshape(len(reservation.groups), -1),
+            leave_one_out=grpo.use_leave_one_out_baseline,
+            normalize=grpo.normalize_rewards,
+        )
+        return [float(a) for a in advantages.ravel()]
+
+    async def _checkpoint(self) -> None:
+        """Publish, then let the buffer forget what led here: in this order nothing is lost, whatever dies in between."""
+        state = State(
+            version=self._version,
+            timeline=self._standing.timeline,
+            incarnation=self._standing.incarnation,
+            ancestors=self._standing.ancestors,
+            cursor=self._ledger.orders.last + 1,
+            trained=tuple((start, end) for start, end in self._ledger.orders.ranges()),
+            run_id=self._config.run.id or "",
+            metrics={} if self._reward is None else {"train:reward": self._reward},
+        )
+        keep = {self._validation.version} if self._validation else set()
+        tools = self._tools
+
+        def write() -> None:
+            folder = tools.checkpoints.begin(state.version)
+            tools.lead.save(str(folder))
+            tools.checkpoints.publish(state, self._ledger.steps, keep)
+
+        await tools.torch(write)
+        self._ledger.published()
+        self._saved = state.version
+        log.info("checkpoint %s", tools.checkpoints.path(state.version))
+        await self._call(lambda: tools.replay.commit(state.version, state.timeline))
+
+    # -- the fleet -------------------------------------------------------------------------------------------------------
+
+    async def _refit(self) -> None:
+        tools, timeline = self._tools, self._standing.timeline
+        if self._probe is None:
+            self._probe = await tools.torch(self._make_probe)
+        ids, logprobs = self._probe
+        report = await self._call(
+            lambda: tools.sender.refit(self._version, timeline, Weights(tools.lead), ids, logprobs)
+        )
+        self._offered = True
+        fleet = await self._call(tools.replay.replicas)
+        left = decisions.behind(fleet, self._version, timeline)
+        self._retries = decisions.after_refit(left, self._retries, tools.clock())
+        log.info("version %d: %d of %d replicas verified", self._version, len(report.verified), len(report.members))
+        for replica, reason in report.refused.items():
+            log.warning("replica %s did not take version %d: %s", replica, self._version, reason)
+
+    def _make_probe(self) -> tuple[Int32, Float32]:
+        lead = self._tools.lead
+        length = min(PROBE_TOKENS, self._config.policy.max_total_sequence_length - 1)
+        ids = choose_token_ids(lead.learner.vocab_size, length=max(2, length))
+        return ids, lead.probe(ids.tolist())
+
+    # -- validation ------------------------------------------------------------------------------------------------------
+
+    async def _validate(self) -> None:
+        tools = self._tools
+        groups = await asyncio.to_thread(tools.prompts.validation, self._version)
+        validation = Validation(tools.replay, tools.patience, self._standing.timeline, self._version)
+        await validation.start(groups)
+        self._validation, self._awaited_since = validation, None
+        self._validated.add(self._version)
+
+    async def _look_at_validation(self) -> None:
+        if self._validation is not None and await self._validation.poll():
+            await self._report_validation(self._validation)
+
+    async def _abandon_validation(self, reason: str) -> None:
+        if self._validation is None:
+            return
+        log.warning("the validation of version %d is given up: %s", self._validation.version, reason)
+        await self._validation.abandon()
+        await self._report_validation(self._validation)
+
+    async def _report_validation(self, validation: Validation) -> None:
+        self._validation, self._awaited_since = None, None
+        metrics = validation.metrics()
+        for complaint, times in validation.complaints().items():
+            log.warning("validation of version %d: %d groups failed: %s", validation.version, times, complaint)
+        log.info(
+            "version %d: accuracy %s on %d held-out prompts, %d failed, %d pending",
+            validation.version, f"{metrics['accuracy']:.3f}" if "accuracy" in metrics else "unknown",
+            metrics["evaluated"], metrics["failed"], metrics["pending"],
+        )  # fmt: skip
+        await self._publish("validation", validation.version, metrics)
+        named = {f"val:{name}": value for name, value in metrics.items()}
+        await asyncio.to_thread(self._tools.checkpoints.add_metrics, validation.version, named)
+
+    # -- the end ---------------------------------------------------------------------------------------------------------
+
+    async def _finish(self) -> None:
+        lines = surviving(self._tools.journal.read())
+        path = self._config.run_folder / "curve.png"
+        await asyncio.to_thread(draw_curve, lines, path, f"Headrace, run {self._config.run.id}")
+        log.info("the run is complete: version %d, curve in %s", self._version, path)
+
+    def _say_where_it_stopped(self) -> None:
+        log.info(
+            "stopped at version %d; the next start goes on from checkpoint %s and trains what came after it again",
+            self._version, "of the initial model" if self._saved is None else self._saved,
+        )  # fmt: skip
+
+    async def _publish(self, kind: Literal["train", "validation"], step: int, metrics: Mapping[str, float]) -> None:
+        self._tools.journal.append(kind, step, self._standing.timeline, metrics)
+        self._tools.gauges.update(kind, step, metrics)
+        await self._call(lambda: self._tools.replay.publish_metrics(kind, step, metrics))
+
+    async def _wait(self) -> None:
+        await self._call(lambda: self._tools.replay.wait_ready(GLANCE_S))
+
+    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
+        return await self._tools.patience(call)

@@ -1,0 +1,173 @@
+"""`headrace trainer`: rank 0 runs the loop with all calls of the buffer, the other ranks follow it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from headrace.config import Config
+from headrace.errors import ServiceError, WrongStep, WrongTimeline
+from headrace.replay import ReplayClient
+from headrace.service import bind, create_app, die_with_parent, serve_http, stop_on_signals
+from headrace.trajectory import Score, Trajectory
+from services.trainer.checkpoint import Checkpoints
+from services.trainer.feeder import Demand, Feeder
+from services.trainer.loop import Loop, Phase, Sender, Tools
+from services.trainer.metrics import Gauges, Journal
+from services.trainer.patience import Patience
+from services.trainer.prompts import Prompts
+from services.trainer.ranks import Ranks, join_ranks
+from services.trainer.start import Standing, take_up
+from services.trainer.threads import TorchThread
+from services.trainer.weight_sender import WeightSender
+from services.trainer.worker import Lead, Worker, dismiss, follow
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@contextlib.asynccontextmanager
+async def open_sender(config: Config, replay: ReplayClient) -> AsyncIterator[Sender]:
+    sender = WeightSender(config, replay)
+    try:
+        yield sender
+    finally:
+        await sender.aclose()
+
+
+@dataclasses.dataclass(frozen=True)
+class Makers:
+    """How the trainer gets its collaborators."""
+
+    replay: Callable[[str, str | None, float], Awaitable[ReplayClient]] = ReplayClient.connect
+    sender: Callable[[Config, ReplayClient], contextlib.AbstractAsyncContextManager[Sender]] = open_sender
+    checkpoints: Callable[[Config], Checkpoints] = lambda config: Checkpoints(
+        config.checkpoint_folder, config.checkpointing
+    )
+
+
+def main(config: Config, makers: Makers | None = None) -> None:
+    """Train until the last step, the last prompt, or SIGTERM. Raises `HeadraceError` for what a person must mend."""
+    makers = makers or Makers()
+    if "LOCAL_RANK" in os.environ:
+        die_with_parent()
+    with join_ranks(config) as ranks:
+        if ranks.rank == 0:
+            asyncio.run(_lead(config, ranks, makers))
+        else:
+            _follow(config, ranks, makers)
+
+
+def _follow(config: Config, ranks: Ranks, makers: Makers) -> None:
+    # rank 0 hears the signal too and dismisses this rank when its step is done
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)
+    with asyncio.Runner() as runner, contextlib.ExitStack() as stack:
+        patience = Patience(config.trainer.fleet_deadline_s)
+        clients: list[ReplayClient] = []
+
+        def read(keys: Sequence[str]) -> list[tuple[Trajectory, Score]]:
+            if not clients:  # not before there is something to read: until then rank 0 may dismiss this rank
+                clients.append(runner.run(_connect(config, makers)))
+                stack.callback(lambda: runner.run(clients[0].aclose()))
+            return runner.run(patience(lambda: clients[0].read(keys)))
+
+        follow(Worker(config, ranks, read), ranks)
+
+
+async def _lead(config: Config, ranks: Ranks, makers: Makers) -> None:
+    stop = stop_on_signals()
+    phase, gauges = Phase(), Gauges()
+    sock = bind(config.trainer.host, config.trainer.port, "trainer.port")
+
+    async def ready() -> str | None:
+        return phase.problem
+
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(gauges.registered())
+        await stack.enter_async_context(serve_http(create_app("Headrace trainer", ready), sock))
+        log.info("http://%s:%d", *sock.getsockname()[:2])
+        try:
+            await _train(config, ranks, makers, stop, phase, gauges)
+            await asyncio.to_thread(dismiss, ranks)
+        except (WrongTimeline, WrongStep) as error:
+            raise ServiceError(
+                f"the buffer goes another way than this trainer ({error}): another trainer has taken the run over, or the buffer "
+                "was emptied. Stop the other, or start this one again: it goes on from its last checkpoint"
+            ) from error
+
+
+async def _train(
+    config: Config, ranks: Ranks, makers: Makers, stop: asyncio.Event, phase: Phase, gauges: Gauges
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        phase.problem = "waiting for the replay buffer"
+        replay = await unless_stopped(stop, _connect(config, makers))
+        if replay is None:
+            return
+        stack.push_async_callback(replay.aclose)
+        torch_thread = stack.enter_context(TorchThread())
+        patience = Patience(config.trainer.fleet_deadline_s)
+        lead = Lead(config, ranks, _reader(replay, patience))
+        phase.problem = "loading the model"
+        checkpoints = makers.checkpoints(config)
+        newest = checkpoints.newest()
+        await torch_thread(lambda: lead.load(None if newest is None else str(checkpoints.path(newest))))
+        prompts = await asyncio.to_thread(Prompts, config, lead.learner.tokenizer)
+        standing = await take_up(replay, patience, checkpoints, config.run.id or "")
+        feeder = _feeder(config, replay, patience, standing, prompts)
+        journal = Journal(config.run_folder / "metrics.jsonl")
+        if journal.read():
+            journal.append("rewind", standing.version, standing.timeline, {})
+        sender = await stack.enter_async_context(makers.sender(config, replay))
+        tools = Tools(
+            replay, patience, lead, torch_thread, sender, checkpoints, journal, gauges, prompts, feeder, phase, stop
+        )
+        if standing.refill:
+            again = await feeder.refill(standing.ledger.orders.missing())
+            log.info("%d prompts that nothing was trained on are queued again", again)
+        feeding = asyncio.create_task(feeder.run())
+        try:
+            await Loop(config, tools, standing, feeding).run()
+        finally:
+            feeding.cancel()
+            await asyncio.wait([feeding])
+
+
+def _feeder(config: Config, replay: ReplayClient, patience: Patience, standing: Standing, prompts: Prompts) -> Feeder:
+    grpo = config.grpo
+    demand = Demand.of(grpo.num_prompts_per_step, grpo.max_age, grpo.max_num_steps, prompts.total)
+    return Feeder(replay, patience, standing.timeline, demand, prompts.train)
+
+
+async def _connect(config: Config, makers: Makers) -> ReplayClient:
+    return await makers.replay(config.redis_url, config.run.id, config.trainer.fleet_deadline_s)
+
+
+def _reader(replay: ReplayClient, patience: Patience) -> Callable[[Sequence[str]], list[tuple[Trajectory, Score]]]:
+    """Reads payloads from the torch thread: the connection belongs to the event loop that runs here."""
+    loop = asyncio.get_running_loop()
+
+    def read(keys: Sequence[str]) -> list[tuple[Trajectory, Score]]:
+        return asyncio.run_coroutine_threadsafe(patience(lambda: replay.read(keys)), loop).result()
+
+    return read
+
+
+async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
+    """The result of `work`, or None if the stop came first."""
+    task, stopped = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
+    await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.wait((task,))
+    return None

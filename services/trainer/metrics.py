@@ -1,0 +1,157 @@
+"""The numbers of a run: computed from what a step was made of, kept in `metrics.jsonl`, offered to Prometheus.
+
+`metrics.jsonl` holds one JSON object a line: `kind` (`train`, `validation`, or `rewind`), `step`, `timeline`, `time` (Unix
+seconds) and `metrics`. `step` of a `train` line is the step t that turned version t into t + 1; of a `validation` line the
+version that was evaluated; of a `rewind` line the checkpoint that the trainer went on from, which supersedes the lines of
+later weights above it (`surviving`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from prometheus_client import REGISTRY
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from headrace.errors import ServiceError
+from headrace.replay import Reservation
+
+Kind = Literal["train", "validation", "rewind"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of one step: since the step before it ended, in `reserve`, in the learner, and in the refit before it."""
+
+    step: float
+    wait: float
+    train: float
+    refit: float
+
+
+def batch_metrics(reservation: Reservation, tasks: Sequence[str], truncated: float, timing: Timing) -> dict[str, float]:
+    """What a batch was like: rewards as the environments gave them, ages in steps, lengths in tokens, times in seconds.
+
+    `tasks` names the task of each group; where a batch mixes several, each one's mean reward is `reward/<task>`.
+    `tokens_per_sec` counts completion tokens over the whole step.
+    """
+    batch = reservation.trajectories
+    ages = np.array([reservation.step - t.oldest_version for t in batch])
+    rewards = np.array([t.reward for t in batch])
+    tokens = sum(t.length for t in batch)
+    metrics = {
+        "reward": float(rewards.mean()),
+        "age_mean": float(ages.mean()),
+        "age_max": float(ages.max()),
+        "tokens_per_sec": tokens / timing.step if timing.step > 0 else 0.0,
+        "step_time": timing.step,
+        "wait_time": timing.wait,
+        "train_time": timing.train,
+        "refit_time": timing.refit,
+        "mean_gen_tokens_per_sample": tokens / len(batch),
+        "truncation_rate": truncated / len(batch),
+    }
+    task_of = dict(zip(reservation.groups, tasks, strict=True))
+    if len(set(tasks)) > 1:
+        for task in sorted(set(tasks)):
+            mine = [t.reward for t in batch if task_of[t.group_id] == task]
+            metrics[f"reward/{task}"] = float(np.mean(mine))
+    return metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    kind: Kind
+    step: int
+    timeline: str
+    time: float
+    metrics: dict[str, float]
+
+
+def surviving(lines: Iterable[Line]) -> list[Line]:
+    """The lines that belong to the history of the newest weights.
+
+    A rewind to version c abandons the steps that made later versions (`train` lines with step >= c) and what was measured on
+    those (`validation` lines with step > c); weights c themselves are the same bytes, and keep theirs.
+    """
+    kept: list[Line] = []
+    for line in lines:
+        if line.kind == "rewind":
+            kept = [k for k in kept if k.step < line.step or (k.kind == "validation" and k.step == line.step)]
+        else:
+            kept.append(line)
+    return kept
+
+
+class Journal:
+    """`metrics.jsonl`, appended to line by line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(path)
+
+    def append(self, kind: Kind, step: int, timeline: str, metrics: Mapping[str, float]) -> None:
+        line = Line(kind, step, timeline, time.time(), dict(metrics))
+        with self.path.open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(line)) + "\n")
+
+    def read(self) -> list[Line]:
+        """Raises `ServiceError` naming the first line that is not one of ours."""
+        return list(_parse(self.path))
+
+
+def _cut_torn_line(path: Path) -> None:
+    """A process killed in the middle of a write leaves half a line; what follows must not be glued to it."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)
+
+
+def _parse(path: Path) -> Iterator[Line]:
+    if not path.exists():
+        return
+    for number, text in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            yield Line(**fields)
+        except (ValueError, TypeError) as error:
+            raise ServiceError(
+                f"{path}:{number}: not a line of metrics ({error}); remove it or move the file away"
+            ) from error
+
+
+class Gauges(Collector):
+    """The newest value of every metric as `headrace_trainer_<name>`, validation as `headrace_trainer_validation_<name>`."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+
+    def update(self, kind: Literal["train", "validation"], step: int, metrics: Mapping[str, float]) -> None:
+        prefix = "headrace_trainer_" if kind == "train" else "headrace_trainer_validation_"
+        for name, value in {"step": step, **metrics}.items():
+            self._values[prefix + "".join(c if c.isalnum() else "_" for c in name)] = float(value)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        for name, value in self._values.items():
+            yield GaugeMetricFamily(name, "newest value", value=value)
+
+    @contextmanager
+    def registered(self, registry: CollectorRegistry = REGISTRY) -> Iterator[Gauges]:
+        registry.register(self)
+        try:
+            yield self
+        finally:
+            registry.unregister(self)

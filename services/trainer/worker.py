@@ -1,0 +1,204 @@
+"""What every rank does with torch: load, step, probe, give its part of the weights, save.
+
+Rank 0's `Lead` tells the others before it does a thing itself, so that all ranks enter the same collective; each rank reads
+its own trajectories from the buffer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.config import Config
+from headrace.errors import HeadraceError, ServiceError
+from headrace.replay import Reservation
+from headrace.trajectory import Float32, Score, Trajectory
+from services.trainer.batch import split_across_ranks
+from services.trainer.learner import Learner, Sample
+from services.trainer.ranks import Ranks
+
+Read = Callable[[Sequence[str]], list[tuple[Trajectory, Score]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """One trajectory of a batch, as rank 0 gives it to the rank that trains on it."""
+
+    key: str
+    group_id: str
+    index: int
+    reward: float
+    advantage: float
+    loss_multiplier: float
+
+
+def assign(
+    reservation: Reservation, advantages: Sequence[float], multipliers: Sequence[float], ranks: int
+) -> list[list[Assignment]]:
+    """Each rank's share of a batch, about equally many tokens each. `advantages` and `multipliers` follow the trajectories."""
+    batch = reservation.trajectories
+    shares = split_across_ranks([t.length for t in batch], ranks)
+    return [
+        [
+            Assignment(batch[i].key, batch[i].group_id, batch[i].index, batch[i].reward, advantages[i], multipliers[i])
+            for i in share
+        ]
+        for share in shares
+    ]
+
+
+def law_broken(assignment: Assignment, trajectory: Trajectory, score: Score, step: int, max_age: int) -> str | None:
+    """Laws 2, 3 and 7 on what was read, checked where it is used: the sentence that says what is wrong, or None."""
+    where = f"step {step}: trajectory {assignment.group_id!r}[{assignment.index}]"
+    if (trajectory.group_id, trajectory.index) != (assignment.group_id, assignment.index):
+        return f"{where} was reserved, {trajectory.group_id!r}[{trajectory.index}] was read (law 3)"
+    if step - trajectory.oldest_version > max_age:
+        return f"{where} has tokens of version {trajectory.oldest_version}, older than {max_age} steps (law 2)"
+    if trajectory.newest_version > step:
+        return (
+            f"{where} has tokens of version {trajectory.newest_version}, which these weights do not come from (law 2)"
+        )
+    if score.status != "SCORED" or score.reward != assignment.reward:
+        return f"{where} was reserved with reward {assignment.reward}, its score says {score.status} {score.reward} (law 7)"
+    return None
+
+
+class Worker:
+    """One rank. `read` fetches payloads from the buffer; every other method is a collective of all ranks."""
+
+    def __init__(self, config: Config, ranks: Ranks, read: Read) -> None:
+        self._config = config
+        self._ranks = ranks
+        self._read = read
+        self._learner: Learner | None = None
+
+    @property
+    def learner(self) -> Learner:
+        if self._learner is None:
+            raise ServiceError("the trainer was asked to work before it had loaded its model")
+        return self._learner
+
+    @property
+    def ranks(self) -> int:
+        return self._ranks.size
+
+    def load(self, checkpoint: str | None) -> None:
+        self._learner = Learner(self._config, Path(checkpoint) if checkpoint else None)
+
+    def step(self, step: int, shares: Sequence[Sequence[Assignment]]) -> dict[str, float]:
+        """Train on the batch; the learner's metrics, and `truncated`: completions that were cut off at the length limit."""
+        problem: str | None = None
+        samples: list[Sample] = []
+        truncated = 0
+        try:
+            samples, truncated = self._samples(step, shares[self._ranks.rank])
+        except HeadraceError as error:
+            problem = str(error) or type(error).__name__
+        self._ranks.agree(problem)  # one that went on alone would wait for the others for ever
+        metrics = self.learner.step(samples)
+        return {**metrics, "truncated": self._ranks.sum([truncated])[0]}
+
+    def probe(self, token_ids: Sequence[int]) -> Float32:
+        return self.learner.probe(np.asarray(token_ids, dtype=np.int32))
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.learner.iter_weights()
+
+    def save(self, folder: str) -> None:
+        self.learner.save(Path(folder))
+
+    def _samples(self, step: int, share: Sequence[Assignment]) -> tuple[list[Sample], int]:
+        max_age = self._config.grpo.max_age
+        read = self._read([assignment.key for assignment in share])
+        samples = []
+        for assignment, (trajectory, score) in zip(share, read, strict=True):
+            broken = law_broken(assignment, trajectory, score, step, max_age)
+            if broken is not None:
+                raise ServiceError(broken)
+            samples.append(
+                Sample(
+                    prompt_token_ids=trajectory.prompt_token_ids,
+                    completion_token_ids=trajectory.completion_token_ids,
+                    behaviour_logprobs=trajectory.logprobs,
+                    loss_mask=trajectory.loss_mask,
+                    advantage=assignment.advantage,
+                    loss_multiplier=assignment.loss_multiplier,
+                )
+            )
+        return samples, sum(trajectory.finish_reason == "length" for trajectory, _ in read)
+
+
+class Lead(Worker):
+    """Rank 0: every method has the other ranks do the same. Blocking; call it from one thread at a time."""
+
+    def load(self, checkpoint: str | None) -> None:
+        self._tell("load", checkpoint)
+        super().load(checkpoint)
+
+    def step(self, step: int, shares: Sequence[Sequence[Assignment]]) -> dict[str, float]:
+        self._tell("step", step, [[dataclasses.astuple(a) for a in share] for share in shares])
+        return super().step(step, shares)
+
+    def probe(self, token_ids: Sequence[int]) -> Float32:
+        self._tell("probe", list(map(int, token_ids)))
+        return super().probe(token_ids)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._tell("weights")
+        yield from super().weights()
+
+    def save(self, folder: str) -> None:
+        self._tell("save", folder)
+        super().save(folder)
+
+    def _tell(self, do: str, *arguments: Any) -> None:
+        self._ranks.tell({"do": do, "arguments": list(arguments)})
+
+
+class Weights:
+    """The policy's weights as the weight channel takes them: run to the end each time, all ranks taking part."""
+
+    def __init__(self, lead: Lead) -> None:
+        self._lead = lead
+
+    def metadata(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        return self._lead.learner.weight_metadata()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._lead.weights()
+
+
+def dismiss(ranks: Ranks) -> None:
+    """Rank 0: the other ranks' work is over."""
+    ranks.tell({"do": "dismiss", "arguments": []})
+
+
+def follow(worker: Worker, ranks: Ranks) -> None:
+    """Ranks above 0: do what rank 0 tells until it dismisses them."""
+    while True:
+        command = ranks.listen()
+        arguments = command["arguments"]
+        match command["do"]:
+            case "load":
+                worker.load(*arguments)
+            case "step":
+                step, shares = arguments
+                worker.step(step, [[Assignment(*fields) for fields in share] for share in shares])
+            case "probe":
+                worker.probe(*arguments)
+            case "weights":
+                for _ in worker.weights():
+                    continue
+            case "save":
+                worker.save(*arguments)
+            case "dismiss":
+                return
+            case unknown:
+                raise ServiceError(
+                    f"rank 0 sent {unknown!r}, which this build does not know; start all ranks from one build"
+                )
