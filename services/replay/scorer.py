@@ -1,0 +1,230 @@
+"""The scorer: takes pushed trajectories to the reward hub in batches, several in flight, and writes the scores back.
+
+Law 7: what an environment did not score is written as what it is, never as a number. A hub that can't be reached costs no
+scoring attempt: what was taken is given back to the line and taken again when the hub answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+
+import grpc
+import prometheus_client
+
+from headrace import rpc
+from headrace.config import Config
+from headrace.environment import Sample
+from headrace.errors import CodecError, HeadraceError, LeaseLost, ReplayUnavailable
+from headrace.replay import ReplayClient, ScoringJob
+from headrace.trajectory import Score
+from headrace.v1 import reward_pb2 as pb
+from headrace.v1 import reward_pb2_grpc as pb_grpc
+from headrace.v1.trajectory_pb2 import Trajectory
+from headrace.wire import sample_to_wire, score_from_wire
+
+_log = logging.getLogger("headrace.scorer")
+
+# gRPC carries batches of 256 KB to 1 MB best.
+_BATCH_BYTES = 1024**2
+_BATCH = 64
+_MOST_IN_FLIGHT = 1024
+_POLL_S = 5.0
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+# Of the scoring deadline: the rest is for writing the scores back.
+_SHARE_OF_DEADLINE = 0.8
+_TOO_LARGE_OR_MALFORMED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
+
+SCORES = prometheus_client.Counter(
+    "headrace_scores", "Scores written back to the buffer", ["environment", "task", "status"]
+)
+VOID = prometheus_client.Counter(
+    "headrace_scores_void", "Scores that came after the buffer had taken their trajectory back"
+)
+IN_FLIGHT = prometheus_client.Gauge("headrace_scoring_in_flight", "Trajectories that are being scored")
+SECONDS = prometheus_client.Histogram("headrace_scoring_batch_seconds", "Time the reward hub took for one batch")
+UNREACHABLE = prometheus_client.Counter("headrace_scoring_hub_unreachable", "Times the reward hub could not be reached")
+
+Item = tuple[ScoringJob, Trajectory]
+
+
+class _HubUnreachable(HeadraceError):
+    """The hub is away, or silent past a deadline that it always answers within."""
+
+
+async def run_scorer(config: Config, client: ReplayClient, stop: asyncio.Event) -> None:
+    """Score until `stop`; what is being scored then goes back to the line without costing an attempt.
+
+    Raises only what no retry can mend (`InvalidCall`). One scorer serves a run.
+    """
+    scoring = asyncio.create_task(_Scorer(config, client).run())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([scoring, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if scoring.done():
+            scoring.result()
+    finally:
+        for task in (scoring, stopping):
+            task.cancel()
+        await asyncio.gather(scoring, stopping, return_exceptions=True)
+        IN_FLIGHT.set(0)
+    try:
+        await client.release_scoring()
+    except ReplayUnavailable as error:
+        _log.info("what was being scored waits for its deadline: %s", error)
+
+
+class _Scorer:
+    def __init__(self, config: Config, client: ReplayClient) -> None:
+        reward = config.reward
+        self._client = client
+        self._address = reward.address or f"{reward.host}:{reward.port}"
+        self._max_message_bytes = reward.max_message_bytes
+        self._deadline_s = _SHARE_OF_DEADLINE * config.replay.scoring_deadline_s
+        self._name = f"scorer-{secrets.token_hex(4)}"
+        self._in_flight = 0
+        self._room = asyncio.Event()
+        self._pause_s = _SHORTEST_PAUSE_S
+
+    async def run(self) -> None:
+        """Round after round: each ends when the hub or the buffer is lost, and gives back what it held."""
+        async with rpc.channel(self._address, self._max_message_bytes) as channel:
+            while True:
+                try:
+                    await self._reach(channel)
+                    await self._client.release_scoring()
+                    await self._round(pb_grpc.RewardServiceStub(channel))
+                except (_HubUnreachable, ReplayUnavailable) as error:
+                    _log.warning("scoring waits: %s", error)
+                    await asyncio.sleep(self._pause_s)
+                    self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    async def _reach(self, channel: grpc.aio.Channel) -> None:
+        try:
+            async with asyncio.timeout(_LONGEST_PAUSE_S):
+                await channel.channel_ready()
+        except TimeoutError:
+            UNREACHABLE.inc()
+            raise _HubUnreachable(
+                f"the reward hub can't be reached at {self._address}; is `headrace reward` running, and is this "
+                "reward.address (or reward.host and reward.port)?"
+            ) from None
+
+    async def _round(self, stub: pb_grpc.RewardServiceStub) -> None:
+        self._in_flight = 0
+        try:
+            async with asyncio.TaskGroup() as batches:
+                while True:
+                    while self._in_flight >= _MOST_IN_FLIGHT:
+                        self._room.clear()
+                        await self._room.wait()
+                    jobs = await self._client.take_scoring(
+                        self._name, min(4 * _BATCH, _MOST_IN_FLIGHT - self._in_flight)
+                    )
+                    if not jobs:
+                        await self._client.wait_scoring(_POLL_S)
+                        continue
+                    items = await self._prepare(jobs)
+                    for batch in in_batches(items):
+                        self._count(len(batch))
+                        batches.create_task(self._batch(stub, batch))
+        except ExceptionGroup as group:  # the first loss cancelled the others
+            raise group.exceptions[0] from group
+
+    async def _prepare(self, jobs: Sequence[ScoringJob]) -> list[Item]:
+        """Each job with its message; one that can't be sent at all is INVALID at once."""
+        items: list[Item] = []
+        for job in jobs:
+            try:
+                items.append((job, sample_to_wire(self._sample(job))))
+            except (CodecError, ValueError) as error:
+                await self._write([(job, Score("INVALID", message=f"can't be sent for scoring: {error}"))])
+        return items
+
+    async def _batch(self, stub: pb_grpc.RewardServiceStub, batch: Sequence[Item]) -> None:
+        try:
+            await self._write(await self._score(stub, batch))
+        finally:
+            self._count(-len(batch))
+
+    def _count(self, change: int) -> None:
+        self._in_flight += change
+        IN_FLIGHT.set(self._in_flight)
+        self._room.set()
+
+    async def _score(self, stub: pb_grpc.RewardServiceStub, batch: Sequence[Item]) -> list[tuple[ScoringJob, Score]]:
+        started = time.monotonic()
+        request = pb.ScoreRequest(trajectories=[trajectory for _, trajectory in batch])
+        try:
+            response = await stub.Score(request, timeout=self._deadline_s)
+        except grpc.aio.AioRpcError as error:
+            code, details = error.code(), error.details()
+            if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                UNREACHABLE.inc()
+                raise _HubUnreachable(f"the reward hub at {self._address} is gone ({code.name}: {details})") from error
+            if code in _TOO_LARGE_OR_MALFORMED and len(batch) > 1:  # one of them is: find it, score the others
+                half = len(batch) // 2
+                return [*await self._score(stub, batch[:half]), *await self._score(stub, batch[half:])]
+            invalid = code in _TOO_LARGE_OR_MALFORMED
+            message = f"the reward hub refused it: {code.name}: {details}"
+            if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+                message += f"; raise reward.max_message_bytes ({self._max_message_bytes})"
+            return [(job, Score("INVALID" if invalid else "FAILED", message=message)) for job, _ in batch]
+        SECONDS.observe(time.monotonic() - started)
+        self._pause_s = _SHORTEST_PAUSE_S
+        if len(response.results) != len(batch):
+            message = f"the reward hub answered {len(response.results)} results for {len(batch)} trajectories"
+            return [(job, Score("FAILED", message=message)) for job, _ in batch]
+        return [(job, score_from_wire(result)) for (job, _), result in zip(batch, response.results, strict=True)]
+
+    async def _write(self, scores: Sequence[tuple[ScoringJob, Score]]) -> None:
+        errors = await self._client.score_many(scores)
+        for (job, score), error in zip(scores, errors, strict=True):
+            if error is None:
+                SCORES.labels(job.group.env_name, job.group.task_name, score.status).inc()
+            elif isinstance(error, LeaseLost):
+                VOID.inc()
+            else:
+                raise error
+            if score.status != "SCORED":
+                _log.warning("group %s[%d]: %s: %s", job.group.id, job.trajectory.index, score.status, score.message)
+
+    def _sample(self, job: ScoringJob) -> Sample:
+        group, trajectory = job.group, job.trajectory
+        tokens = trajectory.completion_token_ids
+        digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()
+        return Sample(
+            completion=trajectory.text,
+            extra_env_info=group.extra_env_info,
+            messages=group.messages,
+            completion_token_ids=tuple(tokens.tolist()),
+            finish_reason=trajectory.finish_reason,
+            environment=group.env_name,
+            task_name=group.task_name,
+            group_id=group.id,
+            index=trajectory.index,
+            # The tokens are part of it: an attempt made again after a rewind may have the same number.
+            idempotency_key=f"{self._client.run_id}/{group.id}/{trajectory.attempt}/{trajectory.index}/{digest}",
+        )
+
+
+def in_batches(items: Sequence[Item]) -> Iterator[list[Item]]:
+    """Batches of one environment each, so that a slow one holds up no other, within 64 trajectories and 1 MB (but at least one)."""
+    by_environment: dict[str, list[Item]] = {}
+    for item in items:
+        by_environment.setdefault(item[1].environment, []).append(item)
+    for mine in by_environment.values():
+        batch: list[Item] = []
+        size = 0
+        for item in mine:
+            weight = item[1].ByteSize()
+            if batch and (len(batch) == _BATCH or size + weight > _BATCH_BYTES):
+                yield batch
+                batch, size = [], 0
+            batch.append(item)
+            size += weight
+        yield batch
