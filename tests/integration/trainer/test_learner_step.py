@@ -1,0 +1,282 @@
+"""One learner in one process, on real models."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_cases import config, samples
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from headrace.errors import ServiceError
+from services.trainer.batch import Sample, pad
+from services.trainer.learner import Learner
+from services.trainer.loss import TokenLogprobs, clipped_policy_loss
+from services.trainer.policy import Policy
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 20,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+
+
+@pytest.fixture(scope="module")
+def architectures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models whose heads differ: tied, of its own, behind a soft cap; and one whose files name its weights otherwise."""
+    torch.manual_seed(0)
+    models = {
+        "tied": Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=True)),
+        "untied": Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=False)),
+        "soft cap": Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=1.5)),
+        "experts": MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)),
+    }
+    folders = {}
+    for name, model in models.items():
+        folders[name] = tmp_path_factory.mktemp("architectures") / name.replace(" ", "_")
+        model.save_pretrained(folders[name])
+    return folders
+
+
+def plain_logprobs(folder: Path, sample: Sample, temperature: float) -> torch.Tensor:
+    """Every completion token's log-probability from a forward of the whole sequence alone, with all its logits."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.from_numpy(np.concatenate([sample.prompt_token_ids, sample.completion_token_ids]).astype(np.int64))
+    with torch.no_grad():
+        logits = model(input_ids=ids[None]).logits[0] / temperature
+    start = sample.prompt_token_ids.size
+    return logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[start - 1 :, 0]
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.iter_weights()}
+
+
+def assert_same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize("name", ["tied", "untied", "soft cap", "experts"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_a_plain_transformers_forward(
+    architectures: dict[str, Path], name: str, temperature: float
+) -> None:
+    batch = samples(6)
+    with torch.no_grad():
+        found = Policy(config(architectures[name])).logprobs(pad(batch), temperature)
+    expected = torch.cat(
+        [plain_logprobs(architectures[name], s, temperature)[torch.from_numpy(s.loss_mask).bool()] for s in batch]
+    )
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_probe_equals_a_full_forward_at_temperature_one(tiny_model: Path) -> None:
+    learner = Learner(config(tiny_model, policy={"generation": {"max_new_tokens": 16, "temperature": 0.5}}))
+    ids = np.random.default_rng(0).integers(0, learner.vocab_size, 40).astype(np.int32)
+    whole = dataclasses.replace(samples(1)[0], prompt_token_ids=ids[:1], completion_token_ids=ids[1:])
+    found = learner.probe(ids)
+    assert found.shape == (39,)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, plain_logprobs(tiny_model, whole, 1.0).numpy(), atol=2e-5)
+
+
+def test_only_positions_that_count_go_through_the_vocabulary_projection(tiny_model: Path) -> None:
+    policy = Policy(config(tiny_model))
+    rows = []
+    policy.model.get_output_embeddings().register_forward_hook(lambda *hook: rows.append(hook[2].shape[0]))
+    batch = samples(6)
+    with torch.no_grad():
+        policy.logprobs(pad(batch))
+    assert rows == [sum(int(s.loss_mask.sum()) for s in batch)]
+
+
+def test_a_preference_is_learnt_and_the_loss_falls(tiny_model: Path) -> None:
+    """Of two answers to one prompt, one has a positive advantage and one a negative."""
+    policy = {"optimizer": {"kwargs": {"lr": 1e-4}}}  # the clip holds the loss above -0.2
+    learner = Learner(config(tiny_model, policy=policy, loss_fn={"prev_logprobs_source": "generation"}))
+    one = samples(1)[0]
+    ids = [np.array(answer, np.int32) for answer in ([3, 4, 5, 6], [7, 8, 9, 10])]
+    prompt = one.prompt_token_ids
+
+    def logprobs(answer: np.ndarray) -> np.ndarray:
+        return learner.probe(np.concatenate([prompt, answer]))[-answer.size :]
+
+    batch = [
+        Sample(prompt, answer, logprobs(answer), np.ones(4, np.uint8), advantage, 1.0)
+        for answer, advantage in zip(ids, (1.0, -1.0), strict=True)
+    ]
+    before = [logprobs(answer).sum() for answer in ids]
+    losses = [learner.step(batch)["loss"] for _ in range(4)]
+    assert losses[0] == pytest.approx(0, abs=1e-5)
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < -0.05
+    assert logprobs(ids[0]).sum() > before[0] + 0.2
+    assert logprobs(ids[1]).sum() < before[1] - 0.2
+    assert learner.version == 4
+
+
+@pytest.mark.parametrize("source", ["recompute", "generation"])
+def test_gradient_is_that_of_the_loss_over_the_whole_batch(tiny_model: Path, source: str) -> None:
+    loss_fn = {"prev_logprobs_source": source, "use_importance_sampling_correction": source == "recompute"}
+    settings = config(tiny_model, loss_fn=loss_fn, policy={"train_micro_batch_size": 3})
+    batch = samples(8)
+    metrics = Learner(settings).step(batch)
+
+    policy = Policy(settings)
+    whole = pad(batch)
+    curr = policy.logprobs(whole)
+    with torch.no_grad():
+        prev = policy.logprobs(whole) if source == "recompute" else whole.gen
+    logprobs = TokenLogprobs(curr, prev, whole.gen)
+    parts = clipped_policy_loss(settings.loss_fn, logprobs, whole.advantages, whole.mask, float(whole.mask.sum()))
+    parts.loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in policy.model.parameters()])
+    assert metrics["loss"] == pytest.approx(parts.loss.item(), abs=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert metrics["total_valid_tokens"] == float(whole.mask.sum())
+
+
+@pytest.mark.parametrize("size", [1, 3, 64])
+def test_micro_batching_changes_nothing(tiny_model: Path, size: int) -> None:
+    def run(size: int) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+        # an eps above the rounding errors of the smallest gradients, which AdamW otherwise blows up to lr
+        policy = {"train_micro_batch_size": size, "optimizer": {"kwargs": {"lr": 1e-3, "eps": 1e-4}}}
+        loss_fn = {"reference_policy_kl_penalty": 0.1, "use_importance_sampling_correction": True}
+        learner = Learner(config(tiny_model, policy=policy, loss_fn=loss_fn))
+        return [learner.step(samples(7, seed)) for seed in range(3)], weights(learner)
+
+    metrics, after = run(size)
+    expected, reference = run(7)
+    for ours, theirs in zip(metrics, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    for name in reference:
+        torch.testing.assert_close(after[name], reference[name], atol=1e-5, rtol=0, msg=name)
+
+
+def test_same_batch_gives_the_same_bits(tiny_model: Path) -> None:
+    settings = config(tiny_model, loss_fn={"reference_policy_kl_penalty": 0.1}, policy={"train_micro_batch_size": 3})
+    learners = Learner(settings), Learner(settings)
+    for seed in range(3):
+        first, second = (learner.step(samples(8, seed)) for learner in learners)
+        assert first == second
+    assert_same_weights(*map(weights, learners))
+
+
+def test_reference_policy_stays_where_it_was(tiny_model: Path) -> None:
+    learner = Learner(config(tiny_model, loss_fn={"reference_policy_kl_penalty": 0.5}))
+    batch = samples(8)
+    penalties = [learner.step(batch)["kl_penalty"] for _ in range(3)]
+    assert penalties[0] == 0
+    assert 0 < penalties[1] < penalties[2]
+
+
+def test_weights_are_named_as_the_checkpoint_names_them(architectures: dict[str, Path]) -> None:
+    for name, folder in architectures.items():
+        policy = Policy(config(folder))
+        saved = load_file(folder / "model.safetensors")
+        found = dict(policy.weights())
+        assert found.keys() == saved.keys(), name
+        assert all(torch.equal(found[key], saved[key]) for key in saved), name
+        assert list(policy.weight_shapes()) == [(key, tuple(tensor.shape)) for key, tensor in found.items()]
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(tiny_model: Path) -> None:
+    half = Learner(config(tiny_model, policy={"precision": "bfloat16"}))
+    full = Learner(config(tiny_model))
+    ids = np.arange(20, dtype=np.int32)
+    difference = np.abs(half.probe(ids) - full.probe(ids)).max()
+    assert 0 < difference < 0.2
+    before = weights(half)
+    half.step(samples(8))
+    assert {dtype for _, dtype, _ in half.weight_metadata()} == {"float32"}
+    assert all(tensor.dtype == torch.float32 for tensor in before.values())
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in half.iter_weights())
+
+
+def refusals() -> list[tuple[dict[str, Any], str]]:
+    return [
+        ({"advantage": float("nan")}, "its advantage is nan"),
+        ({"behaviour_logprobs": np.full(3, np.inf, np.float32)}, "behaviour log-probability is not finite"),
+        ({"completion_token_ids": np.array([1, 99, 1], np.int32)}, "outside the model's vocabulary of 20"),
+        ({"prompt_token_ids": np.ones(70, np.int32)}, "73 tokens, more than policy.max_total_sequence_length 64"),
+    ]
+
+
+@pytest.mark.parametrize(("change", "says"), refusals())
+def test_a_bad_sample_is_named_and_nothing_changes(tiny_model: Path, change: dict[str, Any], says: str) -> None:
+    learner = Learner(config(tiny_model))
+    before = weights(learner)
+    good = samples(1)[0]
+    three = dataclasses.replace(
+        good,
+        completion_token_ids=np.ones(3, np.int32),
+        behaviour_logprobs=np.full(3, -1, np.float32),
+        loss_mask=np.ones(3, np.uint8),
+    )
+    with pytest.raises(ServiceError, match=f"sample 2 of rank 0: .*{says}; no step was taken"):
+        learner.step([good, good, dataclasses.replace(three, **change)])
+    assert learner.version == 0
+    assert_same_weights(weights(learner), before)
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_a_loss_or_gradient_that_is_not_finite_names_its_sample_and_changes_nothing(
+    tiny_model: Path, advantage: float
+) -> None:
+    """A ratio that overflows: with A < 0 the loss is infinite, with A > 0 only the gradient is lost (0 times infinity)."""
+    settings = config(tiny_model, loss_fn={"prev_logprobs_source": "generation"}, policy={"train_micro_batch_size": 4})
+    learner, untouched = Learner(settings), Learner(settings)
+    batch = samples(6)
+    bad = dataclasses.replace(
+        batch[3],
+        behaviour_logprobs=np.full_like(batch[3].behaviour_logprobs, -1e30),
+        loss_mask=np.ones_like(batch[3].loss_mask),
+        advantage=advantage,
+    )
+    with pytest.raises(ServiceError, match=r"not both finite, because of sample 3 of rank 0; no optimizer step"):
+        learner.step([*batch[:3], bad, *batch[4:]])
+    assert learner.version == 0
+    # the error left nothing behind that the next step could see
+    assert learner.step(batch) == untouched.step(batch)
+    assert_same_weights(weights(learner), weights(untouched))
+
+
+def test_a_batch_in_which_nothing_counts_has_no_loss(tiny_model: Path) -> None:
+    learner = Learner(config(tiny_model))
+    metrics = learner.step([dataclasses.replace(s, loss_multiplier=0.0) for s in samples(3)])
+    assert metrics["loss"] == metrics["grad_norm"] == metrics["total_valid_tokens"] == 0
+    assert metrics["probs_ratio_max"] == -1
+
+
+def test_a_model_that_is_not_there_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ServiceError, match=r"policy\.model_name '.*nowhere'.*give a directory") as caught:
+        Learner(config(tmp_path / "nowhere"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_weights_is_an_error_with_the_remedy(tmp_path: Path, architectures: dict[str, Path]) -> None:
+    (tmp_path / "config.json").write_text((architectures["tied"] / "config.json").read_text())
+    with pytest.raises(ServiceError, match=r"policy\.model_name .*give a directory"):
+        Policy(config(tmp_path))
+
+
+def test_a_context_longer_than_the_model_s_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(ServiceError, match=r"policy\.max_total_sequence_length 1000000 is more than the \d+ positions"):
+        Learner(config(tiny_model, policy={"max_total_sequence_length": 1_000_000}))
