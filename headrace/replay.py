@@ -53,6 +53,7 @@ __all__ = [
     "RunState",
     "ScoringJob",
     "Waiting",
+    "worst_case_bytes",
 ]
 
 # Where the server keeps the id of the run it serves now.
@@ -205,7 +206,8 @@ class ReplayClient:
             for group in batch:
                 nonce = secrets.token_hex(8)
                 commands.append(("SET", prefix + nonce, group.encode(), "NX", "EX", _STAGED_S))
-                args += [group.id, group.lane, group.order, group.n, _worst_case_bytes(group), nonce]
+                worst = worst_case_bytes(group.n, group.prompt_token_ids.size, group.sampling.max_new_tokens)
+                args += [group.id, group.lane, group.order, group.n, worst, nonce]
             commands.append(self._fcall("enqueue", timeline, self._incarnation, int(refill), *args))
             new += (await self._wire.pipeline(commands))[-1]
         return new
@@ -259,7 +261,7 @@ class ReplayClient:
                 if reply is None:
                     raise InvalidCall(f"group {group_id!r} is not held; it was committed or never enqueued")
                 records.append(reply[1])
-        return [Group.decode(record) for record in await self._fetch(records)]
+        return [Group.decode(record) for record in await self._held(records)]
 
     async def commit(self, version: int, timeline: str) -> None:
         """Checkpoint `version` is published: steps < version are trained for good and their payloads freed (idempotent)."""
@@ -274,7 +276,7 @@ class ReplayClient:
         failed: dict[str, str] = {}
         for group_id, (state, reason, record, keys) in zip(ids, replies, strict=True):
             if state == b"evaluated":
-                (group,) = await self._fetch([record])
+                (group,) = await self._held([record])
                 pairs = await self.read([key.decode() for key in keys])
                 done.append(Evaluated(Group.decode(group), tuple(pairs)))
             elif state == b"failed":
@@ -515,7 +517,7 @@ class ReplayClient:
         ]
 
     async def events(self, after: str, block_s: float, count: int = 1000) -> list[tuple[str, dict[str, str]]]:
-        """What happened after id `after` (`$`: from now on), waiting up to `block_s` for the first: (id, fields)."""
+        """What happened after id `after`, waiting up to `block_s` seconds for the first: (id, fields with the `kind` of event)."""
         key = f"{self._wire.key}:events"
         milliseconds = max(1, round(block_s * 1000))
         reply = await self._wire.command("XREAD", "COUNT", count, "BLOCK", milliseconds, "STREAMS", key, after)
@@ -524,6 +526,11 @@ class ReplayClient:
             for _, entries in (reply or [])
             for entry, fields in entries
         ]
+
+    async def newest_event(self) -> str:
+        """Id of the newest event, to follow from here on."""
+        newest = await self._wire.command("XREVRANGE", f"{self._wire.key}:events", "+", "-", "COUNT", 1)
+        return newest[0][0].decode() if newest else "0"
 
     async def group(self, group_id: str) -> dict[str, Any] | None:
         """One group for people: its record, state, fields, and trajectories pushed so far; None if the buffer does not hold it."""
@@ -563,6 +570,14 @@ class ReplayClient:
 
     async def _fetch(self, keys: Sequence[Any]) -> list[bytes | None]:
         return await self._wire.command("MGET", *keys) if keys else []
+
+    async def _held(self, keys: Sequence[Any]) -> list[bytes]:
+        """Values that must be there. Raises `InvalidCall` if one was freed since its key was asked for."""
+        values = await self._fetch(keys)
+        for key, value in zip(keys, values, strict=True):
+            if value is None:
+                raise InvalidCall(f"{key!r} is not held any more; it was committed, dropped or rewound")
+        return [value for value in values if value is not None]
 
     async def _until_done(self, function: str, *args: Any) -> None:
         """A function that does a bounded part of its work in a call and returns how much is left."""
@@ -625,9 +640,9 @@ def _check_push(lease: Lease, trajectory: Trajectory) -> None:
         )
 
 
-def _worst_case_bytes(group: Group) -> int:
-    per_trajectory = group.sampling.max_new_tokens * _TOKEN_BYTES + group.prompt_token_ids.size * 4 + _OVERHEAD_BYTES
-    return group.n * per_trajectory
+def worst_case_bytes(n: int, prompt_tokens: int, max_new_tokens: int) -> int:
+    """What a group of `n` trajectories may take in the buffer: what a lease reserves of `Limits.max_bytes`."""
+    return n * (max_new_tokens * _TOKEN_BYTES + prompt_tokens * 4 + _OVERHEAD_BYTES)
 
 
 def _score_key(payload_key: str) -> str:

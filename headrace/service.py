@@ -25,7 +25,8 @@ def create_app(title: str, ready: Ready) -> FastAPI:
     `ready` returns None when the service can do its work, else the reason why it can't (503).
     """
     import prometheus_client
-    from fastapi import FastAPI, Response
+    from fastapi import FastAPI
+    from fastapi.responses import JSONResponse
 
     app = FastAPI(title=title)
 
@@ -33,13 +34,12 @@ def create_app(title: str, ready: Ready) -> FastAPI:
     async def healthz() -> dict[str, str]:
         return {"status": "alive"}
 
-    @app.get("/readyz", summary="The service can do its work")
-    async def readyz(response: Response) -> dict[str, str]:
+    @app.get("/readyz", summary="The service can do its work", response_model=None)
+    async def readyz() -> JSONResponse:
         reason = await ready()
         if reason is not None:
-            response.status_code = 503
-            return {"status": "not ready", "reason": reason}
-        return {"status": "ready"}
+            return JSONResponse({"status": "not ready", "reason": reason}, status_code=503)
+        return JSONResponse({"status": "ready"})
 
     app.mount("/metrics", prometheus_client.make_asgi_app())
     return app

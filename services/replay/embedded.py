@@ -65,9 +65,9 @@ class EmbeddedServer:
         process = self._process
         if process is None:
             raise ServiceError("the embedded server was not started")
-        while process.poll() is None:
+        while (status := process.poll()) is None:  # noqa: ASYNC110 - the process belongs to no event loop
             await asyncio.sleep(0.2)
-        return process.returncode
+        return status
 
     async def stop(self) -> None:
         """Stop cleanly: the append-only file is complete afterwards. Idempotent."""

@@ -1,0 +1,98 @@
+"""The buffer over HTTP, for people and their tools: the run, its groups and trajectories, metrics, and events as they happen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import FastAPI, Header, HTTPException, Query, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from headrace.errors import CodecError, InvalidCall, ReplayUnavailable
+from headrace.replay import ReplayClient
+from headrace.service import Ready, create_app
+from headrace.trajectory import Group, Score, Trajectory
+
+_EVENTS_BLOCK_S = 5.0
+# ids of a Redis stream; `$` is "from now on"
+_AFTER = r"^(\$|\d{1,20}(-\d{1,20})?)$"
+After = Annotated[str, Query(pattern=_AFTER, description="entries after this id")]
+
+
+def build_app(client: ReplayClient, ready: Ready) -> FastAPI:
+    app = create_app("Headrace replay", ready)
+    _answer_errors(app)
+
+    @app.get("/v1/run", summary="Where the run stands")
+    async def run() -> dict[str, Any]:
+        return dataclasses.asdict(await client.state())
+
+    @app.get("/v1/stats", summary="Groups by state, refusals, requeues, bytes, ages, replicas, the scoring line")
+    async def stats() -> dict[str, Any]:
+        return await client.stats()
+
+    @app.get("/v1/groups/{group_id}", summary="One group, and its trajectories so far")
+    async def group(group_id: str) -> dict[str, Any]:
+        found = await client.group(group_id)
+        if found is None:
+            raise HTTPException(404, f"the buffer does not hold group {group_id!r}")
+        return {**found, "group": None if found["group"] is None else _plain(found["group"])}
+
+    @app.get("/v1/trajectories/{group_id}/{index}", summary="One trajectory with its tokens and score")
+    async def trajectory(group_id: str, index: int) -> dict[str, Any]:
+        found = await client.trajectory(group_id, index)
+        if found is None:
+            raise HTTPException(404, f"the buffer does not hold trajectory {index} of group {group_id!r}")
+        payload, score = found
+        return {**_plain(payload), "score": None if score is None else _plain(score)}
+
+    @app.get("/v1/metrics", summary="Metrics of each trainer step and validation")
+    async def metrics(after: After = "0", count: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> list[dict[str, Any]]:
+        return [
+            {"id": entry, "kind": kind, "step": step, "metrics": values}
+            for entry, kind, step, values in await client.metrics(after, count)
+        ]
+
+    @app.get("/v1/events", summary="What happens in the run, as server-sent events", response_class=StreamingResponse)
+    async def events(
+        request: Request,
+        after: After = "$",
+        last_event_id: Annotated[str | None, Header(pattern=_AFTER)] = None,
+    ) -> StreamingResponse:
+        return StreamingResponse(_events(client, request, last_event_id or after), media_type="text/event-stream")
+
+    return app
+
+
+async def _events(client: ReplayClient, request: Request, after: str) -> AsyncIterator[str]:
+    if after == "$":
+        after = await client.newest_event()
+    while not await request.is_disconnected():
+        entries = await client.events(after, _EVENTS_BLOCK_S)
+        for after, fields in entries:
+            yield f"id: {after}\nevent: {fields.pop('kind')}\ndata: {json.dumps(fields)}\n\n"
+        if not entries:
+            yield ": nothing new\n\n"
+
+
+def _answer_errors(app: FastAPI) -> None:
+    def answer(status: int) -> Any:
+        async def handler(_: Request, error: Exception) -> JSONResponse:
+            return JSONResponse({"detail": str(error)}, status_code=status)
+
+        return handler
+
+    app.add_exception_handler(InvalidCall, answer(400))
+    app.add_exception_handler(CodecError, answer(500))
+    app.add_exception_handler(ReplayUnavailable, answer(503))
+
+
+def _plain(record: Group | Trajectory | Score) -> dict[str, Any]:
+    """A record as JSON types; arrays become lists."""
+    return {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in dataclasses.asdict(record).items()
+    }

@@ -1,0 +1,184 @@
+"""The replay service: the buffer's server (embedded, unless there is one), its functions, the scorer, and the HTTP API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+from redis.asyncio import Redis
+
+from headrace.config import Config
+from headrace.errors import ConfigError, ReplayUnavailable, ServiceError
+from headrace.replay import Limits, ReplayClient, worst_case_bytes
+from headrace.replay_wire import Wire, open_redis
+from headrace.service import bind, serve_http, stop_on_signals
+from services.replay import library
+from services.replay.embedded import EmbeddedServer
+from services.replay.gauges import Snapshot, exported
+from services.replay.http import build_app
+from services.replay.scorer import run_scorer
+
+_log = logging.getLogger("headrace.replay")
+# An embedded server that ends this often in a row, each time within a minute, can't be kept up.
+_DEATHS, _DEATH_WINDOW_S = 3, 60.0
+_LOOK_S = 1.0
+
+
+def main(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT. Raises `HeadraceError`: a busy port, an unreachable or unfit server."""
+    limits = limits_of(config)
+    asyncio.run(_serve(config, limits))
+
+
+def limits_of(config: Config) -> Limits:
+    """What the configuration says to the state machine. Raises `ConfigError` if no two batches fit into `replay.max_bytes`."""
+    grpo, replay, generation = config.grpo, config.replay, config.policy.generation
+    longest = config.policy.max_total_sequence_length - generation.max_new_tokens
+    # one batch in training, the next on its way
+    needed = (
+        2
+        * grpo.num_prompts_per_step
+        * worst_case_bytes(grpo.num_generations_per_prompt, longest, generation.max_new_tokens)
+    )
+    if needed > replay.max_bytes:
+        raise ConfigError(
+            f"replay.max_bytes {replay.max_bytes} can't hold two batches of {grpo.num_prompts_per_step} x "
+            f"{grpo.num_generations_per_prompt} trajectories; set it to at least {needed}"
+        )
+    return Limits(
+        prompts_per_step=grpo.num_prompts_per_step,
+        generations_per_prompt=grpo.num_generations_per_prompt,
+        max_age=grpo.max_age,
+        staleness_policy=replay.staleness_policy,
+        max_attempts=replay.max_attempts,
+        max_scoring_attempts=replay.max_scoring_attempts,
+        lease_s=replay.lease_s,
+        group_deadline_s=replay.group_deadline_s,
+        scoring_deadline_s=replay.scoring_deadline_s,
+        replica_dead_s=config.rollout.dead_after_s,
+        max_bytes=replay.max_bytes,
+    )
+
+
+async def check_server(redis: Redis, url: str) -> None:
+    """Raise `ServiceError` unless the server is new enough and never evicts, `ReplayUnavailable` if it does not answer."""
+    wire = Wire(redis, "none")
+    version = str((await wire.command("INFO", "server"))["redis_version"])
+    if int(version.split(".")[0]) < 7:
+        raise ServiceError(
+            f"replay.redis_url {url}: Redis {version} has no functions; run Redis 7.0 or later, or Valkey"
+        )
+    policy = (await wire.command("INFO", "memory"))["maxmemory_policy"]
+    if policy != "noeviction":
+        raise ServiceError(
+            f"replay.redis_url {url}: maxmemory-policy {policy} would drop trajectories; "
+            "set it with `CONFIG SET maxmemory-policy noeviction`"
+        )
+
+
+async def _serve(config: Config, limits: Limits) -> None:
+    async with running(config, limits, stop_on_signals()) as (port, work):
+        _log.info("run %s at %s, HTTP on port %d", config.run.id, config.redis_url, port)
+        await work()
+
+
+@contextlib.asynccontextmanager
+async def running(
+    config: Config, limits: Limits, stop: asyncio.Event
+) -> AsyncIterator[tuple[int, Callable[[], Awaitable[None]]]]:
+    """The service ready for work: (port of the HTTP API, what to await: returns after `stop`, raises what ends the service)."""
+    if config.run.id is None:
+        raise ServiceError("run.id is not set; give `run.id=NAME`, or start the pipeline with `headrace up`")
+    async with contextlib.AsyncExitStack() as stack:
+        sock = bind(config.replay.host, config.replay.port, "replay.port")
+        stack.callback(sock.close)
+        server = None
+        if config.replay.redis_url is None:
+            replay = config.replay
+            server = EmbeddedServer(
+                config.run_folder / "replay", replay.redis_host, replay.redis_port, replay.appendfsync
+            )
+            stack.push_async_callback(server.stop)
+            await server.start()
+        client = ReplayClient(open_redis(config.redis_url), config.run.id)
+        stack.push_async_callback(client.aclose)
+        buffer = _Buffer(client, limits, config.redis_url)
+        await buffer.prepare()
+        stack.enter_context(exported(buffer.snapshot))
+        await stack.enter_async_context(serve_http(build_app(client, buffer.trouble), sock))
+
+        async def work() -> None:
+            helpers = [buffer.watch(), *([_keep_up(server)] if server is not None else [])]
+            await _until_stopped(stop, run_scorer(config, client, stop), helpers)
+
+        yield sock.getsockname()[1], work
+
+
+async def _until_stopped(stop: asyncio.Event, scorer: Coroutine[Any, Any, None], helpers: list[Any]) -> None:
+    """Run `scorer`, which ends at `stop`, and its endless `helpers`; the first that raises ends them all."""
+    scoring = asyncio.create_task(scorer)
+    helping = [asyncio.create_task(helper) for helper in helpers]
+    try:
+        await asyncio.wait([scoring, *helping], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stop.set()
+        for task in helping:
+            task.cancel()
+        results = await asyncio.gather(scoring, *helping, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+
+
+class _Buffer:
+    """The run on its server, made again with the functions should the server come back without them."""
+
+    def __init__(self, client: ReplayClient, limits: Limits, url: str) -> None:
+        self.snapshot = Snapshot()
+        self._client = client
+        self._limits = limits
+        self._url = url
+        self._trouble: str | None = None
+
+    async def trouble(self) -> str | None:
+        """Why the buffer can't be used now, or None."""
+        return self._trouble
+
+    async def prepare(self) -> None:
+        await check_server(self._client.redis, self._url)
+        await library.load(self._client.redis)
+        await self._client.open_run(self._limits)
+
+    async def watch(self) -> None:
+        while True:
+            try:
+                self.snapshot.stats = await self._client.stats()
+                self._trouble = None
+            except ReplayUnavailable as error:
+                self.snapshot.stats = None
+                if self._trouble is None:
+                    _log.warning("%s; waiting for it", error)
+                self._trouble = str(error)
+                # a server that came back empty knows neither the functions nor the run; one that is away stays in trouble
+                with contextlib.suppress(ReplayUnavailable):
+                    await self.prepare()
+            await asyncio.sleep(_LOOK_S)
+
+
+async def _keep_up(server: EmbeddedServer) -> None:
+    """Start the embedded server again on its append-only file whenever it ends."""
+    deaths: list[float] = []
+    clock = asyncio.get_running_loop().time
+    while True:
+        status = await server.ended()
+        deaths = [moment for moment in deaths if moment > clock() - _DEATH_WINDOW_S] + [clock()]
+        if len(deaths) >= _DEATHS:
+            raise ServiceError(
+                f"the embedded server ended {len(deaths)} times within a minute, last with status {status}; "
+                f"see {server.folder / 'server.log'}"
+            )
+        _log.warning("the embedded server ended with status %d; starting it again on its append-only file", status)
+        await server.start()
