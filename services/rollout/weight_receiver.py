@@ -189,11 +189,12 @@ class WeightReceiver:
     async def _prompt_logprobs(self, request_id: str, token_ids: Int32) -> Float32:
         """[len - 1] log-probabilities of tokens 1.., as the engine computes them; never read from the prefix cache."""
         from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
 
         ids = token_ids.tolist()
         params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
         rows: list[Any] = []
-        async for output in self._engine.generate({"prompt_token_ids": ids}, params, request_id, priority=-1):
+        async for output in self._engine.generate(tokens_input(ids), params, request_id, priority=-1):
             rows = output.prompt_logprobs or rows
         return np.array([row[token].logprob for row, token in zip(rows[1:], ids[1:], strict=True)], dtype=np.float32)
 

@@ -14,7 +14,7 @@ from headrace.config import Config
 from headrace.replay import Epoch, ReplayClient
 from headrace.service import die_with_parent
 from services.rollout.engine import running_engine
-from services.rollout.weight_receiver import WeightReceiver, engine_arguments
+from services.rollout.weight_receiver import WeightReceiver
 
 
 def say(**fields: object) -> None:
@@ -24,10 +24,11 @@ def say(**fields: object) -> None:
 
 async def generate(engine: Any, ids: list[int], max_tokens: int) -> None:
     from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
 
     params = SamplingParams(max_tokens=max_tokens, temperature=1.0, logprobs=0, ignore_eos=True)
     announced = False
-    async for output in engine.generate({"prompt_token_ids": ids}, params, f"request-{id(params)}"):
+    async for output in engine.generate(tokens_input(ids), params, f"request-{id(params)}"):
         if not announced:
             announced = True
             say(event="generating")
@@ -79,7 +80,7 @@ def main() -> None:
     die_with_parent()
     spec = json.loads(sys.argv[1])
     config = Config.model_validate(spec["config"])
-    with running_engine(config, {**engine_arguments(config), **spec["arguments"]}) as engine:
+    with running_engine(config, spec["arguments"]) as engine:
         asyncio.run(serve(spec, config, engine))
 
 

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.config import Config
 from headrace.replay import Limits, ReplayClient
+from headrace.replay_wire import open_redis
 from headrace.weights.probe import choose_token_ids
 from services.trainer.weight_sender import RefitReport, WeightSender
 
@@ -62,14 +63,16 @@ class Policy:
         """A step away from here; returns the weights after it."""
         for _, tensor in self._named():
             tensor.add_(torch.randn(tensor.shape, generator=self.generator) * 0.02)
-        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        return self.weights()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self._named()}
 
     def logprobs(self, ids: np.ndarray | list[int], weights: dict[str, torch.Tensor] | None = None) -> np.ndarray:
         """[len - 1] log-probabilities of tokens 1.. by transformers."""
         tokens = torch.as_tensor(np.asarray(ids), dtype=torch.long)[None]
         with torch.no_grad():
-            state = weights or dict(self.model.state_dict())
-            logits = torch.func.functional_call(self.model, state, (tokens,)).logits[0]
+            logits = torch.func.functional_call(self.model, weights or dict(self._named()), (tokens,)).logits[0]
         return logits[:-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].numpy()
 
 
@@ -202,10 +205,8 @@ def model(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path) -> P
 @pytest.fixture
 async def run(redis_url: str, model: Path) -> AsyncIterator[Run]:
     run_id = f"run-{uuid.uuid4().hex[:8]}"
-    opener = await ReplayClient.connect(redis_url)
-    await opener.open_run(LIMITS, run_id)
-    await opener.aclose()
-    replay = await ReplayClient.connect(redis_url, run_id)
+    replay = ReplayClient(open_redis(redis_url), run_id)
+    await replay.open_run(LIMITS)
     await replay.rewind(0, TIMELINE)
     run = Run(redis_url, run_id, replay, Policy(model), model)
     yield run
@@ -236,7 +237,7 @@ async def test_log_probabilities_are_those_of_transformers_after_every_refit(run
 async def test_in_flight_each_span_is_of_the_weights_it_names(run: Run) -> None:
     replica = await run.start("a")
     await replica.expect("ready")
-    weights = {0: {n: t.clone() for n, t in run.policy.model.state_dict().items()}}
+    weights = {0: run.policy.weights()}
     await run.refit(0)
     prompt = run.policy.probe_ids[:10].tolist()
     await replica.ask(prompt, 900)
@@ -258,7 +259,7 @@ async def test_a_stale_packed_head_is_refused_though_names_and_weights_agree(run
     report = await run.refit(1)
     assert report.verified == ("good",)
     assert list(report.refused) == ["stale"]
-    assert await run.states() == {"good": ("HEALTHY", 1), "stale": ("STALE", 0)}
+    assert await run.states() == {"good": ("HEALTHY", 1), "stale": ("STALE", -1)}
     assert (await stale.expect("refit"))["healthy"]
     assert (await stale.expect("refit"))["paused"]
 
