@@ -1,14 +1,16 @@
 -- How a transition becomes a Redis function: load the run, expire what is due, do it, and write what is common once.
 
-local function answer(handler, keys, args, call)
+-- `arity`: how many arguments there must be; nil where the handler counts them.
+local function answer(handler, arity, keys, args, call)
   call.run = load_run(keys)
+  if arity and #args ~= arity then refuse('HR_INVALID', #args .. ' arguments, not ' .. arity) end
   if not call.reads then expire(call.run) end
   return handler(call.run, args)
 end
 
-local function respond(handler, keys, args, reads)
+local function respond(handler, arity, keys, args, reads)
   local call = {reads = reads}
-  local ok, reply = pcall(answer, handler, keys, args, call)
+  local ok, reply = pcall(answer, handler, arity, keys, args, call)
   local run = call.run
   local refused = not ok and type(reply) == 'table' and reply.code
   if run and not reads then
@@ -20,15 +22,15 @@ local function respond(handler, keys, args, reads)
   error(reply)
 end
 
-local function register(function_name, handler)
-  redis.register_function(function_name, function(keys, args) return respond(handler, keys, args, false) end)
+local function register(function_name, arity, handler)
+  redis.register_function(function_name, function(keys, args) return respond(handler, arity, keys, args, false) end)
 end
 
 -- A function that changes nothing, not even what is due: for people, and for replicas of the server.
-local function register_reader(function_name, handler)
+local function register_reader(function_name, arity, handler)
   redis.register_function{
     function_name = function_name,
-    callback = function(keys, args) return respond(handler, keys, args, true) end,
+    callback = function(keys, args) return respond(handler, arity, keys, args, true) end,
     flags = {'no-writes'},
   }
 end

@@ -3,9 +3,8 @@
 -- ARGV     epoch, rendezvous (msgpack)
 -- Returns  the epoch, as open_epoch. Repeating it gives the same epoch.
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID
-register('hr_begin_epoch', function(run, args)
+register('hr_begin_epoch', 2, function(run, args)
   local id = name(args[1], 'epoch')
-  if #args ~= 2 then refuse('HR_INVALID', #args .. ' arguments, not 2') end
   local epoch = require_epoch(run, id, {announced = true, transfer = true})
   if epoch.state == 'transfer' then return reply_epoch(run, epoch) end
   epoch.rendezvous = args[2]

@@ -3,7 +3,7 @@
 -- ARGV     timeline
 -- Returns  1
 -- Errors   HR_TIMELINE
-register('hr_close', function(run, args)
+register('hr_close', 1, function(run, args)
   require_timeline(run, args[1])
   if run.closed == 0 then
     set(run, 'closed', 1)

@@ -3,7 +3,7 @@
 -- ARGV     version, timeline
 -- Returns  groups whose payloads are still to be freed: call again until 0
 -- Errors   HR_TIMELINE, HR_STEP (a step that was never reserved), HR_INVALID
-register('hr_commit', function(run, args)
+register('hr_commit', 2, function(run, args)
   local version = natural(args[1], 'version')
   require_timeline(run, args[2])
   if version > run.next_step then

@@ -1,9 +1,9 @@
--- deregister
+-- deregister: a replica leaves the fleet.
 -- KEYS     the run
 -- ARGV     replica
 -- Returns  groups it still holds: call again until 0. What it held is requeued without costing an attempt.
 -- Errors   HR_INVALID
-register('hr_deregister', function(run, args)
+register('hr_deregister', 1, function(run, args)
   local id = name(args[1], 'replica')
   if redis.call('EXISTS', replica_key(run, id)) == 0 then return 0 end
   redis.call('HSET', replica_key(run, id), 'state', 'STALE')

@@ -46,7 +46,7 @@ local function add(run, group)
   move(run, group.lane, nil, 'queued')
 end
 
-register('hr_enqueue', function(run, args)
+register('hr_enqueue', nil, function(run, args)
   local count = entries(args, 3, 6, BATCH)
   require_timeline(run, args[1])
   require_incarnation(run, args[2])

@@ -3,7 +3,7 @@
 -- ARGV     group ids
 -- Returns  for each group: state, reason, record key, payload keys in index order (only if evaluated)
 -- Errors   HR_INVALID: malformed, or a group that the validation lane does not hold (a rewind drops it)
-register('hr_evaluated', function(run, args)
+register('hr_evaluated', nil, function(run, args)
   entries(args, 0, 1, BATCH)
   local reply = {}
   for i, id in ipairs(args) do

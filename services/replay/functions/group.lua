@@ -1,10 +1,10 @@
--- group
+-- group: one group and its trajectories, for people.
 -- KEYS     the run
 -- ARGV     group id
 -- Returns  state, record key, the group's fields and values, and for each trajectory pushed so far: index, payload key,
 --          `<nonce> <length> <oldest> <newest>`, reward ('' before it is scored), or nil if the buffer does not know the group
 -- Errors   HR_INVALID
-register_reader('hr_group', function(run, args)
+register_reader('hr_group', 1, function(run, args)
   local group = load_group(run, name(args[1], 'group id'))
   if not group then return nil end
   if group.state == 'reserved' and group.step < run.committed then group.state = 'trained' end

@@ -1,4 +1,4 @@
--- heartbeat
+-- heartbeat: a replica lives, and so do its leases.
 -- KEYS     the run
 -- ARGV     replica, epoch the caller knows (`<id> <state>`, or ''), tokens of its leases
 -- Returns  state, timeline, 1 if the newest epoch is another than the caller knows, tokens that are no longer valid
@@ -16,7 +16,7 @@ local function renew(run, id, token, renewed)
   return true
 end
 
-register('hr_heartbeat', function(run, args)
+register('hr_heartbeat', nil, function(run, args)
   entries(args, 2, 1, 4 * BATCH)
   local id = name(args[1], 'replica')
   for i = 3, #args do name(args[i], 'token') end

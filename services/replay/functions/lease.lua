@@ -69,7 +69,7 @@ local function lease_from(run, lane, most, replica, version, nonce, reply)
   return granted
 end
 
-register('hr_lease', function(run, args)
+register('hr_lease', 3, function(run, args)
   local replica, most, nonce = name(args[1], 'replica'), positive(args[2], 'most groups'), name(args[3], 'nonce')
   most = math.min(most, BATCH)
   local state, version, timeline = unpack(redis.call('HMGET', run.base .. 'r:' .. replica, 'state', 'version', 'timeline'))

@@ -1,11 +1,10 @@
--- open_epoch
+-- open_epoch: announce a membership epoch to every replica that is not DEAD; any epoch before it is over.
 -- KEYS     the run
 -- ARGV     epoch (a nonce), version, timeline, rendezvous (msgpack)
 -- Returns  the epoch: id, version, timeline, state, rendezvous, {member, what it did, …}. Repeating it gives the same epoch.
 -- Errors   HR_TIMELINE, HR_INVALID
-register('hr_open_epoch', function(run, args)
+register('hr_open_epoch', 4, function(run, args)
   local id, version, timeline = name(args[1], 'epoch'), natural(args[2], 'version'), args[3]
-  if #args ~= 4 then refuse('HR_INVALID', #args .. ' arguments, not 4') end
   require_timeline(run, timeline)
   local before = load_epoch(run)
   if before and before.id == id then return reply_epoch(run, before) end

@@ -42,7 +42,7 @@ end
 local function accept(run, entry, key, values, size)
   local _, _, n, pushed, oldest, newest, actual, lane, replica, held = unpack(values)
   pushed, actual = pushed + 1, actual + size
-  redis.call('PERSIST', run.base .. 'p:' .. entry.nonce)
+  redis.call('PERSIST', entry.payload)
   redis.call('HSET', key, 'pushed', pushed, 'actual', actual,
     'oldest', math.min(tonumber(oldest or entry.oldest), entry.oldest),
     'newest', math.max(tonumber(newest or entry.newest), entry.newest),
@@ -52,36 +52,45 @@ local function accept(run, entry, key, values, size)
   if pushed == tonumber(n) then complete(run, entry, lane, replica, tonumber(held), actual, key) end
 end
 
+-- The staged payload goes, unless it is the one an earlier delivery of the same call made permanent.
+local function unstage(entry, mine)
+  if not mine or string.match(mine, '^%S+') ~= entry.nonce then redis.call('UNLINK', entry.payload) end
+end
+
 local function push(run, entry, foreign)
-  local key, payload = group_key(run, entry.id), run.base .. 'p:' .. entry.nonce
-  if foreign then
-    redis.call('UNLINK', payload)
-    return refuse_entry(run, 'HR_TIMELINE', 'a rewind or restore has ended the timeline of group ' .. entry.id)
-  end
+  local key = group_key(run, entry.id)
   local values = redis.call('HMGET', key, 'state', 'token', 'n', 'pushed', 'oldest', 'newest', 'actual', 'lane', 'replica',
     'held', 'p' .. entry.index)
   local state, token, n, mine = values[1], values[2], tonumber(values[3] or nil), values[11]
-  if mine and token == entry.token then
-    -- the staged copy of a repeat goes, but not if the first call staged under the same nonce
-    if string.match(mine, '^%S+') ~= entry.nonce then redis.call('UNLINK', payload) end
+  local code, message
+  if foreign then
+    code, message = 'HR_TIMELINE', 'a rewind or restore has ended the timeline of group ' .. entry.id
+  elseif mine and token == entry.token then
+    unstage(entry, mine)
     return ''
+  else
+    code, message = refusal(run, entry, state, token, n)
   end
-  local code, message = refusal(run, entry, state, token, n)
-  local size = code and 0 or redis.call('STRLEN', payload)
+  local size = code and 0 or redis.call('STRLEN', entry.payload)
   if not code and size == 0 then
     code, message = 'HR_INVALID', 'the payload of group ' .. entry.id .. ' was not staged, or its time ran out'
   end
   if code then
-    redis.call('UNLINK', payload)
+    unstage(entry, mine)
     return refuse_entry(run, code, message)
   end
   accept(run, entry, key, values, size)
   return ''
 end
 
-register('hr_push', function(run, args)
+register('hr_push', nil, function(run, args)
   local parsed = {}
-  for i = 1, entries(args, 2, 7, BATCH) do parsed[i] = parse(args, 3 + (i - 1) * 7) end
+  local count = entries(args, 2, 7, BATCH)
+  local staged = run.key .. ':' .. name(args[2], 'incarnation') .. ':p:'
+  for i = 1, count do
+    parsed[i] = parse(args, 3 + (i - 1) * 7)
+    parsed[i].payload = staged .. parsed[i].nonce
+  end
   local foreign = run.timeline ~= args[1] or run.incarnation ~= args[2]
   local reply = {}
   for i, entry in ipairs(parsed) do reply[i] = push(run, entry, foreign) end

@@ -3,9 +3,8 @@
 -- ARGV     replica, epoch, reason
 -- Returns  1; the replica is STALE
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID
-register('hr_refuse', function(run, args)
+register('hr_refuse', 3, function(run, args)
   local replica, id = name(args[1], 'replica'), name(args[2], 'epoch')
-  if #args ~= 3 then refuse('HR_INVALID', #args .. ' arguments, not 3') end
   require_epoch(run, id, {announced = true, transfer = true})
   if not redis.call('HGET', run.base .. 'members', replica) then
     refuse('HR_FENCED', 'replica ' .. replica .. ' is not a member of epoch ' .. id)

@@ -4,8 +4,7 @@
 -- ARGV     timeline, incarnation, group id, token, how (failed, returned, rejected), reason
 -- Returns  1
 -- Errors   HR_TIMELINE, HR_LEASE_LOST, HR_INVALID
-register('hr_release', function(run, args)
-  if #args ~= 6 then refuse('HR_INVALID', #args .. ' arguments, not 6') end
+register('hr_release', 6, function(run, args)
   local id, token = name(args[3], 'group id'), name(args[4], 'token')
   local how = choice(args[5], {failed = true, returned = true, rejected = true}, 'how')
   require_timeline(run, args[1])

@@ -2,7 +2,7 @@
 -- KEYS     the run
 -- ARGV     none
 -- Returns  trajectories still to be released: call again until 0
-register('hr_release_scoring', function(run)
+register('hr_release_scoring', 0, function(run)
   local members = redis.call('ZRANGE', run.base .. 'taken', 0, BATCH - 1)
   for _, member in ipairs(members) do void_token(run, member) end
   return redis.call('ZCARD', run.base .. 'taken')

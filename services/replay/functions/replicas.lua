@@ -1,8 +1,8 @@
--- replicas
+-- replicas: the fleet.
 -- KEYS     the run
 -- ARGV     none
 -- Returns  for each replica: id, state, version, timeline, info (msgpack), leases, milliseconds since it was seen
-register_reader('hr_replicas', function(run)
+register_reader('hr_replicas', 0, function(run)
   local reply = {}
   for _, id in ipairs(redis.call('ZRANGE', run.base .. 'replicas', 0, -1)) do
     local state, version, timeline, info, seen =

@@ -117,7 +117,7 @@ local function hand_out(run, step, groups)
   return batch_of(run, step, ids)
 end
 
-register('hr_reserve', function(run, args)
+register('hr_reserve', 2, function(run, args)
   local step = natural(args[1], 'step')
   require_timeline(run, args[2])
   if step == run.next_step - 1 and step >= run.committed then

@@ -5,7 +5,7 @@
 -- ARGV     version, timeline, incarnation (new nonces), highest order taken (-1: none)
 -- Returns  the run's state, msgpack
 -- Errors   HR_INVALID
-register('hr_restore', function(run, args)
+register('hr_restore', 4, function(run, args)
   local version, timeline, incarnation = natural(args[1], 'version'), name(args[2], 'timeline'), name(args[3], 'incarnation')
   local enqueued = args[4] == '-1' and -1 or natural(args[4], 'highest order taken')
   if incarnation == run.incarnation then return cmsgpack.pack(run_state(run)) end

@@ -55,7 +55,7 @@ local function reopen_leftovers(run)
   redis.call('UNLINK', run.base .. 'unused')
 end
 
-register('hr_rewind', function(run, args)
+register('hr_rewind', 2, function(run, args)
   local version, timeline = natural(args[1], 'version'), name(args[2], 'timeline')
   if timeline == run.timeline then return cmsgpack.pack(run_state(run)) end
   if version > run.next_step then

@@ -64,7 +64,7 @@ local function score(run, entry, done)
   return ''
 end
 
-register('hr_score', function(run, args)
+register('hr_score', nil, function(run, args)
   local parsed, reply, done = {}, {}, {}
   for i = 1, entries(args, 0, 7, BATCH) do parsed[i] = parse(args, 1 + (i - 1) * 7) end
   for i, entry in ipairs(parsed) do reply[i] = score(run, entry, done) end

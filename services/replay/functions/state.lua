@@ -3,4 +3,4 @@
 -- ARGV     none
 -- Returns  the run's state, msgpack
 -- Errors   HR_UNAVAILABLE: no such run
-register_reader('hr_state', function(run) return cmsgpack.pack(run_state(run)) end)
+register_reader('hr_state', 0, function(run) return cmsgpack.pack(run_state(run)) end)

@@ -26,7 +26,7 @@ local function newest_failed(run)
   return letters
 end
 
-register_reader('hr_stats', function(run)
+register_reader('hr_stats', 0, function(run)
   local age_mean, age_max = unpack(redis.call('HMGET', run.key, 'age_mean', 'age_max'))
   local stats = run_state(run)
   stats.refusals = numbers(redis.call('HGETALL', run.base .. 'refusals'))

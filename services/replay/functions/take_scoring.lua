@@ -3,7 +3,7 @@
 -- ARGV     scorer, most trajectories, nonce (tokens are made of it)
 -- Returns  for each trajectory: group id, index, payload key, record key, token, scoring attempt
 -- Errors   HR_INVALID
-register('hr_take_scoring', function(run, args)
+register('hr_take_scoring', 3, function(run, args)
   local scorer, nonce = name(args[1], 'scorer'), name(args[3], 'nonce')
   local most = math.min(positive(args[2], 'most trajectories'), BATCH)
   local members = redis.call('ZRANGE', run.base .. 'unscored', 0, most - 1)

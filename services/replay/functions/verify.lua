@@ -3,7 +3,7 @@
 -- ARGV     replica, epoch, difference, tolerance (nats)
 -- Returns  1: HEALTHY at the epoch's version; 0: STALE, the difference (nan too) is not within the tolerance
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID
-register('hr_verify', function(run, args)
+register('hr_verify', 4, function(run, args)
   local replica, id = name(args[1], 'replica'), name(args[2], 'epoch')
   local difference, tolerance = tonumber(args[3]), finite(args[4], 'tolerance')
   if not difference then refuse('HR_INVALID', 'difference is ' .. show(args[3]) .. ', not a number') end

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
-from headrace.replay import Lease, ReplayClient, Reservation, RunState
+from headrace.replay import Lease, Limits, ReplayClient, Reservation, RunState
 from headrace.trajectory import Group, Lane, Sampling, Score, Span, Trajectory
 
 
@@ -112,3 +114,40 @@ async def rewind(replay: ReplayClient, version: int) -> RunState:
 async def total(replay: ReplayClient) -> int:
     """Groups of the train lane in all states together: law 1 keeps it equal to those enqueued."""
     return sum((await replay.state()).counts.values())
+
+
+async def tighten(replay: ReplayClient, limits: Limits, **changes: float) -> None:
+    """Other limits from now on."""
+    await replay.open_run(dataclasses.replace(limits, **changes))  # type: ignore[arg-type]
+
+
+async def contents(replay: ReplayClient) -> dict[bytes, object]:
+    """Everything the server holds of this run but the count of refusals: what a refused call must leave as it was."""
+    redis, held = replay.redis, {}
+    async for key in redis.scan_iter(match=f"hr:{{{replay.run_id}}}*", count=1000):
+        if key.endswith(b":refusals"):
+            continue
+        match await redis.type(key):
+            case b"hash":
+                held[key] = await redis.hgetall(key)
+            case b"zset":
+                held[key] = await redis.zrange(key, 0, -1, withscores=True)
+            case b"set":
+                held[key] = await redis.smembers(key)
+            case b"list":
+                held[key] = await redis.lrange(key, 0, -1)
+            case b"stream":
+                held[key] = await redis.xlen(key)
+            case _:
+                held[key] = (await redis.get(key), await redis.ttl(key))
+    return held
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Return once `condition` holds; the test's own time limit ends it otherwise."""
+    while not await condition():  # noqa: ASYNC110 - what is awaited happens in the server
+        await asyncio.sleep(0.01)
+
+
+async def refusals(replay: ReplayClient) -> dict[str, int]:
+    return dict((await replay.stats())["refusals"])
