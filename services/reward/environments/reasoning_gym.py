@@ -34,12 +34,14 @@ class ReasoningGym(BuiltIn):
     def judge(self, sample: Sample) -> float | Score:
         info = sample.extra_env_info
         task, entry, config = info.get("task"), info.get("entry"), info.get("task_config", {})
-        if task not in DATASETS:
+        if not isinstance(task, str) or task not in DATASETS:
             return Score("INVALID", message=f"extra_env_info.task is {task!r:.80}, not a task of {self.build}")
         if not isinstance(entry, dict) or not {"question", "answer", "metadata"} <= entry.keys():
             return Score(
                 "INVALID", message="extra_env_info.entry must hold question, answer and metadata of the problem"
             )
+        if not isinstance(config, dict):
+            return Score("INVALID", message=f"extra_env_info.task_config is {config!r:.80}, not arguments of the task")
         try:
             dataset = self._task(task, json.dumps(config, sort_keys=True))
         except (TypeError, ValueError, AssertionError) as error:

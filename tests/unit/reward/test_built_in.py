@@ -1,0 +1,158 @@
+"""The built-in environments: extraction, mathematical equality, and reasoning-gym's own rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from headrace import Sample, Score
+from headrace.config.data import Env
+from headrace.tagged_json import to_json
+from headrace.v1.trajectory_pb2 import Trajectory
+from headrace.wire import sample_from_wire, sample_to_wire
+from services.reward.environments import make
+from services.reward.environments.base import Extract, extract_answer
+from services.reward.environments.math import Math
+from services.reward.environments.reasoning_gym import ReasoningGym
+from services.reward.worker import judge
+
+
+@pytest.mark.parametrize(
+    ("completion", "how", "answer"),
+    [
+        ("  42\n", "none", "42"),
+        ("7", "last_number", "7"),
+        ("3 + 4 = 7.", "last_number", "7"),
+        ("first 1, then -2", "last_number", "-2"),
+        ("it is 5-3", "last_number", "3"),
+        ("that makes 1,234,567 in all", "last_number", "1234567"),
+        ("1,2", "last_number", "2"),
+        ("about 3.50", "last_number", "3.50"),
+        ("x2 is 9", "last_number", "9"),
+        ("none at all", "last_number", None),
+        ("", "last_number", None),
+        ("<answer> a </answer> or <ANSWER>b\nc</ANSWER>", "answer_tag", "b\nc"),
+        ("<answer>open", "answer_tag", None),
+    ],
+)
+def test_extraction(completion: str, how: Extract, answer: str | None) -> None:
+    assert extract_answer(completion, how) == answer
+
+
+def mathematics(completion: str, answer: Any, **env: Any) -> Score:
+    environment = Math("math", Env(**env))
+    return judge(environment, sample_to_wire(Sample(completion, {"answer": answer}, environment="math")))
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("132", "132"),
+        ("132", 132),
+        ("The answer is 132.", "132"),
+        ("so \\boxed{132}, not 7", "132"),
+        ("-5", "-5"),
+        ("$\\frac{1}{2}$", "0.5"),
+        ("0.5", "\\frac{1}{2}"),
+        ("\\boxed{x^2+2x+1}", "(x+1)^2"),
+        ("\\boxed{7}", "\\boxed{7}"),
+    ],
+)
+def test_math_right_answers_earn_1(completion: str, answer: Any) -> None:
+    score = mathematics(completion, answer)
+    assert (score.status, score.reward) == ("SCORED", 1.0)
+    assert score.build.startswith("math-verify ")
+
+
+@pytest.mark.parametrize(("completion", "answer"), [("131", "132"), ("", "132"), ("no idea", "132"), ("1", "-1")])
+def test_math_wrong_answers_earn_0(completion: str, answer: str) -> None:
+    score = mathematics(completion, answer)
+    assert (score.status, score.reward) == ("SCORED", 0.0)
+
+
+@pytest.mark.parametrize("answer", [None, "", " ", True, ["1"], {"x": 1}])
+def test_math_without_an_answer_to_compare_with_is_invalid(answer: Any) -> None:
+    score = mathematics("132", answer)
+    assert (score.status, score.reward) == ("INVALID", None)
+    assert "extra_env_info.answer" in score.message
+
+
+def test_a_completion_cut_off_earns_0_where_the_end_is_required() -> None:
+    sample = Sample("132", {"answer": "132"}, finish_reason="length", environment="math")
+    assert judge(Math("math", Env(require_stop=True)), sample_to_wire(sample)).reward == 0
+    assert judge(Math("math", Env(require_stop=False)), sample_to_wire(sample)).reward == 1
+
+
+def entry_of(task: str, **config: Any) -> dict[str, Any]:
+    dataset = reasoning_gym.create_dataset(task, size=1, seed=3, **config)
+    return {"task": task, "task_config": config, "entry": to_json(dataset[0])}
+
+
+def gym(completion: str, info: dict[str, Any], **env: Any) -> Score:
+    sample = Sample(completion, info, environment="gym")
+    return judge(ReasoningGym("gym", Env(type="reasoning_gym", **env)), sample_to_wire(sample))
+
+
+# Makes nothing without a list of other tasks.
+TASKS = sorted(set(DATASETS) - {"composite"})
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_scores_an_entry_from_the_wire_as_it_scores_its_own(task: str) -> None:
+    dataset = reasoning_gym.create_dataset(task, size=1, seed=3)
+    entry = dataset[0]
+    answer = str(entry["answer"])
+    info = {"task": task, "entry": to_json(entry)}
+    wire = Trajectory.FromString(sample_to_wire(Sample(answer, info, environment="gym")).SerializeToString())
+    score = judge(ReasoningGym("gym", Env(type="reasoning_gym")), wire)
+    assert sample_from_wire(wire).extra_env_info == info
+    assert (score.status, score.message) == ("SCORED", "")
+    assert score.reward == pytest.approx(dataset.score_answer(answer.strip(), entry))
+
+
+def test_a_task_scores_by_the_arguments_it_was_made_with() -> None:
+    info = entry_of("decimal_arithmetic", max_num_decimal_places=2, min_num_decimal_places=2)
+    coarse = str(round(float(info["entry"]["answer"]), 2) + 0.003)
+    assert gym(coarse, info).reward == 1
+    assert gym(coarse, {**info, "task_config": {"max_num_decimal_places": 6}}).reward == 0
+
+
+def test_extraction_and_threshold() -> None:
+    info = entry_of("chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    answer = info["entry"]["answer"]
+    wordy = f"I think it is {answer}."
+    assert gym(wordy, info, extract="last_number", threshold=1.0).reward == 1
+    partial = gym(wordy, info)
+    assert partial.reward is not None
+    assert 0 < partial.reward < 1
+    below = gym(wordy, info, threshold=1.0)
+    assert below.reward == 0
+    assert below.components == {"score_answer": partial.reward}
+    assert gym("no number", info, extract="last_number").reward == 0
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        ({}, "extra_env_info.task is None"),
+        ({"task": "no_such"}, "extra_env_info.task is 'no_such'"),
+        ({"task": ["chain_sum"]}, "extra_env_info.task is ['chain_sum']"),
+        ({"task": "chain_sum"}, "extra_env_info.entry"),
+        ({"task": "chain_sum", "entry": {"question": "1+1"}}, "extra_env_info.entry"),
+        ({**entry_of("chain_sum"), "task_config": {"no": 1}}, "extra_env_info.task_config"),
+        ({**entry_of("chain_sum"), "task_config": [1]}, "extra_env_info.task_config"),
+    ],
+)
+def test_a_problem_that_cannot_be_scored_is_invalid(info: dict[str, Any], words: str) -> None:
+    score = gym("1", info)
+    assert (score.status, score.reward) == ("INVALID", None)
+    assert words in score.message
+
+
+def test_an_environment_is_made_by_its_type_or_else_its_name() -> None:
+    assert isinstance(make("math", Env()), Math)
+    assert isinstance(make("reasoning_gym", Env()), ReasoningGym)
+    assert isinstance(make("sums", Env(type="math")), Math)

@@ -1,0 +1,184 @@
+"""The environment SDK: what a `score` method may return, what it may not, and what becomes of it then."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace import Environment, Sample, Score
+from headrace.environment import Judge
+
+WAIT_S = 30.0
+
+
+def environment(answer: Callable[[Sample], Any], **attributes: Any) -> Environment:
+    return type("Mine", (Environment,), {"score": lambda _, sample: answer(sample), **attributes})()
+
+
+def judge(mine: Environment, *completions: str, timeout_s: float | None = None) -> list[Score]:
+    async def run() -> list[Score]:
+        return await Judge(mine).score([Sample(completion) for completion in completions], timeout_s)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.array(1.0), Score("SCORED", 1.0)])
+def test_numbers_and_scores_are_rewards(value: object) -> None:
+    (score,) = judge(environment(lambda _: value, name="mine", build="7"), "x")
+    assert score == Score("SCORED", 1.0, environment="mine", build="7")
+
+
+def test_components_metadata_and_an_own_build_are_kept() -> None:
+    given = Score("SCORED", 0.5, {"format": 1.0}, {"seen": [1]}, build="own")
+    (score,) = judge(environment(lambda _: given, build="7"), "x")
+    assert score == Score("SCORED", 0.5, {"format": 1.0}, {"seen": [1]}, environment="Mine", build="own")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (float("nan"), "not a finite number"),
+        (float("-inf"), "not a finite number"),
+        (None, "NoneType"),
+        ("1.0", "str"),
+        ({"reward": 1}, "dict"),
+        (np.zeros(2), "TypeError"),
+    ],
+)
+def test_law_7_failure_is_not_zero_what_is_no_reward_is_failed(value: object, words: str) -> None:
+    (score,) = judge(environment(lambda _: value), "x")
+    assert (score.status, score.reward, score.environment) == ("FAILED", None, "Mine")
+    assert words in score.message
+
+
+def test_law_7_failure_is_not_zero_an_exception_is_failed_and_the_others_keep_their_rewards() -> None:
+    def score(sample: Sample) -> float:
+        if sample.completion == "exit":
+            raise SystemExit(3)
+        return 1 / len(sample.completion)
+
+    fine, exception, ended = judge(environment(score), "ab", "", "exit")
+    assert fine.reward == 0.5
+    assert (exception.status, exception.message) == ("FAILED", "ZeroDivisionError: division by zero")
+    assert (ended.status, ended.message) == ("FAILED", "RuntimeError: SystemExit: 3")
+
+
+def test_invalid_is_the_environments_own_word() -> None:
+    (score,) = judge(environment(lambda _: Score("INVALID", message="no answer in extra_env_info")), "x")
+    assert (score.status, score.message) == ("INVALID", "no answer in extra_env_info")
+
+
+def test_an_environment_without_a_method_says_so() -> None:
+    (score,) = judge(Environment(), "x")
+    assert score.status == "FAILED"
+    assert "defines neither score nor score_batch" in score.message
+
+
+def test_async_scores_run_at_the_same_time() -> None:
+    class Meeting(Environment):
+        """Scores nothing before all three samples are there."""
+
+        def __init__(self) -> None:
+            self.barrier = asyncio.Barrier(3)
+
+        async def score(self, sample: Sample) -> float:
+            await self.barrier.wait()
+            return float(len(sample.completion))
+
+    async def run() -> list[Score]:
+        return await Judge(Meeting()).score([Sample("a"), Sample("bb"), Sample("ccc")], WAIT_S)
+
+    assert [score.reward for score in asyncio.run(run())] == [1, 2, 3]
+
+
+def test_plain_scores_run_at_the_same_time_in_threads() -> None:
+    barrier = threading.Barrier(3, timeout=WAIT_S)
+    scores = judge(environment(lambda sample: barrier.wait() * 0 + len(sample.completion)), "a", "bb", "ccc")
+    assert [score.reward for score in scores] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_no_more_than_concurrency_at_a_time(concurrency: int) -> None:
+    lock, running, most = threading.Lock(), 0, 0
+
+    def score(_: Sample) -> float:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        threading.Event().wait(0.01)
+        with lock:
+            running -= 1
+        return 1.0
+
+    scores = judge(environment(score, concurrency=concurrency), *"abcdefgh")
+    assert all(score.reward == 1 for score in scores)
+    assert most == concurrency
+
+
+def test_concurrency_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Mine\.concurrency is 0"):
+        Judge(environment(lambda _: 1.0, concurrency=0))
+
+
+def test_what_is_late_is_timed_out_and_what_is_done_keeps_its_reward() -> None:
+    release = threading.Event()
+    slow = environment(lambda sample: release.wait(WAIT_S) * 0.0 if sample.completion == "slow" else 1.0)
+    try:
+        late, done = judge(slow, "slow", "fast", timeout_s=0.5)
+    finally:
+        release.set()
+    assert (late.status, late.reward) == ("TIMED_OUT", None)
+    assert "no answer from Mine within 0.5 s" in late.message
+    assert done.reward == 1
+
+
+def test_a_hung_thread_keeps_its_slot_and_no_other() -> None:
+    release = threading.Event()
+    mine = environment(lambda s: release.wait(WAIT_S) * 0.0 if s.completion == "slow" else 1.0, concurrency=2)
+
+    async def run() -> tuple[list[Score], list[Score], list[Score]]:
+        judge = Judge(mine)
+        first = await judge.score([Sample("slow")], 0.1)
+        beside = await judge.score([Sample("a"), Sample("b")], WAIT_S)
+        await judge.score([Sample("slow")], 0.1)
+        full = await judge.score([Sample("a")], 0.1)
+        release.set()
+        return first, beside, [*full, *await judge.score([Sample("a")], WAIT_S)]
+
+    first, beside, (full, after) = asyncio.run(run())
+    assert first[0].status == "TIMED_OUT"
+    assert [score.reward for score in beside] == [1, 1]
+    assert full.status == "TIMED_OUT"
+    assert after.reward == 1
+
+
+def test_a_batch_is_scored_at_once() -> None:
+    class Ranked(Environment):
+        def score_batch(self, samples: Sequence[Sample]) -> Sequence[float | Score]:
+            return [rank / len(samples) for rank, _ in enumerate(samples)]
+
+    assert [score.reward for score in judge(Ranked(), "a", "b")] == [0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"), [([1.0], "1 results for 2 samples"), (None, "TypeError"), (KeyError("x"), "KeyError")]
+)
+def test_law_7_failure_is_not_zero_a_batch_that_went_wrong_is_failed_whole(values: Any, words: str) -> None:
+    def score_batch(self: Environment, samples: Sequence[Sample]) -> Any:
+        if isinstance(values, Exception):
+            raise values
+        return values
+
+    scores = judge(environment(lambda _: 1.0, score_batch=score_batch), "a", "b")
+    assert [score.status for score in scores] == ["FAILED", "FAILED"]
+    assert words in scores[0].message
+
+
+def test_an_empty_batch_has_no_scores() -> None:
+    assert judge(environment(lambda _: 1.0)) == []

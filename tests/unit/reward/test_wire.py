@@ -1,0 +1,109 @@
+"""Between protobuf and Python: what goes over comes back, and what is malformed is refused or FAILED, never a number."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace import Sample, Score
+from headrace.errors import CodecError
+from headrace.v1 import trajectory_pb2 as pb
+from headrace.wire import sample_from_wire, sample_to_wire, score_from_wire, score_to_wire
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text("ab é"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("xy"), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(info=st.dictionaries(st.text("kl"), JSON, max_size=3))
+def test_a_sample_survives_the_wire(info: dict[str, object]) -> None:
+    sample = Sample(
+        completion="the answer is 7 é",
+        extra_env_info={"exact": 2**63 + 1, **info},
+        messages=(
+            {"role": "system", "content": ""},
+            {"role": "user", "content": "3+4"},
+            {"role": "assistant", "tool_calls": [{"id": 1}]},
+            {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        ),
+        completion_token_ids=(5, 6, 2**31 - 1),
+        finish_reason="length",
+        environment="math",
+        task_name="addition",
+        group_id="e0-train-1",
+        index=3,
+        idempotency_key="run/e0-train-1/1/3",
+    )
+    assert sample_from_wire(pb.Trajectory.FromString(sample_to_wire(sample).SerializeToString())) == sample
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        Score("SCORED", 0.0, environment="e", build="1"),
+        Score("SCORED", 0.1, {"format": 0.5, "answer": -2.0}, {"n": 2**70, "steps": [1, "é"]}),
+        Score("TIMED_OUT", message="late"),
+        Score("INVALID", message="no"),
+    ],
+)
+def test_a_score_survives_the_wire(score: Score) -> None:
+    assert score_from_wire(pb.Result.FromString(score_to_wire(score).SerializeToString())) == score
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (pb.Result(status=pb.STATUS_SCORED), "reward absent"),
+        (pb.Result(status=pb.STATUS_SCORED, reward=float("nan")), "reward nan"),
+        (pb.Result(status=pb.STATUS_SCORED, reward=float("inf")), "reward inf"),
+        (pb.Result(status=pb.STATUS_SCORED, reward=1, components={"a": float("nan")}), "not finite"),
+        (pb.Result(status=pb.STATUS_SCORED, reward=1, metadata_json="["), "metadata_json is not JSON"),
+        (pb.Result(status=pb.STATUS_SCORED, reward=1, metadata_json="[]"), "not an object"),
+        (pb.Result(status=pb.STATUS_UNSPECIFIED, reward=1), ""),
+    ],
+)
+def test_law_7_failure_is_not_zero_a_result_against_the_contract_is_failed(result: pb.Result, words: str) -> None:
+    score = score_from_wire(result)
+    assert (score.status, score.reward) == ("FAILED", None)
+    assert words in score.message
+
+
+@pytest.mark.parametrize("metadata", [{"x": object()}, {"x": float("nan")}, {"x": {1, 2}}])
+def test_law_7_failure_is_not_zero_a_score_that_cannot_be_sent_is_failed(metadata: dict[str, object]) -> None:
+    result = score_to_wire(Score("SCORED", 1.0, metadata=metadata, environment="mine"))
+    assert result.status == pb.STATUS_FAILED
+    assert not result.HasField("reward")
+    assert result.environment == "mine"
+    assert "can't be sent" in result.message
+
+
+def _trajectory(**changes: object) -> pb.Trajectory:
+    fields = {"group_id": "g", "index": 1, "environment": "math", "finish_reason": pb.FINISH_REASON_STOP, **changes}
+    return pb.Trajectory(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("trajectory", "words"),
+    [
+        (_trajectory(finish_reason=0), "finish_reason is 0"),
+        (_trajectory(finish_reason=9), "finish_reason is 9"),
+        (_trajectory(environment=""), "environment is empty"),
+        (_trajectory(extra_env_info_json="{"), "extra_env_info_json is not JSON"),
+        (_trajectory(extra_env_info_json="7"), "a JSON int, not an object"),
+        (_trajectory(extra_env_info_json="[" * 100_000), "extra_env_info_json is not JSON"),
+        (_trajectory(messages=[pb.ChatMessage(role="user", extra_json="x")]), "extra_json of a message is not JSON"),
+    ],
+)
+def test_a_malformed_trajectory_is_refused_by_name(trajectory: pb.Trajectory, words: str) -> None:
+    with pytest.raises(CodecError, match=r"trajectory 'g'\[1\]") as refusal:
+        sample_from_wire(trajectory)
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("info", [{"x": float("nan")}, {"x": object()}])
+def test_what_json_cannot_carry_is_not_sent(info: dict[str, object]) -> None:
+    with pytest.raises(CodecError, match="extra_env_info is not JSON"):
+        sample_to_wire(Sample("c", info))
