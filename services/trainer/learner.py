@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -115,12 +116,13 @@ class Learner:
             problems = [str(cannot_write(folder, error))]
         self._refuse(problems)
         state: dict[str, object] = {"version": self.version}
-        if self._config.checkpointing.save_optimizer:
+        # asking an optimizer that never stepped for its state counts as a step
+        if self._config.checkpointing.save_optimizer and self._optimizer.state:
             state["optimizer"] = get_optimizer_state_dict(self._policy.model, self._optimizer)
         try:
             dcp.save(state, checkpoint_id=folder / "training", no_dist=not dist.is_initialized())
         except dcp.CheckpointException as error:
-            raise cannot_write(folder, next(iter(error.failures.values()))[0]) from error
+            raise cannot_write(folder, _cause(error)) from error
 
     def _load_training_state(self, folder: Path) -> None:
         reader = dcp.FileSystemReader(folder)
@@ -134,10 +136,10 @@ class Learner:
                     "%s holds no optimizer state (checkpointing.save_optimizer): moments start from zero", folder
                 )
             dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
-        except (OSError, EOFError, RuntimeError, dcp.CheckpointException) as error:
+        except (OSError, EOFError, pickle.UnpicklingError, dcp.CheckpointException) as error:
             raise ServiceError(
-                f"checkpoint {folder.parent}: its training state can't be read ({error}); remove this checkpoint to go on "
-                "from an earlier one"
+                f"checkpoint {folder.parent}: its training state can't be read ({_cause(error)!r}); remove this checkpoint "
+                "to go on from an earlier one"
             ) from error
         self.version = int(state["version"])  # type: ignore[call-overload]
         if "optimizer" in state:
@@ -243,6 +245,13 @@ class Learner:
             values = values.to(self._policy.device)
             dist.all_reduce(values, op=operation)
         return values.cpu()
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong on the first rank where it did."""
+    if isinstance(error, dcp.CheckpointException):
+        return next(iter(error.failures.values()))[0]
+    return error
 
 
 def _in_vocabulary(sample: Sample, size: int) -> bool:

@@ -1,0 +1,28 @@
+"""Process of the tests: train and publish checkpoints until something stops it. Arguments: model, folder, file size limit."""
+
+import resource
+import sys
+from pathlib import Path
+
+from learner_cases import config, samples
+
+from headrace.config.services import Checkpointing
+from services.trainer.checkpoint import Checkpoints, State
+from services.trainer.learner import Learner
+
+
+def main(model: str, folder: str, limit: int) -> None:
+    """With `limit` above 0, no file may grow past so many bytes once the first checkpoint is there."""
+    learner = Learner(config(model))
+    checkpoints = Checkpoints(Path(folder), Checkpointing(keep_top_k=2, metric_name=None))
+    while True:
+        learner.step(samples(4, learner.version))
+        learner.save(checkpoints.begin(learner.version))
+        state = State(version=learner.version, timeline="t", cursor=0, run_id="r")
+        checkpoints.publish(state, {learner.version - 1: ["g"]})
+        if limit:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

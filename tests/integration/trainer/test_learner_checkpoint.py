@@ -1,0 +1,139 @@
+"""Checkpoints of a real learner: what comes back is what was saved, whatever stopped the writer."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learner_cases import config, samples
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from headrace.config.services import Checkpointing
+from headrace.errors import ServiceError
+from services.trainer.checkpoint import Checkpoints
+from services.trainer.learner import Learner
+
+HERE = Path(__file__).parent
+
+
+def saver(model: Path, folder: Path, limit: int = 0) -> subprocess.Popen[str]:
+    command = [sys.executable, str(HERE / "learner_saves.py"), str(model), str(folder), str(limit)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def assert_same_weights(a: Learner, b: Learner) -> None:
+    for (name, ours), (_, theirs) in zip(a.iter_weights(), b.iter_weights(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_going_on_from_a_checkpoint_gives_the_same_bits(tiny_model: Path, tmp_path: Path) -> None:
+    settings = config(tiny_model, loss_fn={"reference_policy_kl_penalty": 0.1})
+    straight = Learner(settings)
+    for seed in range(2):
+        straight.step(samples(5, seed))
+    straight.save(tmp_path)
+    resumed = Learner(settings, tmp_path)
+    assert resumed.version == 2
+    assert_same_weights(straight, resumed)
+    for seed in range(2, 5):
+        # the reference policy is still the initial model, so that the KL term agrees too
+        assert straight.step(samples(5, seed)) == resumed.step(samples(5, seed))
+    assert_same_weights(straight, resumed)
+
+
+def test_saving_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    saved, other = Learner(config(tiny_model)), Learner(config(tiny_model))
+    saved.save(tmp_path)
+    assert saved.step(samples(5)) == other.step(samples(5))
+    assert_same_weights(saved, other)
+
+
+def test_transformers_loads_the_policy_and_its_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
+    learner = Learner(config(tiny_model))
+    learner.step(samples(5))
+    learner.save(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").eval()
+    ids = np.arange(20, dtype=np.int32)
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0].log_softmax(-1)
+    expected = logits[:-1].gather(1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0]
+    np.testing.assert_allclose(learner.probe(ids), expected.numpy(), atol=2e-5)
+    described = json.loads((tmp_path / "policy" / "config.json").read_text())
+    assert described["architectures"] == json.loads((tiny_model / "config.json").read_text())["architectures"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    messages = [{"role": "user", "content": "1+2"}]
+    assert tokenizer.apply_chat_template(messages) == learner.tokenizer.apply_chat_template(messages)
+
+
+def test_the_configuration_s_learning_rate_holds_after_a_resume(tiny_model: Path, tmp_path: Path) -> None:
+    learner = Learner(config(tiny_model))
+    learner.step(samples(5))
+    learner.save(tmp_path)
+    resumed = Learner(config(tiny_model, policy={"optimizer": {"kwargs": {"lr": 5e-5}}}), tmp_path)
+    assert resumed.step(samples(5))["lr"] == 5e-5
+
+
+def test_without_optimizer_state_the_weights_still_go_on(tiny_model: Path, tmp_path: Path) -> None:
+    settings = config(tiny_model, checkpointing={"save_optimizer": False})
+    learner = Learner(settings)
+    learner.step(samples(5))
+    learner.save(tmp_path)
+    resumed = Learner(settings, tmp_path)
+    assert resumed.version == 1
+    assert_same_weights(learner, resumed)
+    resumed.step(samples(5))
+
+
+def test_a_damaged_training_state_is_an_error_with_the_remedy(tiny_model: Path, tmp_path: Path) -> None:
+    learner = Learner(config(tiny_model))
+    learner.step(samples(5))
+    learner.save(tmp_path)
+    (data,) = (tmp_path / "training").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(ServiceError, match=r"training state can't be read .* remove this checkpoint"):
+        Learner(config(tiny_model), tmp_path)
+    (tmp_path / "training" / ".metadata").unlink()
+    with pytest.raises(ServiceError, match=r"training state can't be read .* remove this checkpoint"):
+        Learner(config(tiny_model), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["policy", "training"])
+def test_sigkill_in_the_middle_of_a_save_leaves_the_newest_usable(tiny_model: Path, tmp_path: Path, stage: str) -> None:
+    checkpoints = Checkpoints(tmp_path, Checkpointing())
+    process = saver(tiny_model, tmp_path)
+    try:
+        deadline = time.monotonic() + 120
+        while checkpoints.newest() is None or not [*tmp_path.glob(f".unfinished-step_*/{stage}/*")]:
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+    finally:
+        process.kill()
+        process.communicate()
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert checkpoints.state(newest).version == newest
+    assert checkpoints.ledger(newest) == {newest - 1: ["g"]}
+    learner = Learner(config(tiny_model), checkpoints.path(newest))
+    learner.step(samples(4, newest))
+    learner.save(checkpoints.begin(learner.version))
+    assert [path.name for path in tmp_path.glob(".unfinished*")] == [f".unfinished-step_{newest + 1}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [1_000_000, 3_000_000], ids=["policy", "optimizer"])
+def test_a_disk_without_room_leaves_the_newest_usable(tiny_model: Path, tmp_path: Path, limit: int) -> None:
+    """The policy takes 2.1 MB, the optimizer twice that."""
+    process = saver(tiny_model, tmp_path, limit)
+    stderr = process.communicate(timeout=120)[1]
+    assert process.returncode == 1
+    last = stderr.strip().splitlines()[-1]
+    assert "ServiceError: can't write a checkpoint" in last
+    assert "the earlier ones are untouched. Free space there" in last
+    checkpoints = Checkpoints(tmp_path, Checkpointing())
+    assert checkpoints.published() == [1]
+    Learner(config(tiny_model), checkpoints.path(1)).step(samples(4))

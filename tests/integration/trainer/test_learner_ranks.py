@@ -1,0 +1,83 @@
+"""Two gloo ranks under torchrun, sharded by FSDP2, against one process that holds every sample."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_cases import config
+from learner_ranks import SETTINGS, batches
+
+from services.trainer.learner import Learner
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(HERE / "learner_ranks.py"), str(tiny_model), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def results(folder: Path, rank: int) -> dict[str, Any]:
+    return dict(json.loads((folder / f"rank{rank}.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def one_rank(tiny_model: Path) -> tuple[Learner, list[dict[str, float]]]:
+    learner = Learner(config(tiny_model, **SETTINGS))
+    return learner, [learner.step(batch) for batch in batches()]
+
+
+def test_two_ranks_take_the_same_steps_to_the_same_numbers(
+    two_ranks: Path, one_rank: tuple[Learner, list[dict[str, float]]]
+) -> None:
+    learner, expected = one_rank
+    found = results(two_ranks, 0)["metrics"]
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+    weights = torch.load(two_ranks / "weights.pt")
+    for name, tensor in learner.iter_weights():
+        torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0, msg=name)
+    np.testing.assert_allclose(results(two_ranks, 0)["probe"], learner.probe(np.arange(20, dtype=np.int32)), atol=1e-4)
+
+
+def test_every_rank_reports_the_same(two_ranks: Path) -> None:
+    assert results(two_ranks, 0) == results(two_ranks, 1)
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_bit_for_bit(two_ranks: Path) -> None:
+    found = results(two_ranks, 0)
+    assert found["again"] == found["metrics"][2:]
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(two_ranks: Path, tiny_model: Path) -> None:
+    described = json.loads((two_ranks / "saved" / "policy" / "config.json").read_text())
+    assert described["architectures"] == ["Qwen2ForCausalLM"]
+    learner = Learner(config(tiny_model, **SETTINGS), two_ranks / "saved")
+    assert learner.version == 2
+    for batch, theirs in zip(batches()[2:], results(two_ranks, 0)["metrics"][2:], strict=True):
+        assert learner.step(batch) == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+
+
+def test_what_one_rank_refuses_every_rank_raises(two_ranks: Path) -> None:
+    invalid, overflow = results(two_ranks, 0)["refused"]
+    assert "sample 1 of rank 1: its advantage is nan" in invalid
+    assert "not both finite, because of sample 1 of rank 1;" in overflow
