@@ -62,14 +62,15 @@ def build_app(client: ReplayClient, ready: Ready) -> FastAPI:
         after: After = "$",
         last_event_id: Annotated[str | None, Header(pattern=_AFTER)] = None,
     ) -> StreamingResponse:
-        return StreamingResponse(_events(client, request, last_event_id or after), media_type="text/event-stream")
+        after = last_event_id or after
+        if after == "$":
+            after = await client.newest_event()
+        return StreamingResponse(_events(client, request, after), media_type="text/event-stream")
 
     return app
 
 
 async def _events(client: ReplayClient, request: Request, after: str) -> AsyncIterator[str]:
-    if after == "$":
-        after = await client.newest_event()
     while not await request.is_disconnected():
         entries = await client.events(after, _EVENTS_BLOCK_S)
         for after, fields in entries:

@@ -1,0 +1,260 @@
+"""Trajectories a second through the buffer, beside raw pipelined SET and GET of the same bytes on the same server.
+
+    python -m benchmarks.replay [--bytes N] [--steps N] [--redis-url URL]
+
+The buffer takes each trajectory from a replica (push), hands it to a scorer and takes the score (take, score), hands it to the
+trainer (reserve, read) and frees it (commit): one write and two reads of the payload, every law of the state machine checked.
+The limit is what the same client and server do with the same bytes in pipelines of 64 and nothing else: SET, GET for the scorer,
+GET for the trainer, UNLINK. Rounds of both alternate, so that a busy machine slows them alike; figures are medians.
+
+The buffer's records are encoded and decoded by the calls that are timed. The limit moves bytes; its second row encodes and decodes
+them as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import secrets
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from redis.asyncio import Redis
+from rich.console import Console
+from rich.table import Table
+
+from headrace.replay import Lease, Limits, ReplayClient, Reservation
+from headrace.replay_wire import open_redis
+from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
+from services.replay import library
+from services.replay.embedded import EmbeddedServer
+
+PROMPTS, GENERATIONS = 32, 8
+PIPELINE = 64
+BYTES_A_TOKEN = 9
+
+
+class Stopwatch:
+    """Seconds by name, one entry a round."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name].append(time.perf_counter() - start)
+
+    def median(self, *names: str) -> float:
+        return sum(statistics.median(self.seconds[name]) for name in names)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bytes", type=int, default=16 * 1024, help="of one trajectory")
+    parser.add_argument("--steps", type=int, default=20, help=f"rounds of {PROMPTS} groups of {GENERATIONS}")
+    parser.add_argument("--redis-url", help="a server of yours; without it one is started for the run")
+    args = parser.parse_args()
+    asyncio.run(_run(args))
+
+
+async def _run(args: argparse.Namespace) -> None:
+    if args.redis_url is not None:
+        return await _compare(args.redis_url, args)
+    with tempfile.TemporaryDirectory() as folder:
+        server = EmbeddedServer(Path(folder), "127.0.0.1", _free_port())
+        await server.start()
+        try:
+            await _compare(server.url, args)
+        finally:
+            await server.stop()
+
+
+async def _compare(url: str, args: argparse.Namespace) -> None:
+    async with open_redis(url) as redis:
+        await library.load(redis)
+        replay = ReplayClient(open_redis(url), f"benchmark-{secrets.token_hex(4)}")
+        await replay.open_run(_limits())
+        replica = await _healthy_replica(replay)
+        watch = Stopwatch()
+        payload_bytes = 0
+        for step in range(args.steps):
+            trajectories = await _buffer_round(replay, replica, step, args.bytes, watch)
+            payload_bytes = len(trajectories[0].encode())
+            await _raw_round(redis, trajectories, watch)
+        await replay.aclose()
+    _print(watch, payload_bytes)
+
+
+async def _buffer_round(replay: ReplayClient, replica: str, step: int, size: int, watch: Stopwatch) -> list[Trajectory]:
+    timeline = (await replay.state()).timeline
+    groups = [_group(step * PROMPTS + i, size // BYTES_A_TOKEN) for i in range(PROMPTS)]
+    with watch.time("enqueue"):
+        await replay.enqueue(groups, timeline)
+    with watch.time("lease"):
+        leases = await replay.lease(replica, PROMPTS)
+    items = [(lease, _trajectory(lease, index, size)) for lease in leases for index in range(GENERATIONS)]
+    with watch.time("push"):
+        errors = await replay.push_many(items)
+    assert not any(errors)
+    for _ in range(0, len(items), PIPELINE):
+        with watch.time("take"):
+            jobs = await replay.take_scoring("scorer", PIPELINE)
+        scores = [(job, Score("SCORED", 1.0, {"exact": 1.0}, environment="math")) for job in jobs]
+        with watch.time("score"):
+            errors = await replay.score_many(scores)
+        assert not any(errors)
+    with watch.time("reserve"):
+        batch = await replay.reserve(step, timeline)
+    assert isinstance(batch, Reservation)
+    with watch.time("read"):
+        pairs = await replay.read([t.key for t in batch.trajectories])
+    assert len(pairs) == len(items)
+    with watch.time("commit"):
+        await replay.commit(step + 1, timeline)
+    await _refit(replay, replica, step + 1)
+    return [trajectory for _, trajectory in items]
+
+
+async def _raw_round(redis: Redis, trajectories: Sequence[Trajectory], watch: Stopwatch) -> None:
+    with watch.time("raw encode"):
+        payloads = [trajectory.encode() for trajectory in trajectories]
+    keys = [f"raw:{secrets.token_hex(8)}" for _ in payloads]
+    with watch.time("raw SET"):
+        await _pipelined(redis, [("SET", key, payload) for key, payload in zip(keys, payloads, strict=True)])
+    for reader in ("scorer", "trainer"):
+        with watch.time(f"raw GET {reader}"):
+            values = await _pipelined(redis, [("GET", key) for key in keys])
+    assert values == payloads
+    with watch.time("raw decode"):
+        for value in values:
+            Trajectory.decode(value)
+    with watch.time("raw UNLINK"):
+        await _pipelined(redis, [("UNLINK", key) for key in keys])
+
+
+async def _pipelined(redis: Redis, commands: Sequence[tuple[object, ...]]) -> list[object]:
+    replies: list[object] = []
+    for start in range(0, len(commands), PIPELINE):
+        pipe = redis.pipeline(transaction=False)
+        for command in commands[start : start + PIPELINE]:
+            pipe.execute_command(*command)
+        replies += await pipe.execute()
+    return replies
+
+
+def _print(watch: Stopwatch, payload_bytes: int) -> None:
+    count = PROMPTS * GENERATIONS
+    rounds = count // PIPELINE  # take and score are timed by pipeline
+    phases = {
+        "enqueue": watch.median("enqueue"),
+        "lease": watch.median("lease"),
+        "push": watch.median("push"),
+        "take": rounds * watch.median("take"),
+        "score": rounds * watch.median("score"),
+        "reserve": watch.median("reserve"),
+        "read": watch.median("read"),
+        "commit": watch.median("commit"),
+    }
+    buffer = sum(phases.values())
+    codec = watch.median("raw encode") + 2 * watch.median("raw decode")
+    raw = {name: watch.median(f"raw {name}") for name in ("SET", "GET scorer", "GET trainer", "UNLINK")}
+    limit = sum(raw.values())
+    table = Table(title=f"{count} trajectories of {payload_bytes:,} bytes a step, groups of {GENERATIONS}")
+    for column in ("what", "µs a trajectory", "trajectories/s", "of the limit"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+
+    def row(name: str, seconds: float, share: float | None = None) -> None:
+        rate = f"{count / seconds:,.0f}"
+        table.add_row(name, f"{seconds / count * 1e6:.1f}", rate, "" if share is None else f"{share:.2f}")
+
+    for name, seconds in phases.items():
+        row(f"  {name}", seconds)
+    row("buffer", buffer, limit / buffer)
+    row("  of it encoding and decoding", codec)
+    row("buffer without the codec", buffer - codec, limit / (buffer - codec))
+    for name, seconds in raw.items():
+        row(f"  {name}", seconds)
+    row("raw: SET, 2 GET, UNLINK", limit, 1.0)
+    Console(width=100).print(table)
+
+
+def _limits() -> Limits:
+    return Limits(PROMPTS, GENERATIONS, 0, "ordered", 3, 3, 60.0, 600.0, 60.0, 60.0, 2**34)
+
+
+async def _healthy_replica(replay: ReplayClient) -> str:
+    replica = secrets.token_hex(8)
+    await replay.register(replica, {})
+    await _refit(replay, replica, 0)
+    return replica
+
+
+async def _refit(replay: ReplayClient, replica: str, version: int) -> None:
+    epoch = secrets.token_hex(8)
+    await replay.open_epoch(epoch, version, (await replay.state()).timeline, {})
+    await replay.acknowledge(replica, epoch)
+    await replay.begin_epoch(epoch, {})
+    await replay.verify(replica, epoch, 0.0, 1e-3)
+    await replay.end_epoch(epoch, aborted=False)
+
+
+def _group(order: int, tokens: int) -> Group:
+    return Group(
+        id=f"e0-train-{order}",
+        lane="train",
+        order=order,
+        task_name="addition",
+        env_name="math",
+        messages=({"role": "user", "content": "1+1"},),
+        prompt_token_ids=np.arange(16, dtype=np.int32),
+        extra_env_info={"answer": "2"},
+        dataset_index=order,
+        n=GENERATIONS,
+        sampling=Sampling(1.0, tokens),
+    )
+
+
+def _trajectory(lease: Lease, index: int, size: int) -> Trajectory:
+    """About `size` bytes: token ids, log-probabilities and mask, as a real one of that length carries them."""
+    draft = Trajectory(
+        group_id=lease.group.id,
+        attempt=lease.attempt,
+        index=index,
+        prompt_token_ids=lease.group.prompt_token_ids,
+        completion_token_ids=np.arange(1, dtype=np.int32),
+        logprobs=np.full(1, -0.5, dtype=np.float32),
+        loss_mask=np.ones(1, dtype=np.uint8),
+        spans=(Span(lease.version, 0, 1),),
+        finish_reason="stop",
+        text="2",
+        replica="replica",
+    )
+    tokens = max(1, (size - len(draft.encode())) // BYTES_A_TOKEN)
+    return dataclasses.replace(
+        draft,
+        completion_token_ids=np.arange(tokens, dtype=np.int32),
+        logprobs=np.full(tokens, -0.5, dtype=np.float32),
+        loss_mask=np.ones(tokens, dtype=np.uint8),
+        spans=(Span(lease.version, 0, tokens),),
+    )
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()

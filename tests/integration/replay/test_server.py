@@ -1,0 +1,322 @@
+"""The server of the buffer and the service around it: kills, restarts, refusals to start, and the HTTP API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from headrace.config import Config
+from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable, ServiceError
+from headrace.replay import Limits, ReplayClient
+from headrace.replay_wire import open_redis
+from headrace.trajectory import Score
+from services.replay import library
+from services.replay.embedded import EmbeddedServer
+from services.replay.main import check_server, limits_of, running
+from tests.conftest import free_port
+from tests.integration.replay.helpers import (
+    contents,
+    enqueue,
+    eventually,
+    generate,
+    healthy_replica,
+    make_trajectory,
+    push_all,
+    reserve,
+    score_all,
+    total,
+)
+
+
+@pytest.fixture
+async def server(tmp_path: Path, redis_binary: str | None) -> AsyncIterator[EmbeddedServer]:
+    server = EmbeddedServer(tmp_path / "replay", "127.0.0.1", free_port(), "always", binary=redis_binary)
+    await server.start()
+    async with open_redis(server.url) as redis:
+        await library.load(redis)
+    yield server
+    await server.stop()
+
+
+def config_of(tmp_path: Path, **replay: object) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"id": "served", "dir": str(tmp_path)},
+            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
+            "replay": {"redis_port": free_port(), "port": 0, "appendfsync": "always", **replay},
+            "reward": {"port": free_port()},
+        }
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving(config: Config) -> AsyncIterator[tuple[httpx.AsyncClient, ReplayClient]]:
+    stop = asyncio.Event()
+    async with running(config, limits_of(config), stop) as (port, work):
+        task = asyncio.create_task(work())
+        replay = await ReplayClient.connect(config.redis_url, config.run.id)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", follow_redirects=True) as http:
+            yield http, replay
+        await replay.aclose()
+        stop.set()
+        await task
+
+
+async def test_law_1_conservation_across_sigkill_of_the_server(
+    server: EmbeddedServer, run_id: str, limits: Limits
+) -> None:
+    """Killed in every state of a group and started again on its append-only file: nothing is lost, every token still counts."""
+    replay = ReplayClient(open_redis(server.url), run_id)
+    await replay.open_run(limits)
+    await enqueue(replay, range(8))
+    replica = await healthy_replica(replay)
+    await generate(replay, replica, most=2)
+    batch = await reserve(replay, 0)
+    half, done = await replay.lease(replica, 64)
+    await replay.push(half, make_trajectory(half, 0))
+    await push_all(replay, done)
+    jobs = await replay.take_scoring("scorer", 2)
+    before = await contents(replay)
+
+    os.kill(server.pid, signal.SIGKILL)
+    assert await server.ended() == -signal.SIGKILL
+    restarted = asyncio.create_task(server.start())
+    assert await replay.heartbeat(replica, [half.token])  # the client bridges the restart
+    await restarted
+
+    after = await contents(replay)
+    assert after.keys() == before.keys()
+    assert await total(replay) == 8
+    assert await reserve(replay, 0) == batch
+    assert len(await replay.read([t.key for t in batch.trajectories])) == 4
+    await replay.push(half, make_trajectory(half, 1))
+    for error in await replay.score_many([(job, Score("SCORED", 1.0)) for job in jobs]):
+        assert error is None
+    await score_all(replay)
+    assert (await reserve(replay, 1)).groups == (half.group.id, done.group.id)
+    await replay.aclose()
+
+
+async def test_a_server_that_is_away_is_said_to_be(server: EmbeddedServer, run_id: str, limits: Limits) -> None:
+    replay = ReplayClient(open_redis(server.url, retries=0), run_id)
+    await replay.open_run(limits)
+    await replay.wait_ready(0.1)
+    await server.stop()
+    with pytest.raises(ReplayUnavailable, match="can't be reached"):
+        await replay.state()
+    await replay.wait_ready(0.1)  # waits only poll then
+    await server.start()
+    await replay.wait_ready(0.1)
+    assert (await replay.state()).next_step == 0
+    await replay.aclose()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_the_server_dies_with_its_parent(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, sys, time; from pathlib import Path; from services.replay.embedded import EmbeddedServer\n"
+        "server = EmbeddedServer(Path(sys.argv[1]), '127.0.0.1', int(sys.argv[2]))\n"
+        "asyncio.run(server.start()); sys.stdout.write(f'{server.pid}\\n'); sys.stdout.flush(); time.sleep(600)"
+    )
+    port = free_port()
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, str(tmp_path), str(port), stdout=subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    pid = int(await parent.stdout.readline())
+    os.kill(parent.pid, signal.SIGKILL)
+    await parent.wait()
+
+    async def gone() -> bool:
+        return not is_alive(pid)
+
+    await eventually(gone)
+
+
+async def test_a_busy_port_is_named(server: EmbeddedServer, tmp_path: Path) -> None:
+    with pytest.raises(ServiceError, match=rf"replay\.redis_port: .*{server.port}"):
+        await EmbeddedServer(tmp_path / "other", "127.0.0.1", server.port).start()
+
+
+async def test_a_server_that_can_not_start_gives_its_words(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path, "127.0.0.1", free_port(), appendfsync="sometimes")
+    with pytest.raises(ServiceError, match=r"did not start: .*server\.log"):
+        await server.start()
+
+
+async def test_a_server_that_evicts_is_refused(server: EmbeddedServer) -> None:
+    async with open_redis(server.url) as redis:
+        await check_server(redis, server.url)
+        await redis.config_set("maxmemory-policy", "allkeys-lru")
+        with pytest.raises(ServiceError, match="allkeys-lru would drop trajectories"):
+            await check_server(redis, server.url)
+
+
+async def test_a_server_too_old_is_refused(tmp_path: Path) -> None:
+    """No server older than 7 can be installed here: one that answers as Redis 6 does."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            if line.strip().upper() in (b"HELLO", b"CLIENT"):
+                writer.write(b"-ERR unknown command\r\n" if line.strip().upper() == b"HELLO" else b"+OK\r\n")
+            if line.strip().upper() == b"INFO":
+                info = b"# Server\r\nredis_version:6.2.14\r\n"
+                writer.write(b"$%d\r\n%s\r\n" % (len(info), info))
+
+    old = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"redis://127.0.0.1:{old.sockets[0].getsockname()[1]}/0?protocol=2"
+    async with open_redis(url, retries=0) as redis:
+        with pytest.raises(ServiceError, match=r"Redis 6\.2\.14 has no functions; run Redis 7\.0 or later"):
+            await check_server(redis, url)
+    with pytest.raises(HeadraceError, match="too old"):
+        await ReplayClient.connect(url, "x", timeout_s=0.2)
+    old.close()
+
+
+async def test_an_unreachable_server_ends_the_service(tmp_path: Path) -> None:
+    config = config_of(tmp_path, redis_url="redis://127.0.0.1:1/0")
+    with pytest.raises(ReplayUnavailable, match=r"can't be reached.*replay\.redis_url"):
+        async with serving(config):
+            pass
+
+
+def test_batches_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    config = Config.model_validate({"replay": {"max_bytes": 1024**2}})
+    with pytest.raises(ConfigError, match=r"replay\.max_bytes 1048576 can't hold two batches"):
+        limits_of(config)
+
+
+async def test_service_serves_the_run_over_http(tmp_path: Path) -> None:
+    async with serving(config_of(tmp_path)) as (http, replay):
+        assert (await http.get("/readyz")).json() == {"status": "ready"}
+        assert (await http.get("/v1/run")).json()["run_id"] == "served"
+        await enqueue(replay, range(3))
+        replica = await healthy_replica(replay)
+        (lease, _) = await replay.lease(replica, 2)
+        await replay.push(lease, make_trajectory(lease, 0))
+        await replay.publish_metrics("train", 1, {"reward": 0.5})
+
+        group = (await http.get(f"/v1/groups/{lease.group.id}")).json()
+        assert (group["state"], group["pushed"], group["group"]["prompt_token_ids"]) == ("open", 1, [1, 2, 3, 4])
+        assert group["trajectories"][0]["length"] == 4
+        trajectory = (await http.get(f"/v1/trajectories/{lease.group.id}/0")).json()
+        assert trajectory["completion_token_ids"] == [0, 1, 2, 3]
+        assert trajectory["score"] is None
+        stats = (await http.get("/v1/stats")).json()
+        assert stats["counts"]["train"]["open"] == 2
+        (entry,) = (await http.get("/v1/metrics")).json()
+        assert (entry["kind"], entry["step"], entry["metrics"]) == ("train", 1, {"reward": 0.5})
+
+        async def shown() -> bool:
+            return 'headrace_replay_groups{lane="train",state="open"} 2.0' in (await http.get("/metrics")).text
+
+        await eventually(shown)
+
+
+async def test_http_refuses_what_it_can_not_answer(tmp_path: Path) -> None:
+    async with serving(config_of(tmp_path)) as (http, _):
+        for path, status in (
+            ("/v1/groups/none", 404),
+            ("/v1/groups/a%20b%0A", 400),
+            ("/v1/trajectories/none/0", 404),
+            ("/v1/trajectories/none/x", 422),
+            ("/v1/metrics?after=;", 422),
+            ("/v1/metrics?count=0", 422),
+            ("/v1/events?after=x", 422),
+        ):
+            reply = await http.get(path)
+            assert reply.status_code == status, path
+            assert reply.json()["detail"]
+
+
+async def test_events_stream_as_they_happen(tmp_path: Path) -> None:
+    async with serving(config_of(tmp_path)) as (http, replay):
+        async with http.stream("GET", "/v1/events") as stream:
+            lines = stream.aiter_lines()
+            registering = asyncio.create_task(replay.register("r1", {}))
+            seen = {}
+            async for line in lines:
+                name, _, value = line.partition(": ")
+                seen[name] = value
+                if name == "data":
+                    break
+            await registering
+        assert seen["event"] == "replica"
+        assert json.loads(seen["data"]) == {"replica": "r1", "state": "STALE"}
+        reply = http.stream("GET", "/v1/events", headers={"Last-Event-ID": "0"})
+        async with reply as stream:
+            async for line in stream.aiter_lines():
+                if line.startswith("event"):
+                    assert line == "event: opened"
+                    break
+
+
+async def test_service_goes_on_after_its_server_was_killed(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    async with serving(config) as (http, replay):
+        await enqueue(replay, range(3))
+        pid = (await replay.redis.info("server"))["process_id"]
+        os.kill(pid, signal.SIGKILL)
+        assert (await replay.state()).counts["queued"] == 3
+        assert (await replay.redis.info("server"))["process_id"] != pid
+
+        async def ready() -> bool:
+            return (await http.get("/readyz")).status_code == 200
+
+        await eventually(ready)
+    # started again, the run goes on
+    async with serving(config) as (_, replay):
+        assert (await replay.state()).counts["queued"] == 3
+
+
+async def test_service_makes_the_run_again_on_a_server_that_came_back_empty(
+    server: EmbeddedServer, tmp_path: Path
+) -> None:
+    async with serving(config_of(tmp_path, redis_url=server.url)) as (_, replay):
+        before = await replay.state()
+        await replay.redis.flushall()
+        await replay.redis.function_flush()
+
+        async def again() -> bool:
+            try:
+                return (await replay.state()).incarnation != before.incarnation
+            except ReplayUnavailable:
+                return False
+
+        await eventually(again)
+
+
+def test_service_process_ends_cleanly_on_sigterm(tmp_path: Path) -> None:
+    config = config_of(tmp_path, port=free_port())
+    path = tmp_path / "run.json"
+    path.write_text(config.model_dump_json())
+    program = (
+        "import sys; from pathlib import Path; from headrace.config import Config; from services.replay.main import main\n"
+        "main(Config.model_validate_json(Path(sys.argv[1]).read_text()))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(path)])
+    url = f"http://127.0.0.1:{config.replay.port}/readyz"
+    while process.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(url).status_code == 200:
+                break
+    process.terminate()
+    assert process.wait() == 0
+    with pytest.raises(httpx.TransportError):
+        httpx.get(url)
