@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.supervisor import Child, Supervisor, child_environ
-from headrace.cli.view import Picture, ServiceLine, View
+from headrace.cli.view import UPDATING, Picture, ServiceLine, View
 from headrace.config import Config
 from headrace.errors import HeadraceError, ReplayUnavailable, ServiceError
 from headrace.replay import ReplayClient, Replica
@@ -175,7 +175,7 @@ class Pipeline:
             replica = by_pid.get(child.pid) if child in self.services.rollouts else None
             note = ""
             if replica is not None and child.pid is not None:
-                child.mark(replica.state == "HEALTHY", {"STALE": "waiting for weights"}.get(replica.state, "silent"))
+                child.mark(replica.state == "HEALTHY", _otherwise(child, replica))
                 note = f"weights {replica.version}, {replica.leases} groups"
             lines.append(ServiceLine(child.name, child.state, len(child.restarts), note))
         known = {child.pid for child in self.services}
@@ -203,6 +203,12 @@ class Interrupted(Exception):
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.signum = signum
+
+
+def _otherwise(child: Child, replica: Replica) -> str:
+    if replica.state == "DEAD":
+        return "silent"
+    return UPDATING if child.was_ready else "waiting for weights"
 
 
 def _first(group: BaseExceptionGroup[HeadraceError]) -> HeadraceError:

@@ -39,11 +39,9 @@ def up(
     with runs.locked(loaded):
         loaded = runs.settle_ports(loaded)
         saved = runs.save(loaded)
-        console.print(
-            f"run {loaded.run.id} in {loaded.run_folder} ({age_bound(loaded)})", markup=False, highlight=False
-        )
+        _say(console, f"run {loaded.run.id} in {loaded.run_folder} ({age_bound(loaded)})")
         for change in changes:
-            console.print(f"changed: {change}", markup=False, highlight=False)
+            _say(console, f"changed: {change}")
         _run(loaded, saved, console)
 
 
@@ -53,13 +51,17 @@ def _run(config: Config, saved: Path, console: Console) -> None:
         with _view(console) as view:
             picture = asyncio.run(Pipeline(config, saved, view).run())
     except Interrupted as interrupted:
-        console.print(f"stopped; `run.id={config.run.id}` goes on with this run", markup=False, highlight=False)
+        _say(console, f"stopped; `run.id={config.run.id}` goes on with this run")
         raise typer.Exit(128 + interrupted.signum) from None
     curve = config.run_folder / "curve.png"
     table = summary(
         picture, time.monotonic() - started, curve if curve.exists() else None, newest_policy(config.checkpoint_folder)
     )
     console.print(table)
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

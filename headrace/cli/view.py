@@ -13,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 SHOWN_STEPS = 10
+# A replica between two versions of the weights: every step, so that a line each would drown the rest.
+UPDATING = "updating"
 _COLOURS = {"ready": "green", "finished": "green", "failed": "red", "restarting": "yellow", "silent": "red"}
 
 
@@ -73,7 +75,7 @@ class PlainView:
 
     def show(self, picture: Picture) -> None:
         for line in picture.services:
-            if self._states.get(line.name) != line.state:
+            if line.state != UPDATING and self._states.get(line.name) != line.state:
                 self._states[line.name] = line.state
                 self.tell(f"{line.name}: {line.state}")
 

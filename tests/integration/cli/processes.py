@@ -6,6 +6,7 @@ import os
 import select
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 
 def gone(pid: int, within_s: float = 60.0) -> bool:
@@ -28,3 +29,21 @@ def eventually(condition: Callable[[], object], within_s: float = 60.0) -> objec
             return value
         time.sleep(0.02)
     raise AssertionError(f"nothing within {within_s} s")
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Processes that `pid` started, and those that they started: command lines by id."""
+    parents: dict[int, int] = {}
+    commands: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            commands[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {child: commands[child] for child in found - {pid}}
