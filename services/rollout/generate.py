@@ -39,7 +39,7 @@ async def generate(engine: AsyncLLM, lease: Lease, index: int, replica: str) -> 
     """Sample trajectory `index` of the lease's group. Cancelling it aborts the request in the engine.
 
     Raises `GenerationError` if the request ended without being finished or its tokens are not from known weights, and vLLM's
-    own errors (`EngineDeadError`, or a `ValueError` for a prompt that it refuses).
+    own errors (`EngineDeadError`, or a `VLLMClientError` for a request that it refuses).
     """
     from vllm.inputs.engine import tokens_input
 

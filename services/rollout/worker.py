@@ -145,6 +145,8 @@ class Worker:
         if reply.state != self.status.state:
             log.info("replica %s is %s", self.replica, reply.state)
         self.status.state = reply.state
+        if reply.state == "HEALTHY" and self._refit is None:
+            self.status.torn = None
         epoch = reply.epoch
         if epoch is not None and self.replica in epoch.verified:
             self.status.version, self.status.timeline = epoch.version, epoch.timeline
@@ -193,8 +195,10 @@ class Worker:
         finally:
             self._changed.set()
         self.status.refits["verified" if verified else "failed"] += 1
-        self.status.torn = None if verified else f"the refit to version {epoch.version} was not verified"
-        if self.status.torn is not None:
+        if verified:
+            self.status.version, self.status.timeline, self.status.torn = epoch.version, epoch.timeline, None
+        else:
+            self.status.torn = f"the refit to version {epoch.version} was not verified"
             await self._give_back(self.status.torn)
         self._proved.set()
 
@@ -210,36 +214,44 @@ class Worker:
     # -- generating ------------------------------------------------------------------------------------------------------
 
     async def _generate_group(self, lease: Lease) -> None:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         outcome = "complete"
         try:
             if problem := prompt_problem(lease.group, self._context):
                 outcome = "rejected"
                 await self._retry(partial(self._replay.reject, lease, problem))
-                return
-            async with asyncio.TaskGroup() as trajectories:
-                for index in range(lease.group.n):
-                    trajectories.create_task(self._generate_one(lease, index))
+            else:
+                async with asyncio.TaskGroup() as trajectories:
+                    for index in range(lease.group.n):
+                        trajectories.create_task(self._generate_one(lease, index))
         except Fenced as refusal:
             outcome = "lost"
             log.info("group %s: %s", lease.group.id, refusal)
         except ExceptionGroup as errors:
-            cause = errors.exceptions[0]
-            if isinstance(cause, EngineDeadError):
-                raise cause from None
-            if isinstance(cause, Fenced):
-                outcome = "lost"
-                log.info("group %s: %s", lease.group.id, cause)
-            else:
-                outcome = "failed"
-                log.exception("group %s failed", lease.group.id, exc_info=cause)
-                reason = f"{type(cause).__name__}: {cause}"
-                with contextlib.suppress(Fenced):
-                    await self._retry(partial(self._replay.release, lease, reason, failed=True))
+            outcome = await self._hand_back(lease, errors.exceptions[0])
         finally:
             self._changed.set()
         self.status.groups[outcome] += 1
+
+    async def _hand_back(self, lease: Lease, cause: Exception) -> str:
+        """A trajectory ended by `cause`: the group goes back with the reason. Returns the outcome; raises what the replica can't outlive."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if isinstance(cause, EngineDeadError):
+            raise cause
+        if isinstance(cause, Fenced):
+            log.info("group %s: %s", lease.group.id, cause)
+            return "lost"
+        log.error("group %s: no trajectory", lease.group.id, exc_info=cause)  # noqa: TRY400
+        reason = f"{type(cause).__name__}: {cause}"
+        # what vLLM refuses before it tries (a token outside the vocabulary, …) no replica can generate
+        refused = isinstance(cause, VLLMClientError)
+        with contextlib.suppress(Fenced):
+            if refused:
+                await self._retry(partial(self._replay.reject, lease, reason))
+            else:
+                await self._retry(partial(self._replay.release, lease, reason, failed=True))
+        return "rejected" if refused else "failed"
 
     async def _generate_one(self, lease: Lease, index: int) -> None:
         trajectory = await generate(self._engine, lease, index, self.replica)

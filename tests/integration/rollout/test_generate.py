@@ -1,0 +1,228 @@
+"""Trajectories as a real engine samples them, against transformers on the same weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM
+
+from headrace.config import Config
+from headrace.replay import Lease
+from headrace.trajectory import Group, Sampling, Trajectory
+from services.rollout.engine import running_engine
+from services.rollout.generate import GenerationError, generate, prompt_problem, sampling_params
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+
+CONTEXT = 1024
+VERSION = 7
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[Any]:
+    config = Config.model_validate(
+        {
+            "policy": {
+                "model_name": str(tiny_model),
+                "precision": "float32",
+                "max_total_sequence_length": CONTEXT,
+                "generation": {"max_new_tokens": 64, "vllm_cfg": {"kv_cache_memory_bytes": 64 * 2**20}},
+            }
+        }
+    )
+    before = dict(os.environ)
+    try:
+        with running_engine(config) as engine:
+            yield engine
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="module")
+async def named_weights(engine: Any) -> None:
+    await engine.update_weight_version(str(VERSION))
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+
+
+PROMPT = (3, 7, 8, 15, 9, 6, 4)
+
+
+def lease(prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> Lease:
+    fields = {"temperature": 1.0, "max_new_tokens": 40, **sampling}
+    group = Group(
+        id="e0-train-0",
+        lane="train",
+        order=0,
+        task_name="arithmetic",
+        env_name="math",
+        messages=(),
+        prompt_token_ids=np.array(prompt, dtype=np.int32),
+        extra_env_info={},
+        dataset_index=0,
+        n=4,
+        sampling=Sampling(**fields),
+    )
+    return Lease(group, "token", 2, 0, VERSION, "timeline", "incarnation", 15.0)
+
+
+def log_probabilities(model: Any, trajectory: Trajectory, temperature: float) -> np.ndarray:
+    """[T] of the completion's tokens, by transformers."""
+    prompt, completion = trajectory.prompt_token_ids, trajectory.completion_token_ids
+    ids = torch.as_tensor(np.concatenate([prompt, completion]), dtype=torch.long)[None]
+    with torch.no_grad():
+        logits = model(ids).logits[0] / temperature
+    rows = logits.log_softmax(-1).gather(-1, ids[0].roll(-1)[:, None])[:, 0]
+    return rows[prompt.size - 1 : -1].numpy()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_log_probabilities_are_those_the_tokens_were_drawn_with(
+    engine: Any, model: Any, temperature: float
+) -> None:
+    it = await generate(engine, lease(temperature=temperature), 0, "me")
+    assert np.abs(it.logprobs - log_probabilities(model, it, temperature)).max() < 1e-4
+
+
+async def test_a_trajectory_is_a_whole_record(engine: Any) -> None:
+    it = await generate(engine, lease(), 3, "me")
+    assert (it.group_id, it.attempt, it.index, it.replica) == ("e0-train-0", 2, 3, "me")
+    assert it.prompt_token_ids.tolist() == list(PROMPT)
+    assert it.turns == ((0, it.completion_token_ids.size),)
+    assert it.loss_mask.tolist() == [1] * it.completion_token_ids.size
+    assert it.timings["generate_s"] > 0
+    assert Trajectory.decode(it.encode()).spans == it.spans
+
+
+async def running(engine: Any) -> None:
+    """Return once the engine has given a request its first token."""
+    states = engine.output_processor.request_states
+    async with asyncio.timeout(60):
+        while not any(state.detokenizer.num_output_tokens() for state in states.values()):
+            await asyncio.sleep(0)
+
+
+async def test_spans_name_the_weights_of_every_token(engine: Any) -> None:
+    task = asyncio.create_task(generate(engine, lease(temperature=0.0, max_new_tokens=900), 0, "me"))
+    await running(engine)
+    await engine.pause_generation(mode="keep", clear_cache=False)
+    await engine.update_weight_version(str(VERSION + 1))
+    await engine.resume_generation()
+    it = await task
+    assert [span.version for span in it.spans] == [VERSION, VERSION + 1]
+    assert (it.oldest_version, it.newest_version) == (VERSION, VERSION + 1)
+    it.check()
+
+
+async def test_tokens_of_weights_that_no_refit_has_named_never_leave(engine: Any) -> None:
+    await engine.update_weight_version("default")
+    with pytest.raises(GenerationError, match="no refit has named"):
+        await generate(engine, lease(), 0, "me")
+
+
+async def test_the_end_token_belongs_to_the_completion_and_not_to_its_text(engine: Any) -> None:
+    free = await generate(engine, lease(temperature=0.0), 0, "me")
+    ids = free.completion_token_ids.tolist()
+    end = ids[5]
+    first = ids.index(end)
+    it = await generate(engine, lease(temperature=0.0, stop_token_ids=(end,)), 0, "me")
+    assert it.finish_reason == "stop"
+    assert it.completion_token_ids.tolist() == ids[: first + 1]
+
+
+async def test_a_completion_that_is_cut_off_says_length(engine: Any) -> None:
+    it = await generate(engine, lease(temperature=0.0, max_new_tokens=3), 0, "me")
+    assert it.finish_reason == "length"
+    assert it.completion_token_ids.size == 3
+
+
+async def test_a_completion_ends_with_the_context(engine: Any) -> None:
+    prompt = PROMPT * ((CONTEXT - 4) // len(PROMPT))
+    it = await generate(engine, lease(prompt, temperature=0.0, max_new_tokens=500), 0, "me")
+    assert it.finish_reason == "length"
+    assert it.prompt_token_ids.size + it.completion_token_ids.size == CONTEXT
+
+
+async def test_a_stop_string_ends_a_completion(engine: Any) -> None:
+    free = await generate(engine, lease(temperature=0.0), 0, "me")
+    stop = free.text[3:5]
+    it = await generate(engine, lease(temperature=0.0, stop_strings=(stop,)), 0, "me")
+    assert it.finish_reason == "stop"
+    assert it.text == free.text[: free.text.index(stop)]
+    assert it.logprobs.size == it.completion_token_ids.size
+
+
+async def test_greedy_takes_the_likeliest_token(engine: Any, model: Any) -> None:
+    it = await generate(engine, lease(temperature=0.0, max_new_tokens=8), 0, "me")
+    ids = list(PROMPT)
+    for token in it.completion_token_ids.tolist():
+        with torch.no_grad():
+            assert model(torch.tensor([ids])).logits[0, -1].argmax() == token
+        ids.append(token)
+
+
+async def test_seeds_repeat_a_trajectory_and_tell_trajectories_apart(engine: Any) -> None:
+    async def sample(index: int, seed: int | None) -> list[int]:
+        return (await generate(engine, lease(seed=seed), index, "me")).completion_token_ids.tolist()
+
+    one, again, other = await asyncio.gather(sample(0, 11), sample(0, 11), sample(1, 11))
+    assert one == again != other
+    assert await sample(1, 10) == one
+    assert await sample(0, None) != await sample(0, None)
+
+
+async def test_text_is_what_the_engine_would_say(engine: Any) -> None:
+    from vllm.inputs.engine import tokens_input
+
+    it = await generate(engine, lease(seed=5), 0, "me")
+    params = sampling_params(lease(seed=5).group.sampling, 0)
+    params.detokenize = True
+    async for output in engine.generate(tokens_input(list(PROMPT)), params, "text"):
+        assert list(output.outputs[0].token_ids) == it.completion_token_ids.tolist()
+        assert output.outputs[0].text == it.text != ""
+
+
+async def test_trajectories_of_a_group_run_side_by_side(engine: Any) -> None:
+    tasks = [asyncio.create_task(generate(engine, lease(), index, "me")) for index in range(4)]
+    most = 0
+    while not all(task.done() for task in tasks):
+        most = max(most, engine.get_num_unfinished_requests())
+        await asyncio.sleep(0)
+    assert most == 4
+    assert len({tuple(task.result().completion_token_ids.tolist()) for task in tasks}) > 1
+
+
+async def test_a_cancelled_trajectory_is_aborted_in_the_engine(engine: Any) -> None:
+    task = asyncio.create_task(generate(engine, lease(max_new_tokens=1000), 0, "me"))
+    await running(engine)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.get_num_unfinished_requests() == 0
+
+
+async def test_a_token_outside_the_vocabulary_is_an_error_and_the_engine_lives(engine: Any) -> None:
+    from vllm.exceptions import VLLMClientError
+
+    with pytest.raises(VLLMClientError, match="vocab"):
+        await generate(engine, lease((3, 10_000)), 0, "me")
+    assert (await generate(engine, lease(max_new_tokens=2), 0, "me")).completion_token_ids.size
+
+
+def test_a_prompt_that_fills_the_context_is_named_a_problem() -> None:
+    assert prompt_problem(lease((3,) * 9).group, 10) is None
+    problem = str(prompt_problem(lease((3,) * 10).group, 10))
+    assert "10 tokens" in problem
+    assert "max_total_sequence_length" in problem
