@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import struct
 import sys
@@ -24,10 +25,13 @@ from headrace.v1 import trajectory_pb2 as pb
 from headrace.wire import sample_from_wire, score_to_wire
 
 LENGTH = struct.Struct(">I")
+# A completion may ask for a number with more digits than there is memory: that must end this process at most.
+_MOST_MEMORY_BYTES = 4 * 1024**3
 
 
 def main() -> None:
     die_with_parent(signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY_BYTES, _MOST_MEMORY_BYTES))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the hub ends its workers itself
     requests = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")

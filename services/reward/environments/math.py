@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -43,7 +44,16 @@ class Math(BuiltIn):
                 "INVALID", message=f"extra_env_info.answer {text!r:.80} is not mathematics that math-verify can read"
             )
         found = parse(sample.completion, extraction_config=_ANSWER, parsing_timeout=None)
-        equal = verify(expected, found, timeout_seconds=None)
+        equal = _equal(expected, found)
         # `found` ends with the text as it was written, where it could be told
         written = next((item for item in reversed(found) if isinstance(item, str)), None)
         return Score("SCORED", reward=float(equal), metadata={} if written is None else {"answer": written})
+
+
+def _equal(expected: list[Any], found: list[Any]) -> bool:
+    try:
+        return bool(verify(expected, found, timeout_seconds=None, raise_on_error=True))
+    except MemoryError:  # law 7: not "not equal"
+        raise
+    except Exception:  # noqa: BLE001  # a comparison that can't be made must not hide another that can
+        return bool(verify(expected, found, timeout_seconds=None))

@@ -1,0 +1,293 @@
+"""The hub on real gRPC, with real worker processes and environments in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from reward_support import start_environment, start_hub, until
+
+from headrace import Environment, Sample, rpc
+from headrace.config.data import Env
+from headrace.environment_server import serving
+from headrace.errors import ServiceError
+from headrace.service import bind
+from headrace.v1 import environment_pb2, environment_pb2_grpc, reward_pb2, trajectory_pb2
+from headrace.wire import sample_to_wire
+from services.reward.pool import WorkerPool
+
+ODD = Path(__file__).with_name("odd_environment.py")
+EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_environment.py"
+MATH = Sample("132", {"answer": "132"}, environment="math")
+# sympy sets out to write this number down
+ENDLESS = Sample("9^9^9^9", {"answer": "132"}, environment="math")
+
+
+def children() -> set[int]:
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+def cpu_seconds(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+async def test_a_batch_that_mixes_environments_comes_back_in_order() -> None:
+    async with start_environment(ODD) as odd:
+        env = {"math": {}, "odd": {"target": odd.target, "max_batch_size": 2}}
+        async with start_hub(env) as hub:
+            odds = [Sample("x" * length, environment="odd") for length in range(5)]
+            unknown = Sample("x", environment="orange")
+            wrong = Sample("131", {"answer": "132"}, environment="math")
+            scores = await hub.score([MATH, *odds, unknown, wrong])
+    assert [score.reward for score in scores] == [1, 0, 1, 2, 3, 4, None, 0]
+    assert {(score.environment, score.build) for score in scores[1:6]} == {("Odd", "2")}
+    assert scores[6].status == "INVALID"
+    assert scores[6].message == (
+        "environment 'orange' is not one of this run's (math, odd); add env.orange to its configuration"
+    )
+
+
+async def test_a_custom_environment_runs_without_anything_heavy() -> None:
+    async with start_environment(ODD) as odd, start_hub({"odd": {"target": odd.target}}) as hub:
+        (score,) = await hub.score([Sample("modules", environment="odd")])
+    assert score.metadata == {"heavy": []}
+
+
+async def test_the_example_runs_as_it_stands() -> None:
+    info = {"answer": "26", "numbers": [3, 5, 7]}
+    completions = ["(7 * 3) + 5", "7 + 5 + 3", "26", "I give up", "7 / (5 - 5) + 3", "__import__('os')"]
+    async with start_environment(EXAMPLE) as example, start_hub({"countdown": {"target": example.target}}) as hub:
+        scores = await hub.score([Sample(text, info, environment="countdown") for text in completions])
+        (invalid,) = await hub.score([Sample("1", environment="countdown")])
+        assert await example.stop() == 0
+    assert [score.reward for score in scores] == [1, pytest.approx(0.1), 0, 0, 0, 0]
+    assert scores[0].components == {"format": 1, "correct": 1}
+    assert (scores[0].environment, scores[0].build) == ("countdown", "1.0")
+    assert invalid.status == "INVALID"
+
+
+async def test_law_7_failure_is_not_zero_a_failing_sample_costs_no_other() -> None:
+    async with start_environment(ODD) as odd, start_hub({"odd": {"target": odd.target}}) as hub:
+        fine, raised, nan = await hub.score([Sample(text, environment="odd") for text in ("abc", "raise", "nan")])
+    assert fine.reward == 3
+    assert (raised.status, raised.reward, raised.message) == ("FAILED", None, "RuntimeError: the judge is out")
+    assert (nan.status, nan.reward) == ("FAILED", None)
+
+
+async def test_law_6_liveness_a_hanging_sample_is_timed_out_and_the_others_keep_their_rewards() -> None:
+    async with (
+        start_environment(ODD) as odd,
+        start_hub({"odd": {"target": odd.target, "timeout_s": 1.0}, "math": {}}) as hub,
+    ):
+        hang, fine, sum_ = await hub.score([Sample("hang", environment="odd"), Sample("abc", environment="odd"), MATH])
+        assert (hang.status, hang.reward) == ("TIMED_OUT", None)
+        assert (fine.reward, sum_.reward) == (3, 1)
+        assert await odd.stop() == 0  # though a thread of it still hangs
+
+
+async def test_a_process_killed_in_the_middle_of_a_call_is_failed_and_its_successor_scores(tmp_path: Path) -> None:
+    async with start_environment(ODD) as odd, start_hub({"odd": {"target": odd.target}, "math": {}}) as hub:
+        seen = tmp_path / "seen"
+        hang = Sample("hang", {"touch": str(seen)}, environment="odd")
+        call = asyncio.create_task(hub.score([hang, MATH]))
+        await until(seen.exists)
+        odd.kill()
+        killed, sum_ = await call
+        assert (killed.status, killed.reward, sum_.reward) == ("FAILED", None, 1)
+        assert odd.target in killed.message
+        async with start_environment(ODD, odd.port):
+            (again,) = await hub.score([Sample("abc", environment="odd")])
+        assert again.reward == 3
+
+
+async def test_an_environment_that_is_not_running_is_failed_by_name() -> None:
+    with bind("127.0.0.1", 0, "port") as sock:
+        target = f"127.0.0.1:{sock.getsockname()[1]}"
+    async with start_hub({"gone": {"target": target, "timeout_s": 1.0}}) as hub:
+        (score,) = await hub.score([Sample("x", environment="gone")])
+        assert (score.status, score.reward) == ("FAILED", None)
+        assert f"env.gone.target {target} could not be reached" in score.message
+        gone = (await hub.environments())["gone"]
+        assert not gone.ready
+        assert target in gone.message
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{hub.http_port}") as http:
+            ready = await http.get("/readyz")
+            assert ready.status_code == 503
+            assert "env.gone.target" in ready.json()["reason"]
+            assert (await http.get("/healthz")).status_code == 200
+
+
+async def test_an_environment_that_breaks_the_contract_is_failed() -> None:
+    class Short(environment_pb2_grpc.EnvironmentServiceServicer):
+        async def Score(
+            self, request: environment_pb2.EnvironmentServiceScoreRequest, context: grpc.aio.ServicerContext
+        ) -> environment_pb2.EnvironmentServiceScoreResponse:
+            result = trajectory_pb2.Result(status=trajectory_pb2.STATUS_SCORED)
+            return environment_pb2.EnvironmentServiceScoreResponse(results=[result] * min(1, len(request.trajectories)))
+
+    server = rpc.server()
+    environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(Short(), server)
+    port = rpc.listen(server, "127.0.0.1", 0, "port")
+    await server.start()
+    try:
+        async with start_hub({"short": {"target": f"127.0.0.1:{port}"}}) as hub:
+            sample = Sample("x", environment="short")
+            two, one = await hub.score([sample, sample]), await hub.score([sample])
+    finally:
+        await server.stop(0)
+    assert [score.status for score in two] == ["FAILED", "FAILED"]
+    assert "answered 1 results for 2 trajectories" in two[0].message
+    assert (one[0].status, one[0].reward) == ("FAILED", None)
+    assert "reward absent" in one[0].message
+
+
+async def test_law_6_liveness_a_hanging_scorer_is_killed_and_the_others_keep_their_rewards() -> None:
+    async with start_hub({"math": {"timeout_s": 1.0}}, workers=1) as hub:
+        (first,) = children()
+        endless, fine = await hub.score([ENDLESS, MATH])
+        (second,) = children()
+    assert (endless.status, endless.reward) == ("TIMED_OUT", None)
+    assert fine.reward == 1
+    assert first != second
+    assert not children()
+
+
+async def test_a_worker_killed_in_the_middle_fails_its_own_trajectory_alone() -> None:
+    async with start_hub({"math": {}}, workers=1) as hub:
+        (worker,) = children()
+        idle = cpu_seconds(worker)
+        call = asyncio.create_task(hub.score([ENDLESS, MATH]))
+        await until(lambda: cpu_seconds(worker) > idle + 0.2)
+        os.kill(worker, signal.SIGKILL)
+        killed, fine = await call
+    assert (killed.status, killed.reward) == ("FAILED", None)
+    assert "SIGKILL" in killed.message
+    assert fine.reward == 1
+
+
+async def test_law_6_liveness_the_hub_answers_within_the_callers_deadline() -> None:
+    async with start_environment(ODD) as odd, start_hub({"odd": {"target": odd.target}, "math": {}}, workers=1) as hub:
+        hang = Sample("hang", environment="odd")
+        late, endless, fine = await hub.score([hang, ENDLESS, Sample("abc", environment="odd")], timeout_s=3.0)
+    assert (late.status, endless.status, fine.reward) == ("TIMED_OUT", "TIMED_OUT", 3)
+
+
+async def test_require_stop_is_a_rule_of_the_configuration() -> None:
+    async with start_hub({"sums": {"type": "math", "require_stop": True}}, workers=1) as hub:
+        cut = Sample("132", {"answer": "132"}, finish_reason="length", environment="sums")
+        whole = Sample("132", {"answer": "132"}, environment="sums")
+        scores = await hub.score([cut, whole])
+    assert [score.reward for score in scores] == [0, 1]
+
+
+async def test_garbage_on_the_port_harms_nobody() -> None:
+    async with start_hub({"math": {}}, workers=1) as hub:
+        for garbage in (
+            b"\x00" * 4096,
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + os.urandom(4096),
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", hub.port)
+            writer.write(garbage)
+            await writer.drain()
+            writer.write_eof()
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+            writer.close()
+        (score,) = await hub.score([MATH])
+    assert score.reward == 1
+
+
+async def test_malformed_requests_get_a_typed_error_and_nothing_is_scored() -> None:
+    async with start_hub({"math": {}}, workers=1, max_message_bytes=65536) as hub:
+        raw = hub.channel.unary_unary("/headrace.v1.RewardService/Score")
+        with pytest.raises(grpc.aio.AioRpcError) as garbage:
+            await raw(b"\xff\xfe garbage")
+        assert garbage.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+        bad = sample_to_wire(MATH)
+        bad.group_id, bad.extra_env_info_json = "e0-train-7", "{"
+        with pytest.raises(grpc.aio.AioRpcError) as malformed:
+            await hub.stub.Score(reward_pb2.ScoreRequest(trajectories=[sample_to_wire(MATH), bad]))
+        assert malformed.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "trajectory 'e0-train-7'[0]: extra_env_info_json is not JSON" in str(malformed.value.details())
+
+        with pytest.raises(grpc.aio.AioRpcError) as large:
+            await raw(b"\x0a" + b"x" * 100_000)
+        assert large.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+        with pytest.raises(grpc.aio.AioRpcError) as step:
+            await hub.stub.Step(reward_pb2.StepRequest())
+        assert step.value.code() == grpc.StatusCode.UNIMPLEMENTED
+        attach = hub.stub.Attach()
+        with pytest.raises(grpc.aio.AioRpcError) as attached:
+            await attach.read()
+        assert attached.value.code() == grpc.StatusCode.UNIMPLEMENTED
+        assert "env.<name>.target" in str(attached.value.details())
+
+        assert await hub.score([]) == []
+        assert (await hub.score([MATH]))[0].reward == 1
+
+
+async def test_health_reflection_and_the_list_of_environments() -> None:
+    env = {"math": {"timeout_s": 5.0}, "odd": {"max_batch_size": 8}}
+    async with start_environment(ODD) as odd:
+        env["odd"]["target"] = odd.target
+        async with start_hub(env, workers=1) as hub, rpc.channel(odd.target) as direct:
+            for channel, service in ((hub.channel, "RewardService"), (direct, "EnvironmentService")):
+                name = f"headrace.v1.{service}"
+                health = health_pb2_grpc.HealthStub(channel)
+                for asked in ("", name):
+                    answer = await health.Check(health_pb2.HealthCheckRequest(service=asked))
+                    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+                reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+                request = reflection_pb2.ServerReflectionRequest(list_services="")
+                reply = await reflection.ServerReflectionInfo(iter([request])).read()
+                assert name in {found.name for found in reply.list_services_response.service}
+            environments = await hub.environments()
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{hub.http_port}") as http:
+                assert (await http.get("/readyz")).status_code == 200
+                await hub.score([MATH])
+                assert (
+                    'headrace_reward_results_total{environment="math",status="SCORED"}'
+                    in (await http.get("/metrics/")).text
+                )
+    assert list(environments) == ["math", "odd"]
+    assert environments["math"].kind == reward_pb2.EnvironmentStatus.KIND_BUILT_IN
+    assert environments["math"].timeout_ms == 5000
+    assert environments["odd"].kind == reward_pb2.EnvironmentStatus.KIND_SERVED
+    assert environments["odd"].description.name == "Odd"
+    assert environments["odd"].max_batch_size == 8
+    assert all(environment.ready for environment in environments.values())
+
+
+async def test_a_busy_port_is_one_clear_error() -> None:
+    with bind("127.0.0.1", 0, "port") as sock:
+        port = sock.getsockname()[1]
+        with pytest.raises(ServiceError, match=rf"reward\.port: can't listen on 127\.0\.0\.1:{port}"):
+            async with start_hub({}, port=port):
+                pass
+        with pytest.raises(ServiceError, match=rf"reward\.http_port: can't listen on 127\.0\.0\.1:{port}"):
+            async with start_hub({}, http_port=port):
+                pass
+        with pytest.raises(ServiceError, match=rf"port: can't listen on 127\.0\.0\.1:{port}"):
+            async with serving(Environment(), port=port):
+                pass
+    assert not children()
+
+
+async def test_workers_that_cannot_start_are_one_clear_error() -> None:
+    pool = WorkerPool({"math": Env.model_construct(type="none such")}, 2)
+    with pytest.raises(ServiceError, match="a worker for the built-in environments can't start: ended with status 1"):
+        await pool.start()
+    assert not children()
