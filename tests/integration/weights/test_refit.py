@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.config import Config
 from headrace.replay import Limits, ReplayClient
-from headrace.replay_wire import open_redis
 from headrace.weights.probe import choose_token_ids
+from headrace.weights.rendezvous import Rendezvous
 from services.trainer.weight_sender import RefitReport, WeightSender
 
 HERE = Path(__file__).parent
@@ -119,8 +119,8 @@ class Replica:
 class Run:
     """A run in the buffer, its sender, and the replicas that were started."""
 
-    def __init__(self, redis_url: str, run_id: str, replay: ReplayClient, policy: Policy, model: Path) -> None:
-        self.redis_url, self.run_id, self.replay, self.policy = redis_url, run_id, replay, policy
+    def __init__(self, redis_url: str, replay: ReplayClient, policy: Policy, model: Path) -> None:
+        self.redis_url, self.replay, self.policy = redis_url, replay, policy
         self.settings = {
             "policy": {
                 "model_name": str(model),
@@ -144,7 +144,7 @@ class Run:
         spec = {
             "config": self.settings,
             "redis_url": self.redis_url,
-            "run_id": self.run_id,
+            "run_id": self.replay.run_id,
             "replica": name,
             "arguments": arguments,
         }
@@ -174,19 +174,9 @@ class Run:
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
 
 
-LIMITS = Limits(
-    prompts_per_step=1,
-    generations_per_prompt=2,
-    max_age=1,
-    staleness_policy="ordered",
-    max_attempts=3,
-    max_scoring_attempts=3,
-    lease_s=10.0,
-    group_deadline_s=60.0,
-    scoring_deadline_s=60.0,
-    replica_dead_s=3.0,
-    max_bytes=2**30,
-)
+@pytest.fixture
+def limits(limits: Limits) -> Limits:
+    return dataclasses.replace(limits, replica_dead_s=3.0)
 
 
 @pytest.fixture(params=["tied"])
@@ -203,15 +193,11 @@ def model(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path) -> P
 
 
 @pytest.fixture
-async def run(redis_url: str, model: Path) -> AsyncIterator[Run]:
-    run_id = f"run-{uuid.uuid4().hex[:8]}"
-    replay = ReplayClient(open_redis(redis_url), run_id)
-    await replay.open_run(LIMITS)
+async def run(redis_url: str, replay: ReplayClient, model: Path) -> AsyncIterator[Run]:
     await replay.rewind(0, TIMELINE)
-    run = Run(redis_url, run_id, replay, Policy(model), model)
+    run = Run(redis_url, replay, Policy(model), model)
     yield run
     await run.stop()
-    await replay.aclose()
 
 
 # one prompt again and again, longer than a block of the KV cache: a prefix cache that outlived a refit would show
@@ -221,6 +207,7 @@ async def test_log_probabilities_are_those_of_transformers_after_every_refit(run
     replica = await run.start("a")
     await replica.expect("ready")
     prompt = choose_token_ids(run.policy.model.config.vocab_size, 400, seed=1).tolist()
+    groups = set()
     for version in range(6):
         if version:
             run.policy.train()
@@ -228,6 +215,10 @@ async def test_log_probabilities_are_those_of_transformers_after_every_refit(run
         assert (report.members, report.verified, report.attempts) == (("a",), ("a",), 1)
         assert report.refused == {}
         assert await run.states() == {"a": ("HEALTHY", version)}
+        # the group that the first refit formed carries all that follow
+        epoch = await run.replay.epoch()
+        groups.add(Rendezvous.decode(epoch.rendezvous).group_of(epoch.members))
+        assert len(groups) == 1
         done = await replica.generate(prompt, 32)
         assert done["spans"] == [[str(version), 0, 32]]
         expected = run.policy.logprobs(prompt + done["ids"])[len(prompt) - 1 :]
