@@ -58,8 +58,8 @@ __all__ = [
 
 # Where the server keeps the id of the run it serves now.
 CURRENT_RUN = "headrace:run"
-# A payload that no call made visible is gone after this.
-_STAGED_S = 60
+# A payload that no call made visible is gone after this many seconds.
+_STAGED = b"60"
 # Entries in one call of a batched function (BATCH in _args.lua); payloads in one round trip.
 _BATCH = 256
 _PAYLOADS = 64
@@ -205,7 +205,7 @@ class ReplayClient:
             args: list[Any] = []
             for group in batch:
                 nonce = secrets.token_hex(8)
-                commands.append(("SET", prefix + nonce, group.encode(), "NX", "EX", _STAGED_S))
+                commands.append(("SET", prefix + nonce, group.encode(), "NX", "EX", _STAGED))
                 worst = worst_case_bytes(group.n, group.prompt_token_ids.size, group.sampling.max_new_tokens)
                 args += [group.id, group.lane, group.order, group.n, worst, nonce]
             commands.append(self._fcall("enqueue", timeline, self._incarnation, int(refill), *args))
@@ -359,18 +359,19 @@ class ReplayClient:
     async def _push_batch(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | None]:
         """One round trip: payloads staged under nonces, then a call for each timeline that makes them permanent or deletes them."""
         commands: list[tuple[Any, ...]] = []
-        calls: dict[tuple[str, str], tuple[list[Any], list[int]]] = {}
+        calls: dict[tuple[str, str], tuple[list[str], list[int]]] = {}
         for position, (lease, trajectory) in enumerate(items):
-            nonce = secrets.token_hex(8)
+            nonce, payload = secrets.token_hex(8), trajectory.encode()
             key = f"{self._wire.key}:{lease.incarnation}:p:{nonce}"
-            commands.append(("SET", key, trajectory.encode(), "NX", "EX", _STAGED_S))
-            args, positions = calls.setdefault((lease.timeline, lease.incarnation), ([], []))
-            length = trajectory.completion_token_ids.size
-            args += [lease.group.id, trajectory.index, lease.token, nonce, length]
-            args += [trajectory.oldest_version, trajectory.newest_version]
+            commands.append((b"SET", key, payload, b"NX", b"EX", _STAGED))
+            lines, positions = calls.setdefault((lease.timeline, lease.incarnation), ([], []))
+            lines.append(
+                f"{lease.group.id} {trajectory.index} {lease.token} {nonce} {len(payload)} "
+                f"{trajectory.completion_token_ids.size} {trajectory.oldest_version} {trajectory.newest_version}"
+            )
             positions.append(position)
-        for fence, (args, _) in calls.items():
-            commands.append(self._fcall("push", *fence, *args))
+        for fence, (lines, _) in calls.items():
+            commands.append(self._fcall("push", *fence, *lines))
         replies = (await self._wire.pipeline(commands))[len(items) :]
         errors: list[ReplayError | None] = [None] * len(items)
         for (_, positions), reply in zip(calls.values(), replies, strict=True):
@@ -392,18 +393,24 @@ class ReplayClient:
     async def take_scoring(self, scorer: str, max_trajectories: int) -> list[ScoringJob]:
         """Pushed trajectories waiting for a score, oldest first, until `scoring_deadline_s` from now."""
         reply = await self._wire.call("take_scoring", scorer, max_trajectories, secrets.token_hex(8))
-        taken = [_Taken(*entry) for entry in zip(*[iter(reply)] * 6, strict=True)]
+        taken = [
+            _Taken(group_id.decode(), int(index), payload, record, token.decode(), attempt)
+            for group_id, index, payload, record, token, attempt in zip(*[iter(reply)] * 6, strict=True)
+        ]
         records = list(dict.fromkeys(entry.record for entry in taken))
-        groups = dict(zip(records, await self._fetch(records), strict=True))
+        groups = {
+            record: None if data is None else Group.decode(data)
+            for record, data in zip(records, await self._fetch(records), strict=True)
+        }
         jobs = []
         for batch in _chunks(taken, _PAYLOADS):
             payloads = await self._fetch([entry.payload for entry in batch])
             for entry, payload in zip(batch, payloads, strict=True):
-                record = groups[entry.record]
-                if payload is None or record is None:  # discarded since: the token is void
+                group = groups[entry.record]
+                if payload is None or group is None:  # discarded since: the token is void
                     continue
                 try:
-                    jobs.append(entry.job(record, payload))
+                    jobs.append(entry.job(group, payload))
                 except CodecError as error:
                     await self._score_unreadable(entry, str(error))
         return jobs
@@ -438,11 +445,11 @@ class ReplayClient:
             )
         return errors
 
-    async def _score_batch(self, items: Sequence[tuple[Any, Any, Any, Score]]) -> list[ReplayError | None]:
+    async def _score_batch(self, items: Sequence[tuple[str, int, str, Score]]) -> list[ReplayError | None]:
         args: list[Any] = []
         for group_id, index, token, score in items:
-            reward = "" if score.reward is None else repr(float(score.reward))
-            args += [group_id, index, token, score.status, reward, score.encode(), score.message]
+            reward = "-" if score.reward is None else repr(float(score.reward))
+            args += [f"{group_id} {index} {token} {score.status} {reward}", score.encode(), score.message]
         return [refusal(text.decode()) if text else None for text in await self._wire.call("score", *args)]
 
     # -- the weight channel ----------------------------------------------------------------------------------------------
@@ -614,21 +621,21 @@ class ReplayClient:
 class _Taken:
     """An entry of `take_scoring`'s reply."""
 
-    group: bytes
-    index: bytes
+    group: str
+    index: int
     payload: bytes
     record: bytes
-    token: bytes
+    token: str
     attempt: int
 
-    def job(self, record: bytes, payload: bytes) -> ScoringJob:
-        group, trajectory = Group.decode(record), Trajectory.decode(payload)
-        if (trajectory.group_id, trajectory.index) != (group.id, int(self.index)):
+    def job(self, group: Group, payload: bytes) -> ScoringJob:
+        trajectory = Trajectory.decode(payload)
+        if (trajectory.group_id, trajectory.index) != (self.group, self.index):
             raise CodecError(
-                f"the payload of trajectory {int(self.index)} of group {group.id!r} says it is "
+                f"the payload of trajectory {self.index} of group {self.group!r} says it is "
                 f"{trajectory.index} of {trajectory.group_id!r}"
             )
-        return ScoringJob(group, trajectory, self.token.decode(), self.attempt)
+        return ScoringJob(group, trajectory, self.token, self.attempt)
 
 
 def _check_push(lease: Lease, trajectory: Trajectory) -> None:

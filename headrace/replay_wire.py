@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import Any
 
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -32,6 +32,7 @@ _BY_CODE = {
 }
 # A restart of the server on its append-only file is bridged; each function is safe to call again.
 _RETRIES = 10
+_CONNECTIONS = 32
 # Fallback for a wake-up that was lost with its connection.
 _POLL_S = 1.0
 
@@ -39,13 +40,17 @@ _POLL_S = 1.0
 def open_redis(url: str, retries: int = _RETRIES) -> Redis:
     """A client with a connection pool for `url` (redis://, rediss://, unix://). Raises `ReplayUnavailable` on a malformed one."""
     try:
-        return Redis.from_url(
+        # a call beyond the pool waits for a connection: hundreds of trajectories can finish at the same moment
+        pool = BlockingConnectionPool.from_url(
             url,
+            max_connections=_CONNECTIONS,
+            timeout=60.0,
             socket_connect_timeout=5.0,
             socket_timeout=30.0,
             retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=1.0), retries),
             retry_on_error=[RedisConnectionError, RedisTimeoutError],
         )
+        return Redis.from_pool(pool)
     except ValueError as error:
         raise ReplayUnavailable(
             f"Redis address {url!r} can't be used ({error}); give redis://host:port/0 or unix:///path"
@@ -118,7 +123,9 @@ class Wakeups:
             self._reader = asyncio.create_task(self._read())
         event = self._events[channel]
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(event.wait(), min(timeout_s, _POLL_S))
+            # not wait_for: before Python 3.12 it loses a cancellation that comes with the wake-up
+            async with asyncio.timeout(min(timeout_s, _POLL_S)):
+                await event.wait()
         event.clear()
 
     async def aclose(self) -> None:

@@ -34,9 +34,11 @@ local function finite(text, what)
   return number
 end
 
+local NAME = '[%w._:@/+=,~-]+'
+
 -- Ids and nonces: they become parts of keys, members and lines of lists.
 local function name(text, what)
-  if type(text) ~= 'string' or #text > 256 or not string.find(text, '^[%w._:@/+=,~-]+$') then
+  if type(text) ~= 'string' or #text > 256 or not string.find(text, '^' .. NAME .. '$') then
     refuse('HR_INVALID', what .. ' is ' .. show(text) .. ', not 1 to 256 letters, digits and ._:@/+=,~-')
   end
   return text
@@ -59,6 +61,16 @@ local function entries(args, fixed, width, most)
     refuse('HR_INVALID', #args .. ' arguments, not ' .. fixed .. ' and up to ' .. most .. ' times ' .. width)
   end
   return count
+end
+
+-- Sort the entries of a batch by group, in the order they came.
+local function group_entry(groups, by_id, entry)
+  local of_group = by_id[entry.id]
+  if not of_group then
+    of_group = {}
+    by_id[entry.id], groups[#groups + 1] = of_group, of_group
+  end
+  of_group[#of_group + 1] = entry
 end
 
 local LANES = {train = true, validation = true}

@@ -28,7 +28,7 @@ local function expire_scoring(run)
   for _, member in ipairs(members) do
     -- an earlier one of this sweep may have failed the group
     if redis.call('ZSCORE', run.base .. 'taken', member) then
-      local index, id = string.match(member, '^(%d+):(.+)$')
+      local id, index = split_member(member)
       local group = load_group(run, id)
       local attempts = tonumber(string.match(redis.call('HGET', group.key, 'w' .. index), '^%d+'))
       retry_scoring(run, group, index, attempts, 'no answer from the scorer within its deadline')

@@ -44,6 +44,11 @@ local function field_names(letter, n)
   return names
 end
 
+-- Places with the scorer (`unscored`, `taken`) are `<id>:<index>`.
+local function split_member(member)
+  return string.match(member, '^(.+):(%d+)$')
+end
+
 -- Keys of the payloads and scores of a group's pushed trajectories, and their indices.
 local function payload_keys(run, group)
   local keys, indices = {}, {}
@@ -65,7 +70,7 @@ local function discard(run, group)
     redis.call('UNLINK', unpack(keys))
     local members, fields = {}, {}
     for _, index in ipairs(indices) do
-      members[#members + 1] = index .. ':' .. group.id
+      members[#members + 1] = group.id .. ':' .. index
       fields[#fields + 1] = 'p' .. index
       fields[#fields + 1] = 'w' .. index
       fields[#fields + 1] = 'r' .. index
@@ -137,7 +142,7 @@ end
 
 -- The trajectory waits for a scorer again, without a token; fails the group once its attempts are used up (law 7).
 local function retry_scoring(run, group, index, attempts, message)
-  local member = index .. ':' .. group.id
+  local member = group.id .. ':' .. index
   if attempts >= run.max_scoring_attempts then
     return fail(run, group, 'scoring failed ' .. attempts .. ' times: ' .. message)
   end
@@ -150,7 +155,7 @@ end
 
 -- The scorer's token is void; the trajectory waits again, at no cost.
 local function void_token(run, member)
-  local index, id = string.match(member, '^(%d+):(.+)$')
+  local id, index = split_member(member)
   local key = group_key(run, id)
   local attempts = tonumber(string.match(redis.call('HGET', key, 'w' .. index), '^%d+'))
   redis.call('HSET', key, 'w' .. index, (attempts - 1) .. ' ')

@@ -8,7 +8,7 @@
 --   line        zset    train groups open, scoring, ready, by ticket; O = ZCARD
 --   ready       zset    those of `line` that are ready, by ticket
 --   leases      zset    open groups by the time the lease ends
---   unscored    zset    trajectories waiting for a scorer (`<index>:<id>`) by time of push
+--   unscored    zset    trajectories waiting for a scorer (`<id>:<index>`) by time of push
 --   taken       zset    trajectories with a scorer by deadline
 --   steps       hash    step -> ids of reserved, or kept by a rewind for it (one a line, in ticket order)
 --   trash       list    groups trained for good whose payloads are still to be freed

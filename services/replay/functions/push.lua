@@ -1,55 +1,41 @@
 -- push: finished trajectories come in, each under its group's lease (law 3). The last one sends the group to scoring.
 -- KEYS     the run
--- ARGV     timeline, incarnation, then for each trajectory: group id, index, token, nonce of the payload staged at p:<nonce> with
---          a time to live, length in tokens, oldest and newest weight version
+-- ARGV     timeline, incarnation, then a line for each trajectory: `<group id> <index> <token> <nonce> <bytes> <length> <oldest>
+--          <newest>`: the payload of so many bytes is staged at p:<nonce> with a time to live; length in tokens; weight versions
 -- Returns  for each trajectory '' or `<code> <message>`; a refused one leaves nothing behind. The same index again under the same
 --          token is accepted and changes nothing.
 -- Errors   HR_INVALID (malformed). Of entries: HR_TIMELINE, HR_LEASE_LOST, HR_INVALID
 
-local function parse(args, i)
+local LINE = '^(' .. NAME .. ') (%d+) (' .. NAME .. ') (' .. NAME .. ') (%d+) (%d+) (%d+) (%d+)$'
+
+local function parse(line)
+  local id, index, token, nonce, bytes, length, oldest, newest = string.match(line, LINE)
+  if not id or #line > 1000 then
+    refuse('HR_INVALID', 'trajectory ' .. show(line) .. ' is not an id, an index, a token, a nonce and four numbers')
+  end
   return {
-    id = name(args[i], 'group id'), index = natural(args[i + 1], 'index'), token = name(args[i + 2], 'token'),
-    nonce = name(args[i + 3], 'nonce'), length = positive(args[i + 4], 'length'),
-    oldest = natural(args[i + 5], 'oldest version'), newest = natural(args[i + 6], 'newest version'),
+    id = id, index = natural(index, 'index'), token = token, nonce = nonce, bytes = natural(bytes, 'bytes'),
+    length = positive(length, 'length'), oldest = natural(oldest, 'oldest version'), newest = natural(newest, 'newest version'),
   }
 end
 
--- Why the trajectory is refused: code and message, or nil.
-local function refusal(run, entry, state, token, n)
-  if not state or token ~= entry.token or state ~= 'open' then
+-- Why the trajectory is refused whatever its index: code and message, or nil.
+local function lease_refusal(run, entry, group)
+  if not group or group.token ~= entry.token or group.state ~= 'open' then
     return 'HR_LEASE_LOST', 'the lease of group ' .. entry.id .. ' is over'
   end
   if run.backlog and tonumber(redis.call('ZSCORE', run.base .. 'leases', entry.id)) <= run.now then
     return 'HR_LEASE_LOST', 'the lease of group ' .. entry.id .. ' has expired'
   end
-  if entry.index >= n then
-    return 'HR_INVALID', 'index ' .. entry.index .. ' of group ' .. entry.id .. ', which has ' .. n .. ' trajectories'
+end
+
+local function record_refusal(run, entry, group)
+  if entry.index >= group.n then
+    return 'HR_INVALID', 'index ' .. entry.index .. ' of group ' .. entry.id .. ', which has ' .. group.n .. ' trajectories'
   end
   if entry.oldest > entry.newest or entry.newest > run.next_step then
-    return 'HR_INVALID', 'versions ' .. entry.oldest .. ' to ' .. entry.newest .. ' of group ' .. entry.id ..
-      '; the newest weights are ' .. run.next_step
+    return 'HR_INVALID', 'versions ' .. entry.oldest .. ' to ' .. entry.newest .. ' of group ' .. entry.id .. '; the newest weights are ' .. run.next_step
   end
-end
-
--- All n are in: the lease is done and its unused bytes are free; the token stays, so that a repeated push is known.
-local function complete(run, entry, lane, replica, held, actual, key)
-  end_lease(run, {id = entry.id, replica = replica})
-  hold(run, {held = held}, actual)
-  redis.call('HSET', key, 'state', 'scoring', 'held', actual)
-  move(run, lane, 'open', 'scoring')
-end
-
-local function accept(run, entry, key, values, size)
-  local _, _, n, pushed, oldest, newest, actual, lane, replica, held = unpack(values)
-  pushed, actual = pushed + 1, actual + size
-  redis.call('PERSIST', entry.payload)
-  redis.call('HSET', key, 'pushed', pushed, 'actual', actual,
-    'oldest', math.min(tonumber(oldest or entry.oldest), entry.oldest),
-    'newest', math.max(tonumber(newest or entry.newest), entry.newest),
-    'p' .. entry.index, entry.nonce .. ' ' .. entry.length .. ' ' .. entry.oldest .. ' ' .. entry.newest)
-  redis.call('ZADD', run.base .. 'unscored', run.now, entry.index .. ':' .. entry.id)
-  wake(run, 'scoring')
-  if pushed == tonumber(n) then complete(run, entry, lane, replica, tonumber(held), actual, key) end
 end
 
 -- The staged payload goes, unless it is the one an earlier delivery of the same call made permanent.
@@ -57,42 +43,76 @@ local function unstage(entry, mine)
   if not mine or string.match(mine, '^%S+') ~= entry.nonce then redis.call('UNLINK', entry.payload) end
 end
 
-local function push(run, entry, foreign)
-  local key = group_key(run, entry.id)
-  local values = redis.call('HMGET', key, 'state', 'token', 'n', 'pushed', 'oldest', 'newest', 'actual', 'lane', 'replica',
-    'held', 'p' .. entry.index)
-  local state, token, n, mine = values[1], values[2], tonumber(values[3] or nil), values[11]
-  local code, message
-  if foreign then
-    code, message = 'HR_TIMELINE', 'a rewind or restore has ended the timeline of group ' .. entry.id
-  elseif mine and token == entry.token then
-    unstage(entry, mine)
-    return ''
-  else
-    code, message = refusal(run, entry, state, token, n)
+-- All n are in: the lease is done and its unused bytes are free; the token stays, so that a repeated push is known.
+local function complete(run, group)
+  end_lease(run, group)
+  hold(run, group, group.actual)
+  redis.call('HSET', group.key, 'state', 'scoring', 'held', group.actual)
+  move(run, group.lane, 'open', 'scoring')
+end
+
+-- The group with what these entries have to know of it: its lease, and which of their indices it has (`mine`).
+local function load(run, entries_of_group)
+  local key = group_key(run, entries_of_group[1].id)
+  local fields = {'state', 'token', 'lane', 'replica', 'n', 'pushed', 'actual', 'held', 'oldest', 'newest'}
+  for i, entry in ipairs(entries_of_group) do fields[10 + i] = 'p' .. entry.index end
+  local values = redis.call('HMGET', key, unpack(fields))
+  if not values[1] then return nil, {} end
+  local group = {id = entries_of_group[1].id, key = key}
+  for i = 1, 4 do group[fields[i]] = values[i] end
+  for i = 5, 10 do group[fields[i]] = tonumber(values[i] or nil) end
+  local mine = {}
+  for i, entry in ipairs(entries_of_group) do mine[entry.index] = values[10 + i] end
+  return group, mine
+end
+
+-- Entries of one group: what is accepted is written once.
+local function push(run, entries_of_group, foreign, reply)
+  local group, mine = load(run, entries_of_group)
+  local written, members = {}, {}
+  for _, entry in ipairs(entries_of_group) do
+    local code, message
+    local before = mine[entry.index]
+    if foreign then
+      code, message = 'HR_TIMELINE', 'a rewind or restore has ended the timeline of group ' .. entry.id
+    elseif not (before and group.token == entry.token) then
+      code, message = lease_refusal(run, entry, group)
+      if not code then code, message = record_refusal(run, entry, group) end
+      if not code and redis.call('PERSIST', entry.payload) == 0 then
+        code, message = 'HR_INVALID', 'the payload of group ' .. entry.id .. ' was not staged, or its time ran out'
+      end
+      if not code then
+        local value = entry.nonce .. ' ' .. entry.length .. ' ' .. entry.oldest .. ' ' .. entry.newest
+        mine[entry.index] = value
+        written[#written + 1], written[#written + 2] = 'p' .. entry.index, value
+        members[#members + 1], members[#members + 2] = run.now, entry.id .. ':' .. entry.index
+        group.pushed, group.actual = group.pushed + 1, group.actual + entry.bytes
+        group.oldest = math.min(group.oldest or entry.oldest, entry.oldest)
+        group.newest = math.max(group.newest or entry.newest, entry.newest)
+      end
+    end
+    if code then reply[entry.place] = refuse_entry(run, code, message) else reply[entry.place] = '' end
+    if code or before then unstage(entry, before) end
   end
-  local size = code and 0 or redis.call('STRLEN', entry.payload)
-  if not code and size == 0 then
-    code, message = 'HR_INVALID', 'the payload of group ' .. entry.id .. ' was not staged, or its time ran out'
-  end
-  if code then
-    unstage(entry, mine)
-    return refuse_entry(run, code, message)
-  end
-  accept(run, entry, key, values, size)
-  return ''
+  if #written == 0 then return end
+  redis.call('HSET', group.key, 'pushed', group.pushed, 'actual', group.actual, 'oldest', group.oldest, 'newest', group.newest,
+    unpack(written))
+  redis.call('ZADD', run.base .. 'unscored', unpack(members))
+  wake(run, 'scoring')
+  if group.pushed == group.n then complete(run, group) end
 end
 
 register('hr_push', nil, function(run, args)
-  local parsed = {}
-  local count = entries(args, 2, 7, BATCH)
+  local count = entries(args, 2, 1, BATCH)
   local staged = run.key .. ':' .. name(args[2], 'incarnation') .. ':p:'
+  local groups, by_id = {}, {}
   for i = 1, count do
-    parsed[i] = parse(args, 3 + (i - 1) * 7)
-    parsed[i].payload = staged .. parsed[i].nonce
+    local entry = parse(args[2 + i])
+    entry.place, entry.payload = i, staged .. entry.nonce
+    group_entry(groups, by_id, entry)
   end
   local foreign = run.timeline ~= args[1] or run.incarnation ~= args[2]
   local reply = {}
-  for i, entry in ipairs(parsed) do reply[i] = push(run, entry, foreign) end
+  for _, of_group in ipairs(groups) do push(run, of_group, foreign, reply) end
   return reply
 end)

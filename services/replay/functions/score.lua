@@ -1,6 +1,7 @@
 -- score: what the environment said comes back. The last score makes the group ready (validation: evaluated).
 -- KEYS     the run
--- ARGV     for each trajectory: group id, index, token, status, reward ('' unless SCORED), score record (msgpack), message
+-- ARGV     for each trajectory: a line `<group id> <index> <token> <status> <reward>` (reward `-` unless SCORED), score record
+--          (msgpack), message
 -- Returns  for each trajectory '' or `<code> <message>`
 -- Errors   HR_INVALID (malformed). Of entries: HR_LEASE_LOST
 --
@@ -8,66 +9,112 @@
 -- with the message; INVALID fails it at once.
 
 local STATUSES = {SCORED = true, FAILED = true, TIMED_OUT = true, INVALID = true}
+local LINE = '^(' .. NAME .. ') (%d+) (' .. NAME .. ') ([A-Z_]+) (%S+)$'
 
-local function parse(args, i)
-  local entry = {
-    id = name(args[i], 'group id'), index = natural(args[i + 1], 'index'), token = name(args[i + 2], 'token'),
-    status = choice(args[i + 3], STATUSES, 'status'), reward = args[i + 4], record = args[i + 5], message = args[i + 6],
-  }
-  if entry.status == 'SCORED' then
-    finite(entry.reward, 'reward')
-  elseif entry.reward ~= '' then
-    refuse('HR_INVALID', 'status ' .. entry.status .. ' with reward ' .. show(entry.reward) .. '; only SCORED has one')
+local function parse(line, record, message)
+  local id, index, token, status, reward = string.match(line, LINE)
+  if not id or #line > 1000 then
+    refuse('HR_INVALID', 'score ' .. show(line) .. ' is not an id, an index, a token, a status and a reward')
   end
-  return entry
+  choice(status, STATUSES, 'status')
+  if status == 'SCORED' then
+    finite(reward, 'reward')
+  elseif reward ~= '-' then
+    refuse('HR_INVALID', 'status ' .. status .. ' with reward ' .. show(reward) .. '; only SCORED has one')
+  end
+  return {id = id, index = tonumber(index), token = token, status = status, reward = reward, record = record, message = message}
 end
 
-local function all_scored(run, entry, key, lane, ticket)
-  if lane == 'train' then
-    redis.call('HSET', key, 'state', 'ready')
-    redis.call('ZADD', run.base .. 'ready', ticket, entry.id)
-    move(run, lane, 'scoring', 'ready')
+local function all_scored(run, group)
+  if group.lane == 'train' then
+    redis.call('HSET', group.key, 'state', 'ready')
+    redis.call('ZADD', run.base .. 'ready', group.ticket, group.id)
+    move(run, group.lane, 'scoring', 'ready')
   else
-    redis.call('HSET', key, 'state', 'evaluated')
-    move(run, lane, 'scoring', 'evaluated')
+    redis.call('HSET', group.key, 'state', 'evaluated')
+    move(run, group.lane, 'scoring', 'evaluated')
   end
   wake(run, 'ready')
 end
 
-local function score(run, entry, done)
-  local key = group_key(run, entry.id)
-  local work, reward, pushed, n, scored, lane, ticket = unpack(redis.call('HMGET', key, 'w' .. entry.index,
-    'r' .. entry.index, 'p' .. entry.index, 'n', 'scored', 'lane', 'ticket'))
-  local attempts, token = string.match(work or '', '^(%d+) (.+)$')
+-- The group with who has these entries (`w<i>`), their rewards (`r<i>`) and payloads (`p<i>`), under those names.
+local function load(run, entries_of_group)
+  local id = entries_of_group[1].id
+  local fields = {'n', 'scored', 'lane', 'ticket'}
+  for _, entry in ipairs(entries_of_group) do
+    for _, letter in ipairs({'w', 'r', 'p'}) do fields[#fields + 1] = letter .. entry.index end
+  end
+  local group = {id = id, key = group_key(run, id)}
+  for i, value in ipairs(redis.call('HMGET', group.key, unpack(fields))) do group[fields[i]] = value end
+  return group
+end
+
+local function refusal(run, entry, token)
+  local member = entry.id .. ':' .. entry.index
   if token ~= entry.token then
-    return refuse_entry(run, 'HR_LEASE_LOST', 'trajectory ' .. entry.index .. ' of group ' .. entry.id ..
-      ' is no longer with this scorer')
+    return refuse_entry(run, 'HR_LEASE_LOST', 'trajectory ' .. member .. ' is no longer with this scorer')
   end
-  if reward then return '' end  -- the same call again
-  if run.backlog and tonumber(redis.call('ZSCORE', run.base .. 'taken', entry.index .. ':' .. entry.id)) <= run.now then
-    return refuse_entry(run, 'HR_LEASE_LOST', 'the time to score group ' .. entry.id .. ' is over')
+  if run.backlog and tonumber(redis.call('ZSCORE', run.base .. 'taken', member)) <= run.now then
+    return refuse_entry(run, 'HR_LEASE_LOST', 'the time to score trajectory ' .. member .. ' is over')
   end
-  if entry.status ~= 'SCORED' then
-    local group = load_group(run, entry.id)
-    local message = entry.status .. ': ' .. words(entry.message)
-    if entry.status == 'INVALID' then
-      fail(run, group, 'scoring refused: ' .. message)
-    else
-      retry_scoring(run, group, entry.index, tonumber(attempts), message)
+end
+
+-- Sort entries into those that bring a score (returned) and those that failed (returned second); the rest have their answer.
+local function sift(run, group, entries_of_group, reply)
+  local scored, failed = {}, {}
+  for _, entry in ipairs(entries_of_group) do
+    local token = string.match(group['w' .. entry.index] or '', '^%d+ (.+)$')
+    local known = group['r' .. entry.index] and token == entry.token  -- the same call again
+    reply[entry.place] = not known and refusal(run, entry, token) or ''
+    if not known and reply[entry.place] == '' then
+      local kind = entry.status == 'SCORED' and scored or failed
+      kind[#kind + 1] = entry
+      group['r' .. entry.index] = entry.reward
     end
-    return ''
   end
-  redis.call('SET', run.base .. 's:' .. string.match(pushed, '^%S+'), entry.record)
-  redis.call('HSET', key, 'scored', scored + 1, 'r' .. entry.index, entry.reward)
-  done[#done + 1] = entry.index .. ':' .. entry.id
-  if scored + 1 == tonumber(n) then all_scored(run, entry, key, lane, ticket) end
-  return ''
+  return scored, failed
+end
+
+local function write(run, group, scored)
+  local fields, records, members = {}, {}, {}
+  for i, entry in ipairs(scored) do
+    fields[2 * i - 1], fields[2 * i] = 'r' .. entry.index, entry.reward
+    records[2 * i - 1] = run.base .. 's:' .. string.match(group['p' .. entry.index], '^%S+')
+    records[2 * i] = entry.record
+    members[i] = entry.id .. ':' .. entry.index
+  end
+  local count = group.scored + #scored
+  redis.call('MSET', unpack(records))
+  redis.call('HSET', group.key, 'scored', count, unpack(fields))
+  redis.call('ZREM', run.base .. 'taken', unpack(members))
+  if count == tonumber(group.n) then all_scored(run, group) end
+end
+
+local function give_up_or_retry(run, entry, reply)
+  local group = load_group(run, entry.id)
+  local attempts = tonumber(string.match(redis.call('HGET', group.key, 'w' .. entry.index) or '', '^%d+'))
+  local message = entry.status .. ': ' .. words(entry.message)
+  if not attempts then
+    reply[entry.place] = refuse_entry(run, 'HR_LEASE_LOST', 'group ' .. entry.id .. ' has just failed')
+  elseif entry.status == 'INVALID' then
+    fail(run, group, 'scoring refused: ' .. message)
+  else
+    retry_scoring(run, group, entry.index, attempts, message)
+  end
 end
 
 register('hr_score', nil, function(run, args)
-  local parsed, reply, done = {}, {}, {}
-  for i = 1, entries(args, 0, 7, BATCH) do parsed[i] = parse(args, 1 + (i - 1) * 7) end
-  for i, entry in ipairs(parsed) do reply[i] = score(run, entry, done) end
-  if #done > 0 then redis.call('ZREM', run.base .. 'taken', unpack(done)) end
+  local groups, by_id, reply = {}, {}, {}
+  for i = 1, entries(args, 0, 3, BATCH) do
+    local entry = parse(args[3 * i - 2], args[3 * i - 1], args[3 * i])
+    entry.place = i
+    group_entry(groups, by_id, entry)
+  end
+  for _, of_group in ipairs(groups) do
+    local group = load(run, of_group)
+    local scored, failed = sift(run, group, of_group, reply)
+    if #scored > 0 then write(run, group, scored) end
+    for _, entry in ipairs(failed) do give_up_or_retry(run, entry, reply) end
+  end
   return reply
 end)

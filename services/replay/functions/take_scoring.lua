@@ -3,25 +3,51 @@
 -- ARGV     scorer, most trajectories, nonce (tokens are made of it)
 -- Returns  for each trajectory: group id, index, payload key, record key, token, scoring attempt
 -- Errors   HR_INVALID
+
+-- Neighbours in line are mostly of one group: {id, indices} for each run of them.
+local function by_group(members)
+  local groups = {}
+  for _, member in ipairs(members) do
+    local id, index = split_member(member)
+    local last = groups[#groups]
+    if not last or last.id ~= id then
+      last = {id = id, indices = {}}
+      groups[#groups + 1] = last
+    end
+    last.indices[#last.indices + 1] = index
+  end
+  return groups
+end
+
+local function take(run, id, indices, token, reply)
+  local key = group_key(run, id)
+  local fields = {'record'}
+  for _, index in ipairs(indices) do
+    fields[#fields + 1] = 'p' .. index
+    fields[#fields + 1] = 'w' .. index
+  end
+  local values = redis.call('HMGET', key, unpack(fields))
+  local record, written = run.base .. 'd:' .. values[1], {}
+  for i, index in ipairs(indices) do
+    local attempts = tonumber(string.match(values[2 * i + 1] or '0', '^%d+')) + 1
+    written[2 * i - 1], written[2 * i] = 'w' .. index, attempts .. ' ' .. token
+    local at = #reply
+    reply[at + 1], reply[at + 2], reply[at + 3] = id, index, run.base .. 'p:' .. string.match(values[2 * i], '^%S+')
+    reply[at + 4], reply[at + 5], reply[at + 6] = record, token, attempts
+  end
+  redis.call('HSET', key, unpack(written))
+end
+
 register('hr_take_scoring', 3, function(run, args)
-  local scorer, nonce = name(args[1], 'scorer'), name(args[3], 'nonce')
+  local token = name(args[3], 'nonce') .. '/' .. name(args[1], 'scorer')
   local most = math.min(positive(args[2], 'most trajectories'), BATCH)
   local members = redis.call('ZRANGE', run.base .. 'unscored', 0, most - 1)
   if #members == 0 then return {} end
   local reply, taken = {}, {}
+  for _, group in ipairs(by_group(members)) do take(run, group.id, group.indices, token, reply) end
   local deadline = run.now + run.scoring_deadline_ms
-  for i, member in ipairs(members) do
-    local index, id = string.match(member, '^(%d+):(.+)$')
-    local key = group_key(run, id)
-    local pushed, work, record = unpack(redis.call('HMGET', key, 'p' .. index, 'w' .. index, 'record'))
-    local attempts = tonumber(string.match(work or '0', '^%d+')) + 1
-    local token = nonce .. '-' .. i .. '/' .. scorer
-    redis.call('HSET', key, 'w' .. index, attempts .. ' ' .. token)
-    taken[2 * i - 1], taken[2 * i] = deadline, member
-    for _, value in ipairs({id, index, run.base .. 'p:' .. string.match(pushed, '^%S+'), run.base .. 'd:' .. record, token,
-      attempts}) do reply[#reply + 1] = value end
-  end
-  redis.call('ZREM', run.base .. 'unscored', unpack(members))
+  for i, member in ipairs(members) do taken[2 * i - 1], taken[2 * i] = deadline, member end
+  redis.call('ZREMRANGEBYRANK', run.base .. 'unscored', 0, #members - 1)
   redis.call('ZADD', run.base .. 'taken', unpack(taken))
   due_at(run, deadline)
   return reply

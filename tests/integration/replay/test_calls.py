@@ -123,8 +123,8 @@ async def test_a_push_delivered_twice_keeps_the_first_payload(replay: ReplayClie
 
     async def deliver(index: int, name: str, timeline: str = state.timeline) -> bytes:
         await replay.redis.set(payload + name, trajectories[index].encode(), nx=True, ex=60)
-        args = [timeline, state.incarnation, lease.group.id, index, lease.token, name, 4, 0, 0]
-        (answer,) = await replay.redis.execute_command("FCALL", "hr_push", 1, key, *args)
+        line = f"{lease.group.id} {index} {lease.token} {name} 100 4 0 0"
+        (answer,) = await replay.redis.execute_command("FCALL", "hr_push", 1, key, timeline, state.incarnation, line)
         return bytes(answer)
 
     assert await deliver(0, "aa") == b""
@@ -147,7 +147,7 @@ async def test_a_push_without_its_payload_is_refused(replay: ReplayClient) -> No
     await enqueue(replay, [0])
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     key = f"hr:{{{replay.run_id}}}"
-    args = [lease.timeline, lease.incarnation, lease.group.id, 0, lease.token, "aa", 4, 0, 0]
+    args = [lease.timeline, lease.incarnation, f"{lease.group.id} 0 {lease.token} aa 100 4 0 0"]
     (answer,) = await replay.redis.execute_command("FCALL", "hr_push", 1, key, *args)
     assert answer.startswith(b"HR_INVALID")
     assert (await replay.group(lease.group.id) or {})["pushed"] == 0
