@@ -241,8 +241,12 @@ def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch
     stream = iter(source)
     try:
         with channel._closing_on_failure():
-            for bucket in manifest.buckets():
-                flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=channel.membership.device)
+            plan = manifest.buckets()
+            # one buffer for all buckets: touching fresh memory costs as much as sending it
+            size = max(bucket.nbytes for bucket in plan)
+            buffer = torch.empty(size, dtype=torch.uint8, device=channel.membership.device)
+            for bucket in plan:
+                flat = buffer[: bucket.nbytes]
                 offset = 0
                 for entry in bucket.entries:
                     name, tensor = next(stream, ("the end", torch.empty(0)))

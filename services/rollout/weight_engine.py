@@ -7,6 +7,7 @@ one engine serves `gloo` and `nccl`, which differ only in how the communicator i
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,6 +68,9 @@ class WeightChannelEngine(WeightTransferEngine[Join, Update]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # at every reload it says "failed to load weights" of layers that have none of their own (a tied head, rotary tables);
+        # whether all weights were loaded is for the probe to say
+        logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
         self._channel: Channel | None = None
 
     def init_transfer_engine(self, init_info: Join) -> None:

@@ -1,0 +1,235 @@
+"""A refit's phases for a tiny and a 25 M-parameter model, beside a bare gloo broadcast of the same bytes in the same run.
+
+    python -m benchmarks.refit
+
+One vLLM replica, the real buffer, loopback. Times are medians in milliseconds. Between the end of `pause` and the end of
+`resume` no token is generated. `wire` is the bare broadcast of one flat tensor from one process to another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from headrace.config import Config
+from headrace.replay import Limits, ReplayClient
+from headrace.replay_wire import open_redis
+from headrace.weights.probe import choose_token_ids
+from services.replay import library
+from services.replay.embedded import EmbeddedServer
+from services.rollout.engine import running_engine
+from services.rollout.weight_receiver import WeightReceiver
+from services.trainer.models import tiny
+from services.trainer.weight_sender import WeightSender
+
+ROUNDS = 9
+TIMELINE = "benchmark"
+PHASES = {
+    "pause": ("pausing",),
+    "transfer": ("starting an update", "receiving weights", "finishing an update"),
+    "resume": ("resuming",),
+    "verify": ("computing the probe",),
+}
+
+
+class Source:
+    """A plain module's parameters, changed a little before every refit."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def change(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(1.001)
+
+    def metadata(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        return [(name, "float32", tuple(p.shape)) for name, p in self.model.named_parameters()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    def logprobs(self, ids: np.ndarray) -> np.ndarray:
+        tokens = torch.as_tensor(ids, dtype=torch.long)[None]
+        with torch.no_grad():
+            logits = self.model(tokens).logits[0]
+        return logits[:-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].numpy()
+
+
+def wire_peer(port: int, rank: int, nbytes: int, results: mp.SimpleQueue | None) -> None:
+    """One end of the bare broadcast; rank 0 reports the median of its rounds, each ended by a barrier."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
+    group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+    tensor = torch.zeros(nbytes, dtype=torch.uint8)
+    times = []
+    for _ in range(ROUNDS):
+        group.barrier().wait()
+        started = time.perf_counter()
+        group.broadcast(tensor, 0).wait()
+        group.barrier().wait()
+        times.append(time.perf_counter() - started)
+    if results is not None:
+        results.put(statistics.median(times))
+
+
+def wire(nbytes: int) -> float:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    peer = context.Process(target=wire_peer, args=(store.port, 1, nbytes, None), daemon=True)
+    peer.start()
+    wire_peer(store.port, 0, nbytes, results)
+    peer.join()
+    return float(results.get())
+
+
+async def refits(config: Config, engine: object, redis_url: str, source: Source) -> tuple[dict[str, float], int]:
+    """Median seconds by phase over ROUNDS refits after a first one, and the bytes of one."""
+    run_id = f"benchmark-{uuid.uuid4().hex[:8]}"
+    replay = await open_run(config, redis_url, run_id)
+    sender = WeightSender(config, replay)
+    receiver = WeightReceiver(config, engine, replay, "replica")  # type: ignore[arg-type]
+    await replay.register("replica", {"device": "cpu"})
+    followed = asyncio.create_task(follow(replay, receiver))
+    ids = choose_token_ids(source.model.config.vocab_size)
+    samples: dict[str, list[float]] = {}
+    for version in range(ROUNDS + 1):
+        source.change()
+        probe = source.logprobs(ids)
+        started = time.perf_counter()
+        report = await sender.refit(version, TIMELINE, source, ids, probe)
+        whole = time.perf_counter() - started
+        if report.verified != ("replica",):
+            raise SystemExit(f"refit {version} was refused: {report.refused}")
+        if version:  # the first one forms the group
+            for phase, names in PHASES.items():
+                samples.setdefault(phase, []).append(sum(receiver.seconds[name] for name in names))
+            samples.setdefault("whole refit", []).append(whole)
+    followed.cancel()
+    await sender.aclose()
+    await replay.aclose()
+    return {phase: statistics.median(values) for phase, values in samples.items()}, report.nbytes
+
+
+async def follow(replay: ReplayClient, receiver: WeightReceiver) -> None:
+    seen: object = None
+    while True:
+        epoch = (await replay.heartbeat("replica", [])).epoch
+        if epoch is not None and (epoch.id, epoch.state) != seen:
+            seen = (epoch.id, epoch.state)
+            if epoch.state == "announced":
+                await receiver.acknowledge(epoch)
+            elif epoch.state == "transfer":
+                await receiver.take_part(epoch)
+        await replay.wait_work(0.05)
+
+
+async def open_run(config: Config, redis_url: str, run_id: str) -> ReplayClient:
+    replay = ReplayClient(open_redis(redis_url), run_id)
+    r = config.replay
+    limits = Limits(
+        prompts_per_step=1,
+        generations_per_prompt=1,
+        max_age=0,
+        staleness_policy=r.staleness_policy,
+        max_attempts=1,
+        max_scoring_attempts=1,
+        lease_s=r.lease_s,
+        group_deadline_s=r.group_deadline_s,
+        scoring_deadline_s=r.scoring_deadline_s,
+        replica_dead_s=60.0,
+        max_bytes=r.max_bytes,
+    )
+    await replay.open_run(limits)
+    await replay.rewind(0, TIMELINE)
+    return replay
+
+
+def make_25m(directory: Path) -> None:
+    """The tiny model's tokenizer with a Qwen2 of 25 M random parameters."""
+    tiny.make(directory, warmup=False)
+    config = AutoConfig.from_pretrained(directory)
+    config.update({"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8})
+    config.update({"num_key_value_heads": 8, "layer_types": ["full_attention"] * 6, "head_dim": 64})
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(directory)
+
+
+def measure(directory: Path, redis_url: str) -> tuple[dict[str, float], int, int]:
+    config = Config.model_validate(
+        {
+            "policy": {
+                "model_name": str(directory),
+                "precision": "float32",
+                "max_total_sequence_length": 256,
+                "generation": {"max_new_tokens": 128, "vllm_cfg": {"kv_cache_memory_bytes": 64 * 2**20}},
+            }
+        }
+    )
+    source = Source(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
+    with running_engine(config) as engine:
+        seconds, nbytes = asyncio.run(refits(config, engine, redis_url, source))
+    return seconds, nbytes, sum(p.numel() for p in source.model.parameters())
+
+
+@contextlib.contextmanager
+def buffer(folder: Path) -> Iterator[str]:
+    """A server of the buffer's own, with the library loaded; its address."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        server = EmbeddedServer(folder, "127.0.0.1", sock.getsockname()[1])
+
+    async def start() -> None:
+        await server.start()
+        async with open_redis(server.url) as redis:
+            await library.load(redis)
+
+    asyncio.run(start())
+    try:
+        yield server.url
+    finally:
+        asyncio.run(server.stop())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    table = Table(title="A refit over gloo on loopback, milliseconds (median)")
+    for column in ("model", "MB", *PHASES, "whole refit", "wire", "transfer / wire"):
+        table.add_column(column, justify="right")
+    with tempfile.TemporaryDirectory() as folder, buffer(Path(folder) / "buffer") as redis_url:
+        for name, make in (("tiny", lambda path: tiny.make(path, warmup=False)), ("25M", make_25m)):
+            directory = Path(folder) / name
+            make(directory)
+            seconds, nbytes, parameters = measure(directory, redis_url)
+            bare = wire(nbytes)
+            figures = [f"{1000 * seconds[phase]:.1f}" for phase in (*PHASES, "whole refit")]
+            table.add_row(
+                f"{name} ({parameters / 1e6:.1f} M)",
+                f"{nbytes / 1e6:.1f}",
+                *figures,
+                f"{1000 * bare:.1f}",
+                f"{seconds['transfer'] / bare:.2f}",
+            )
+    Console(file=sys.stdout, width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
