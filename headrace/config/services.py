@@ -51,7 +51,10 @@ class Rollout(Section):
     port: int = Field(
         0, ge=0, le=65535, description="port of the HTTP API; 0 takes a free one (`headrace status` shows it)"
     )
-    advertise_host: str | None = Field(None, description="name under which others reach this replica; null takes host")
+    advertise_host: str | None = Field(
+        None,
+        description="name under which others reach this replica; null takes host, or the machine's name where host is 0.0.0.0",
+    )
     replicas: int = Field(1, ge=1, description="rollout processes that `headrace up` starts")
     max_concurrent_groups: int = Field(64, ge=1, description="groups that one replica holds at a time")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPU if vLLM sees one")

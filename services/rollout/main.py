@@ -10,6 +10,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from headrace.config import Config
+from headrace.config.services import Rollout
 from headrace.replay import ReplayClient
 from headrace.service import bind, serve_http, stop_on_signals
 from services.rollout.engine import check_model_path, running_engine
@@ -50,7 +51,7 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
     info = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "url": f"http://{config.rollout.advertise_host or config.rollout.host}:{port}",
+        "url": f"http://{_reachable_as(config.rollout)}:{port}",
         "device": engine.vllm_config.device_config.device_type,
         "model": config.policy.model_name,
     }
@@ -58,3 +59,10 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
     with exported(worker, engine):
         async with serve_http(build_app(config, engine, worker), sock):
             await worker.run(stop)
+
+
+def _reachable_as(rollout: Rollout) -> str:
+    """A replica that listens everywhere (one of many containers) is reached by the name of its machine."""
+    if rollout.advertise_host is None and rollout.host in ("0.0.0.0", "::"):
+        return socket.gethostname()
+    return rollout.advertise_host or rollout.host
