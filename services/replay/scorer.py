@@ -182,6 +182,7 @@ class _Scorer:
         return [(job, score_from_wire(result)) for (job, _), result in zip(batch, response.results, strict=True)]
 
     async def _write(self, scores: Sequence[tuple[ScoringJob, Score]]) -> None:
+        scores = [(job, storable(score)) for job, score in scores]
         errors = await self._client.score_many(scores)
         for (job, score), error in zip(scores, errors, strict=True):
             if error is None:
@@ -210,6 +211,16 @@ class _Scorer:
             # The tokens are part of it: an attempt made again after a rewind may have the same number.
             idempotency_key=f"{self._client.run_id}/{group.id}/{trajectory.attempt}/{trajectory.index}/{digest}",
         )
+
+
+def storable(score: Score) -> Score:
+    """`score`, or FAILED if the buffer's codec can't hold it (an integer of more than 64 bits in its metadata)."""
+    try:
+        score.encode()
+    except CodecError as error:
+        message = f"the score can't be kept: {error}"
+        return Score("FAILED", message=message, environment=score.environment, build=score.build)
+    return score
 
 
 def in_batches(items: Sequence[Item]) -> Iterator[list[Item]]:

@@ -13,7 +13,6 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from reward_support import start_environment, start_hub, until
 
 from headrace import Environment, Sample, rpc
 from headrace.config.data import Env
@@ -23,6 +22,7 @@ from headrace.service import bind
 from headrace.v1 import environment_pb2, environment_pb2_grpc, reward_pb2, trajectory_pb2
 from headrace.wire import sample_to_wire
 from services.reward.pool import WorkerPool
+from tests.integration.reward.support import start_environment, start_hub, until
 
 ODD = Path(__file__).with_name("odd_environment.py")
 EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_environment.py"

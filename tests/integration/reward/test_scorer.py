@@ -1,0 +1,191 @@
+"""The scorer between a real buffer and a real hub: every pushed trajectory gets its score, whatever fails on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from headrace import Environment, Sample
+from headrace.config import Config
+from headrace.environment_server import serving
+from headrace.replay import Limits, ReplayClient, Reservation
+from headrace.service import bind
+from headrace.trajectory import Group, Score
+from headrace.wire import sample_to_wire
+from services.replay.scorer import in_batches, run_scorer
+from tests.integration.replay.helpers import healthy_replica, make_group, make_trajectory
+from tests.integration.reward.support import WAIT_S, start_hub
+
+GROUPS, N = 4, 2
+
+
+@pytest.fixture
+def limits(limits: Limits) -> Limits:
+    """One step of four groups; a scoring attempt that is used up fails its group."""
+    return dataclasses.replace(limits, prompts_per_step=GROUPS, max_scoring_attempts=1)
+
+
+class Told(Environment):
+    """Does what the problem says, and notes which samples it saw."""
+
+    def __init__(self) -> None:
+        self.seen: list[Sample] = []
+        self.entered = asyncio.Event()
+
+    async def score(self, sample: Sample) -> float | Score:
+        self.seen.append(sample)
+        self.entered.set()
+        match sample.extra_env_info["do"]:
+            case "boast":
+                return Score("SCORED", 1.0, metadata={"id": 2**70})
+            case "raise":
+                raise RuntimeError("the judge is out")
+            case "hang":
+                await asyncio.Event().wait()
+        return Score("SCORED", float(sample.index), {"half": sample.index / 2}, {"id": 2**63})
+
+
+def group(order: int, **changes: Any) -> Group:
+    base = make_group(order, n=N)
+    told = {"env_name": "told", "extra_env_info": {"do": "score"}}
+    return dataclasses.replace(base, **{**told, **changes})
+
+
+async def push(replay: ReplayClient, groups: list[Group], text: Callable[[Group], str] = lambda _: "7") -> None:
+    """Every trajectory of `groups`, pushed by one replica."""
+    await replay.enqueue(groups, (await replay.state()).timeline)
+    replica = await healthy_replica(replay)
+    for lease in await replay.lease(replica, len(groups)):
+        for index in range(N):
+            trajectory = make_trajectory(lease, index)
+            await replay.push(lease, dataclasses.replace(trajectory, text=text(lease.group)))
+
+
+@contextlib.asynccontextmanager
+async def scoring(replay: ReplayClient, port: int, **reward: Any) -> AsyncIterator[asyncio.Task[None]]:
+    config = Config.model_validate({"reward": {"address": f"127.0.0.1:{port}", **reward}})
+    stop = asyncio.Event()
+    task = asyncio.create_task(run_scorer(config, replay, stop))
+    try:
+        yield task
+    finally:
+        stop.set()
+        await asyncio.wait_for(task, WAIT_S)
+
+
+async def counts(replay: ReplayClient, **wanted: int) -> None:
+    """Return when the training lane holds `wanted` groups by state."""
+    found: dict[str, int] = {}
+    try:
+        async with asyncio.timeout(20):
+            while found != wanted:
+                found = {state: count for state, count in (await replay.state()).counts.items() if count}
+                await replay.wait_ready(0.1)
+    except TimeoutError:
+        raise AssertionError(f"groups: {found}, not {wanted}") from None
+
+
+def free_port() -> int:
+    with bind("127.0.0.1", 0, "port") as sock:
+        return int(sock.getsockname()[1])
+
+
+async def test_every_pushed_trajectory_comes_back_scored(replay: ReplayClient) -> None:
+    told = Told()
+    async with (
+        serving(told) as port,
+        start_hub({"told": {"target": f"127.0.0.1:{port}"}}) as hub,
+        scoring(replay, hub.port),
+    ):
+        await push(replay, [group(order) for order in range(GROUPS)])
+        await counts(replay, ready=GROUPS)
+    batch = await replay.reserve(0, (await replay.state()).timeline)
+    assert isinstance(batch, Reservation)
+    assert [trajectory.reward for trajectory in batch.trajectories] == [0, 1] * GROUPS
+    trajectory, score = (await replay.read([batch.trajectories[1].key]))[0]
+    assert score == Score("SCORED", 1.0, {"half": 0.5}, {"id": 2**63}, environment="Told")
+    seen = next(s for s in told.seen if (s.group_id, s.index) == (trajectory.group_id, 1))
+    assert seen.messages == ({"role": "user", "content": "0+1"},)
+    assert (seen.completion, seen.completion_token_ids) == ("7", tuple(trajectory.completion_token_ids.tolist()))
+    assert (seen.task_name, seen.finish_reason) == ("addition", "stop")
+    assert len({s.idempotency_key for s in told.seen}) == GROUPS * N
+
+
+async def test_law_7_failure_is_not_zero_a_failing_environment_fails_its_group_with_the_reason(
+    replay: ReplayClient,
+) -> None:
+    async with serving(Told()) as port:
+        env = {"told": {"target": f"127.0.0.1:{port}", "timeout_s": 1.0}}
+        async with start_hub(env) as hub, scoring(replay, hub.port):
+            wrong = [group(0, extra_env_info={"do": "raise"}), group(1, extra_env_info={"do": "hang"})]
+            boast = group(4, extra_env_info={"do": "boast"})
+            await push(replay, [*wrong, group(2, env_name="nobody"), group(3), boast])
+            await counts(replay, ready=1, failed=4)
+    reasons = {
+        fields["group"]: fields.get("reason", "") for _, fields in await replay.events("0", 0.1) if "group" in fields
+    }
+    assert "the judge is out" in reasons["e0-train-0"]
+    assert "TIMED_OUT" in reasons["e0-train-1"]
+    assert "the score can't be kept" in reasons["e0-train-4"]
+    assert "'nobody' is not one of this run's (told)" in reasons["e0-train-2"]
+
+
+async def test_law_1_conservation_a_hub_that_comes_late_costs_no_attempt(replay: ReplayClient) -> None:
+    port = free_port()
+    async with serving(Told()) as target, scoring(replay, port) as scorer:
+        await push(replay, [group(order) for order in range(GROUPS)])
+        await counts(replay, scoring=GROUPS)
+        assert not scorer.done()
+        async with start_hub({"told": {"target": f"127.0.0.1:{target}"}}, port=port):
+            await counts(replay, ready=GROUPS)
+
+
+async def test_law_1_conservation_a_hub_that_dies_in_the_middle_costs_no_attempt(replay: ReplayClient) -> None:
+    port = free_port()
+    hang = Told()
+    async with scoring(replay, port):
+        async with serving(hang) as target, start_hub({"told": {"target": f"127.0.0.1:{target}"}}, port=port):
+            await push(replay, [group(order, extra_env_info={"do": "hang"}) for order in range(GROUPS)])
+            await asyncio.wait_for(hang.entered.wait(), WAIT_S)
+
+        class Patient(Environment):
+            def score(self, sample: Sample) -> float:
+                return 1.0
+
+        async with serving(Patient()) as target, start_hub({"told": {"target": f"127.0.0.1:{target}"}}, port=port):
+            await counts(replay, ready=GROUPS)
+
+
+async def test_a_stopped_scorer_gives_back_what_it_held(replay: ReplayClient) -> None:
+    hang = Told()
+    async with serving(hang) as port, start_hub({"told": {"target": f"127.0.0.1:{port}"}}) as hub:
+        async with scoring(replay, hub.port):
+            await push(replay, [group(0, extra_env_info={"do": "hang"})])
+            await asyncio.wait_for(hang.entered.wait(), WAIT_S)
+        (first, second) = await replay.take_scoring("another", 8)
+    assert (first.scoring_attempt, second.scoring_attempt) == (1, 1)
+
+
+async def test_a_trajectory_too_large_for_the_hub_fails_alone_and_says_what_to_do(replay: ReplayClient) -> None:
+    async with serving(Told()) as port:
+        env = {"told": {"target": f"127.0.0.1:{port}"}}
+        async with start_hub(env, max_message_bytes=65536) as hub, scoring(replay, hub.port, max_message_bytes=65536):
+            groups = [group(order) for order in range(GROUPS)]
+            await push(replay, groups, lambda g: "x" * 100_000 if g.order == 1 else "7")
+            await counts(replay, ready=GROUPS - 1, failed=1)
+    reasons = [fields.get("reason", "") for _, fields in await replay.events("0", 0.1)]
+    assert any("raise reward.max_message_bytes" in reason for reason in reasons)
+
+
+async def test_batches_hold_one_environment_and_keep_to_their_size(replay: ReplayClient) -> None:
+    await push(replay, [group(0), group(1, env_name="other"), group(2)])
+    jobs = await replay.take_scoring("me", 100)
+    items = [(job, sample_to_wire(Sample("x" * 600_000, environment=job.group.env_name))) for job in jobs]
+    assert [[job.group.env_name for job, _ in batch] for batch in in_batches(items)] == [["told"]] * 4 + [["other"]] * 2
+    small = [(job, sample_to_wire(Sample("x", environment=job.group.env_name))) for job in jobs] * 40
+    assert [len(batch) for batch in in_batches(small)] == [64, 64, 32, 64, 16]
