@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -96,10 +97,9 @@ class Feeder:
                 await self._patience(lambda: self._replay.close(self._timeline))
                 log.info("the queue is closed: all %d prompts are in", self._demand.total)
                 return
-            try:
-                await asyncio.wait_for(self._nudge.wait(), REFRESH_S)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REFRESH_S):
+                    await self._nudge.wait()
 
     async def _enqueue(self, orders: Sequence[int], *, refill: bool) -> None:
         groups = await asyncio.to_thread(self._groups, orders)

@@ -1,0 +1,326 @@
+"""The trainer as a process, on a real buffer, weight channel and learner, with small replicas and a scorer beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import loop_process
+import pytest
+from loop_fleet import SmallReplica, repeated, running, score_all
+
+from headrace.config import Config
+from headrace.replay import Limits, ReplayClient
+from services.trainer.checkpoint import Checkpoints
+from services.trainer.metrics import Journal, Line, surviving
+from services.trainer.start import Restore, choose_start
+
+pytestmark = pytest.mark.slow
+
+STEPS, PROMPTS = 4, 2
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["services.trainer.main", "transformers.models.qwen2.modeling_qwen2"])
+
+
+@pytest.fixture
+def limits(limits: Limits) -> Limits:
+    return dataclasses.replace(limits, replica_dead_s=2.0)
+
+
+@pytest.fixture
+def settings(tmp_path: Path, tiny_model: Path, redis_url: str, run_id: str) -> dict[str, Any]:
+    source = {"dataset_name": "arithmetic", "task_config": {"digits": 1}, "env_name": "sums"}
+    return {
+        "run": {"id": run_id, "dir": str(tmp_path)},
+        "grpo": {
+            "num_prompts_per_step": PROMPTS,
+            "num_generations_per_prompt": 2,
+            "max_num_steps": STEPS,
+            "use_leave_one_out_baseline": False,
+            "val_period": 2,
+            "val_at_start": True,
+            "async_grpo": {"enabled": True, "max_trajectory_age_steps": 1},
+        },
+        "loss_fn": {"reference_policy_kl_penalty": 0.0},
+        "policy": {
+            "model_name": str(tiny_model),
+            "max_total_sequence_length": 32,
+            "precision": "float32",
+            "optimizer": {"kwargs": {"lr": 1e-3}},
+            "generation": {"max_new_tokens": 4},
+        },
+        "data": {"train": {**source, "size": 60}, "validation": {**source, "size": 3}},
+        "env": {"sums": {"type": "math"}},
+        "replay": {"redis_url": redis_url},
+        "trainer": {"fleet_deadline_s": 60, "num_threads": 1, "device": "cpu"},
+        "weight_channel": {"timeout_s": 20},
+        "checkpointing": {"save_period": 2, "keep_top_k": None},
+    }
+
+
+class Trainer:
+    """Starts trainers of one run, one after the other; what they say goes to a file.
+
+    A trainer is forked from a process that has torch and transformers imported, which takes it most of its start.
+    """
+
+    def __init__(self, settings: dict[str, Any], log: Path) -> None:
+        self.settings, self.log = settings, log
+        self.processes: list[BaseProcess] = []
+
+    @property
+    def config(self) -> Config:
+        return Config.model_validate(self.settings)
+
+    def start(self, fault: str = "none") -> BaseProcess:
+        arguments = (json.dumps(self.settings), fault, str(self.log))
+        process = FORKS.Process(target=loop_process.run_forked, args=arguments, daemon=True)
+        process.start()
+        self.processes.append(process)
+        return process
+
+    async def run(self, fault: str = "none") -> int | None:
+        return await ended(self.start(fault))
+
+    async def run_ranks(self, ranks: int, fault: str = "none") -> int:
+        """Under torchrun."""
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+        arguments = (loop_process.__file__, json.dumps(self.settings), fault)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        with self.log.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *torchrun, *arguments, stdout=log, stderr=log, env=environment
+            )
+        try:
+            return await process.wait()
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def journal(self) -> list[Line]:
+        return Journal(self.config.run_folder / "metrics.jsonl").read()
+
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.config.checkpoint_folder, self.config.checkpointing)
+
+
+async def ended(process: BaseProcess) -> int | None:
+    await asyncio.to_thread(process.join)
+    return process.exitcode
+
+
+@pytest.fixture
+async def trainer(settings: dict[str, Any], tmp_path: Path) -> AsyncIterator[Trainer]:
+    trainer = Trainer(settings, tmp_path / "trainer.log")
+    yield trainer
+    for process in trainer.processes:
+        process.kill()
+        await ended(process)
+
+
+def check_history(trainer: Trainer, steps: int = STEPS) -> list[str]:
+    """Laws 1, 2 and 5 in what the surviving weights were made of: every step once, every group once, no age above the bound.
+    Returns the groups in the order they were trained."""
+    lines = surviving(trainer.journal())
+    train = [line for line in lines if line.kind == "train"]
+    assert [line.step for line in train] == list(range(steps)), trainer.said()
+    assert all(line.metrics["age_max"] <= trainer.config.grpo.max_age for line in train)
+    checkpoints = trainer.checkpoints()
+    ledger: dict[int, list[str]] = {}
+    for version in checkpoints.published():
+        part = checkpoints.ledger(version)
+        assert not ledger.keys() & part.keys()
+        ledger |= part
+    assert sorted(ledger) == list(range(steps))
+    groups = [group for step in sorted(ledger) for group in ledger[step]]
+    assert repeated(groups) == []
+    assert len(groups) == steps * PROMPTS
+    state = checkpoints.state(checkpoints.newest() or 0)
+    assert state.version == steps
+    assert sum(end - start for start, end in state.trained) == len(groups)
+    return groups
+
+
+async def installed(replica: SmallReplica, version: int) -> None:
+    async with replica.changed:
+        await replica.changed.wait_for(lambda: version in replica.installed)
+
+
+async def settled(replay: ReplayClient) -> dict[str, int]:
+    return {state: count for state, count in (await replay.state()).counts.items() if count}
+
+
+async def test_a_run_trains_every_step_and_leaves_metrics_checkpoints_and_a_curve(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    replica = SmallReplica(replay, tiny_model)
+    async with running(replica.run(), score_all(replay)):
+        assert await trainer.run() == 0, trainer.said()
+    check_history(trainer)
+    assert await settled(replay) == {"trained": STEPS * PROMPTS}
+    assert set(replica.installed) == {0, 1, 2, 3, 4}
+    assert trainer.checkpoints().published() == [2, 4]
+    validations = {line.step: line.metrics for line in trainer.journal() if line.kind == "validation"}
+    assert sorted(validations) == [0, 2, 4]
+    for version, metrics in validations.items():
+        assert (metrics["evaluated"], metrics["failed"], metrics["pending"]) == (3, 0, 0)
+        assert metrics["version_min"] == metrics["version_max"] == version
+    assert "val:accuracy" in trainer.checkpoints().state(2).metrics
+    assert (trainer.config.run_folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    published = [(kind, step) for _, kind, step, _ in await replay.metrics()]
+    assert published.count(("train", 3)) == 1
+    wanted = "reward loss grad_norm lr age_mean age_max tokens_per_sec step_time wait_time train_time refit_time"
+    wanted += " total_valid_tokens mean_gen_tokens_per_sample truncation_rate token_mult_prob_error gen_kl_error"
+    wanted += " sampling_importance_ratio approx_entropy probs_ratio kl_penalty"
+    assert set(wanted.split()) <= trainer.journal()[-2].metrics.keys() | trainer.journal()[-1].metrics.keys()
+
+
+@pytest.mark.parametrize("fault", ["after_reserve:3", "in_checkpoint:4", "before_commit:2", "in_refit:3"])
+async def test_law_1_a_trainer_killed_at_any_point_trains_every_group_once(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path, fault: str
+) -> None:
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        assert await trainer.run(fault) == -signal.SIGKILL, trainer.said()
+        assert await trainer.run() == 0, trainer.said()
+    check_history(trainer)
+    assert await settled(replay) == {"trained": STEPS * PROMPTS}
+    assert [line.step for line in trainer.journal() if line.kind == "rewind"] == [2]
+
+
+async def test_a_buffer_that_was_emptied_is_made_anew_from_the_checkpoint(
+    trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path
+) -> None:
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        assert await trainer.run("after_reserve:3") == -signal.SIGKILL, trainer.said()
+    before = trainer.checkpoints().ledger(2)
+    async for key in replay.redis.scan_iter(f"hr:{{{replay.run_id}}}*"):
+        await replay.redis.delete(key)
+    state = await replay.open_run(limits)
+    assert isinstance(choose_start(trainer.checkpoints().state(2), state), Restore)
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        assert await trainer.run() == 0, trainer.said()
+    groups = check_history(trainer)
+    assert groups[: 2 * PROMPTS] == [*before[0], *before[1]]
+    assert (await settled(replay))["trained"] == (STEPS - 2) * PROMPTS
+
+
+async def test_the_run_ends_when_the_prompts_do_and_what_is_left_is_unused(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    trainer.settings["data"]["train"]["size"] = 5
+    trainer.settings["grpo"] |= {"max_num_steps": 100, "val_period": 0, "val_at_start": False, "val_at_end": True}
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        assert await trainer.run() == 0, trainer.said()
+    counts = await settled(replay)
+    steps = counts["trained"] // PROMPTS
+    check_history(trainer, steps)
+    assert counts["trained"] + counts.get("unused", 0) == sum(counts.values())
+    assert counts.get("unused", 0) < PROMPTS
+    assert [line.step for line in trainer.journal() if line.kind == "validation"] == [steps]
+
+
+async def test_failed_groups_are_replaced_by_later_prompts(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    replica = SmallReplica(replay, tiny_model, doomed=frozenset(range(0, 60, 4)))
+    async with running(replica.run(), score_all(replay)):
+        assert await trainer.run() == 0, trainer.said()
+    check_history(trainer)
+    counts = await settled(replay)
+    assert counts.pop("failed") > 0
+    assert counts == {"trained": STEPS * PROMPTS}
+
+
+async def test_no_replica_within_the_fleet_deadline_ends_the_run_with_that_reason(
+    trainer: Trainer, replay: ReplayClient
+) -> None:
+    trainer.settings["trainer"]["fleet_deadline_s"] = 1
+    assert await trainer.run() == 1
+    assert "error: no verified rollout replica for 1 s (trainer.fleet_deadline_s)" in trainer.said()
+
+
+async def test_a_replica_that_computes_something_else_never_serves_and_does_not_stop_the_others(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    good, bad = SmallReplica(replay, tiny_model), SmallReplica(replay, tiny_model, faulty=True)
+    async with running(good.run(), bad.run(), score_all(replay)):
+        assert await trainer.run() == 0, trainer.said()
+    assert bad.installed == []
+    check_history(trainer)
+
+
+async def test_the_fleet_dies_and_another_takes_over_at_the_version_it_finds(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    first, second = SmallReplica(replay, tiny_model), SmallReplica(replay, tiny_model)
+    process = trainer.start()
+    async with running(first.run(), score_all(replay)):
+        await installed(first, 1)
+    async with running(second.run(), score_all(replay)):
+        assert await ended(process) == 0, trainer.said()
+    assert 0 not in second.installed
+    check_history(trainer)
+
+
+async def test_a_validation_that_hangs_is_given_up_and_counted_as_pending(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    trainer.settings["trainer"]["validation_deadline_s"] = 1
+    async with running(SmallReplica(replay, tiny_model, mute=True).run(), score_all(replay)):
+        assert await trainer.run() == 0, trainer.said()
+    check_history(trainer)
+    for line in trainer.journal():
+        if line.kind == "validation":
+            assert line.metrics == {"evaluated": 0, "failed": 0, "pending": 3}
+
+
+async def test_sigterm_stops_cleanly_and_the_next_start_goes_on(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    replica = SmallReplica(replay, tiny_model)
+    async with running(replica.run(), score_all(replay)):
+        process = trainer.start()
+        await installed(replica, 1)
+        process.terminate()
+        assert await ended(process) == 0, trainer.said()
+        assert "the next start goes on from checkpoint" in trainer.said()
+        assert await trainer.run() == 0, trainer.said()
+    check_history(trainer)
+
+
+async def test_two_ranks_take_the_steps_of_one(
+    trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path, tmp_path: Path
+) -> None:
+    trainer.settings["grpo"] |= {"async_grpo": {"enabled": False}, "val_period": 0, "val_at_start": False}
+    await replay.open_run(dataclasses.replace(limits, max_age=0))
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        assert await trainer.run() == 0, trainer.said()
+    twin = ReplayClient(replay.redis, f"{replay.run_id}-two")
+    await twin.open_run(dataclasses.replace(limits, max_age=0))
+    pair = Trainer({**trainer.settings, "run": {**trainer.settings["run"], "id": twin.run_id}}, tmp_path / "two.log")
+    async with running(SmallReplica(twin, tiny_model).run(), score_all(twin)):
+        assert await pair.run_ranks(2) == 0, pair.said()
+    assert check_history(trainer) == check_history(pair)
+    for one, two in zip(trainer.journal(), pair.journal(), strict=True):
+        assert one.step == two.step
+        for name in ("loss", "grad_norm", "reward", "total_valid_tokens", "truncation_rate", "approx_entropy"):
+            assert two.metrics[name] == pytest.approx(one.metrics[name], rel=1e-4, abs=1e-6)
+
+
+async def test_a_rank_that_dies_ends_the_others(trainer: Trainer, replay: ReplayClient, tiny_model: Path) -> None:
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        assert await trainer.run_ranks(2, "rank_1_reads") != 0
+    assert "error: another rank of the trainer failed" in trainer.said()

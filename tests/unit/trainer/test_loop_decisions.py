@@ -1,0 +1,213 @@
+"""What the trainer does next, from where it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.replay import End, Replica, Reservation, Waiting
+from services.trainer.decisions import (
+    LAST_RETRY_S,
+    Action,
+    Plan,
+    Retry,
+    RunningValidation,
+    View,
+    after_refit,
+    any_due,
+    behind,
+    count_verified,
+    decide,
+)
+
+PLAN = Plan(
+    last_version=10,
+    save_period=2,
+    val_period=5,
+    val_at_start=False,
+    val_at_end=True,
+    fleet_deadline_s=30.0,
+    validation_deadline_s=20.0,
+)
+# at version 3: offered, waiting for a batch, with two verified replicas
+AT_WORK = View(
+    now=100.0,
+    stop=False,
+    version=3,
+    saved=False,
+    offered=True,
+    validated=False,
+    validation=None,
+    members=2,
+    healthy=2,
+    behind_due=False,
+    healthy_at=100.0,
+    reply=Waiting(0, 2),
+)
+
+
+def at(**changes: object) -> Action:
+    return decide(PLAN, dataclasses.replace(AT_WORK, **changes)).action
+
+
+def test_a_batch_is_asked_for_then_trained_or_waited_for() -> None:
+    assert at(reply=None) is Action.RESERVE
+    assert at(reply=Reservation(3, (), ())) is Action.TRAIN
+    assert at() is Action.WAIT
+
+
+def test_a_checkpoint_is_published_before_the_fleet_gets_its_weights() -> None:
+    fresh = {"version": 4, "offered": False, "reply": None}
+    assert at(**fresh) is Action.CHECKPOINT
+    assert at(**fresh, saved=True) is Action.REFIT
+
+
+def test_the_initial_model_needs_no_checkpoint() -> None:
+    assert at(version=0, offered=False, reply=None) is Action.REFIT
+
+
+def test_the_fleet_gets_a_version_before_it_is_validated_or_trained_on() -> None:
+    assert at(version=5, offered=False, reply=None) is Action.REFIT
+    assert at(version=5, reply=None) is Action.VALIDATE
+    assert at(version=5, reply=None, validated=True) is Action.RESERVE
+
+
+def test_a_validation_that_is_due_waits_for_a_fleet_and_holds_the_step_back() -> None:
+    assert at(version=5, healthy=0, reply=Reservation(5, (), ())) is Action.WAIT
+
+
+def test_older_weights_are_not_replaced_while_they_are_validated() -> None:
+    running = {"offered": False, "reply": None, "validation": RunningValidation(2, None)}
+    assert at(**running) is Action.AWAIT_VALIDATION
+    assert at(**{**running, "validation": RunningValidation(2, 81.0)}) is Action.AWAIT_VALIDATION
+    assert at(**{**running, "validation": RunningValidation(2, 80.0)}) is Action.ABANDON_VALIDATION
+
+
+def test_a_validation_whose_fleet_died_is_given_up_at_once() -> None:
+    assert at(offered=False, reply=None, healthy=0, validation=RunningValidation(2, None)) is Action.ABANDON_VALIDATION
+
+
+def test_training_goes_on_while_its_own_version_is_validated() -> None:
+    running = {"version": 5, "validated": True, "validation": RunningValidation(5, None)}
+    assert at(**running, reply=Reservation(5, (), ())) is Action.TRAIN
+    assert at(**running) is Action.WAIT
+
+
+def test_replicas_that_are_behind_are_refitted_while_there_is_no_batch() -> None:
+    assert at(behind_due=True) is Action.REFIT
+    assert at(behind_due=True, reply=Reservation(3, (), ())) is Action.TRAIN
+
+
+def test_an_empty_fleet_is_not_refitted_but_waited_for_up_to_the_deadline() -> None:
+    nobody = {"offered": False, "members": 0, "healthy": 0}
+    assert at(**nobody, healthy_at=70.1) is Action.WAIT
+    assert at(**nobody, healthy_at=70.0) is Action.FAIL
+    assert at(offered=False, members=1, healthy=0, healthy_at=0.0) is Action.REFIT
+
+
+def test_the_failure_names_the_key_and_the_step() -> None:
+    decision = decide(PLAN, dataclasses.replace(AT_WORK, healthy=0, healthy_at=0.0))
+    assert decision.action is Action.FAIL
+    assert "30 s (trainer.fleet_deadline_s) at step 3" in decision.reason
+
+
+@pytest.mark.parametrize("reply", [None, End(unused=1)])
+def test_the_end_is_saved_validated_and_then_finished(reply: End | None) -> None:
+    version = 10 if reply is None else 3
+    end = {"version": version, "reply": reply}
+    assert at(**end, offered=False) is Action.CHECKPOINT
+    assert at(**end, offered=False, saved=True) is Action.REFIT
+    assert at(**end, saved=True) is Action.VALIDATE
+    validating = {**end, "saved": True, "validated": True}
+    assert at(**validating, validation=RunningValidation(version, None)) is Action.AWAIT_VALIDATION
+    assert at(**validating) is Action.FINISH
+
+
+def test_the_end_without_a_validation_needs_no_fleet() -> None:
+    plan = dataclasses.replace(PLAN, val_at_end=False, val_period=None)
+    view = dataclasses.replace(AT_WORK, version=10, saved=True, offered=False, members=0, healthy=0, reply=None)
+    assert decide(plan, view).action is Action.FINISH
+
+
+def test_without_checkpoints_none_is_published() -> None:
+    plan = dataclasses.replace(PLAN, save_period=None, val_at_end=False, val_period=0)
+    view = dataclasses.replace(AT_WORK, version=10, offered=False, reply=None)
+    assert decide(plan, view).action is Action.FINISH
+
+
+def test_a_stop_comes_before_everything() -> None:
+    assert at(stop=True, version=4, offered=False) is Action.STOP
+
+
+def test_when_versions_are_validated() -> None:
+    due = [version for version in range(12) if PLAN.validates(version, final=version == 11)]
+    assert due == [5, 10, 11]
+    assert dataclasses.replace(PLAN, val_at_start=True).validates(0, final=False)
+    assert not dataclasses.replace(PLAN, val_period=0, val_at_end=False).validates(5, final=True)
+    assert dataclasses.replace(PLAN, val_period=0).validates(7, final=True)
+
+
+views = st.builds(
+    View,
+    now=st.just(100.0),
+    stop=st.booleans(),
+    version=st.integers(0, 10),
+    saved=st.booleans(),
+    offered=st.booleans(),
+    validated=st.booleans(),
+    validation=st.none() | st.builds(RunningValidation, st.integers(0, 10), st.none() | st.floats(0, 100)),
+    members=st.integers(0, 3),
+    healthy=st.integers(0, 3),
+    behind_due=st.booleans(),
+    healthy_at=st.floats(0, 100),
+    reply=st.sampled_from([None, Waiting(0, 2), Reservation(3, (), ()), End(0)]),
+)
+
+
+@given(views)
+def test_nothing_is_trained_on_weights_that_the_fleet_could_have_had_and_was_not_offered(view: View) -> None:
+    action = decide(PLAN, view).action
+    if action is Action.TRAIN:
+        assert view.offered or not view.members
+    if action is Action.REFIT and not view.offered:
+        assert view.validation is None or not view.healthy
+    if action is Action.VALIDATE:
+        assert view.healthy
+        assert view.validation is None
+    if action is Action.FINISH:
+        assert view.validation is None
+        assert view.saved or view.version == 0
+
+
+def replica(name: str, state: str, version: int, timeline: str = "now") -> Replica:
+    return Replica(name, state, version, timeline, {}, 0, 0.0)  # type: ignore[arg-type]
+
+
+def test_who_holds_a_version_and_who_is_behind() -> None:
+    fleet = [
+        replica("good", "HEALTHY", 4),
+        replica("old", "HEALTHY", 3),
+        replica("of another timeline", "HEALTHY", 4, "before"),
+        replica("new", "STALE", -1),
+        replica("dead", "DEAD", 4),
+    ]
+    assert count_verified(fleet, 4, "now") == 1
+    assert behind(fleet, 4, "now") == ["old", "of another timeline", "new"]
+
+
+def test_a_replica_that_refuses_again_and_again_is_tried_less_and_less_often() -> None:
+    retries: dict[str, Retry] = {}
+    assert any_due(["a"], retries, 0.0)
+    waits = []
+    for _ in range(10):
+        retries = after_refit(["a"], retries, 0.0)
+        waits.append(retries["a"].at)
+        assert not any_due(["a"], retries, waits[-1] - 0.5)
+        assert any_due(["a"], retries, waits[-1])
+        assert any_due(["a", "newcomer"], retries, 0.0)
+    assert waits[:3] == [1.0, 2.0, 4.0]
+    assert waits[-1] == LAST_RETRY_S
+    assert after_refit([], retries, 0.0) == {}

@@ -1,0 +1,317 @@
+"""The pure parts of the trainer's loop: start, feed, ledger, laws on what was read, validation, metrics, patience."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.errors import ReplayUnavailable, ServiceError, WrongTimeline
+from headrace.replay import Evaluated, Reservation, ReservedTrajectory, RunState
+from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
+from services.trainer.checkpoint import State
+from services.trainer.feeder import Demand, Feed, next_feed
+from services.trainer.ledger import Ledger, Orders
+from services.trainer.loop import check_batch
+from services.trainer.metrics import Gauges, Journal, Line, Timing, batch_metrics, surviving
+from services.trainer.patience import Patience
+from services.trainer.plot import draw_curve
+from services.trainer.start import Restore, Rewind, choose_start
+from services.trainer.validation import Tally, summarise
+from services.trainer.worker import Assignment, assign, law_broken
+
+
+def run_state(**changes: object) -> RunState:
+    state = RunState("r", "line", "home", next_step=6, committed=4, enqueued=20, closed=False, counts={})
+    return dataclasses.replace(state, **changes)
+
+
+CHECKPOINT = State(version=4, timeline="line", incarnation="home", cursor=8, trained=((0, 8),), run_id="r")
+
+
+def test_start_rewinds_where_the_buffer_knows_what_led_to_the_checkpoint() -> None:
+    assert choose_start(CHECKPOINT, run_state()) == Rewind(4)
+    assert choose_start(None, run_state(committed=-1, next_step=3)) == Rewind(0)
+    assert choose_start(None, run_state(committed=0, next_step=0)) == Rewind(0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"incarnation": "other", "next_step": 0, "committed": -1}, "another incarnation"),
+        ({"next_step": 3, "committed": 2}, "3 steps, fewer than the 4"),
+        ({"next_step": 9, "committed": 8}, "from version 4 to 8"),
+    ],
+)
+def test_start_restores_where_the_buffer_lost_writes(changes: dict[str, object], reason: str) -> None:
+    start = choose_start(CHECKPOINT, run_state(**changes))
+    assert isinstance(start, Restore)
+    assert start.version == 4
+    assert reason in start.reason
+
+
+def test_start_refuses_a_run_whose_checkpoints_are_gone() -> None:
+    with pytest.raises(ServiceError, match="has published version 4"):
+        choose_start(None, run_state())
+
+
+DEMAND = Demand(ahead=6, total=100, trained=20)
+
+
+@pytest.mark.parametrize(
+    ("enqueued", "counts", "expected"),
+    [
+        (-1, {}, Feed(0, 6, False)),
+        (5, {"queued": 2, "open": 4}, Feed(6, 10, False)),
+        (5, {"queued": 9}, Feed(6, 6, False)),
+        (17, {"trained": 18}, Feed(18, 20, False)),
+        (19, {"trained": 18, "open": 2}, Feed(20, 20, False)),
+        (19, {"trained": 18, "failed": 1, "filtered": 2}, Feed(20, 23, False)),
+    ],
+)
+def test_the_feeder_keeps_ahead_and_replaces_what_was_lost(
+    enqueued: int, counts: dict[str, int], expected: Feed
+) -> None:
+    assert next_feed(DEMAND, run_state(enqueued=enqueued, counts=counts)) == expected
+
+
+def test_the_feeder_closes_after_the_last_prompt_only() -> None:
+    demand = Demand(ahead=6, total=10, trained=1000)
+    assert next_feed(demand, run_state(enqueued=3, counts={})) == Feed(4, 10, True)
+    assert next_feed(demand, run_state(enqueued=9, counts={"queued": 6})) == Feed(10, 10, True)
+    assert next_feed(demand, run_state(enqueued=3, counts={"queued": 1})) == Feed(4, 9, False)
+
+
+@given(st.sets(st.integers(0, 60)), st.randoms())
+def test_the_ledger_holds_exactly_what_was_put_in(places: set[int], rng: object) -> None:
+    orders = Orders()
+    shuffled = sorted(places, key=lambda _: rng.random())  # type: ignore[attr-defined]
+    for place in shuffled:
+        orders.add(place)
+    assert {place for place in range(62) if place in orders} == places
+    assert len(orders) == len(places)
+    assert orders.last == max(places, default=-1)
+    assert set(orders.missing()) == set(range(orders.last + 1)) - places
+    assert Orders(orders.ranges()).ranges() == orders.ranges()
+
+
+def test_law_1_the_ledger_refuses_a_prompt_that_comes_again() -> None:
+    ledger = Ledger(Orders([(0, 4)]))
+    ledger.record(2, ["a", "b"], [4, 6])
+    with pytest.raises(ServiceError, match="prompt 4 of the run's order came to the trainer a second time"):
+        ledger.record(3, ["c"], [4])
+
+
+@pytest.mark.parametrize("ranges", [[(2, 2)], [(3, 5), (1, 2)], [(0, 3), (2, 4)]])
+def test_a_ledger_out_of_order_is_refused(ranges: list[tuple[int, int]]) -> None:
+    with pytest.raises(ServiceError, match="empty or out of order"):
+        Orders(ranges)
+
+
+def trajectory(**changes: object) -> Trajectory:
+    base = Trajectory(
+        group_id="g",
+        attempt=1,
+        index=0,
+        prompt_token_ids=np.array([1, 2], dtype=np.int32),
+        completion_token_ids=np.array([3, 4], dtype=np.int32),
+        logprobs=np.array([-1.0, -2.0], dtype=np.float32),
+        loss_mask=np.ones(2, dtype=np.uint8),
+        spans=(Span(4, 0, 1), Span(5, 1, 2)),
+        finish_reason="stop",
+        text="34",
+        replica="r",
+    )
+    return dataclasses.replace(base, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "score", "step", "law"),
+    [
+        ({}, Score("SCORED", 1.0), 5, None),
+        ({}, Score("SCORED", 1.0), 6, "law 2"),
+        ({}, Score("SCORED", 1.0), 4, "law 2"),
+        ({"index": 1}, Score("SCORED", 1.0), 5, "law 3"),
+        ({"group_id": "h"}, Score("SCORED", 1.0), 5, "law 3"),
+        ({}, Score("FAILED", message="no"), 5, "law 7"),
+        ({}, Score("SCORED", 0.0), 5, "law 7"),
+    ],
+)
+def test_laws_2_3_and_7_on_what_was_read(changes: dict[str, object], score: Score, step: int, law: str | None) -> None:
+    assignment = Assignment("key", "g", 0, 1.0, 0.5, 1.0)
+    broken = law_broken(assignment, trajectory(**changes), score, step, max_age=1)
+    assert broken is None if law is None else law in (broken or "")
+
+
+def group(name: str, n: int = 2, task: str = "sums") -> Group:
+    return Group(
+        id=name,
+        lane="train",
+        order=0,
+        task_name=task,
+        env_name="e",
+        messages=(),
+        prompt_token_ids=np.array([1], dtype=np.int32),
+        extra_env_info={},
+        dataset_index=0,
+        n=n,
+        sampling=Sampling(1.0, 4),
+    )
+
+
+def reservation(*groups: str) -> Reservation:
+    rows = [
+        ReservedTrajectory(name, index, f"{name}{index}", float(index), 10 * at + index + 1, 3, 4)
+        for at, name in enumerate(groups)
+        for index in range(2)
+    ]
+    return Reservation(4, groups, tuple(rows))
+
+
+def test_law_3_a_batch_is_complete_groups() -> None:
+    whole = reservation("a", "b")
+    check_batch(whole, [group("a"), group("b")], 2)
+    for wrong, groups in (
+        (reservation("a"), [group("a")]),
+        (reservation("a", "a"), [group("a"), group("a")]),
+        (whole, [group("a"), group("b", n=3)]),
+        (dataclasses.replace(whole, trajectories=whole.trajectories[::-1]), [group("a"), group("b")]),
+    ):
+        with pytest.raises(ServiceError, match="law 3"):
+            check_batch(wrong, groups, 2)
+
+
+def test_every_trajectory_goes_to_one_rank_with_its_own_advantage() -> None:
+    batch = reservation("a", "b", "c")
+    shares = assign(batch, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 6, ranks=2)
+    dealt = {a.key: a.advantage for share in shares for a in share}
+    assert dealt == {"a0": 0, "a1": 1, "b0": 2, "b1": 3, "c0": 4, "c1": 5}
+    assert [len(share) for share in shares] == [3, 3]
+
+
+def test_batch_metrics_say_what_the_batch_was_like() -> None:
+    metrics = batch_metrics(reservation("a", "b"), ["sums", "words"], truncated=1.0, timing=Timing(2.0, 0.5, 1.0, 0.25))
+    assert metrics["reward"] == 0.5
+    assert metrics["reward/sums"] == 0.5
+    assert (metrics["age_mean"], metrics["age_max"]) == (1.0, 1.0)
+    assert metrics["tokens_per_sec"] == (1 + 2 + 11 + 12) / 2.0
+    assert metrics["truncation_rate"] == 0.25
+
+
+def evaluated(name: str, reward: float, version: int, task: str = "sums") -> Evaluated:
+    written = trajectory(group_id=name, spans=(Span(version, 0, 2),))
+    return Evaluated(group(name, 1, task), ((written, Score("SCORED", reward)),))
+
+
+def test_law_7_failed_and_pending_validation_groups_are_counts_never_zeros() -> None:
+    tallies = [Tally.of(evaluated("a", 1.0, 4)), Tally.of(evaluated("b", 0.0, 4, "words"))]
+    metrics = summarise(tallies, failed=2, pending=3)
+    assert metrics["accuracy"] == 0.5
+    assert (metrics["evaluated"], metrics["failed"], metrics["pending"]) == (2, 2, 3)
+    assert (metrics["version_min"], metrics["version_max"]) == (4, 4)
+    assert (metrics["accuracy/sums"], metrics["accuracy/words"]) == (1.0, 0.0)
+    assert summarise([], failed=2, pending=0) == {"evaluated": 0, "failed": 2, "pending": 0}
+
+
+def line(kind: str, step: int, timeline: str = "a") -> Line:
+    return Line(kind, step, timeline, 0.0, {"reward": 0.5, "accuracy": 0.25})  # type: ignore[arg-type]
+
+
+def test_lines_of_abandoned_steps_are_superseded() -> None:
+    first = [line("validation", 0), line("train", 0), line("train", 1), line("validation", 2), line("train", 2)]
+    again = [line("rewind", 2, "b"), line("train", 2, "b"), line("validation", 3, "b")]
+    kept = surviving([*first, *again])
+    assert [(k.kind, k.step, k.timeline) for k in kept] == [
+        ("validation", 0, "a"),
+        ("train", 0, "a"),
+        ("train", 1, "a"),
+        ("validation", 2, "a"),
+        ("train", 2, "b"),
+        ("validation", 3, "b"),
+    ]
+
+
+def test_half_a_line_of_a_killed_trainer_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    Journal(path).append("train", 0, "a", {"reward": 1.0})
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')
+    journal = Journal(path)
+    journal.append("train", 1, "a", {"reward": 2.0})
+    assert [(entry.step, entry.metrics) for entry in journal.read()] == [(0, {"reward": 1.0}), (1, {"reward": 2.0})]
+
+
+@pytest.mark.parametrize("text", ["nonsense", json.dumps({"kind": "train"}), "[]"])
+def test_a_line_that_is_not_metrics_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(text + "\n")
+    with pytest.raises(ServiceError, match=r"metrics.jsonl:1: not a line of metrics"):
+        Journal(tmp_path / "metrics.jsonl").read()
+
+
+def test_gauges_hold_the_newest_value_of_each_metric() -> None:
+    gauges = Gauges()
+    gauges.update("train", 3, {"reward": 0.5, "reward/sums": 1.0})
+    gauges.update("train", 4, {"reward": 0.75})
+    gauges.update("validation", 4, {"accuracy": 1.0})
+    found = {family.name: family.samples[0].value for family in gauges.collect()}
+    assert found == {
+        "headrace_trainer_step": 4,
+        "headrace_trainer_reward": 0.75,
+        "headrace_trainer_reward_sums": 1.0,
+        "headrace_trainer_validation_step": 4,
+        "headrace_trainer_validation_accuracy": 1.0,
+    }
+
+
+@pytest.mark.parametrize("steps", [0, 1, 40])
+def test_the_curve_is_a_picture_however_long_the_run(tmp_path: Path, steps: int) -> None:
+    lines = [line(kind, step) for step in range(steps) for kind in ("train", "validation")]
+    draw_curve(lines, tmp_path / "curve.png", "a run")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["curve.png"]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+async def test_patience_outlasts_a_server_that_comes_back() -> None:
+    clock, calls = Clock(), 0
+
+    async def call() -> str:
+        nonlocal calls
+        calls += 1
+        if clock.now < 9.0:
+            raise ReplayUnavailable("away")
+        return "back"
+
+    assert await Patience(10.0, clock, clock.sleep)(call) == "back"
+    assert calls > 3
+
+
+async def test_patience_ends_at_its_deadline_and_never_covers_a_refusal() -> None:
+    clock = Clock()
+
+    async def away() -> None:
+        raise ReplayUnavailable("away")
+
+    async def refused() -> None:
+        raise WrongTimeline("another")
+
+    with pytest.raises(ReplayUnavailable):
+        await Patience(10.0, clock, clock.sleep)(away)
+    assert clock.now >= 10.0
+    with pytest.raises(WrongTimeline):
+        await Patience(10.0, clock, clock.sleep)(refused)
