@@ -105,13 +105,13 @@ async def _buffer_round(replay: ReplayClient, replica: str, step: int, size: int
     with watch.time("push"):
         errors = await replay.push_many(items)
     assert not any(errors)
-    for _ in range(0, len(items), PIPELINE):
-        with watch.time("take"):
-            jobs = await replay.take_scoring("scorer", PIPELINE)
-        scores = [(job, Score("SCORED", 1.0, {"exact": 1.0}, environment="math")) for job in jobs]
-        with watch.time("score"):
-            errors = await replay.score_many(scores)
-        assert not any(errors)
+    with watch.time("take"):
+        jobs = await replay.take_scoring("scorer", len(items))
+    scores = [(job, Score("SCORED", 1.0, {"exact": 1.0}, environment="math")) for job in jobs]
+    with watch.time("score"):
+        errors = await replay.score_many(scores)
+    assert len(errors) == len(items)
+    assert not any(errors)
     with watch.time("reserve"):
         batch = await replay.reserve(step, timeline)
     assert isinstance(batch, Reservation)
@@ -153,16 +153,8 @@ async def _pipelined(redis: Redis, commands: Sequence[tuple[object, ...]]) -> li
 
 def _print(watch: Stopwatch, payload_bytes: int) -> None:
     count = PROMPTS * GENERATIONS
-    rounds = count // PIPELINE  # take and score are timed by pipeline
     phases = {
-        "enqueue": watch.median("enqueue"),
-        "lease": watch.median("lease"),
-        "push": watch.median("push"),
-        "take": rounds * watch.median("take"),
-        "score": rounds * watch.median("score"),
-        "reserve": watch.median("reserve"),
-        "read": watch.median("read"),
-        "commit": watch.median("commit"),
+        name: watch.median(name) for name in ("enqueue", "lease", "push", "take", "score", "reserve", "read", "commit")
     }
     buffer = sum(phases.values())
     codec = watch.median("raw encode") + 2 * watch.median("raw decode")

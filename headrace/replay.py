@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgpack
@@ -63,11 +63,14 @@ _STAGED = b"60"
 # Entries in one call of a batched function (BATCH in _args.lua); payloads in one round trip.
 _BATCH = 256
 _PAYLOADS = 64
+# Round trips with payloads under way at a time.
+_TRANSFERS = 4
 # Of a token in a payload: id, log-probability, mask, and text. Of a trajectory: field names, spans, timings, score.
 _TOKEN_BYTES, _OVERHEAD_BYTES = 15, 2048
 _METRICS_KEPT = 100_000
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class ReplayClient:
@@ -84,6 +87,7 @@ class ReplayClient:
         self._wire = Wire(redis, run_id)
         self._wakeups = Wakeups(self._wire)
         self._incarnation: str | None = None
+        self._transfers = asyncio.Semaphore(_TRANSFERS)
         self._epoch: Epoch | None = None  # the newest that a heartbeat brought
 
     @classmethod
@@ -244,15 +248,13 @@ class ReplayClient:
 
     async def read(self, keys: Sequence[str]) -> list[tuple[Trajectory, Score]]:
         """Payloads and scores of reserved trajectories, in the order of `keys` (`ReservedTrajectory.key`)."""
-        pairs: list[tuple[Trajectory, Score]] = []
-        for batch in _chunks(keys, _PAYLOADS):
-            payloads = await self._wire.command("MGET", *batch)
-            scores = await self._wire.command("MGET", *map(_score_key, batch))
-            for key, payload, score in zip(batch, payloads, scores, strict=True):
-                if payload is None or score is None:
-                    raise InvalidCall(f"trajectory {key} is not held any more; its step was committed or rewound")
-                pairs.append((Trajectory.decode(payload), Score.decode(score)))
-        return pairs
+
+        async def read_batch(batch: Sequence[str]) -> list[tuple[Trajectory, Score]]:
+            values = await self._held([*batch, *map(_score_key, batch)])
+            pairs = zip(values[: len(batch)], values[len(batch) :], strict=True)
+            return [(Trajectory.decode(payload), Score.decode(score)) for payload, score in pairs]
+
+        return await self._in_batches(read_batch, keys)
 
     async def read_groups(self, ids: Sequence[str]) -> list[Group]:
         records = []
@@ -351,10 +353,7 @@ class ReplayClient:
         """`push` of many at once: for each None, or the error that `push` would raise."""
         for lease, trajectory in items:
             _check_push(lease, trajectory)
-        errors: list[ReplayError | None] = []
-        for batch in _chunks(items, _PAYLOADS):
-            errors += await self._push_batch(batch)
-        return errors
+        return await self._in_batches(self._push_batch, items)
 
     async def _push_batch(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | None]:
         """One round trip: payloads staged under nonces, then a call for each timeline that makes them permanent or deletes them."""
@@ -402,17 +401,16 @@ class ReplayClient:
             record: None if data is None else Group.decode(data)
             for record, data in zip(records, await self._fetch(records), strict=True)
         }
+        payloads = await self._in_batches(self._fetch, [entry.payload for entry in taken])
         jobs = []
-        for batch in _chunks(taken, _PAYLOADS):
-            payloads = await self._fetch([entry.payload for entry in batch])
-            for entry, payload in zip(batch, payloads, strict=True):
-                group = groups[entry.record]
-                if payload is None or group is None:  # discarded since: the token is void
-                    continue
-                try:
-                    jobs.append(entry.job(group, payload))
-                except CodecError as error:
-                    await self._score_unreadable(entry, str(error))
+        for entry, payload in zip(taken, payloads, strict=True):
+            group = groups[entry.record]
+            if payload is None or group is None:  # discarded since: the token is void
+                continue
+            try:
+                jobs.append(entry.job(group, payload))
+            except CodecError as error:
+                await self._score_unreadable(entry, str(error))
         return jobs
 
     async def _score_unreadable(self, entry: _Taken, problem: str) -> None:
@@ -585,6 +583,16 @@ class ReplayClient:
             if value is None:
                 raise InvalidCall(f"{key!r} is not held any more; it was committed, dropped or rewound")
         return [value for value in values if value is not None]
+
+    async def _in_batches(self, send: Callable[[Sequence[T]], Awaitable[list[R]]], items: Sequence[T]) -> list[R]:
+        """`send` for each batch of payloads, a few at a time, so that the server works on one while the next is encoded."""
+
+        async def one(batch: Sequence[T]) -> list[R]:
+            async with self._transfers:
+                return await send(batch)
+
+        results = await asyncio.gather(*(one(batch) for batch in _chunks(items, _PAYLOADS)))
+        return [result for batch in results for result in batch]
 
     async def _until_done(self, function: str, *args: Any) -> None:
         """A function that does a bounded part of its work in a call and returns how much is left."""

@@ -8,6 +8,7 @@ reader takes a newer writer's record of the same schema; a missing field, a wron
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -198,7 +199,8 @@ class Trajectory:
         for name in ("logprobs", "loss_mask"):
             if getattr(self, name).size != length:
                 raise CodecError(f"{where}: {name} has {getattr(self, name).size} entries for {length} tokens")
-        if not np.isfinite(self.logprobs).all() or (self.logprobs > 0).any():
+        # nan fails both comparisons
+        if not (self.logprobs.max() <= 0 and self.logprobs.min() > -math.inf):
             raise CodecError(f"{where}: a log-probability is not finite or above 0")
         if self.loss_mask.max() > 1:
             raise CodecError(f"{where}: loss_mask holds values other than 0 and 1")
@@ -228,11 +230,11 @@ class Score:
     def __post_init__(self) -> None:
         if (self.status == "SCORED") != (self.reward is not None):
             raise CodecError(f"score: status {self.status} with reward {self.reward}; exactly SCORED carries a reward")
-        if self.reward is not None and not np.isfinite([self.reward, *self.components.values()]).all():
+        if self.reward is not None and not all(map(math.isfinite, (self.reward, *self.components.values()))):
             raise CodecError(f"score: reward {self.reward} or a component of {self.components} is not finite")
 
     def encode(self) -> bytes:
-        return _pack({"schema": SCHEMA, **dataclasses.asdict(self)})
+        return _pack({"schema": SCHEMA, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}})
 
     @classmethod
     def decode(cls, data: bytes) -> Score:
@@ -268,7 +270,8 @@ class Reader:
 
     def __init__(self, data: bytes | Mapping[str, Any], what: str) -> None:
         self.what = what
-        if isinstance(data, Mapping):
+        # dict first: the test for any other Mapping takes a microsecond
+        if isinstance(data, dict) or (not isinstance(data, bytes) and isinstance(data, Mapping)):
             self.fields: Mapping[str, Any] = data
             return
         try:
@@ -304,7 +307,7 @@ class Reader:
 
     def number(self, name: str) -> float:
         value = self.fields.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise self._refuse(name, "a finite number")
         return float(value)
 
@@ -332,7 +335,7 @@ class Reader:
 
     def array(self, name: str, dtype: str) -> Any:
         raw = self.get(name, bytes)
-        size = np.dtype(dtype).itemsize
-        if len(raw) % size:
-            raise CodecError(f"{self.what}: field {name!r} has {len(raw)} bytes, not a multiple of {size}")
-        return np.frombuffer(raw, dtype=dtype)
+        kind = np.dtype(dtype)
+        if len(raw) % kind.itemsize:
+            raise CodecError(f"{self.what}: field {name!r} has {len(raw)} bytes, not a multiple of {kind.itemsize}")
+        return np.frombuffer(raw, dtype=kind)
