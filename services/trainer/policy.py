@@ -58,7 +58,13 @@ class Policy:
         self._bfloat16 = config.policy.precision == "bfloat16"
         self.model = _load(config, folder).eval().requires_grad_(trainable)
         self._positions: Tensor | None = None
-        self.model.get_output_embeddings().register_forward_pre_hook(self._pick)
+        head = self.model.get_output_embeddings()
+        if head is None:
+            raise ServiceError(
+                f"policy.model_name {config.policy.model_name!r}: {type(self.model).__name__} has no vocabulary projection "
+                "that can be told from the rest of it; give a causal language model that has"
+            )
+        head.register_forward_pre_hook(self._pick)
         if dist.is_initialized() and dist.get_world_size() > 1:
             _shard(self.model, self.device)
         else:
