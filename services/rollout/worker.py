@@ -233,7 +233,7 @@ class Worker:
         self.status.groups[outcome] += 1
 
     async def _hand_back(self, lease: Lease, cause: Exception) -> str:
-        """A trajectory ended by `cause`: the group goes back with the reason. Returns the outcome; raises what the replica can't outlive."""
+        """The group goes back, with `cause` as its reason. Returns the outcome; raises what the replica can't outlive."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -242,7 +242,7 @@ class Worker:
         if isinstance(cause, Fenced):
             log.info("group %s: %s", lease.group.id, cause)
             return "lost"
-        log.error("group %s: no trajectory", lease.group.id, exc_info=cause)  # noqa: TRY400
+        log.error("group %s: no trajectory", lease.group.id, exc_info=cause)
         reason = f"{type(cause).__name__}: {cause}"
         # what vLLM refuses before it tries (a token outside the vocabulary, …) no replica can generate
         refused = isinstance(cause, VLLMClientError)

@@ -110,7 +110,7 @@ async def running(engine: Any) -> None:
     """Return once the engine has given a request its first token."""
     states = engine.output_processor.request_states
     async with asyncio.timeout(60):
-        while not any(state.detokenizer.num_output_tokens() for state in states.values()):
+        while not any(state.detokenizer.num_output_tokens() for state in states.values()):  # noqa: ASYNC110  # the engine tells nobody
             await asyncio.sleep(0)
 
 
@@ -221,7 +221,7 @@ async def test_a_token_outside_the_vocabulary_is_an_error_and_the_engine_lives(e
     assert (await generate(engine, lease(max_new_tokens=2), 0, "me")).completion_token_ids.size
 
 
-def test_a_prompt_that_fills_the_context_is_named_a_problem() -> None:
+async def test_a_prompt_that_fills_the_context_is_named_a_problem() -> None:
     assert prompt_problem(lease((3,) * 9).group, 10) is None
     problem = str(prompt_problem(lease((3,) * 10).group, 10))
     assert "10 tokens" in problem

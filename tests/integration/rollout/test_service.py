@@ -1,0 +1,301 @@
+"""The rollout service as a process: real engine, real buffer, real weight channel. The tests follow one fleet through its life."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from headrace.replay import Limits, ReplayClient
+from headrace.replay_wire import open_redis
+from tests.integration.rollout.fleet import Fleet, Policy, Process, eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
+
+IN_FLIGHT = {
+    "async_grpo": {
+        "enabled": True,
+        "max_trajectory_age_steps": 50,
+        "in_flight_weight_updates": True,
+        "recompute_kv_cache_after_weight_updates": True,
+    }
+}
+LIMITS = Limits(
+    prompts_per_step=2,
+    generations_per_prompt=2,
+    max_age=50,
+    staleness_policy="ordered",
+    max_attempts=3,
+    max_scoring_attempts=3,
+    lease_s=10.0,
+    group_deadline_s=600.0,
+    scoring_deadline_s=600.0,
+    replica_dead_s=10.0,
+    max_bytes=2**30,
+)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet(redis_url: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    folder = tmp_path_factory.mktemp("rollout")
+    run_id = f"test-{secrets.token_hex(6)}"
+    settings = {
+        "run": {"id": run_id, "dir": str(folder)},
+        "replay": {"redis_url": redis_url},
+        "rollout": {"heartbeat_s": 0.5, "max_concurrent_groups": 4},
+        "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
+        "policy": {
+            "model_name": str(tiny_model),
+            "precision": "float32",
+            "max_total_sequence_length": 2048,
+            "generation": {"max_new_tokens": 64, "vllm_cfg": {"kv_cache_memory_bytes": 64 * 2**20}},
+        },
+        "weight_channel": {"timeout_s": 60.0, "verify_tolerance": 1e-4},
+    }
+    replay = ReplayClient(open_redis(redis_url), run_id)
+    await replay.open_run(LIMITS)
+    await replay.rewind(0, "timeline-0")
+    fleet = Fleet(folder, settings, replay, Policy(tiny_model))
+    yield fleet
+    await fleet.aclose()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def first(fleet: Fleet) -> Process:
+    """A replica that drains before a refit."""
+    return await fleet.start()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def second(fleet: Fleet, first: Process) -> Process:
+    """One that joins the running fleet later, and is refitted in flight."""
+    return await fleet.start(**IN_FLIGHT)
+
+
+async def test_without_verified_weights_it_is_not_ready_and_leases_nothing(fleet: Fleet, first: Process) -> None:
+    group = await fleet.enqueue()
+    page = await first.http.get("/readyz")
+    assert page.status_code == 503
+    assert "waits for the trainer" in page.json()["reason"]
+    weights = (await first.http.get("/weights")).json()
+    assert (weights["state"], weights["version"], weights["difference"]) == ("STALE", -1, None)
+    assert (await fleet.replay.group(group))["state"] == "queued"
+
+
+async def test_completions_as_openai_clients_ask_for_them(first: Process, fleet: Fleet) -> None:
+    name = fleet.settings["policy"]["model_name"]
+    assert [model["id"] for model in (await first.http.get("/v1/models")).json()["data"]] == [name]
+    body = {"model": name, "prompt": "<user>12+34<asst>", "max_tokens": 5, "temperature": 0}
+    said = (await first.http.post("/v1/completions", json=body)).json()
+    assert said["choices"][0]["finish_reason"] in ("stop", "length")
+    assert said["usage"]["completion_tokens"] <= 5
+    ids = await first.http.post("/v1/completions", json={**body, "prompt": list(range(3, 9))})
+    assert ids.json()["usage"]["prompt_tokens"] == 6
+
+
+async def test_chat_completions_whole_and_streamed(first: Process, fleet: Fleet) -> None:
+    body = {
+        "model": fleet.settings["policy"]["model_name"],
+        "messages": [{"role": "user", "content": "12+34"}],
+        "max_tokens": 6,
+        "temperature": 0,
+    }
+    message = (await first.http.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+    assert message["role"] == "assistant"
+    pieces, last = [], ""
+    async with first.http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        async for line in response.aiter_lines():
+            if line:
+                last = line.removeprefix("data: ")
+                if last != "[DONE]":
+                    pieces.append(json.loads(last)["choices"][0]["delta"].get("content") or "")
+    assert last == "[DONE]"
+    assert "".join(pieces) == message["content"]
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "status"),
+    [
+        ("completions", {"model": "another"}, 404),
+        ("completions", {"temperature": -1}, 400),
+        ("completions", {"max_tokens": "many"}, 400),
+        ("completions", {"prompt": [3] * 5000}, 400),
+        ("completions", {"prompt": [3, 10_000_000]}, 400),
+        ("completions", {"prompt": None}, 400),
+        ("chat/completions", {"messages": "hello"}, 400),
+        ("chat/completions", {"messages": None}, 400),
+    ],
+)
+async def test_bad_requests_are_refused_and_named(
+    first: Process, path: str, change: dict[str, Any], status: int
+) -> None:
+    body: dict[str, Any] = {"max_tokens": 4}
+    body |= {"prompt": [3, 4]} if path == "completions" else {"messages": [{"role": "user", "content": "1"}]}
+    answer = await first.http.post(f"/v1/{path}", json=body | change)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]"])
+async def test_what_is_no_json_object_is_refused(first: Process, content: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    answer = await first.http.post("/v1/completions", content=content, headers=headers)
+    assert 400 <= answer.status_code < 500
+    assert (await first.http.get("/healthz")).status_code == 200
+
+
+async def test_after_a_verified_refit_it_generates_and_pushes(fleet: Fleet, first: Process) -> None:
+    report = await fleet.refit(0)
+    assert report.verified == (first.replica,)
+    trajectories = await fleet.pushed("e0-train-0")
+    assert [it.index for it in trajectories] == [0, 1]
+    for it in trajectories:
+        assert fleet.policy.difference(it, 0) < 1e-4
+        assert [(span.version, span.start) for span in it.spans] == [(0, 0)]
+        assert it.replica == first.replica
+    assert (await first.http.get("/readyz")).status_code == 200
+    weights = (await first.http.get("/weights")).json()
+    assert (weights["state"], weights["version"], weights["timeline"]) == ("HEALTHY", 0, "timeline-0")
+    assert 0 <= weights["difference"] <= weights["tolerance"] == 1e-4
+    assert await first.metric("headrace_rollout_tokens_total") == sum(it.logprobs.size for it in trajectories)
+    assert await first.metric('headrace_rollout_refits_total{outcome="verified"}') == 1
+
+
+async def test_a_prompt_that_fills_the_context_ends_its_group(fleet: Fleet, first: Process) -> None:
+    group = await fleet.group(await fleet.enqueue(prompt=(3,) * 2048), "failed", "scoring")
+    assert group["state"] == "failed"
+    assert "max_total_sequence_length 2048" in group["reason"]
+
+
+async def test_what_vllm_refuses_ends_its_group_with_the_reason(fleet: Fleet, first: Process) -> None:
+    group = await fleet.group(await fleet.enqueue(prompt=(3, 10_000)), "failed", "scoring")
+    assert group["state"] == "failed"
+    assert "out of vocabulary" in group["reason"]
+
+
+async def test_running_generations_are_drained_before_a_refit(fleet: Fleet, first: Process) -> None:
+    group = await fleet.enqueue(long=True)
+    await eventually(first.generating)
+    fleet.policy.train()
+    report = await fleet.refit(1)
+    assert report.verified == (first.replica,)
+    for it in await fleet.pushed(group):
+        assert [span.version for span in it.spans] == [0]
+        assert it.completion_token_ids.size > 500
+        assert fleet.policy.difference(it, 0) < 1e-4
+    assert (await first.http.get("/weights")).json()["version"] == 1
+
+
+async def test_lost_leases_are_aborted(fleet: Fleet, first: Process) -> None:
+    group = await fleet.enqueue(long=True)
+    await eventually(first.generating)
+    fleet.timeline = "timeline-1"
+    await fleet.replay.rewind(1, fleet.timeline)
+
+    async def idle() -> bool:
+        return not await first.generating()
+
+    await eventually(idle)
+    assert await first.metric('headrace_rollout_groups_total{outcome="lost"}') == 1
+    assert (await first.http.get("/readyz")).status_code == 503
+    report = await fleet.refit(1)
+    assert report.verified == (first.replica,)
+    assert len(await fleet.pushed(group)) == 2
+
+
+async def test_a_replica_that_joins_late_gets_the_weights_before_it_leases(
+    fleet: Fleet, first: Process, second: Process
+) -> None:
+    assert (await second.http.get("/readyz")).status_code == 503
+    report = await fleet.refit(1)
+    assert sorted(report.verified) == sorted((first.replica, second.replica))
+    for process in (first, second):
+        assert (await process.http.get("/readyz")).status_code == 200
+
+
+async def test_a_replica_killed_while_it_generates_leaves_no_orphan_and_its_groups_to_others(
+    fleet: Fleet, first: Process, second: Process
+) -> None:
+    os.kill(second.popen.pid, signal.SIGSTOP)  # so that the first takes the group
+    group = await fleet.enqueue(long=True)
+    await eventually(first.generating)
+    assert (await fleet.replay.group(group))["replica"] == first.replica
+    engine = [os.pidfd_open(pid) for pid in first.children()]
+    assert engine
+    first.popen.kill()
+    os.kill(second.popen.pid, signal.SIGCONT)
+    assert await first.ended() == -signal.SIGKILL
+    for descriptor in engine:
+        await asyncio.to_thread(_ended, descriptor)
+    # the second may have been counted as dead meanwhile; then it needs the weights again
+    await fleet.refit(1)
+    trajectories = await fleet.pushed(group)
+    assert {it.attempt for it in trajectories} == {2}
+    assert first.replica not in {it.replica for it in trajectories}
+
+
+def _ended(descriptor: int) -> None:
+    import select
+
+    try:
+        assert select.select([descriptor], [], [], 60)[0], "an orphan"
+    finally:
+        os.close(descriptor)
+
+
+async def test_a_refit_in_flight_marks_the_tokens_of_either_version(fleet: Fleet, second: Process) -> None:
+    group = await fleet.enqueue(long=True)
+    await eventually(second.generating)
+    fleet.policy.train()
+    report = await fleet.refit(2)
+    assert len(report.verified) == 1
+    for it in await fleet.pushed(group):
+        assert [span.version for span in it.spans] == [1, 2]
+        boundary = it.spans[0].end
+        ids = [*it.prompt_token_ids, *it.completion_token_ids]
+        start = it.prompt_token_ids.size - 1
+        for span in it.spans:
+            truth = fleet.policy.logprobs(ids, span.version)[start + span.start : start + span.end]
+            assert abs(truth - it.logprobs[span.start : span.end]).max() < 1e-4, (span, boundary)
+
+
+async def test_weights_that_fail_their_proof_take_what_was_running_with_them(fleet: Fleet, second: Process) -> None:
+    group = await fleet.enqueue(long=True)
+    await eventually(second.generating)
+    fleet.policy.train()
+    report = await fleet.refit(3, wrong_by=0.5)
+    assert report.verified == ()
+    returned = await fleet.group(group, "queued", "scoring")
+    assert returned["state"] == "queued"
+    assert returned["failures"] == 0
+    assert not returned["trajectories"]
+    assert (await second.http.get("/readyz")).status_code == 503
+    body = {"prompt": [3, 4], "max_tokens": 2}
+    assert (await second.http.post("/v1/completions", json=body)).status_code == 503
+    report = await fleet.refit(3)
+    assert len(report.verified) == 1
+    assert {span.version for it in await fleet.pushed(group) for span in it.spans} == {3}
+    assert (await second.http.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_sigterm_hands_the_leases_back_without_costing_an_attempt(fleet: Fleet, second: Process) -> None:
+    group = await fleet.enqueue(long=True)
+    await eventually(second.generating)
+    children = [os.pidfd_open(pid) for pid in second.children()]
+    second.popen.terminate()
+    assert await second.ended() == 0
+    for descriptor in children:
+        await asyncio.to_thread(_ended, descriptor)
+    returned = await fleet.replay.group(group)
+    assert (returned["state"], returned["failures"]) == ("queued", 0)
+    assert not [it for it in await fleet.replay.replicas() if it.state != "DEAD"]
+    assert "Traceback" not in second.log.read_text()
