@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from headrace.config import Config
@@ -65,6 +66,9 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: Worker) 
     renderer = OnlineRenderer(engine.model_config, engine.renderer, request_logger=None, **template)
     served = OpenAIServingModels(engine, [BaseModelPath(name=name, model_path=name)])
     shared = {"online_renderer": renderer, "request_logger": None}
+    app.state.args = Namespace(log_error_stack=False)
+    # vLLM's handlers ask a server to exit when the engine is dead; here the worker sees that and ends the service
+    app.state.server = Namespace(should_exit=False)
     app.state.engine_client = engine
     app.state.openai_serving_models = served
     app.state.openai_serving_completion = OpenAIServingCompletion(engine, served, **shared)

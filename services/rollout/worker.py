@@ -183,6 +183,8 @@ class Worker:
         if self._refit is not None and self._refit.done():
             refit, self._refit = self._refit, None
             refit.result()
+        if self._engine.errored:
+            raise self._engine.dead_error
 
     # -- a refit ---------------------------------------------------------------------------------------------------------
 
