@@ -101,7 +101,7 @@ def fleet() -> Iterator[Fleet]:
 
 def weights(*, large: bool = False) -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(7)
-    rows = 4_000_000 if large else 40
+    rows = 500_000 if large else 40  # 32 MB is more than the sockets of a peer that does not read will hold
     return [
         ("a", torch.randn(rows, 16, generator=generator)),
         ("b", torch.randn(3, generator=generator).to(torch.bfloat16)),
@@ -144,7 +144,7 @@ def test_a_peer_lost_in_the_middle_ends_at_the_deadline(fleet: Fleet, signum: si
             yield name, tensor
 
     with pytest.raises(WeightChannelError):
-        send(channel, manifest, source(), time.monotonic() + 3.0)
+        send(channel, manifest, source(), time.monotonic() + 10.0)
     # the survivor is told, long before its own deadline
     assert fleet.peers[1].expect("error")["type"] in ENDED
     with pytest.raises(WeightChannelAborted):
