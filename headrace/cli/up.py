@@ -53,11 +53,11 @@ def _run(config: Config, saved: Path, console: Console) -> None:
     except Interrupted as interrupted:
         _say(console, f"stopped; `run.id={config.run.id}` goes on with this run")
         raise typer.Exit(128 + interrupted.signum) from None
-    curve = config.run_folder / "curve.png"
-    table = summary(
-        picture, time.monotonic() - started, curve if curve.exists() else None, newest_policy(config.checkpoint_folder)
-    )
-    console.print(table)
+    console.print(summary(picture, time.monotonic() - started))
+    curve, policy = config.run_folder / "curve.png", newest_policy(config.checkpoint_folder)
+    # not in the table: a path that is cut to a column's width can't be copied
+    _say(console, f"learning curve: {curve if curve.exists() else 'none was drawn'}")
+    _say(console, f"checkpoint:     {policy or 'none was written'}")
 
 
 def _say(console: Console, line: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -131,8 +130,8 @@ def _steps(picture: Picture) -> Table:
     return table
 
 
-def summary(picture: Picture, seconds: float, curve: Path | None, checkpoint: Path | None) -> Table:
-    """The end of a run: where it started, where it got to, and what it leaves."""
+def summary(picture: Picture, seconds: float) -> Table:
+    """The end of a run: where it started and where it got to."""
     table = Table(title=f"run {picture.run_id}", title_justify="left", show_header=True, header_style="bold")
     for column in ("", "start", "end"):
         table.add_column(column)
@@ -145,8 +144,6 @@ def summary(picture: Picture, seconds: float, curve: Path | None, checkpoint: Pa
             ends = [f"{_number(series[step], key, '.3f')} (step {step})" for step in (steps[0], steps[-1])]
             table.add_row(title, *ends)
     table.add_row("time", "", f"{int(seconds // 60)} min {seconds % 60:.0f} s")
-    table.add_row("learning curve", "", str(curve) if curve else "none was drawn")
-    table.add_row("checkpoint", "", str(checkpoint) if checkpoint else "none was written")
     return table
 
 

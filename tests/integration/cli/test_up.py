@@ -1,0 +1,142 @@
+"""`headrace up` on the real pipeline: how it ends, what it leaves, and what it does when a service dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from processes import descendants, eventually, gone
+
+from tests.conftest import free_port
+
+pytestmark = pytest.mark.slow
+
+CONFIG = """
+run: {{id: test, dir: {folder}/runs}}
+grpo:
+  num_prompts_per_step: 2
+  num_generations_per_prompt: 2
+  max_num_steps: {steps}
+  use_leave_one_out_baseline: false
+  val_period: 2
+  max_val_samples: 4
+  async_grpo: {{enabled: true, max_trajectory_age_steps: 1}}
+loss_fn: {{reference_policy_kl_penalty: 0}}
+policy:
+  model_name: {model}
+  precision: float32
+  max_total_sequence_length: 64
+  train_micro_batch_size: 8
+  generation: {{max_new_tokens: 6, vllm_cfg: {{kv_cache_memory_bytes: 67108864}}}}
+data:
+  train: {{dataset_name: arithmetic, env_name: math, size: 2000}}
+  validation: {{dataset_name: arithmetic, env_name: math, size: 20, seed: 1}}
+env:
+  math: {{type: math}}
+replay: {{port: 0, redis_port: {redis_port}}}
+reward: {{port: 0, http_port: 0, workers: 1}}
+trainer: {{num_threads: 1}}
+checkpointing: {{save_period: 2}}
+"""
+
+
+class Up:
+    """A running `headrace up` whose output goes to a file."""
+
+    def __init__(self, folder: Path, model: Path, steps: int) -> None:
+        self.folder = folder / "runs" / "test"
+        self.config = folder / "run.yaml"
+        self.config.write_text(CONFIG.format(folder=folder, model=model, steps=steps, redis_port=free_port()))
+        self.output = folder / "up.out"
+        with self.output.open("wb") as out:
+            argv = [sys.executable, "-m", "headrace.cli", "up", str(self.config)]
+            self.process = subprocess.Popen(argv, stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, line: str) -> None:
+        def said() -> bool:
+            assert self.process.poll() is None or line in self.said(), self.said()
+            return line in self.said()
+
+        eventually(said, within_s=200)
+
+    def pid_of(self, *words: str) -> int:
+        return next(pid for pid, command in descendants(self.process.pid).items() if all(w in command for w in words))
+
+
+@pytest.fixture
+def up(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[[int], Up]]:
+    started: list[Up] = []
+
+    def start(steps: int) -> Up:
+        started.append(Up(tmp_path, tiny_model, steps))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.terminate()
+            one.process.wait(timeout=120)
+
+
+def test_a_run_ends_with_its_table_and_leaves_nothing_running(up: Callable[[int], Up]) -> None:
+    run = up(4)
+    run.wait_for("step 1:")
+    left = descendants(run.process.pid)
+    assert run.process.wait(timeout=200) == 0, run.said()
+    assert all(gone(pid) for pid in left)
+    assert "validation accuracy" in run.said()
+    assert str(run.folder / "checkpoints" / "step_4" / "policy") in run.said().splitlines()[-1]
+    assert (run.folder / "checkpoints" / "step_4" / "policy" / "model.safetensors").exists()
+    assert (run.folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps
+    assert {path.name for path in (run.folder / "logs").iterdir()} >= {
+        "replay.log",
+        "reward.log",
+        "rollout-1.log",
+        "trainer.log",
+    }
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize("moment", ["rollout-1: starting", "step 1:"])
+def test_however_it_is_stopped_no_process_is_left(up: Callable[[int], Up], signum: int, code: int, moment: str) -> None:
+    run = up(100_000)
+    run.wait_for(moment)
+    left = descendants(run.process.pid)
+    run.process.send_signal(signum)
+    assert run.process.wait(timeout=120) == code
+    assert [command for pid, command in left.items() if not gone(pid)] == []
+
+
+def test_a_run_goes_on_after_any_of_its_services_was_killed(up: Callable[[int], Up]) -> None:
+    run = up(100_000)
+    run.wait_for("step 2:")
+    for service in ("rollout", "reward", "replay", "trainer"):
+        victim = run.pid_of("headrace.cli", f" {service} ")
+        os.kill(victim, signal.SIGKILL)
+        assert gone(victim)
+        name = "rollout-1" if service == "rollout" else service
+        run.wait_for(f"{name}: killed by signal 9; starting it again")
+        before = last_step(run)
+        eventually(lambda before=before: last_step(run) > before + 1, within_s=240)  # type: ignore[misc]
+    status = subprocess.run(
+        [sys.executable, "-m", "headrace.cli", "status", "--run", str(run.folder)], capture_output=True, text=True
+    )
+    assert status.returncode == 0, status.stderr
+    assert "HEALTHY" in status.stdout
+    assert "http://127.0.0.1:" in status.stdout
+
+
+def last_step(run: Up) -> int:
+    steps = [line.split()[1] for line in run.said().splitlines() if line.startswith("step ") and "reward" in line]
+    return int(steps[-1].rstrip(":"))
