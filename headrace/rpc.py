@@ -11,6 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from headrace.errors import CodecError, ServiceError
+from headrace.service import bind
 
 MAX_MESSAGE_BYTES = 64 * 1024**2
 
@@ -30,6 +31,7 @@ def server(max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
 
 def listen(server: grpc.aio.Server, host: str, port: int, key: str) -> int:
     """Bind and return the port (0 takes a free one). Raises `ServiceError` naming `key`, where the port was set."""
+    bind(host, port, key).close()  # gRPC would log a busy port in its own words besides raising
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         bound: int = server.add_insecure_port(address)

@@ -10,6 +10,18 @@ from pathlib import Path
 
 import headrace
 
+# What only services need.
+BEYOND_THE_BASE = (
+    "torch",
+    "vllm",
+    "transformers",
+    "services",
+    "fastapi",
+    "uvicorn",
+    "prometheus_client",
+    "math_verify",
+)
+
 
 class Odd(headrace.Environment):
     build = "2"
@@ -25,7 +37,7 @@ class Odd(headrace.Environment):
                     Path(sample.extra_env_info["touch"]).touch()
                 time.sleep(3600)
             case "modules":
-                heavy = [name for name in ("torch", "vllm", "transformers", "services") if name in sys.modules]
+                heavy = sorted({*BEYOND_THE_BASE} & sys.modules.keys())
                 return headrace.Score("SCORED", 1.0, metadata={"heavy": heavy})
         return float(len(sample.completion))
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from pathlib import Path
 
 import grpc
@@ -15,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from headrace import Environment, Sample, rpc
+from headrace.config import Config
 from headrace.config.data import Env
 from headrace.environment_server import serving
 from headrace.errors import ServiceError
@@ -22,7 +24,7 @@ from headrace.service import bind
 from headrace.v1 import environment_pb2, environment_pb2_grpc, reward_pb2, trajectory_pb2
 from headrace.wire import sample_to_wire
 from services.reward.pool import WorkerPool
-from tests.integration.reward.support import start_environment, start_hub, until
+from tests.integration.reward.support import WAIT_S, start_environment, start_hub, until
 
 ODD = Path(__file__).with_name("odd_environment.py")
 EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_environment.py"
@@ -31,9 +33,17 @@ MATH = Sample("132", {"answer": "132"}, environment="math")
 ENDLESS = Sample("9^9^9^9", {"answer": "132"}, environment="math")
 
 
-def children() -> set[int]:
-    tasks = Path("/proc/self/task").iterdir()
+def children(of: int | None = None) -> set[int]:
+    tasks = Path(f"/proc/{of or os.getpid()}/task").iterdir()
     return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+def running(pid: int) -> bool:
+    """Neither gone nor a zombie that nobody has buried yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def cpu_seconds(pid: int) -> float:
@@ -291,3 +301,26 @@ async def test_workers_that_cannot_start_are_one_clear_error() -> None:
     with pytest.raises(ServiceError, match="a worker for the built-in environments can't start: ended with status 1"):
         await pool.start()
     assert not children()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+async def test_the_service_ends_with_its_workers(signum: signal.Signals, tmp_path: Path) -> None:
+    with bind("127.0.0.1", 0, "port") as first, bind("127.0.0.1", 0, "port") as second:
+        port, http_port = first.getsockname()[1], second.getsockname()[1]
+    config = Config.model_validate({"env": {"math": {}}, "reward": {"port": port, "http_port": http_port}})
+    script = "import sys; from headrace.config import Config; from services.reward.main import main; "
+    script += "main(Config.model_validate_json(sys.argv[1]))"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, config.model_dump_json())
+    try:
+        async with rpc.channel(f"127.0.0.1:{port}") as channel:
+            await asyncio.wait_for(channel.channel_ready(), WAIT_S)
+        workers = children(process.pid)
+        assert len(workers) == 2
+        process.send_signal(signum)
+        code = await asyncio.wait_for(process.wait(), WAIT_S)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert code == (0 if signum != signal.SIGKILL else -signal.SIGKILL)
+    await until(lambda: not any(map(running, workers)))
