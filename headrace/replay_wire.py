@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -74,6 +75,25 @@ def unavailable(error: BaseException) -> ReplayUnavailable:
     return ReplayUnavailable(f"the Redis server can't be reached ({error}); start it, or correct replay.redis_url")
 
 
+@contextlib.contextmanager
+def keeping_cancellation() -> Iterator[None]:
+    """A cancellation that comes while the body runs is never lost.
+
+    redis-py sends under `asyncio.wait_for`, which before Python 3.12 drops a cancellation that arrives together with the end of what it
+    waits for; the task that was to stop would go on.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    try:
+        yield
+    except Exception as error:
+        if task and task.cancelling() > before:
+            raise asyncio.CancelledError from error
+        raise
+    if task and task.cancelling() > before:
+        raise asyncio.CancelledError
+
+
 class Wire:
     """Calls on one run. `key` is the run's key, which every function takes."""
 
@@ -86,7 +106,8 @@ class Wire:
 
     async def command(self, *command: Any) -> Any:
         try:
-            return await self.redis.execute_command(*command)
+            with keeping_cancellation():
+                return await self.redis.execute_command(*command)
         except ResponseError as error:
             raise refusal(str(error)) from error
         except (RedisError, OSError) as error:
@@ -98,7 +119,8 @@ class Wire:
         for command in commands:
             pipe.execute_command(*command)
         try:
-            replies = await pipe.execute(raise_on_error=False)
+            with keeping_cancellation():
+                replies = await pipe.execute(raise_on_error=False)
         except (RedisError, OSError) as error:
             raise unavailable(error) from error
         for reply in replies:
@@ -139,7 +161,7 @@ class Wakeups:
         prefix = f"{self._wire.key}:wake:"
         while True:
             async with self._wire.redis.pubsub() as pubsub:
-                with contextlib.suppress(*Unreachable):
+                with contextlib.suppress(*Unreachable), keeping_cancellation():
                     await pubsub.subscribe(*(prefix + channel for channel in self._events))
                     # what happened before the subscription stood went unheard
                     for event in self._events.values():
