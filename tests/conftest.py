@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -12,6 +13,9 @@ from headrace.replay import Limits, ReplayClient
 from headrace.replay_wire import open_redis
 from services.replay import library
 from services.replay.embedded import EmbeddedServer
+
+# before torch is imported: a second thread on a busy core makes both slower
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def free_port() -> int:
