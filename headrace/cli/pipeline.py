@@ -101,14 +101,15 @@ class Pipeline:
                 await asyncio.gather(*(self._until_ready(*page) for page in self._pages()[:2]))
                 running += [tasks.create_task(keep(rollout)) for rollout in self.services.rollouts]
                 trainer = tasks.create_task(keep(self.services.trainer))
-                client = await ReplayClient.connect(self.config.redis_url, self.config.run.id)
-                watch = tasks.create_task(self._watch(client))
-                await trainer
-                for task in (watch, *running):
-                    task.cancel()
-                await asyncio.wait({watch})
-                await self._look(client)  # what the trainer said last
-                await client.aclose()
+                async with contextlib.aclosing(
+                    await ReplayClient.connect(self.config.redis_url, self.config.run.id)
+                ) as client:
+                    watch = tasks.create_task(self._watch(client))
+                    await trainer
+                    for task in (watch, *running):
+                        task.cancel()
+                    await asyncio.wait({watch})
+                    await self._look(client)  # what the trainer said last
         except* HeadraceError as failures:
             raise _first(failures) from None
 

@@ -1,0 +1,46 @@
+"""Run ids, the saved configuration, and ports."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import runs
+from headrace.config import Config, load
+from headrace.errors import ConfigError
+
+AT = datetime.datetime(2026, 1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "stem"),
+    [("adder.yaml", "adder"), ("my run (2).yaml", "my-run-2-"), ("_.yaml", "run"), ("x" * 99, "x" * 48)],
+)
+def test_an_id_comes_from_the_file_and_the_time(name: str, stem: str) -> None:
+    run_id = runs.new_id(Path(name), AT)
+    assert run_id == f"{stem}-20260102-030405"
+    assert Config.model_validate({"run": {"id": run_id}}).run.id == run_id
+
+
+def test_a_run_goes_on_with_what_may_change(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run: {{id: adder, dir: {tmp_path}}}\n")
+    saved = runs.save(load(file, environ={}))
+    assert saved == tmp_path / "adder" / "config.yaml"
+    _, changes = runs.prepare(file, ["grpo.max_num_steps=7"])
+    assert changes == ["grpo.max_num_steps: 1000000 -> 7"]
+    with pytest.raises(ConfigError, match=r"grpo\.seed: 42 -> 7"):
+        runs.prepare(file, ["grpo.seed=7"])
+
+
+def test_ports_that_others_must_know_are_settled() -> None:
+    values = {"port": 0}
+    config = Config.model_validate(
+        {"replay": {**values, "redis_url": "redis://x"}, "reward": {**values, "http_port": 0}, "trainer": values}
+    )
+    settled = runs.settle_ports(config)
+    ports = {settled.replay.port, settled.reward.port, settled.reward.http_port, settled.trainer.port}
+    assert len(ports) == 4
+    assert 0 not in ports

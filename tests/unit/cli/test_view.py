@@ -1,0 +1,78 @@
+"""What is shown of a run."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from headrace.cli.view import UPDATING, Picture, PlainView, ServiceLine, draw, summary
+
+
+def picture() -> Picture:
+    picture = Picture(run_id="adder", max_steps=30)
+    picture.take("1-0", "validation", 0, {"accuracy": 0.37})
+    for step in range(4):
+        picture.take(f"2-{step}", "train", step, {"reward": 0.5 + step / 10, "age_mean": 1.0, "tokens_per_sec": 900.0})
+    picture.services = [ServiceLine("rollout-1", "ready", 2, "weights 3, 8 groups")]
+    picture.counts = {"queued": 7, "failed": 0}
+    return picture
+
+
+def shown(renderable: object) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(renderable)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_the_live_view_shows_services_steps_and_groups() -> None:
+    text = shown(draw(picture()))
+    for expected in (
+        "run adder",
+        "rollout-1",
+        "ready",
+        "weights 3, 8 groups",
+        "3/30",
+        "0.800",
+        "0.370",
+        "900",
+        "7 queued",
+    ):
+        assert expected in text
+    assert "failed" not in text
+
+
+def test_the_live_view_says_why_the_buffer_cant_be_read() -> None:
+    unreadable = picture()
+    unreadable.buffer = "the Redis server can't be reached"
+    assert "buffer: the Redis server can't be reached" in shown(draw(unreadable))
+
+
+def test_a_rewind_voids_the_steps_after_it() -> None:
+    rewound = picture()
+    rewound.take("3-0", "train", 1, {"reward": 0.9})
+    assert {step: metrics["reward"] for step, metrics in rewound.train.items()} == {0: 0.5, 1: 0.9}
+    assert rewound.last_entry == "3-0"
+
+
+def test_the_summary_names_both_ends() -> None:
+    text = shown(summary(picture(), 178.4))
+    for expected in ("0.370 (step 0)", "0.500 (step 0)", "0.800 (step 3)", "2 min 58 s"):
+        assert expected in text
+
+
+def test_the_plain_view_says_each_change_of_state_once_and_no_refit() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    view, now = PlainView(console), picture()
+    for state in ("starting", "starting", "ready", UPDATING, "ready", "restarting"):
+        now.services = [ServiceLine("rollout-1", state, 0, "")]
+        view.show(now)
+    view.metrics("train", 3, {"reward": 0.5, "age_mean": 1.0, "tokens_per_sec": 900.0, "step_time": 1.5})
+    view.metrics("validation", 5, {"accuracy": 0.9})
+    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "rollout-1: starting",
+        "rollout-1: ready",
+        "rollout-1: restarting",
+        "step 3: reward 0.500, age 1.0, 900 tokens/s, 1.50 s",
+        "step 5: validation accuracy 0.900",
+    ]
