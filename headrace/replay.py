@@ -34,6 +34,7 @@ from headrace.replay_records import (
     ScoringJob,
     Waiting,
 )
+from headrace.replay_replies import Taken, described, epoch_of, of_lane, reservation, score_key, unpack
 from headrace.replay_wire import Wakeups, Wire, open_redis, refusal
 from headrace.trajectory import Group, Score, Trajectory
 
@@ -166,14 +167,14 @@ class ReplayClient:
 
     async def stats(self) -> dict[str, Any]:
         """Everything people look at: RunState fields, counts by lane and state, refusals by code, bytes, ages, replicas, scoring line."""
-        stats = _unpack(await self._wire.call("stats"))
+        stats = unpack(await self._wire.call("stats"))
         counts = stats.pop("counts") or {}
         return {
             "run_id": self.run_id,
             **stats,
             "refusals": stats["refusals"] or {},
             "requeues": stats["requeues"] or {},
-            "counts": {lane: _of_lane(counts, lane) for lane in ("train", "validation")},
+            "counts": {lane: of_lane(counts, lane) for lane in ("train", "validation")},
             "replicas": [dataclasses.asdict(replica) for replica in await self.replicas()],
         }
 
@@ -231,16 +232,7 @@ class ReplayClient:
                 return Waiting(ready=reply[1], needed=reply[2])
             case b"end":
                 return End(unused=reply[1])
-        _, step, prefix, ids, fields = reply
-        groups = tuple(group_id.decode() for group_id in ids)
-        trajectories = tuple(
-            _reserved(group_id, index, prefix.decode(), pushed, reward)
-            for group_id, values in zip(groups, fields, strict=True)
-            for index, (pushed, reward) in enumerate(
-                zip(values[: len(values) // 2], values[len(values) // 2 :], strict=True)
-            )
-        )
-        return Reservation(step, groups, trajectories)
+        return reservation(reply)
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return when something that `reserve` waits for may have changed, or after `timeout_s`."""
@@ -250,7 +242,7 @@ class ReplayClient:
         """Payloads and scores of reserved trajectories, in the order of `keys` (`ReservedTrajectory.key`)."""
 
         async def read_batch(batch: Sequence[str]) -> list[tuple[Trajectory, Score]]:
-            values = await self._held([*batch, *map(_score_key, batch)])
+            values = await self._held([*batch, *map(score_key, batch)])
             pairs = zip(values[: len(batch)], values[len(batch) :], strict=True)
             return [(Trajectory.decode(payload), Score.decode(score)) for payload, score in pairs]
 
@@ -393,7 +385,7 @@ class ReplayClient:
         """Pushed trajectories waiting for a score, oldest first, until `scoring_deadline_s` from now."""
         reply = await self._wire.call("take_scoring", scorer, max_trajectories, secrets.token_hex(8))
         taken = [
-            _Taken(group_id.decode(), int(index), payload, record, token.decode(), attempt)
+            Taken(group_id.decode(), int(index), payload, record, token.decode(), attempt)
             for group_id, index, payload, record, token, attempt in zip(*[iter(reply)] * 6, strict=True)
         ]
         records = list(dict.fromkeys(entry.record for entry in taken))
@@ -413,7 +405,7 @@ class ReplayClient:
                 await self._score_unreadable(entry, str(error))
         return jobs
 
-    async def _score_unreadable(self, entry: _Taken, problem: str) -> None:
+    async def _score_unreadable(self, entry: Taken, problem: str) -> None:
         """Bytes that are no trajectory of this group can't be scored by anyone: law 7, the group fails with the reason."""
         score = Score("INVALID", message=problem)
         errors = await self._score_batch([(entry.group, entry.index, entry.token, score)])
@@ -459,7 +451,7 @@ class ReplayClient:
                 state=state.decode(),
                 version=int(version),
                 timeline=timeline.decode(),
-                info=_unpack(info),
+                info=unpack(info),
                 leases=leases,
                 seen_s_ago=seen_ms / 1000,
             )
@@ -469,7 +461,7 @@ class ReplayClient:
     async def open_epoch(self, epoch: str, version: int, timeline: str, rendezvous: Mapping[str, Any]) -> Epoch:
         """Announce epoch `epoch` (a nonce) to every replica that is not DEAD; ends any epoch before it. Raises `WrongTimeline`."""
         packed = msgpack.packb(dict(rendezvous))
-        return _epoch(await self._wire.call("open_epoch", epoch, version, timeline, packed))
+        return epoch_of(await self._wire.call("open_epoch", epoch, version, timeline, packed))
 
     async def acknowledge(self, replica: str, epoch: str) -> None:
         """The replica is able to take part. Raises `Fenced` if the epoch is no longer announced."""
@@ -477,7 +469,7 @@ class ReplayClient:
 
     async def begin_epoch(self, epoch: str, rendezvous: Mapping[str, Any]) -> Epoch:
         """announced -> transfer with the members that acknowledged; replicas left out become STALE."""
-        return _epoch(await self._wire.call("begin_epoch", epoch, msgpack.packb(dict(rendezvous))))
+        return epoch_of(await self._wire.call("begin_epoch", epoch, msgpack.packb(dict(rendezvous))))
 
     async def verify(self, replica: str, epoch: str, difference: float, tolerance: float) -> bool:
         """The only way to HEALTHY: the probe's largest |log-probability difference| under the epoch's weights, in nats.
@@ -490,12 +482,12 @@ class ReplayClient:
 
     async def end_epoch(self, epoch: str, *, aborted: bool) -> Epoch:
         """transfer -> done or aborted. Members that did not verify are STALE."""
-        return _epoch(await self._wire.call("end_epoch", epoch, int(aborted)))
+        return epoch_of(await self._wire.call("end_epoch", epoch, int(aborted)))
 
     async def epoch(self) -> Epoch | None:
         """The newest epoch."""
         reply = await self._wire.call("epoch")
-        return None if reply is None else _epoch(reply)
+        return None if reply is None else epoch_of(reply)
 
     async def wait_epoch(self, timeout_s: float) -> None:
         """Return when an acknowledgement, a verification or a membership may have changed, or after `timeout_s`."""
@@ -517,7 +509,7 @@ class ReplayClient:
         """Entries after id `after`: (id, kind, step, metrics)."""
         entries = await self._wire.command("XRANGE", f"{self._wire.key}:metrics", f"({after}", "+", "COUNT", count)
         return [
-            (entry.decode(), fields[b"kind"].decode(), int(fields[b"step"]), _unpack(fields[b"metrics"]))
+            (entry.decode(), fields[b"kind"].decode(), int(fields[b"step"]), unpack(fields[b"metrics"]))
             for entry, fields in entries
         ]
 
@@ -551,7 +543,7 @@ class ReplayClient:
             **{name.decode(): value.decode() if isinstance(value, bytes) else value for name, value in pairs},
             "group": None if data is None else Group.decode(data),
             "trajectories": [
-                _described(index, key.decode(), pushed, reward)
+                described(index, key.decode(), pushed, reward)
                 for index, key, pushed, reward in zip(*[iter(trajectories)] * 4, strict=True)
             ],
         }
@@ -562,7 +554,7 @@ class ReplayClient:
         found = [t for t in group["trajectories"] if t["index"] == index] if group else []
         if not found:
             return None
-        payload, score = await self._fetch([found[0]["key"], _score_key(found[0]["key"])])
+        payload, score = await self._fetch([found[0]["key"], score_key(found[0]["key"])])
         return None if payload is None else (Trajectory.decode(payload), Score.decode(score) if score else None)
 
     # -- helpers ---------------------------------------------------------------------------------------------------------
@@ -603,9 +595,9 @@ class ReplayClient:
         await self._wire.call("release", lease.timeline, lease.incarnation, lease.group.id, lease.token, how, reason)
 
     def _note(self, reply: bytes) -> RunState:
-        state = _unpack(reply)
+        state = unpack(reply)
         self._incarnation = state["incarnation"]
-        return RunState(run_id=self.run_id, **{**state, "counts": _of_lane(state["counts"] or {}, "train")})
+        return RunState(run_id=self.run_id, **{**state, "counts": of_lane(state["counts"] or {}, "train")})
 
     async def _sweep_old_incarnations(self) -> None:
         """Delete what a restore has put out of reach."""
@@ -625,27 +617,6 @@ class ReplayClient:
                 return
 
 
-@dataclasses.dataclass(frozen=True)
-class _Taken:
-    """An entry of `take_scoring`'s reply."""
-
-    group: str
-    index: int
-    payload: bytes
-    record: bytes
-    token: str
-    attempt: int
-
-    def job(self, group: Group, payload: bytes) -> ScoringJob:
-        trajectory = Trajectory.decode(payload)
-        if (trajectory.group_id, trajectory.index) != (self.group, self.index):
-            raise CodecError(
-                f"the payload of trajectory {self.index} of group {self.group!r} says it is "
-                f"{trajectory.index} of {trajectory.group_id!r}"
-            )
-        return ScoringJob(group, trajectory, self.token, self.attempt)
-
-
 def _check_push(lease: Lease, trajectory: Trajectory) -> None:
     trajectory.check()
     if (trajectory.group_id, trajectory.attempt) != (lease.group.id, lease.attempt):
@@ -658,54 +629,6 @@ def _check_push(lease: Lease, trajectory: Trajectory) -> None:
 def worst_case_bytes(n: int, prompt_tokens: int, max_new_tokens: int) -> int:
     """What a group of `n` trajectories may take in the buffer: what a lease reserves of `Limits.max_bytes`."""
     return n * (max_new_tokens * _TOKEN_BYTES + prompt_tokens * 4 + _OVERHEAD_BYTES)
-
-
-def _score_key(payload_key: str) -> str:
-    prefix, _, nonce = payload_key.rpartition(":p:")
-    return f"{prefix}:s:{nonce}"
-
-
-def _reserved(group_id: str, index: int, prefix: str, pushed: bytes, reward: bytes) -> ReservedTrajectory:
-    nonce, length, oldest, newest = pushed.decode().split(" ")
-    return ReservedTrajectory(group_id, index, prefix + nonce, float(reward), int(length), int(oldest), int(newest))
-
-
-def _described(index: int, key: str, pushed: bytes, reward: bytes) -> dict[str, Any]:
-    _, length, oldest, newest = pushed.decode().split(" ")
-    return {
-        "index": index,
-        "key": key,
-        "length": int(length),
-        "oldest_version": int(oldest),
-        "newest_version": int(newest),
-        "reward": float(reward) if reward else None,
-    }
-
-
-def _epoch(reply: list[Any]) -> Epoch:
-    epoch_id, version, timeline, state, rendezvous, flat = reply
-    did = {member.decode(): what.decode() for member, what in zip(*[iter(flat)] * 2, strict=True)}
-    announced = state == b"announced"
-    return Epoch(
-        id=epoch_id.decode(),
-        version=version,
-        timeline=timeline.decode(),
-        state=state.decode(),
-        members=tuple(sorted(m for m, what in did.items() if announced or what not in ("asked", "left out"))),
-        acknowledged=tuple(sorted(m for m, what in did.items() if what in ("acknowledged", "verified"))),
-        verified=tuple(sorted(m for m, what in did.items() if what == "verified")),
-        refused={m: what.removeprefix("refused ") for m, what in did.items() if what.startswith("refused ")},
-        rendezvous=_unpack(rendezvous),
-    )
-
-
-def _of_lane(counts: Mapping[str, int], lane: str) -> dict[str, int]:
-    prefix = f"{lane}:"
-    return {name.removeprefix(prefix): count for name, count in counts.items() if name.startswith(prefix)}
-
-
-def _unpack(data: bytes) -> Any:
-    return msgpack.unpackb(data, raw=False, strict_map_key=False)
 
 
 def _chunks(items: Sequence[T], size: int) -> list[Sequence[T]]:

@@ -188,14 +188,23 @@ async def test_law_3_completeness_n_distinct_indices_each_scored(replay: ReplayC
     ]
 
 
-async def test_law_3_completeness_a_group_whose_payload_vanished_is_requeued(replay: ReplayClient) -> None:
+@pytest.mark.parametrize(
+    ("damage", "cause"), [("payload", "payload_missing"), ("scored", "incomplete"), ("pushed", "incomplete")]
+)
+async def test_law_3_completeness_is_checked_whatever_happened_to_the_store(
+    replay: ReplayClient, damage: str, cause: str
+) -> None:
     await enqueue(replay, range(2))
     await generate(replay, await healthy_replica(replay))
     group = await replay.group("e0-train-0")
     assert group is not None
-    await replay.redis.delete(group["trajectories"][0]["key"])
+    if damage == "payload":
+        await replay.redis.delete(group["trajectories"][0]["key"])
+    else:
+        incarnation = (await replay.state()).incarnation
+        await replay.redis.hset(f"hr:{{{replay.run_id}}}:{incarnation}:g:e0-train-0", damage, 1)
     assert isinstance(await replay.reserve(0, (await replay.state()).timeline), Waiting)
-    assert (await replay.stats())["requeues"] == {"payload_missing": 1}
+    assert (await replay.stats())["requeues"] == {cause: 1}
 
 
 async def test_law_4_fencing_an_expired_lease_may_not_push(replay: ReplayClient, limits: Limits) -> None:
