@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from headrace.service import die_with_parent
 from services.trainer.data import arithmetic
 from services.trainer.models import tiny
 
@@ -69,10 +70,10 @@ def main() -> None:
         make_model(folder / "model")
         for latency_s in LATENCIES_S:
             for threads in (1, 2):
-                console.print(f"TRL, {threads} thread(s), {latency_s * 1000:.0f} ms a sample …")
                 rows.append(run_peer(peer, folder, arguments.steps, threads, latency_s))
-            console.print(f"Headrace, {latency_s * 1000:.0f} ms a sample …")
+                console.print(rows[-1])
             rows.append(run_pipeline(folder, arguments.steps, latency_s))
+            console.print(rows[-1])
     console.print(table(rows))
 
 
@@ -182,7 +183,15 @@ def pipeline_config(folder: Path, run_id: str, steps: int, environment_port: int
 def run(command: list[str], environment: dict[str, str]) -> str:
     """Its standard output. Raises `SystemExit` with its last words if it fails or takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=TIMEOUT_S,
+            check=False,
+            preexec_fn=die_with_parent,
+        )
     except subprocess.TimeoutExpired as error:
         raise SystemExit(f"{command} took more than {TIMEOUT_S} s") from error
     if done.returncode != 0:
@@ -192,7 +201,7 @@ def run(command: list[str], environment: dict[str, str]) -> str:
 
 @contextlib.contextmanager
 def process(command: list[str]) -> Iterator[None]:
-    child = subprocess.Popen(command)
+    child = subprocess.Popen(command, preexec_fn=die_with_parent)
     try:
         yield
     finally:
