@@ -161,13 +161,15 @@ class Wakeups:
         prefix = f"{self._wire.key}:wake:"
         while True:
             async with self._wire.redis.pubsub() as pubsub:
-                with contextlib.suppress(*Unreachable), keeping_cancellation():
-                    await pubsub.subscribe(*(prefix + channel for channel in self._events))
+                with contextlib.suppress(*Unreachable):
+                    with keeping_cancellation():
+                        await pubsub.subscribe(*(prefix + channel for channel in self._events))
                     # what happened before the subscription stood went unheard
                     for event in self._events.values():
                         event.set()
                     while True:
-                        message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=5.0)
+                        with keeping_cancellation():
+                            message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=5.0)
                         if message is not None:
                             self._events[message["channel"].decode().removeprefix(prefix)].set()
             await asyncio.sleep(_POLL_S)

@@ -79,8 +79,9 @@ def _naming_the_loss() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        reason = str(error).splitlines()[0].split(". ")[0]
         raise ServiceError(
-            f"another rank of the trainer failed or can't be reached ({str(error).splitlines()[0]}); its own last words say why"
+            f"another rank of the trainer failed or can't be reached ({reason}); its own last words say why"
         ) from error
 
 

@@ -20,6 +20,7 @@ from loop_fleet import SmallReplica, repeated, running, score_all
 
 from headrace.config import Config
 from headrace.replay import Limits, ReplayClient
+from headrace.replay_wire import open_redis
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.metrics import Journal, Line, surviving
 from services.trainer.start import Restore, choose_start
@@ -302,17 +303,18 @@ async def test_sigterm_stops_cleanly_and_the_next_start_goes_on(
 
 
 async def test_two_ranks_take_the_steps_of_one(
-    trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path, tmp_path: Path
+    trainer: Trainer, replay: ReplayClient, limits: Limits, redis_url: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     trainer.settings["grpo"] |= {"async_grpo": {"enabled": False}, "val_period": 0, "val_at_start": False}
     await replay.open_run(dataclasses.replace(limits, max_age=0))
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
         assert await trainer.run() == 0, trainer.said()
-    twin = ReplayClient(replay.redis, f"{replay.run_id}-two")
+    twin = ReplayClient(open_redis(redis_url), f"{replay.run_id}-two")
     await twin.open_run(dataclasses.replace(limits, max_age=0))
     pair = Trainer({**trainer.settings, "run": {**trainer.settings["run"], "id": twin.run_id}}, tmp_path / "two.log")
     async with running(SmallReplica(twin, tiny_model).run(), score_all(twin)):
         assert await pair.run_ranks(2) == 0, pair.said()
+    await twin.aclose()
     assert check_history(trainer) == check_history(pair)
     for one, two in zip(trainer.journal(), pair.journal(), strict=True):
         assert one.step == two.step
