@@ -292,7 +292,7 @@ class Reader:
     def get(self, name: str, kind: type[T]) -> T:
         value = self.fields.get(name)
         # bool is an int to Python, and never what a numeric field means
-        if not isinstance(value, kind) or isinstance(value, bool):
+        if type(value) is not kind and (not isinstance(value, kind) or isinstance(value, bool)):
             raise self._refuse(name, f"a {kind.__name__}")
         return value
 
