@@ -172,8 +172,9 @@ class Learner:
                 ref = self._reference.logprobs(batch, temperature)
         curr = self._policy.logprobs(batch, temperature)
         # one optimizer step a batch: the log-probabilities at the start of the step are those of this very pass
-        prev = batch.gen if loss_fn.prev_logprobs_source == "generation" else curr.detach()
-        logprobs = TokenLogprobs(curr, prev, batch.gen, ref)
+        start = curr.detach()
+        prev = batch.gen if loss_fn.prev_logprobs_source == "generation" else start
+        logprobs = TokenLogprobs(curr, prev, batch.gen, ref, start)
         parts = clipped_policy_loss(loss_fn, logprobs, batch.advantages, batch.mask, tokens)
         (parts.loss * self._ranks).backward()  # FSDP averages over ranks; the loss is a sum
         return parts

@@ -43,12 +43,17 @@ MEANS = (
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities of the same tokens, any one shape. `ref` is None without a reference policy."""
+    """Log-probabilities of the same tokens, any one shape. `ref` is None without a reference policy.
+
+    `start` is the trainer's at the start of the step, None where `prev` is that: what the metrics hold against `gen`, so that a
+    ratio taken against the behaviour policy itself does not hide how far trainer and generator disagree.
+    """
 
     curr: Tensor
     prev: Tensor
     gen: Tensor
     ref: Tensor | None = None
+    start: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,19 +81,18 @@ def clipped_policy_loss(
     ratio = torch.exp(curr - prev)
     clamped = ratio.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max)
     token_loss = torch.maximum(-advantages * ratio, -advantages * clamped)
-    weight = torch.exp((prev - gen).detach())
-    weight = torch.nan_to_num(weight, nan=0.0, posinf=0.0, neginf=0.0)
     if config.use_importance_sampling_correction:
-        token_loss = weight * token_loss
+        token_loss = _importance_weight(prev, gen) * token_loss
     kl = torch.zeros_like(curr)
     if logprobs.ref is not None:
         kl = reference_kl(config, curr, torch.where(valid, logprobs.ref, 0.0))
         token_loss = token_loss + config.reference_policy_kl_penalty * kl
     loss = torch.where(valid, token_loss * mask, 0.0).sum() / (global_tokens + EPSILON)
     with torch.no_grad():
+        start = prev if logprobs.start is None else torch.where(valid, logprobs.start, 0.0)
         per_token = {
-            **_divergences(curr.double(), prev.double(), gen.double(), mask),
-            "sampling_importance_ratio": weight,
+            **_divergences(curr.double(), start.double(), gen.double(), mask),
+            "sampling_importance_ratio": _importance_weight(start, gen),
             "probs_ratio": ratio,
             "probs_ratio_clamped": clamped,
             "clip_fraction_low": (ratio < 1 - config.ratio_clip_min) & (advantages < 0),
@@ -101,6 +105,11 @@ def clipped_policy_loss(
             for name in MEANS
         ]
         return LossParts(loss, torch.stack(means), _extremes(ratio[valid].double(), clamped[valid].double()))
+
+
+def _importance_weight(ours: Tensor, gen: Tensor) -> Tensor:
+    """exp(ours - gen) without gradient, 0 where it is not finite."""
+    return torch.nan_to_num(torch.exp((ours - gen).detach()), nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def reference_kl(config: LossFn, curr: Tensor, ref: Tensor) -> Tensor:
@@ -120,14 +129,14 @@ def _k3(difference: Tensor) -> Tensor:
     return torch.exp(difference) - 1 - difference
 
 
-def _divergences(curr: Tensor, prev: Tensor, gen: Tensor, mask: Tensor) -> dict[str, Tensor]:
+def _divergences(curr: Tensor, start: Tensor, gen: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """How far trainer and generator disagree on the same tokens, and the sampled entropy."""
-    middle = torch.logaddexp(prev, gen) - torch.log(prev.new_tensor(2.0))
+    middle = torch.logaddexp(start, gen) - torch.log(start.new_tensor(2.0))
     return {
-        "token_mult_prob_error": torch.exp((gen - prev).abs() * mask),
-        "gen_kl_error": _k3(prev - gen),
-        "policy_kl_error": _k3(gen - prev),
-        "js_divergence_error": 0.5 * _k3(prev - middle) + 0.5 * _k3(gen - middle),
+        "token_mult_prob_error": torch.exp((gen - start).abs() * mask),
+        "gen_kl_error": _k3(start - gen),
+        "policy_kl_error": _k3(gen - start),
+        "js_divergence_error": 0.5 * _k3(start - middle) + 0.5 * _k3(gen - middle),
         "approx_entropy": -torch.exp(curr - gen) * curr,
     }
 

@@ -249,3 +249,17 @@ def test_extreme_behaviour_log_probabilities_leave_loss_and_gradient_finite(t: d
     assert curr.grad is not None
     assert math.isfinite(parts.loss.item())
     assert bool(torch.isfinite(curr.grad).all())
+
+
+def test_metrics_show_the_trainer_against_the_generator_whatever_the_ratio_is_taken_against() -> None:
+    """With `prev` the behaviour policy's, ratio and metrics would else agree with it by definition."""
+    config = LossFn(reference_policy_kl_penalty=0.0, prev_logprobs_source="generation")
+    gen = torch.tensor([-1.0, -2.0])
+    curr = torch.tensor([-1.5, -2.25], requires_grad=True)
+    parts = clipped_policy_loss(
+        config, TokenLogprobs(curr, gen, gen, start=curr.detach()), torch.ones(2), torch.ones(2), 2.0
+    )
+    found = dict(zip(MEANS, parts.means.tolist(), strict=True))
+    assert found["token_mult_prob_error"] == pytest.approx((math.exp(0.5) + math.exp(0.25)) / 2)
+    assert found["sampling_importance_ratio"] == pytest.approx((math.exp(-0.5) + math.exp(-0.25)) / 2)
+    assert found["gen_kl_error"] > 0
