@@ -20,7 +20,7 @@ class Abort:
 
 @dataclasses.dataclass(frozen=True)
 class Reenter:
-    """The fleet counts this replica as DEAD: enter it again under a new id."""
+    """What the fleet counts this replica as, it is not (or no longer): leave, and enter again under a new id, as STALE."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,8 @@ Action = Abort | Reenter | Acknowledge | TakePart | LeaseGroups
 class Situation:
     """`reply` answers the newest heartbeat; it may be older than what this replica did since. `held`: tokens of leases being
     generated. `answered`: the last epoch it acknowledged (or was told not to come to). `attempted`: the last one whose transfer it
-    joined, whatever came of it; `refitting`: that still runs. `holds_weights`: it computes with the announced weights already."""
+    joined, whatever came of it; `refitting`: that still runs, `torn`: it failed. `holds_weights`: it computes with the announced
+    weights already."""
 
     replica: str
     reply: HeartbeatReply
@@ -55,6 +56,7 @@ class Situation:
     answered: str | None
     attempted: str | None
     refitting: bool
+    torn: bool
     holds_weights: bool
     in_flight_updates: bool
     max_groups: int
@@ -75,19 +77,20 @@ def decide(now: Situation) -> list[Action]:
         return actions
     if epoch is not None:
         return [*actions, *_join(now, epoch, held)]
+    if now.reply.state == "HEALTHY" and now.torn:
+        # the buffer took the proof, but its answer was lost: the engine is paused, and would keep for ever what it leases
+        return [*actions, Reenter()]
     if now.reply.state == "HEALTHY" and len(held) < now.max_groups:
         actions.append(LeaseGroups(now.max_groups - len(held)))
     return actions
 
 
 def _open_epoch(now: Situation) -> Epoch | None:
-    """The newest epoch, if it is open and still waits for something from this replica."""
+    """The newest epoch, if it is open and this replica has a part in it still to come."""
     epoch = now.reply.epoch
     if epoch is None or epoch.state not in ("announced", "transfer") or now.replica not in epoch.members:
         return None
-    if now.replica in epoch.verified or now.replica in epoch.refused or epoch.id == now.attempted:
-        return None
-    return epoch
+    return None if epoch.id == now.attempted else epoch
 
 
 def _join(now: Situation, epoch: Epoch, held: frozenset[str]) -> list[Action]:

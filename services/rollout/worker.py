@@ -135,6 +135,7 @@ class Worker:
             answered=self._answered,
             attempted=self._attempted,
             refitting=self._refit is not None,
+            torn=self.status.torn is not None,
             holds_weights=reply.epoch is not None and self.receiver.holds(reply.epoch),
             in_flight_updates=self._config.grpo.async_grpo.in_flight_weight_updates,
             max_groups=self._config.rollout.max_concurrent_groups,
@@ -145,8 +146,6 @@ class Worker:
         if reply.state != self.status.state:
             log.info("replica %s is %s", self.replica, reply.state)
         self.status.state = reply.state
-        if reply.state == "HEALTHY" and self._refit is None:
-            self.status.torn = None
         epoch = reply.epoch
         if epoch is not None and self.replica in epoch.verified:
             self.status.version, self.status.timeline = epoch.version, epoch.timeline
@@ -159,9 +158,10 @@ class Worker:
                 self.status.groups["lost"] += len(tokens)
                 await self._stop_generating(tokens)
             case Reenter():
-                self.replica = _new_id()
+                old, self.replica = self.replica, _new_id()
                 self.receiver = WeightReceiver(self._config, self._engine, self._replay, self.replica)
-                log.warning("counted as dead; entering the fleet again as %s", self.replica)
+                log.warning("%s enters the fleet again as %s", old, self.replica)
+                await self._replay.deregister(old)
                 await self._replay.register(self.replica, self._info)
             case Acknowledge(epoch):
                 await self.receiver.acknowledge(epoch)

@@ -57,7 +57,7 @@ class Policy:
             tensor.add_(torch.randn(tensor.shape, generator=self.generator) * 0.02)
 
     def keep(self, version: int) -> None:
-        self.versions[version] = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.versions[version] = {name: tensor.clone() for name, tensor in self._named()}
 
     def logprobs(self, ids: np.ndarray, version: int) -> np.ndarray:
         """[len - 1] log-probabilities of tokens 1.. under the weights of `version`."""

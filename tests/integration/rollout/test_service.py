@@ -199,7 +199,7 @@ async def test_lost_leases_are_aborted(fleet: Fleet, first: Process) -> None:
     group = await fleet.enqueue(long=True)
     await eventually(first.generating)
     fleet.timeline = "timeline-1"
-    await fleet.replay.rewind(1, fleet.timeline)
+    await fleet.replay.rewind(0, fleet.timeline)
 
     async def idle() -> bool:
         return not await first.generating()
@@ -207,7 +207,7 @@ async def test_lost_leases_are_aborted(fleet: Fleet, first: Process) -> None:
     await eventually(idle)
     assert await first.metric('headrace_rollout_groups_total{outcome="lost"}') == 1
     assert (await first.http.get("/readyz")).status_code == 503
-    report = await fleet.refit(1)
+    report = await fleet.refit(0)
     assert report.verified == (first.replica,)
     assert len(await fleet.pushed(group)) == 2
 
@@ -216,7 +216,7 @@ async def test_a_replica_that_joins_late_gets_the_weights_before_it_leases(
     fleet: Fleet, first: Process, second: Process
 ) -> None:
     assert (await second.http.get("/readyz")).status_code == 503
-    report = await fleet.refit(1)
+    report = await fleet.refit(0)
     assert sorted(report.verified) == sorted((first.replica, second.replica))
     for process in (first, second):
         assert (await process.http.get("/readyz")).status_code == 200
@@ -237,7 +237,7 @@ async def test_a_replica_killed_while_it_generates_leaves_no_orphan_and_its_grou
     for descriptor in engine:
         await asyncio.to_thread(_ended, descriptor)
     # the second may have been counted as dead meanwhile; then it needs the weights again
-    await fleet.refit(1)
+    await fleet.refit(0)
     trajectories = await fleet.pushed(group)
     assert {it.attempt for it in trajectories} == {2}
     assert first.replica not in {it.replica for it in trajectories}
@@ -256,10 +256,10 @@ async def test_a_refit_in_flight_marks_the_tokens_of_either_version(fleet: Fleet
     group = await fleet.enqueue(long=True)
     await eventually(second.generating)
     fleet.policy.train()
-    report = await fleet.refit(2)
+    report = await fleet.refit(1)
     assert len(report.verified) == 1
     for it in await fleet.pushed(group):
-        assert [span.version for span in it.spans] == [1, 2]
+        assert [span.version for span in it.spans] == [0, 1]
         boundary = it.spans[0].end
         ids = [*it.prompt_token_ids, *it.completion_token_ids]
         start = it.prompt_token_ids.size - 1
@@ -272,7 +272,7 @@ async def test_weights_that_fail_their_proof_take_what_was_running_with_them(fle
     group = await fleet.enqueue(long=True)
     await eventually(second.generating)
     fleet.policy.train()
-    report = await fleet.refit(3, wrong_by=0.5)
+    report = await fleet.refit(2, wrong_by=0.5)
     assert report.verified == ()
     returned = await fleet.group(group, "queued", "scoring")
     assert returned["state"] == "queued"
@@ -281,9 +281,9 @@ async def test_weights_that_fail_their_proof_take_what_was_running_with_them(fle
     assert (await second.http.get("/readyz")).status_code == 503
     body = {"prompt": [3, 4], "max_tokens": 2}
     assert (await second.http.post("/v1/completions", json=body)).status_code == 503
-    report = await fleet.refit(3)
+    report = await fleet.refit(2)
     assert len(report.verified) == 1
-    assert {span.version for it in await fleet.pushed(group) for span in it.spans} == {3}
+    assert {span.version for it in await fleet.pushed(group) for span in it.spans} == {2}
     assert (await second.http.post("/v1/completions", json=body)).status_code == 200
 
 

@@ -40,6 +40,7 @@ def situation(
         answered=None,
         attempted=None,
         refitting=False,
+        torn=False,
         holds_weights=False,
         in_flight_updates=False,
         max_groups=4,
@@ -73,6 +74,11 @@ def test_dead_means_a_new_life_with_nothing_held() -> None:
 
 def test_a_dead_replica_ends_its_refit_before_it_enters_again() -> None:
     assert decide(situation("DEAD", held=HELD, refitting=True)) == [Abort(HELD)]
+
+
+def test_a_proof_whose_answer_was_lost_is_given_again_under_a_new_id() -> None:
+    assert decide(situation("HEALTHY", torn=True, attempted="e1")) == [Reenter()]
+    assert decide(situation("STALE", torn=True, attempted="e1")) == []
 
 
 def test_an_idle_replica_acknowledges_at_once() -> None:
@@ -161,6 +167,7 @@ situations = st.builds(
     answered=st.sampled_from([None, "e1", "e2"]),
     attempted=st.sampled_from([None, "e1", "e2"]),
     refitting=st.booleans(),
+    torn=st.booleans(),
     holds_weights=st.booleans(),
     in_flight_updates=st.booleans(),
     max_groups=st.integers(1, 3),
@@ -177,6 +184,7 @@ def test_in_every_situation(now: Situation) -> None:
         assert isinstance(lease, LeaseGroups)
         assert now.reply.state == "HEALTHY"
         assert not now.refitting
+        assert not now.torn
         assert lease.count + len(now.held - set(now.reply.lost)) == now.max_groups
         assert kinds in ([LeaseGroups], [Abort, LeaseGroups])
     if Acknowledge in kinds or TakePart in kinds:

@@ -1,0 +1,129 @@
+"""How a replica that can't start says so, and what it leaves behind when it is stopped on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headrace.replay import ReplayClient
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def settings(redis_url: str, replay: ReplayClient, run_id: str, tiny_model: Path, tmp_path: Path) -> dict[str, Any]:
+    return {
+        "run": {"id": run_id, "dir": str(tmp_path)},
+        "replay": {"redis_url": redis_url},
+        "policy": {
+            "model_name": str(tiny_model),
+            "precision": "float32",
+            "max_total_sequence_length": 2048,
+            "generation": {"max_new_tokens": 64, "vllm_cfg": {"kv_cache_memory_bytes": 2**24}},
+        },
+    }
+
+
+def start(settings: dict[str, Any], folder: Path, *changes: str) -> subprocess.Popen[str]:
+    file = folder / f"{secrets.token_hex(4)}.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    return subprocess.Popen(
+        [sys.executable, "-m", "headrace.cli", "rollout", "--config", str(file), *changes],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def refusal(settings: dict[str, Any], folder: Path, *changes: str) -> str:
+    """The one line in which the command says why it can't start."""
+    process = start(settings, folder, *changes)
+    try:
+        said, complaint = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 1, complaint[-3000:]
+    assert said == ""
+    lines = [line for line in complaint.splitlines() if line.startswith("error: ")]
+    assert lines == [complaint.splitlines()[-1]]
+    return lines[0]
+
+
+def test_a_model_path_that_is_not_there(settings: dict[str, Any], tmp_path: Path) -> None:
+    line = refusal(settings, tmp_path, f"policy.model_name={tmp_path}/no-such-model")
+    assert f"policy.model_name: there is no directory {tmp_path}/no-such-model" in line
+
+
+def test_a_directory_that_holds_no_model(settings: dict[str, Any], tmp_path: Path) -> None:
+    assert "has no config.json" in refusal(settings, tmp_path, f"policy.model_name={tmp_path}")
+
+
+def test_a_model_that_does_not_generate(settings: dict[str, Any], tmp_path: Path, tiny_model: Path) -> None:
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = {"architectures": ["BertModel"], "model_type": "bert", "max_position_embeddings": 2048, **shape}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tiny_model / name).read_bytes())
+    line = refusal(settings, tmp_path, f"policy.model_name={folder}")
+    assert f"policy.model_name {folder}" in line
+    assert "causal language model" in line
+
+
+def test_too_little_memory_for_the_kv_cache(settings: dict[str, Any], tmp_path: Path) -> None:
+    line = refusal(settings, tmp_path, f"policy.generation.vllm_cfg.kv_cache_memory_bytes={2**20}")
+    assert f"policy.generation.vllm_cfg.kv_cache_memory_bytes: {2**20} is too little" in line
+    assert "policy.max_total_sequence_length 2048" in line
+
+
+def test_a_kv_cache_larger_than_the_machine(settings: dict[str, Any], tmp_path: Path) -> None:
+    line = refusal(settings, tmp_path, f"policy.generation.vllm_cfg.kv_cache_memory_bytes={2**50}")
+    assert f"kv_cache_memory_bytes {2**50}; lower it" in line
+
+
+def test_a_gpu_where_there_is_none(settings: dict[str, Any], tmp_path: Path) -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("there is one here")
+    assert "rollout.device: cuda" in refusal(settings, tmp_path, "rollout.device=cuda")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_stopped_while_its_engine_starts_it_leaves_no_orphan(
+    settings: dict[str, Any], tmp_path: Path, signum: signal.Signals
+) -> None:
+    process = start(settings, tmp_path)
+    try:
+        engine = os.pidfd_open(_engine_of(process))
+        process.send_signal(signum)
+        process.communicate(timeout=120)
+        assert process.returncode == (0 if signum == signal.SIGTERM else -signum)
+        assert select.select([engine], [], [], 120)[0], "an orphan"
+        os.close(engine)
+    finally:
+        process.kill()
+
+
+def _engine_of(process: subprocess.Popen[str]) -> int:
+    """Process id of the engine, as soon as it is there."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        for child in children.read_text().split():
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+        time.sleep(0.05)
+    raise AssertionError(f"no engine was started; exit code {process.poll()}")
