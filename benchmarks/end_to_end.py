@@ -54,6 +54,9 @@ class Row:
     step_s: float
     where: str = ""
 
+    def line(self) -> str:
+        return f"{self.name}, {self.threads} thread(s), {self.latency_s * 1000:.0f} ms a sample: {self.step_s:.3f} s a step"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -71,9 +74,9 @@ def main() -> None:
         for latency_s in LATENCIES_S:
             for threads in (1, 2):
                 rows.append(run_peer(peer, folder, arguments.steps, threads, latency_s))
-                console.print(rows[-1])
+                console.print(rows[-1].line())
             rows.append(run_pipeline(folder, arguments.steps, latency_s))
-            console.print(rows[-1])
+            console.print(rows[-1].line())
     console.print(table(rows))
 
 
