@@ -9,7 +9,16 @@ import msgpack
 import pytest
 from redis.exceptions import ResponseError
 
-from headrace.errors import CodecError, Fenced, InvalidCall, LeaseLost, ReplayError, ReplayUnavailable, WrongTimeline
+from headrace.errors import (
+    CodecError,
+    Fenced,
+    InvalidCall,
+    LeaseLost,
+    NotVerified,
+    ReplayError,
+    ReplayUnavailable,
+    WrongTimeline,
+)
 from headrace.replay import Limits, ReplayClient, Reservation
 from headrace.replay_wire import open_redis
 from headrace.trajectory import Score
@@ -281,6 +290,27 @@ async def test_epoch_from_announcement_to_done(replay: ReplayClient) -> None:
     with pytest.raises(WrongTimeline):
         await replay.end_epoch("e1", aborted=True)
     assert {replica.state for replica in await replay.replicas()} == {"STALE"}
+
+
+async def test_from_the_transfer_on_nobody_is_healthy_until_it_verifies(replay: ReplayClient) -> None:
+    await enqueue(replay, range(8))
+    member, absent = nonce(), nonce()
+    for replica in (member, absent):
+        await replay.register(replica, {})
+    await refit(replay, 0, [member, absent])
+    timeline = (await replay.state()).timeline
+    await replay.open_epoch("next", 0, timeline, {})
+    await replay.acknowledge(member, "next")
+    assert len(await replay.lease(absent, 1)) == 1
+    await replay.begin_epoch("next", {})
+    for replica in (member, absent):
+        with pytest.raises(NotVerified):
+            await replay.lease(replica, 1)
+    await replay.verify(member, "next", 0.0, 1e-3)
+    assert len(await replay.lease(member, 1)) == 1
+    await replay.end_epoch("next", aborted=False)
+    with pytest.raises(NotVerified):
+        await replay.lease(absent, 1)
 
 
 async def test_validation_is_dropped_with_its_leases(replay: ReplayClient) -> None:

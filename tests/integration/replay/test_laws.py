@@ -426,6 +426,17 @@ async def test_law_5_order_survivors_keep_their_step_and_holes_are_filled_by_tic
     await refit(replay, 3, [replica])
     assert (await replay.lease(replica, 1))[0].group.order == 3
 
+    # a hole that only a survivor of a later step can fill: the batch is in ticket order all the same
+    state = await replay.state()
+    await replay.redis.hset(f"hr:{{{replay.run_id}}}:{state.incarnation}:g:e0-train-2", "lost", 1)
+    state = await rewind(replay, 1)
+    await replay.close(state.timeline)
+    await refit(replay, 1, [replica])
+    while leases := await replay.lease(replica, 64):
+        for lease in leases:
+            await replay.reject(lease, "poison")
+    assert (await reserve(replay, 1)).groups == ("e0-train-4", "e0-train-6")
+
 
 async def test_law_5_order_when_prompts_end_later_survivors_fill_the_holes(
     replay: ReplayClient, limits: Limits
@@ -451,24 +462,58 @@ async def test_law_5_order_when_prompts_end_later_survivors_fill_the_holes(
     assert await replay.reserve(2, state.timeline) == End(unused=0)
 
 
-async def test_law_6_liveness_heartbeats_renew_up_to_the_absolute_deadline(
+async def test_law_5_order_survivors_give_up_their_step_when_nothing_else_can_fill_a_hole(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    await tighten(replay, limits, max_age=4)
+    await enqueue(replay, range(6))
+    replica = await healthy_replica(replay)
+    await generate(replay, replica)
+    for step in range(3):
+        await reserve(replay, step)
+    # the payload of group 2 was evicted, and it can't be made again
+    incarnation = (await replay.state()).incarnation
+    await replay.redis.hset(f"hr:{{{replay.run_id}}}:{incarnation}:g:e0-train-2", "lost", 1)
+    state = await rewind(replay, 0)
+    await replay.close(state.timeline)
+    await refit(replay, 0, [replica])
+    (lease,) = await replay.lease(replica, 1)
+    await replay.reject(lease, "poison")
+    assert (await reserve(replay, 0)).groups == ("e0-train-0", "e0-train-1")
+    assert (await reserve(replay, 1)).groups == ("e0-train-3", "e0-train-4")
+    assert await replay.reserve(2, state.timeline) == End(unused=1)
+
+
+async def test_law_6_liveness_heartbeats_renew_a_lease(replay: ReplayClient) -> None:
+    await enqueue(replay, range(2))
+    replica = await healthy_replica(replay)
+    (lease,) = await replay.lease(replica, 1)
+    leases = f"hr:{{{replay.run_id}}}:{lease.incarnation}:leases"
+    before = await replay.redis.zscore(leases, lease.group.id)
+
+    async def renewed() -> bool:
+        assert (await replay.heartbeat(replica, [lease.token])).lost == ()
+        return await replay.redis.zscore(leases, lease.group.id) > before
+
+    await eventually(renewed)
+    # another replica's heartbeat does not
+    assert (await replay.heartbeat(nonce(), [lease.token])).lost == (lease.token,)
+
+
+async def test_law_6_liveness_no_heartbeat_renews_past_the_absolute_deadline(
     replay: ReplayClient, limits: Limits
 ) -> None:
     await enqueue(replay, range(2))
     replica = await healthy_replica(replay)
-    await tighten(replay, limits, lease_s=0.4, group_deadline_s=1.0)
+    await tighten(replay, limits, lease_s=3600.0, group_deadline_s=0.5)
     (lease,) = await replay.lease(replica, 1)
-    beats = 0
 
     async def lost() -> bool:
-        nonlocal beats
-        reply = await replay.heartbeat(replica, [lease.token])
-        beats += 1
-        return reply.lost == (lease.token,)
+        return (await replay.heartbeat(replica, [lease.token])).lost == (lease.token,)
 
     await eventually(lost)
-    assert beats > 1
     assert (await replay.stats())["requeues"] == {"deadline": 1}
+    assert (await replay.group(lease.group.id) or {})["failures"] == 1
 
 
 async def test_law_6_liveness_a_poison_group_ends_as_failed(replay: ReplayClient, limits: Limits) -> None:
