@@ -73,9 +73,9 @@ docs: $(STAMP)
 	$(PY) scripts/generate_reference.py
 
 bench: $(STAMP)
-	$(PY) benchmarks/replay.py
-	$(PY) benchmarks/refit.py
-	$(PY) benchmarks/end_to_end.py
+	$(PY) -m benchmarks.replay
+	$(PY) -m benchmarks.refit
+	$(PY) -m benchmarks.end_to_end
 
 clean:
 	rm -rf $(VENV) $(DEMO_MODEL) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
