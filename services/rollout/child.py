@@ -13,6 +13,7 @@ from pathlib import Path
 
 from headrace.service import die_with_parent
 
+PLUGINS, PLUGIN = "vllm.general_plugins", "headrace_rollout"  # as in pyproject.toml
 PARENT = "ROLLOUT_ENGINE_PARENT"  # process id of the rollout service
 REPORT = "ROLLOUT_ENGINE_REPORT"  # file that takes the errors of child processes, one a line
 

@@ -11,6 +11,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +78,20 @@ def prepare_environment(config: Config, report: Path) -> None:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if Path(config.policy.model_name).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    _hook_into_children()
     os.environ[child.PARENT] = str(os.getpid())
     os.environ[child.REPORT] = str(report)
+
+
+def _hook_into_children() -> None:
+    """Make sure that `child.attend` will run in vLLM's processes: without it they would outlive a killed service, silently."""
+    if not entry_points(group=child.PLUGINS, name=child.PLUGIN):
+        raise ServiceError(
+            f"headrace is installed without its entry point {child.PLUGIN} of {child.PLUGINS}, as by an older version; "
+            f"remove any *.egg-info folder from its source and install it again"
+        )
+    if (allowed := os.environ.get("VLLM_PLUGINS")) is not None:
+        os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*allowed.split(","), child.PLUGIN]))
 
 
 def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -29,10 +30,16 @@ def main(config: Config) -> None:
     with closing(bind(config.rollout.host, config.rollout.port, "rollout.port")) as sock, asyncio.Runner() as runner:
         replay = runner.run(ReplayClient.connect(config.redis_url, config.run.id))
         try:
-            with running_engine(config) as engine:
-                runner.run(_serve(config, sock, replay, engine))
+            _generate(config, sock, replay, runner)
         finally:
             runner.run(replay.aclose())
+            # collected only at the very end of the interpreter, vLLM's engine complains on stderr
+            gc.collect()
+
+
+def _generate(config: Config, sock: socket.socket, replay: ReplayClient, runner: asyncio.Runner) -> None:
+    with running_engine(config) as engine:
+        runner.run(_serve(config, sock, replay, engine))
 
 
 def _leave_on_signals() -> None:

@@ -17,8 +17,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from headrace.config import Config
-from headrace.replay import ReplayClient, Replica
-from headrace.trajectory import Group, Sampling, Trajectory
+from headrace.replay import ReplayClient, Replica, Reservation
+from headrace.trajectory import Group, Sampling, Score, Trajectory
 from headrace.weights.probe import choose_token_ids
 from services.trainer.weight_sender import RefitReport, WeightSender
 
@@ -167,6 +167,14 @@ class Fleet:
         self.orders += 1
         assert await self.replay.enqueue([group], self.timeline) == 1
         return group.id
+
+    async def train_step(self) -> None:
+        """Score what was pushed and reserve the next step, so that the buffer takes tokens of one version more."""
+        while jobs := await self.replay.take_scoring("scorer", 64):
+            for job in jobs:
+                await self.replay.score(job, Score("SCORED", 1.0))
+        step = (await self.replay.state()).next_step
+        assert isinstance(await self.replay.reserve(step, self.timeline), Reservation)
 
     async def group(self, group_id: str, *states: str) -> dict[str, Any]:
         """The group once it is in one of `states`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.rollout.engine import check_model_path, device_problem, engine_arguments, explain
+from services.rollout import child, engine
+from services.rollout.engine import check_model_path, device_problem, engine_arguments, explain, prepare_environment
 
 
 def config(**vllm_cfg: Any) -> Config:
@@ -84,3 +86,25 @@ def test_an_error_of_vllm_is_one_line_with_the_key_to_change(said: str, keys: li
     assert "\n" not in message
     assert all(key in message for key in keys)
     assert said[:40] in message
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(None, None), ("", ",headrace_rollout"), ("mine", "mine,headrace_rollout")]
+)
+def test_a_choice_of_plugins_keeps_the_one_that_watches_the_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before: str | None, after: str | None
+) -> None:
+    environment = {} if before is None else {"VLLM_PLUGINS": before}
+    monkeypatch.setattr(os, "environ", environment)
+    prepare_environment(config(), tmp_path / "report")
+    assert environment.get("VLLM_PLUGINS") == after
+    assert environment[child.PARENT] == str(os.getpid())
+
+
+def test_an_installation_whose_engines_would_outlive_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(engine, "entry_points", lambda **_: ())
+    with pytest.raises(ServiceError, match="install it again"):
+        prepare_environment(config(), tmp_path / "report")
