@@ -79,3 +79,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "tiny"
     tiny.make(directory, warmup=False)
     return directory
+
+
+@pytest.fixture(scope="session")
+def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model as `headrace model tiny` makes it: right some of the time."""
+    from services.trainer.models import tiny
+
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    tiny.make(directory)
+    return directory

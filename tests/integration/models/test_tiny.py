@@ -123,10 +123,9 @@ def test_the_teacher_never_shows_a_held_out_pair() -> None:
 
 
 @pytest.mark.slow
-def test_the_warmed_up_model_is_right_some_of_the_time(tmp_path: Path) -> None:
-    tiny.make(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+def test_the_warmed_up_model_is_right_some_of_the_time(warm_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(warm_model)
+    tokenizer = AutoTokenizer.from_pretrained(warm_model)
     assert 0.25 < tiny.held_out_accuracy(model, tokenizer) < 0.5
     # it knows the right answers too: enough of them at temperature 1 for a group to differ in reward
     pairs = list(islice(arithmetic.validation_pairs(2, random.Random(0)), 100))
