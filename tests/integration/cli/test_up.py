@@ -49,13 +49,13 @@ checkpointing: {{save_period: 2}}
 class Up:
     """A running `headrace up` whose output goes to a file."""
 
-    def __init__(self, folder: Path, model: Path, steps: int) -> None:
+    def __init__(self, folder: Path, model: Path, steps: int, *overrides: str) -> None:
         self.folder = folder / "runs" / "test"
         self.config = folder / "run.yaml"
         self.config.write_text(CONFIG.format(folder=folder, model=model, steps=steps, redis_port=free_port()))
         self.output = folder / "up.out"
         with self.output.open("wb") as out:
-            argv = [sys.executable, "-m", "headrace.cli", "up", str(self.config)]
+            argv = [sys.executable, "-m", "headrace.cli", "up", str(self.config), *overrides]
             self.process = subprocess.Popen(argv, stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
     def said(self) -> str:
@@ -73,11 +73,11 @@ class Up:
 
 
 @pytest.fixture
-def up(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[[int], Up]]:
+def up(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., Up]]:
     started: list[Up] = []
 
-    def start(steps: int) -> Up:
-        started.append(Up(tmp_path, tiny_model, steps))
+    def start(steps: int, *overrides: str) -> Up:
+        started.append(Up(tmp_path, tiny_model, steps, *overrides))
         return started[-1]
 
     yield start
@@ -87,7 +87,7 @@ def up(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[[int], Up]]:
             one.process.wait(timeout=120)
 
 
-def test_a_run_ends_with_its_table_and_leaves_nothing_running(up: Callable[[int], Up]) -> None:
+def test_a_run_ends_with_its_table_and_leaves_nothing_running(up: Callable[..., Up]) -> None:
     run = up(4)
     run.wait_for("step 1:")
     left = descendants(run.process.pid)
@@ -107,9 +107,22 @@ def test_a_run_ends_with_its_table_and_leaves_nothing_running(up: Callable[[int]
     }
 
 
+def test_a_run_that_ended_goes_on_by_its_id(up: Callable[..., Up]) -> None:
+    first = up(2)
+    assert first.process.wait(timeout=200) == 0, first.said()
+    again = up(2, "grpo.max_num_steps=4")
+    assert again.process.wait(timeout=200) == 0, again.said()
+    assert "changed: grpo.max_num_steps: 2 -> 4" in again.said()
+    state = json.loads((again.folder / "checkpoints" / "step_4" / "state.json").read_text())
+    assert state["version"] == 4
+    steps = [json.loads(line) for line in (again.folder / "metrics.jsonl").read_text().splitlines()]
+    trained = [entry["step"] for entry in steps if entry["kind"] == "train"]
+    assert trained == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 @pytest.mark.parametrize("moment", ["rollout-1: starting", "step 1:"])
-def test_however_it_is_stopped_no_process_is_left(up: Callable[[int], Up], signum: int, code: int, moment: str) -> None:
+def test_however_it_is_stopped_no_process_is_left(up: Callable[..., Up], signum: int, code: int, moment: str) -> None:
     run = up(100_000)
     run.wait_for(moment)
     left = descendants(run.process.pid)
@@ -118,7 +131,7 @@ def test_however_it_is_stopped_no_process_is_left(up: Callable[[int], Up], signu
     assert [command for pid, command in left.items() if not gone(pid)] == []
 
 
-def test_a_run_goes_on_after_any_of_its_services_was_killed(up: Callable[[int], Up]) -> None:
+def test_a_run_goes_on_after_any_of_its_services_was_killed(up: Callable[..., Up]) -> None:
     run = up(100_000)
     run.wait_for("step 2:")
     for service in ("rollout", "reward", "replay", "trainer"):
