@@ -26,8 +26,9 @@ def attend() -> None:
     ancestor = os.getppid()
     # SIGKILL: vLLM's handler of SIGTERM waits for a busy loop that nobody feeds any more
     die_with_parent(signal.SIGKILL)
-    # a parent that was gone before that call sends no signal: whoever adopted this process is not it
-    if ancestor == 1 or os.getppid() != ancestor:
+    # a parent that was gone before that call sends no signal: whoever adopted this process is not it. In a container the
+    # service itself is process 1
+    if (ancestor == 1 and int(parent) != 1) or os.getppid() != ancestor:
         os.kill(os.getpid(), signal.SIGKILL)
     logging.getLogger("vllm").addHandler(_Reporter(Path(os.environ[REPORT])))
 
