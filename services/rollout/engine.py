@@ -182,6 +182,8 @@ def explain(config: Config, reason: str) -> str:
             f"{vllm_cfg.kv_cache_memory_bytes}; lower it (or, if it is null, {key}.gpu_memory_utilization "
             f"{vllm_cfg.gpu_memory_utilization}), or free memory. {said}"
         )
+    if "init_cpu_memory_env" in low:
+        return f"vLLM's CPU kernels can't be loaded, most often for want of libnuma: apt-get install libnuma1. {said}"
     if "max_model_len" in low and "derived" in low:
         return (
             f"policy.max_total_sequence_length: {config.policy.max_total_sequence_length} is more than the model's context; "
