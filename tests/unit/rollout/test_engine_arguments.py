@@ -76,6 +76,10 @@ def test_a_device_that_vllm_was_not_built_for_is_refused() -> None:
             ["max_total_sequence_length", "lower it"],
         ),
         (
+            "AttributeError: '_OpNamespace' '_C' object has no attribute 'init_cpu_memory_env'",
+            ["apt-get install libnuma1"],
+        ),
+        (
             "ValueError: Embedding models do not support `--runner generate`",
             ["policy.model_name", "causal language model"],
         ),
