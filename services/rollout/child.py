@@ -1,36 +1,41 @@
 """What the engine's child processes do for the rollout process that started them: not outlive it, and say why they failed.
 
-vLLM loads `vllm.general_plugins` entry points in every process it starts, before a model is loaded; `attend` is one. It acts
-only where the rollout service asked for it through the environment, so other users of vLLM in the same installation notice nothing.
+vLLM calls entry points in every process it starts: `vllm.platform_plugins` while it is imported, before it waits for anything,
+and `vllm.general_plugins` once logging is set up and before a model is loaded. They act only where the rollout service asked
+for it through the environment, so other users of vLLM in the same installation notice nothing.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 from pathlib import Path
 
 from headrace.service import die_with_parent
 
-PLUGINS, PLUGIN = "vllm.general_plugins", "headrace_rollout"  # as in pyproject.toml
-PARENT = "ROLLOUT_ENGINE_PARENT"  # process id of the rollout service
+PLUGIN = "headrace_rollout"  # its name in pyproject.toml
+GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 REPORT = "ROLLOUT_ENGINE_REPORT"  # file that takes the errors of child processes, one a line
 
 
-def attend() -> None:
-    """Entry point: called by vLLM in the rollout process itself (nothing to do there), the engine core and every worker."""
-    parent = os.environ.get(PARENT)
-    if parent is None or os.getpid() == int(parent):
+def follow_parent() -> None:
+    """Platform plugin: in a child of the service, arrange for its end with its parent. Returns None, which is no platform."""
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None or REPORT not in os.environ:
         return
-    ancestor = os.getppid()
     # SIGKILL: vLLM's handler of SIGTERM waits for a busy loop that nobody feeds any more
     die_with_parent(signal.SIGKILL)
-    # a parent that was gone before that call sends no signal: whoever adopted this process is not it. In a container the
-    # service itself is process 1
-    if (ancestor == 1 and int(parent) != 1) or os.getppid() != ancestor:
+    if os.getppid() != parent.pid:  # it was gone before that call, and sends no signal
         os.kill(os.getpid(), signal.SIGKILL)
-    logging.getLogger("vllm").addHandler(_Reporter(Path(os.environ[REPORT])))
+
+
+def attend() -> None:
+    """General plugin: `follow_parent`, for a vLLM that was told its platform and asked no plugin; and report failures."""
+    follow_parent()
+    if multiprocessing.parent_process() is not None and REPORT in os.environ:
+        logging.getLogger("vllm").addHandler(_Reporter(Path(os.environ[REPORT])))
 
 
 class _Reporter(logging.Handler):

@@ -79,17 +79,19 @@ def prepare_environment(config: Config, report: Path) -> None:
     if Path(config.policy.model_name).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     _hook_into_children()
-    os.environ[child.PARENT] = str(os.getpid())
+    # a forked child inherits that plugins are loaded, and calls none
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ[child.REPORT] = str(report)
 
 
 def _hook_into_children() -> None:
-    """Make sure that `child.attend` will run in vLLM's processes: without it they would outlive a killed service, silently."""
-    if not entry_points(group=child.PLUGINS, name=child.PLUGIN):
-        raise ServiceError(
-            f"headrace is installed without its entry point {child.PLUGIN} of {child.PLUGINS}, as by an older version; "
-            f"remove any *.egg-info folder from its source and install it again"
-        )
+    """Make sure that vLLM's processes will call `child`: without it they would outlive a killed service, silently."""
+    for group in child.GROUPS:
+        if not entry_points(group=group, name=child.PLUGIN):
+            raise ServiceError(
+                f"headrace is installed without its entry point {child.PLUGIN} of {group}, as by an older version; "
+                f"remove any *.egg-info folder from its source and install it again"
+            )
     if (allowed := os.environ.get("VLLM_PLUGINS")) is not None:
         os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*allowed.split(","), child.PLUGIN]))
 

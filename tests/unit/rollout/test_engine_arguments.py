@@ -102,7 +102,7 @@ def test_a_choice_of_plugins_keeps_the_one_that_watches_the_children(
     monkeypatch.setattr(os, "environ", environment)
     prepare_environment(config(), tmp_path / "report")
     assert environment.get("VLLM_PLUGINS") == after
-    assert environment[child.PARENT] == str(os.getpid())
+    assert environment[child.REPORT] == str(tmp_path / "report")
 
 
 def test_an_installation_whose_engines_would_outlive_it_is_refused(
