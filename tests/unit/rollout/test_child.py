@@ -7,10 +7,13 @@ import sys
 import pytest
 
 SERVICE = """
-import os, subprocess, sys
-os.environ["ROLLOUT_ENGINE_PARENT"], os.environ["ROLLOUT_ENGINE_REPORT"] = str(os.getpid()), os.devnull
-child = subprocess.run([sys.executable, "-c", "from services.rollout.child import attend; attend()"])
-print(os.getpid(), child.returncode)
+import multiprocessing, os
+from services.rollout.child import attend
+os.environ["ROLLOUT_ENGINE_REPORT"] = os.devnull
+child = multiprocessing.get_context("spawn").Process(target=attend)
+child.start()
+child.join()
+print(os.getpid(), child.exitcode)
 """
 
 
