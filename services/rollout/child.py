@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import select
 import signal
 from pathlib import Path
 
@@ -17,24 +18,39 @@ from headrace.service import die_with_parent
 
 PLUGIN = "headrace_rollout"  # its name in pyproject.toml
 GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
+PARENT = "ROLLOUT_ENGINE_PARENT"  # process id of the parent that a child must not outlive
 REPORT = "ROLLOUT_ENGINE_REPORT"  # file that takes the errors of child processes, one a line
 
 
 def follow_parent() -> None:
     """Platform plugin: in a child of the service, arrange for its end with its parent. Returns None, which is no platform."""
-    parent = multiprocessing.parent_process()
-    if parent is None or parent.pid is None or REPORT not in os.environ:
-        return
+    # not multiprocessing.parent_process(): vLLM is imported before that is set
+    parent = int(os.environ.get(PARENT, os.getpid()))
+    if parent == os.getpid() or (os.getppid() != parent and not _ended(parent)):
+        return  # the service itself, or a program that one of its children started and looks after
     # SIGKILL: vLLM's handler of SIGTERM waits for a busy loop that nobody feeds any more
     die_with_parent(signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it was gone before that call, and sends no signal
+    if os.getppid() != parent:  # it was gone before that call, and sends no signal
         os.kill(os.getpid(), signal.SIGKILL)
+    os.environ[PARENT] = str(os.getpid())  # whose children will look for it
+
+
+def _ended(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for yet has."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], 0)[0])
+    finally:
+        os.close(descriptor)
 
 
 def attend() -> None:
     """General plugin: `follow_parent`, for a vLLM that was told its platform and asked no plugin; and report failures."""
     follow_parent()
-    if multiprocessing.parent_process() is not None and REPORT in os.environ:
+    if REPORT in os.environ and multiprocessing.parent_process() is not None:
         logging.getLogger("vllm").addHandler(_Reporter(Path(os.environ[REPORT])))
 
 

@@ -81,6 +81,7 @@ def prepare_environment(config: Config, report: Path) -> None:
     _hook_into_children()
     # a forked child inherits that plugins are loaded, and calls none
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ[child.PARENT] = str(os.getpid())
     os.environ[child.REPORT] = str(report)
 
 

@@ -1,5 +1,7 @@
-"""What keeps the engine's processes from outliving the service must not end them where the service is process 1."""
+"""The engine's processes end with the service that started them, whenever it ends, and with nothing else."""
 
+import os
+import select
 import shutil
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import pytest
 SERVICE = """
 import multiprocessing, os
 from services.rollout.child import attend
+os.environ["ROLLOUT_ENGINE_PARENT"] = str(os.getpid())
 os.environ["ROLLOUT_ENGINE_REPORT"] = os.devnull
 child = multiprocessing.get_context("spawn").Process(target=attend)
 child.start()
@@ -25,3 +28,60 @@ def test_children_of_a_service_that_is_process_1_of_a_container_live() -> None:
         pytest.skip(f"no process namespace can be made here: {error}")
     done = subprocess.run([*unshare, sys.executable, "-c", SERVICE], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1", "0"]
+
+
+CHILD = """
+import time
+from services.rollout.child import follow_parent
+time.sleep({before})
+follow_parent()
+print("lives", flush=True)
+time.sleep({after})
+"""
+PARENT = """
+import os, subprocess, sys
+os.environ["ROLLOUT_ENGINE_PARENT"] = str(os.getpid())
+child = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def service(*command: str) -> tuple[subprocess.Popen[str], int]:
+    """A process that started a child by this command as the service does, and a descriptor of that child."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARENT, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    return process, os.pidfd_open(int(process.stdout.readline()))
+
+
+def ended(descriptor: int, within_s: float) -> bool:
+    return bool(select.select([descriptor], [], [], within_s)[0])
+
+
+def test_a_child_ends_when_its_service_is_killed() -> None:
+    process, child = service(sys.executable, "-c", CHILD.format(before=0, after=120))
+    assert process.stdout
+    assert process.stdout.readline() == "lives\n"
+    assert not ended(child, 0)
+    process.kill()
+    assert ended(child, 30)
+    process.communicate()
+    os.close(child)
+
+
+def test_a_child_whose_service_was_killed_before_it_looked_ends() -> None:
+    process, child = service(sys.executable, "-c", CHILD.format(before=2, after=0))
+    process.kill()  # nobody waits for it yet: what is left of it still has its process id
+    assert ended(child, 30)
+    assert process.communicate()[0] == ""
+    os.close(child)
+
+
+def test_a_program_that_a_child_started_is_left_to_it() -> None:
+    script = CHILD.format(before=0, after=0)
+    process, child = service(shutil.which("sh") or "sh", "-c", '"$0" -c "$1"; exit', sys.executable, script)
+    assert ended(child, 30)
+    assert process.communicate()[0] == "lives\n"
+    os.close(child)
