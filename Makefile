@@ -12,6 +12,8 @@ PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 STAMP := $(VENV)/.installed
 DEMO_MODEL := models/tiny
+# Processes that share the tests.
+WORKERS ?= 2
 
 # One thread each: the engine and the trainer work side by side, and a second thread on a busy core makes both slower.
 export OMP_NUM_THREADS ?= 1
@@ -60,7 +62,7 @@ lint: $(STAMP)
 	$(BIN)/hadolint deploy/Dockerfile
 
 test: lint
-	$(BIN)/pytest $(TESTS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.config import Config
 from headrace.replay import Limits, ReplayClient
-from headrace.replay_wire import open_redis
+from headrace.replay.wire import open_redis
 from headrace.weights.probe import choose_token_ids
 from services.replay import library
 from services.replay.embedded import EmbeddedServer
@@ -150,7 +150,7 @@ async def open_run(config: Config, redis_url: str, run_id: str) -> ReplayClient:
         prompts_per_step=1,
         generations_per_prompt=1,
         max_age=0,
-        staleness_policy=r.staleness_policy,
+        staleness_policy=config.grpo.async_grpo.staleness_policy,
         max_attempts=1,
         max_scoring_attempts=1,
         lease_s=r.lease_s,

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.replay import Lease, Limits, ReplayClient, Reservation
-from headrace.replay_wire import open_redis
+from headrace.replay.wire import open_redis
 from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
 from services.replay import library
 from services.replay.embedded import EmbeddedServer

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from headrace.replay import Limits, ReplayClient
-from headrace.replay_wire import open_redis
+from headrace.replay.wire import open_redis
 from services.replay import library
 from services.replay.embedded import EmbeddedServer
 
@@ -74,18 +75,24 @@ async def replay(redis_url: str, run_id: str, limits: Limits) -> AsyncIterator[R
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2-type model of 0.5 M random weights with a character tokenizer and a chat template."""
-    from services.trainer.models import tiny
-
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    tiny.make(directory, warmup=False)
-    return directory
+    return _made_once(tmp_path_factory, "tiny", warmup=False)
 
 
 @pytest.fixture(scope="session")
 def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model as `headrace model tiny` makes it: right some of the time."""
+    return _made_once(tmp_path_factory, "warm", warmup=True)
+
+
+def _made_once(tmp_path_factory: pytest.TempPathFactory, name: str, *, warmup: bool) -> Path:
+    """The model of a whole test run: of the processes that share its tests, one makes it and the others wait."""
     from services.trainer.models import tiny
 
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    tiny.make(directory)
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    with FileLock(base / f"{name}.lock"):
+        directory = base / name
+        if not directory.exists():
+            tiny.make(directory, warmup=warmup)
     return directory

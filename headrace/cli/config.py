@@ -33,6 +33,6 @@ def age_bound(config: Config) -> str:
     if age == 0:
         return f"strictly on-policy: step t trains on trajectories of weights t alone; at most {ahead} groups in flight"
     return (
-        f"{config.replay.staleness_policy}: a trajectory trained at step t has no token older than weights t - {age}; "
+        f"{config.grpo.async_grpo.staleness_policy}: a trajectory trained at step t has no token older than weights t - {age}; "
         f"at most {ahead} groups ahead of the trainer, none dropped"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headrace.config.base import Section
 
@@ -16,12 +16,40 @@ class AsyncGRPO(Section):
     max_trajectory_age_steps: int = Field(
         1, ge=0, description="law 2: a trajectory trained at step t has no token older than t minus this"
     )
+    staleness_policy: Literal["ordered", "drop", "mask"] = Field(
+        "ordered",
+        description="how the bound is kept: by the order of generation (nothing dropped), by dropping groups over age, or by "
+        "masking tokens over age",
+    )
+    ahead_steps: int | None = Field(
+        None,
+        ge=0,
+        description="under drop and mask, how many steps generation may run ahead, at least the bound; null takes the bound",
+    )
     in_flight_weight_updates: bool = Field(
         False, description="refit without waiting for running generations: pause, receive, resume"
     )
     recompute_kv_cache_after_weight_updates: bool = Field(
         False, description="after an in-flight refit, recompute the KV cache of running requests with the new weights"
     )
+
+
+class RewardScaling(Section):
+    """`target_min + (clamp(r, source_min, source_max) - source_min) / (source_max - source_min) * (target_max - target_min)`"""
+
+    enabled: bool = False
+    source_min: float = 0.0
+    source_max: float = 1.0
+    target_min: float = 0.0
+    target_max: float = 1.0
+
+    @model_validator(mode="after")
+    def _ranges(self) -> RewardScaling:
+        if self.source_min >= self.source_max:
+            raise ValueError(
+                f"grpo.reward_scaling.source_min {self.source_min} is not below source_max {self.source_max}"
+            )
+        return self
 
 
 class GRPO(Section):
@@ -37,8 +65,45 @@ class GRPO(Section):
     val_at_start: bool = Field(False, description="validate before the first step")
     val_at_end: bool = Field(False, description="validate after the last step")
     max_val_samples: int = Field(256, ge=1, description="held-out prompts in a validation")
+    use_dynamic_sampling: bool = Field(
+        False, description="groups whose scaled rewards are all equal are filtered, and others trained in their place"
+    )
+    dynamic_sampling_max_gen_batches: int = Field(
+        10,
+        ge=1,
+        description="batches' worth of groups that may be scored for one step before the run ends with an error",
+    )
+    batch_multiplier: float = Field(
+        1.0, gt=0, description="with dynamic sampling: a generated batch is this times num_prompts_per_step groups"
+    )
+    reward_scaling: RewardScaling = RewardScaling()
     seed: int = Field(42, ge=0, description="order of prompts, initial states, sampling")
     async_grpo: AsyncGRPO = AsyncGRPO()
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> GRPO:
+        if self.batch_multiplier != 1 and not self.use_dynamic_sampling:
+            raise ValueError(
+                f"grpo.batch_multiplier {self.batch_multiplier} without grpo.use_dynamic_sampling: set it to 1, or turn "
+                "dynamic sampling on"
+            )
+        ahead = self.async_grpo.ahead_steps
+        if ahead is not None and self.async_grpo.staleness_policy == "ordered":
+            raise ValueError(
+                f"grpo.async_grpo.ahead_steps {ahead} with staleness_policy ordered, which never runs further ahead than "
+                "max_trajectory_age_steps: leave it out, or choose drop or mask"
+            )
+        if ahead is not None and ahead < self.max_age:
+            raise ValueError(
+                f"grpo.async_grpo.ahead_steps {ahead} is below max_trajectory_age_steps {self.max_age}; raise it"
+            )
+        return self
+
+    @property
+    def ahead_steps(self) -> int:
+        """How many steps generation may run ahead of training."""
+        ahead = self.async_grpo.ahead_steps
+        return self.max_age if ahead is None else ahead
 
     @property
     def max_age(self) -> int:

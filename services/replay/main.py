@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from headrace.config import Config
 from headrace.errors import ConfigError, ReplayUnavailable, ServiceError
 from headrace.replay import Limits, ReplayClient, worst_case_bytes
-from headrace.replay_wire import Wire, open_redis
+from headrace.replay.wire import Wire, open_redis
 from headrace.service import bind, serve_http, stop_on_signals
 from services.replay import library
 from services.replay.embedded import EmbeddedServer
@@ -52,7 +52,7 @@ def limits_of(config: Config) -> Limits:
         prompts_per_step=grpo.num_prompts_per_step,
         generations_per_prompt=grpo.num_generations_per_prompt,
         max_age=grpo.max_age,
-        staleness_policy=replay.staleness_policy,
+        staleness_policy=grpo.async_grpo.staleness_policy,
         max_attempts=replay.max_attempts,
         max_scoring_attempts=replay.max_scoring_attempts,
         lease_s=replay.lease_s,
@@ -60,7 +60,20 @@ def limits_of(config: Config) -> Limits:
         scoring_deadline_s=replay.scoring_deadline_s,
         replica_dead_s=config.rollout.dead_after_s,
         max_bytes=replay.max_bytes,
+        ahead_steps=grpo.ahead_steps,
+        redundant=replay.redundant_generations,
+        filter_equal=grpo.use_dynamic_sampling,
+        reward_min=grpo.reward_scaling.source_min if grpo.reward_scaling.enabled else None,
+        reward_max=grpo.reward_scaling.source_max if grpo.reward_scaling.enabled else None,
+        max_scored_per_step=most_scored(config) if grpo.use_dynamic_sampling else 0,
+        retain_steps=replay.retain_steps,
     )
+
+
+def most_scored(config: Config) -> int:
+    """Groups that dynamic sampling may score for one step: `dynamic_sampling_max_gen_batches` batches."""
+    grpo = config.grpo
+    return int(grpo.dynamic_sampling_max_gen_batches * grpo.num_prompts_per_step * grpo.batch_multiplier)
 
 
 async def check_server(redis: Redis, url: str) -> None:

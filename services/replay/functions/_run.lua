@@ -22,12 +22,17 @@
 local LIMITS = {
   'prompts_per_step', 'generations_per_prompt', 'max_age', 'max_attempts', 'max_scoring_attempts',
   'lease_ms', 'group_deadline_ms', 'scoring_deadline_ms', 'replica_dead_ms', 'max_bytes',
+  'ahead_steps', 'redundant', 'max_scored', 'retain_steps',
 }
+-- staleness_policy: ordered, drop or mask; filter: '', or `<low> <high>`: groups whose rewards, clamped to these, are all equal
+-- are filtered
+local WORDS = {'staleness_policy', 'filter'}
 local NUMBERS = {'next_step', 'committed', 'enqueued', 'closed', 'tickets', 'pinned', 'top', 'evicted', 'bytes', 'due'}
 -- While a library loads there are no iterators.
 local FIELDS = {'timeline', 'incarnation'}
 for i = 1, #NUMBERS do FIELDS[#FIELDS + 1] = NUMBERS[i] end
 for i = 1, #LIMITS do FIELDS[#FIELDS + 1] = LIMITS[i] end
+for i = 1, #WORDS do FIELDS[#FIELDS + 1] = WORDS[i] end
 
 local function server_ms()
   local time = redis.call('TIME')
@@ -44,7 +49,8 @@ local function load_run(keys)
     refuse('HR_UNAVAILABLE', 'this server holds no run ' .. string.sub(key, 5, -2) .. '; start its replay service')
   end
   local run = {key = key, timeline = values[1], incarnation = values[2]}
-  for i = 3, #FIELDS do run[FIELDS[i]] = tonumber(values[i]) end
+  for i = 3, #FIELDS - #WORDS do run[FIELDS[i]] = tonumber(values[i] or nil) end
+  for i = #FIELDS - #WORDS + 1, #FIELDS do run[FIELDS[i]] = values[i] end
   run.base = key .. ':' .. run.incarnation .. ':'
   run.now = server_ms()
   run.deltas, run.waking, run.first_due = {}, {}, run.due

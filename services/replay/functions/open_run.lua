@@ -1,8 +1,29 @@
 -- open_run: make the run if it is not there, else give it these limits.
 -- KEYS     the run
--- ARGV     timeline, incarnation (nonces, used only for a new run), the limits in the order of LIMITS (_run.lua)
+-- ARGV     timeline, incarnation (nonces, used only for a new run), the limits in the order of LIMITS and WORDS (_run.lua)
 -- Returns  the run's state, msgpack
 -- Errors   HR_INVALID
+
+local MAY_BE_0 = {max_age = true, ahead_steps = true, redundant = true, max_scored = true, retain_steps = true}
+local POLICIES = {ordered = true, drop = true, mask = true}
+
+local function limit_fields(args)
+  if #args ~= 2 + #LIMITS + #WORDS then refuse('HR_INVALID', #args .. ' arguments, not ' .. 2 + #LIMITS + #WORDS) end
+  local fields = {}
+  for i, field in ipairs(LIMITS) do
+    fields[#fields + 1] = field
+    fields[#fields + 1] = MAY_BE_0[field] and natural(args[i + 2], field) or positive(args[i + 2], field)
+  end
+  local policy, filter = args[3 + #LIMITS], args[4 + #LIMITS]
+  if filter ~= '' then
+    local low, high = string.match(filter, '^(%S+) (%S+)$')
+    if not low or not tonumber(low) or not tonumber(high) then refuse('HR_INVALID', 'filter is ' .. show(filter)) end
+  end
+  for _, value in ipairs({'staleness_policy', choice(policy, POLICIES, 'staleness policy'), 'filter', filter}) do
+    fields[#fields + 1] = value
+  end
+  return fields
+end
 
 local function make_run(keys, args)
   local key = keys[1]
@@ -10,12 +31,7 @@ local function make_run(keys, args)
     refuse('HR_INVALID', 'KEYS is not one run key hr:{<run id>}')
   end
   local timeline, incarnation = name(args[1], 'timeline'), name(args[2], 'incarnation')
-  if #args ~= 2 + #LIMITS then refuse('HR_INVALID', #args .. ' arguments, not ' .. 2 + #LIMITS) end
-  local fields = {}
-  for i, field in ipairs(LIMITS) do
-    fields[#fields + 1] = field
-    fields[#fields + 1] = field == 'max_age' and natural(args[i + 2], field) or positive(args[i + 2], field)
-  end
+  local fields = limit_fields(args)
   if redis.call('EXISTS', key) == 0 then
     redis.call('HSET', key, 'timeline', timeline, 'incarnation', incarnation, 'next_step', 0, 'committed', -1,
       'enqueued', -1, 'closed', 0, 'tickets', 0, 'pinned', 0, 'top', 0, 'evicted', 0, 'bytes', 0, 'due', 1e15)

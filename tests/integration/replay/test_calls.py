@@ -20,7 +20,7 @@ from headrace.errors import (
     WrongTimeline,
 )
 from headrace.replay import Limits, ReplayClient, Reservation
-from headrace.replay_wire import open_redis
+from headrace.replay.wire import open_redis
 from headrace.trajectory import Score
 from services.replay import library
 from tests.integration.replay.helpers import (
@@ -88,7 +88,7 @@ async def test_limits_are_checked(replay: ReplayClient, limits: Limits) -> None:
     for changes in ({"prompts_per_step": 0}, {"max_age": -1}, {"max_bytes": 0}):
         with pytest.raises(InvalidCall, match=next(iter(changes))):
             await tighten(replay, limits, **changes)
-    with pytest.raises(InvalidCall, match="staleness policy 'loose'"):
+    with pytest.raises(InvalidCall, match='staleness policy is "loose"'):
         await tighten(replay, limits, staleness_policy="loose")  # type: ignore[arg-type]
     assert await contents(replay) == before
 

@@ -18,7 +18,7 @@ import pytest
 from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable, ServiceError
 from headrace.replay import Limits, ReplayClient
-from headrace.replay_wire import open_redis
+from headrace.replay.wire import open_redis
 from headrace.trajectory import Score
 from services.replay import library
 from services.replay.embedded import EmbeddedServer

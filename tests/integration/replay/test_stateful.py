@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 
 from headrace.errors import Fenced
 from headrace.replay import End, Lease, Limits, ReplayClient, Reservation, ScoringJob
-from headrace.replay_wire import open_redis
+from headrace.replay.wire import open_redis
 from headrace.trajectory import Score
 from tests.integration.replay.helpers import make_group, make_trajectory, nonce, refit
 

@@ -20,7 +20,7 @@ from loop_fleet import SmallReplica, repeated, running, score_all
 
 from headrace.config import Config
 from headrace.replay import Limits, ReplayClient
-from headrace.replay_wire import open_redis
+from headrace.replay.wire import open_redis
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.metrics import Journal, Line, surviving
 from services.trainer.start import Restore, choose_start

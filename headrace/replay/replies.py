@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 
 from headrace.errors import CodecError
-from headrace.replay_records import Epoch, Reservation, ReservedTrajectory, ScoringJob
+from headrace.replay.records import Epoch, Reservation, ReservedTrajectory, ScoringJob
 from headrace.trajectory import Group, Trajectory
 
 

@@ -28,6 +28,13 @@ class Limits:
     scoring_deadline_s: float
     replica_dead_s: float
     max_bytes: int
+    ahead_steps: int | None = None  # of `drop` and `mask`; None takes max_age
+    redundant: int = 0  # trajectories started beyond n; the first n scored complete a group
+    filter_equal: bool = False  # dynamic sampling: filter groups whose rewards, clamped to the next two, are all equal
+    reward_min: float | None = None
+    reward_max: float | None = None
+    max_scored_per_step: int = 0  # groups scored since the last batch past which `reserve` refuses; 0 is no limit
+    retain_steps: int = 0  # newest committed steps whose payloads stay
 
 
 @dataclasses.dataclass(frozen=True)

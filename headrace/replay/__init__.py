@@ -1,0 +1,39 @@
+"""The replay buffer's client and the records of its calls."""
+
+from headrace.replay.client import ReplayClient
+from headrace.replay.records import (
+    End,
+    Epoch,
+    Evaluated,
+    GroupState,
+    HeartbeatReply,
+    Lease,
+    Limits,
+    Replica,
+    ReplicaState,
+    Reservation,
+    ReservedTrajectory,
+    RunState,
+    ScoringJob,
+    Waiting,
+)
+from headrace.replay.trainer import worst_case_bytes
+
+__all__ = [
+    "End",
+    "Epoch",
+    "Evaluated",
+    "GroupState",
+    "HeartbeatReply",
+    "Lease",
+    "Limits",
+    "ReplayClient",
+    "Replica",
+    "ReplicaState",
+    "Reservation",
+    "ReservedTrajectory",
+    "RunState",
+    "ScoringJob",
+    "Waiting",
+    "worst_case_bytes",
+]

@@ -1,0 +1,103 @@
+"""What the parts of the client share: function calls, payloads in batches, and where the run stands."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from redis.asyncio import Redis
+
+from headrace.errors import InvalidCall
+from headrace.replay.records import Epoch, RunState
+from headrace.replay.replies import of_lane, unpack
+from headrace.replay.wire import Wakeups, Wire
+
+# A payload that no call made visible is gone after this many seconds.
+STAGED = b"60"
+# Entries in one call of a batched function (BATCH in _args.lua); payloads in one round trip.
+BATCH = 256
+PAYLOADS = 64
+# Round trips with payloads under way at a time.
+_TRANSFERS = 4
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Calls:
+    """One connection pool to the buffer of one run."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self.run_id = run_id
+        self.redis = redis
+        self._wire = Wire(redis, run_id)
+        self._wakeups = Wakeups(self._wire)
+        self._incarnation: str | None = None
+        self._transfers = asyncio.Semaphore(_TRANSFERS)
+        self._epoch: Epoch | None = None  # the newest that a heartbeat brought
+
+    async def aclose(self) -> None:
+        await self._wakeups.aclose()
+        await self.redis.aclose()
+
+    async def state(self) -> RunState:
+        return self._note(await self._wire.call("state"))
+
+    def _fcall(self, function: str, *args: Any) -> tuple[Any, ...]:
+        return ("FCALL", f"hr_{function}", 1, self._wire.key, *args)
+
+    async def _pipeline_calls(self, function: str, arguments: Iterable[Any]) -> list[Any]:
+        return await self._wire.pipeline([self._fcall(function, argument) for argument in arguments])
+
+    async def _fetch(self, keys: Sequence[Any]) -> list[bytes | None]:
+        return await self._wire.command("MGET", *keys) if keys else []
+
+    async def _held(self, keys: Sequence[Any]) -> list[bytes]:
+        """Values that must be there. Raises `InvalidCall` if one was freed since its key was asked for."""
+        values = await self._fetch(keys)
+        for key, value in zip(keys, values, strict=True):
+            if value is None:
+                raise InvalidCall(f"{key!r} is not held any more; it was committed, dropped or rewound")
+        return [value for value in values if value is not None]
+
+    async def _in_batches(self, send: Callable[[Sequence[T]], Awaitable[list[R]]], items: Sequence[T]) -> list[R]:
+        """`send` for each batch of payloads, a few at a time, so that the server works on one while the next is encoded."""
+
+        async def one(batch: Sequence[T]) -> list[R]:
+            async with self._transfers:
+                return await send(batch)
+
+        results = await asyncio.gather(*(one(batch) for batch in chunks(items, PAYLOADS)))
+        return [result for batch in results for result in batch]
+
+    async def _until_done(self, function: str, *args: Any) -> None:
+        """A function that does a bounded part of its work in a call and returns how much is left."""
+        while await self._wire.call(function, *args):
+            pass
+
+    def _note(self, reply: bytes) -> RunState:
+        state = unpack(reply)
+        self._incarnation = state["incarnation"]
+        return RunState(run_id=self.run_id, **{**state, "counts": of_lane(state["counts"] or {}, "train")})
+
+    async def _sweep_old_incarnations(self) -> None:
+        """Delete what a restore has put out of reach."""
+        for old in await self._wire.command("SMEMBERS", f"{self._wire.key}:old"):
+            pattern = f"{self._wire.key}:{old.decode()}:*"
+            async for keys in self._scan(pattern):
+                await self._wire.command("UNLINK", *keys)
+            await self._wire.command("SREM", f"{self._wire.key}:old", old)
+
+    async def _scan(self, pattern: str) -> AsyncIterator[list[bytes]]:
+        cursor = 0
+        while True:
+            cursor, keys = await self._wire.command("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
+            if keys:
+                yield keys
+            if not int(cursor):
+                return
+
+
+def chunks(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]

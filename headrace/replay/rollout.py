@@ -1,0 +1,126 @@
+"""A rollout replica's calls: membership of the fleet, leases, trajectories."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from headrace.errors import CodecError, InvalidCall, ReplayError
+from headrace.replay.calls import STAGED
+from headrace.replay.channel import ChannelCalls
+from headrace.replay.records import HeartbeatReply, Lease
+from headrace.replay.wire import refusal
+from headrace.trajectory import Group, Trajectory
+
+
+class RolloutCalls(ChannelCalls):
+    async def register(self, replica: str, info: Mapping[str, Any]) -> None:
+        """Enter the fleet as STALE. `replica` is a nonce made at process start: a restarted replica is a new one."""
+        await self._wire.call("register", replica, msgpack.packb(dict(info)))
+
+    async def deregister(self, replica: str) -> None:
+        """Leave the fleet; leases still held are requeued at once, without costing an attempt."""
+        await self._until_done("deregister", replica)
+
+    async def heartbeat(self, replica: str, tokens: Sequence[str]) -> HeartbeatReply:
+        """Renew the replica and these leases (never past a group's absolute deadline, law 6). A DEAD or unknown replica is told so."""
+        known = f"{self._epoch.id} {self._epoch.state}" if self._epoch else ""
+        state, timeline, changed, lost = await self._wire.call("heartbeat", replica, known, *tokens)
+        if changed:
+            self._epoch = await self.epoch()
+        return HeartbeatReply(state.decode(), timeline.decode(), tuple(token.decode() for token in lost), self._epoch)
+
+    async def wait_work(self, timeout_s: float) -> None:
+        """Return when a lease may be had or an epoch changed, or after `timeout_s`."""
+        await self._wakeups.wait("work", timeout_s)
+
+    async def lease(self, replica: str, max_groups: int) -> list[Lease]:
+        """Up to `max_groups` groups: validation first, then training prompts as admission allows. Empty: wait.
+
+        Raises `NotVerified` unless the replica is HEALTHY.
+        """
+        reply = await self._wire.call("lease", replica, max_groups, secrets.token_hex(8))
+        timeline, incarnation, expires_ms, version = reply[:4]
+        entries = list(zip(*[iter(reply[4:])] * 5, strict=True))
+        records = await self._fetch([entry[1] for entry in entries])
+        leases = []
+        for (group_id, _, token, attempt, ticket), record in zip(entries, records, strict=True):
+            if record is None:  # dropped since: the lease is void
+                continue
+            try:
+                group = Group.decode(record)
+            except CodecError as error:  # no replica can ever generate it
+                await self._wire.call("release", timeline, incarnation, group_id, token, "rejected", str(error))
+                continue
+            lease = Lease(
+                group=group,
+                token=token.decode(),
+                attempt=attempt,
+                ticket=ticket,
+                version=version,
+                timeline=timeline.decode(),
+                incarnation=incarnation.decode(),
+                expires_in_s=expires_ms / 1000,
+            )
+            leases.append(lease)
+        return leases
+
+    async def push(self, lease: Lease, trajectory: Trajectory) -> None:
+        """Hand in one finished trajectory (law 3: index not yet pushed, 0 <= index < n). Pushing the same index again under the same
+        token is a no-op. Raises `LeaseLost`, `WrongTimeline`, `InvalidCall`; a refused push leaves nothing behind."""
+        (error,) = await self.push_many([(lease, trajectory)])
+        if error is not None:
+            raise error
+
+    async def push_many(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | None]:
+        """`push` of many at once: for each None, or the error that `push` would raise."""
+        for lease, trajectory in items:
+            _check_push(lease, trajectory)
+        return await self._in_batches(self._push_batch, items)
+
+    async def _push_batch(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | None]:
+        """One round trip: payloads staged under nonces, then a call for each timeline that makes them permanent or deletes them."""
+        commands: list[tuple[Any, ...]] = []
+        calls: dict[tuple[str, str], tuple[list[str], list[int]]] = {}
+        for position, (lease, trajectory) in enumerate(items):
+            nonce, payload = secrets.token_hex(8), trajectory.encode()
+            key = f"{self._wire.key}:{lease.incarnation}:p:{nonce}"
+            commands.append((b"SET", key, payload, b"NX", b"EX", STAGED))
+            lines, positions = calls.setdefault((lease.timeline, lease.incarnation), ([], []))
+            lines.append(
+                f"{lease.group.id} {trajectory.index} {lease.token} {nonce} {len(payload)} "
+                f"{trajectory.completion_token_ids.size} {trajectory.oldest_version} {trajectory.newest_version}"
+            )
+            positions.append(position)
+        for fence, (lines, _) in calls.items():
+            commands.append(self._fcall("push", *fence, *lines))
+        replies = (await self._wire.pipeline(commands))[len(items) :]
+        errors: list[ReplayError | None] = [None] * len(items)
+        for (_, positions), reply in zip(calls.values(), replies, strict=True):
+            for position, text in zip(positions, reply, strict=True):
+                errors[position] = refusal(text.decode()) if text else None
+        return errors
+
+    async def release(self, lease: Lease, reason: str, *, failed: bool) -> None:
+        """Give the group back: `failed` counts an attempt (after `max_attempts` the group ends as failed with `reason`),
+        otherwise (shutdown, refit) it does not."""
+        await self._release(lease, "failed" if failed else "returned", reason)
+
+    async def reject(self, lease: Lease, reason: str) -> None:
+        """The group can never succeed (prompt longer than the context, …): it ends as failed with `reason`, without further attempts."""
+        await self._release(lease, "rejected", reason)
+
+    async def _release(self, lease: Lease, how: str, reason: str) -> None:
+        await self._wire.call("release", lease.timeline, lease.incarnation, lease.group.id, lease.token, how, reason)
+
+
+def _check_push(lease: Lease, trajectory: Trajectory) -> None:
+    trajectory.check()
+    if (trajectory.group_id, trajectory.attempt) != (lease.group.id, lease.attempt):
+        raise InvalidCall(
+            f"trajectory of group {trajectory.group_id!r} attempt {trajectory.attempt} pushed under the lease of "
+            f"{lease.group.id!r} attempt {lease.attempt}"
+        )
