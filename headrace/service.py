@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 Ready = Callable[[], Awaitable[str | None]]
 
+# 128 + SIGTERM: a service that has work to finish was stopped before it had.
+EXIT_STOPPED = 143
+
 
 def create_app(title: str, ready: Ready) -> FastAPI:
     """A FastAPI application with `/healthz`, `/readyz` and `/metrics`.

@@ -116,8 +116,8 @@ class Loop:
         self._healthy_at = self._step_began = tools.clock()
         self._seconds: dict[Action, float] = defaultdict(float)
 
-    async def run(self) -> None:
-        """Until the last step, the last prompt, or a stop. Raises `ServiceError` when the run can't go on."""
+    async def run(self) -> bool:
+        """Until the last step or the last prompt (True), or a stop (False). Raises `ServiceError` when the run can't go on."""
         while True:
             if self._feeding.done():
                 self._feeding.result()
@@ -128,12 +128,12 @@ class Loop:
             match decision.action:
                 case Action.STOP:
                     self._say_where_it_stopped()
-                    return
+                    return False
                 case Action.FAIL:
                     raise ServiceError(decision.reason)
                 case Action.FINISH:
                     await self._finish()
-                    return
+                    return True
                 case Action.CHECKPOINT:
                     await self._checkpoint()
                 case Action.REFIT:

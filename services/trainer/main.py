@@ -14,7 +14,7 @@ from typing import TypeVar
 from headrace.config import Config
 from headrace.errors import ServiceError, WrongStep, WrongTimeline
 from headrace.replay import ReplayClient
-from headrace.service import bind, create_app, die_with_parent, serve_http, stop_on_signals
+from headrace.service import EXIT_STOPPED, bind, create_app, die_with_parent, serve_http, stop_on_signals
 from headrace.trajectory import Score, Trajectory
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.feeder import Demand, Feeder
@@ -54,13 +54,15 @@ class Makers:
 
 
 def main(config: Config, makers: Makers | None = None) -> None:
-    """Train until the last step, the last prompt, or SIGTERM. Raises `HeadraceError` for what a person must mend."""
+    """Train until the last step or the last prompt. Raises `HeadraceError` for what a person must mend, and `SystemExit` with
+    `EXIT_STOPPED` when a signal came first: nobody may take a stopped run for a finished one."""
     makers = makers or Makers()
     if "LOCAL_RANK" in os.environ:
         die_with_parent()
     with join_ranks(config) as ranks:
         if ranks.rank == 0:
-            asyncio.run(_lead(config, ranks, makers))
+            if not asyncio.run(_lead(config, ranks, makers)):
+                raise SystemExit(EXIT_STOPPED)
         else:
             _follow(config, ranks, makers)
 
@@ -82,7 +84,8 @@ def _follow(config: Config, ranks: Ranks, makers: Makers) -> None:
         follow(Worker(config, ranks, read), ranks)
 
 
-async def _lead(config: Config, ranks: Ranks, makers: Makers) -> None:
+async def _lead(config: Config, ranks: Ranks, makers: Makers) -> bool:
+    """Whether the run is complete; False if it was stopped."""
     stop = stop_on_signals()
     phase, gauges = Phase(), Gauges()
     sock = bind(config.trainer.host, config.trainer.port, "trainer.port")
@@ -95,23 +98,24 @@ async def _lead(config: Config, ranks: Ranks, makers: Makers) -> None:
         await stack.enter_async_context(serve_http(create_app("Headrace trainer", ready), sock))
         log.info("http://%s:%d", *sock.getsockname()[:2])
         try:
-            await _train(config, ranks, makers, stop, phase, gauges)
+            finished = await _train(config, ranks, makers, stop, phase, gauges)
             await asyncio.to_thread(dismiss, ranks)
         except (WrongTimeline, WrongStep) as error:
             raise ServiceError(
                 f"the buffer goes another way than this trainer ({error}): another trainer has taken the run over, or the buffer "
                 "was emptied. Stop the other, or start this one again: it goes on from its last checkpoint"
             ) from error
+    return finished
 
 
 async def _train(
     config: Config, ranks: Ranks, makers: Makers, stop: asyncio.Event, phase: Phase, gauges: Gauges
-) -> None:
+) -> bool:
     async with contextlib.AsyncExitStack() as stack:
         phase.problem = "waiting for the replay buffer"
         replay = await unless_stopped(stop, _connect(config, makers))
         if replay is None:
-            return
+            return False
         stack.push_async_callback(replay.aclose)
         torch_thread = stack.enter_context(TorchThread())
         patience = Patience(config.trainer.fleet_deadline_s)
@@ -135,7 +139,7 @@ async def _train(
             log.info("%d prompts that nothing was trained on are queued again", again)
         feeding = asyncio.create_task(feeder.run())
         try:
-            await Loop(config, tools, standing, feeding).run()
+            return await Loop(config, tools, standing, feeding).run()
         finally:
             feeding.cancel()
             await asyncio.wait([feeding])

@@ -21,6 +21,7 @@ from loop_fleet import SmallReplica, repeated, running, score_all
 from headrace.config import Config
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.wire import open_redis
+from headrace.service import EXIT_STOPPED
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.metrics import Journal, Line, surviving
 from services.trainer.start import Restore, choose_start
@@ -296,7 +297,7 @@ async def test_sigterm_stops_cleanly_and_the_next_start_goes_on(
         process = trainer.start()
         await installed(replica, 1)
         process.terminate()
-        assert await ended(process) == 0, trainer.said()
+        assert await ended(process) == EXIT_STOPPED, trainer.said()
         assert "the next start goes on from checkpoint" in trainer.said()
         assert await trainer.run() == 0, trainer.said()
     check_history(trainer)

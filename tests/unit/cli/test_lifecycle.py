@@ -15,6 +15,7 @@ from headrace.cli.lifecycle import (
     Restart,
     RestartPolicy,
 )
+from headrace.service import EXIT_STOPPED
 
 POLICY = RestartPolicy(limit=3, window_s=100.0, first_delay_s=1.0, longest_delay_s=3.0)
 
@@ -33,7 +34,7 @@ def test_a_clean_end_of_any_other_service_is_a_restart() -> None:
     assert decide(0) == Restart(1.0, "exit code 0")
 
 
-@pytest.mark.parametrize("code", [-signal.SIGKILL, EXIT_FAULT, 2, 139])
+@pytest.mark.parametrize("code", [-signal.SIGKILL, EXIT_FAULT, EXIT_STOPPED, 2, 139])
 @pytest.mark.parametrize("ends_run", [True, False])
 def test_a_crash_is_a_restart(code: int, ends_run: bool) -> None:
     assert isinstance(decide(code, ends_run=ends_run, was_ready=False), Restart)
