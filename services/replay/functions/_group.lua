@@ -98,12 +98,42 @@ local function leave(run, group)
   end
 end
 
+-- Forget a group with everything it holds.
+local function erase(run, group)
+  local keys = payload_keys(run, group)
+  keys[#keys + 1] = run.base .. 'd:' .. group.record
+  keys[#keys + 1] = group.key
+  redis.call('UNLINK', unpack(keys))
+  hold(run, group, 0)
+end
+
+-- Law 1: a train group that ended without being trained (failed, filtered) never comes back, although its hash and record may go:
+-- its order stays in the bitmap `ended`, across rewinds and restores, and no refill takes it again.
+local function mark_ended(run, group)
+  if group.lane == 'train' then redis.call('SETBIT', run.base .. 'ended', group.order, 1) end
+end
+
+-- Failed groups that people can look at; of older ones only the order stays.
+local DEAD_LETTERS = 1000
+
+local function trim_dead_letters(run)
+  local excess = redis.call('ZCARD', run.base .. 'failed') - DEAD_LETTERS
+  for _, id in ipairs(excess > 0 and redis.call('ZRANGE', run.base .. 'failed', 0, excess - 1) or {}) do
+    local group = load_group(run, id)
+    -- a group of the validation lane goes with its lane
+    if group.lane == 'train' then erase(run, group) end
+    redis.call('ZREM', run.base .. 'failed', id)
+  end
+end
+
 -- The group ends as failed, with the reason kept: a dead letter. Law 7: nothing of it becomes a reward.
 local function fail(run, group, reason)
   leave(run, group)
   discard(run, group)
   redis.call('HSET', group.key, 'state', 'failed', 'reason', words(reason), 'token', '', 'held', 0)
+  mark_ended(run, group)
   redis.call('ZADD', run.base .. 'failed', run.now, group.id)
+  trim_dead_letters(run)
   move(run, group.lane, group.state, 'failed')
   event(run, 'failed', 'group', group.id, 'reason', words(reason))
   wake(run, 'ready')
@@ -129,15 +159,6 @@ local function requeue(run, group, cause, counted, reason)
   event(run, 'requeued', 'group', group.id, 'cause', cause, 'reason', words(reason))
   wake(run, 'work')
   return nil
-end
-
--- Forget a group with everything it holds.
-local function erase(run, group)
-  local keys = payload_keys(run, group)
-  keys[#keys + 1] = run.base .. 'd:' .. group.record
-  keys[#keys + 1] = group.key
-  redis.call('UNLINK', unpack(keys))
-  hold(run, group, 0)
 end
 
 -- The trajectory waits for a scorer again, without a token; fails the group once its attempts are used up (law 7).

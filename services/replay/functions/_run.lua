@@ -13,7 +13,8 @@
 --   steps       hash    step -> ids of reserved, or kept by a rewind for it (one a line, in ticket order)
 --   trash       list    groups trained for good whose payloads are still to be freed
 --   lane        set     every validation group             unused     set     groups left over at the end
---   failed      zset    dead letters by time               counts     hash    `<lane>:<state>` -> groups
+--   failed      zset    dead letters by time, the newest   counts     hash    `<lane>:<state>` -> groups
+--   ended       bitmap  orders of train groups that ended failed or filtered
 --   refusals    hash    code -> calls refused (law 4)      requeues   hash    cause -> groups requeued
 --   replicas    zset    replicas by the time they are due  r:<id>     hash    a replica; h:<id> set of groups it holds
 --   epoch       hash    the newest membership epoch        members    hash    replica -> what it did in that epoch

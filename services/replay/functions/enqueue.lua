@@ -3,10 +3,12 @@
 -- ARGV     timeline, incarnation, refill (0/1), then for each group: id, lane, order, n, worst-case bytes, nonce of the
 --          record staged at d:<nonce> with a time to live
 -- Returns  how many were new. A train group is new if its order is past the watermark `enqueued` (any order under refill) and
---          its id unknown; a validation group if its id is unknown.
+--          not in `ended`, and its id unknown; a validation group if its id is unknown.
 -- Errors   HR_TIMELINE, HR_INVALID (malformed; record not staged; new train groups after close)
 
 local MOST_TRAJECTORIES = 1024
+-- bits of the bitmap `ended`
+local MOST_ORDERS = 2 ^ 32
 
 local function parse(run, args, i)
   local group = {
@@ -18,13 +20,17 @@ local function parse(run, args, i)
   if group.n > MOST_TRAJECTORIES then
     refuse('HR_INVALID', 'n is ' .. group.n .. '; a group has at most ' .. MOST_TRAJECTORIES .. ' trajectories')
   end
+  if group.order >= MOST_ORDERS then
+    refuse('HR_INVALID', 'order ' .. args[i + 2] .. ' of group ' .. group.id .. '; a run has at most 2^32 prompts')
+  end
   group.key, group.staged = group_key(run, group.id), run.base .. 'd:' .. group.record
   return group
 end
 
 local function is_new(run, group, refill, seen)
   if seen[group.id] or redis.call('EXISTS', group.key) == 1 then return false end
-  return group.lane == 'validation' or refill or group.order > run.enqueued
+  if group.lane == 'validation' then return true end
+  return (refill or group.order > run.enqueued) and redis.call('GETBIT', run.base .. 'ended', group.order) == 0
 end
 
 local function check_new(run, group)
