@@ -10,15 +10,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgpack
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import CodecError
 
-SCHEMA = 1
+SCHEMA: Final = 1
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -29,7 +30,6 @@ FinishReason = Literal["stop", "length"]
 Message = dict[str, Any]
 
 LANES = ("train", "validation")
-FINISH_REASONS = ("stop", "length")
 STATUSES = ("SCORED", "FAILED", "TIMED_OUT", "INVALID")
 
 
@@ -150,42 +150,48 @@ class Trajectory:
         return max(span.version for span in self.spans)
 
     def encode(self) -> bytes:
-        return _pack(
-            {
-                "schema": SCHEMA,
-                "group_id": self.group_id,
-                "attempt": self.attempt,
-                "index": self.index,
-                "prompt_token_ids": _bytes(self.prompt_token_ids, "<i4"),
-                "completion_token_ids": _bytes(self.completion_token_ids, "<i4"),
-                "logprobs": _bytes(self.logprobs, "<f4"),
-                "loss_mask": _bytes(self.loss_mask, "u1"),
-                "spans": [[s.version, s.start, s.end] for s in self.spans],
-                "finish_reason": self.finish_reason,
-                "text": self.text,
-                "replica": self.replica,
-                "turns": [list(turn) for turn in self.turns],
-                "timings": self.timings,
-            }
+        record = _TrajectoryRecord(
+            schema=SCHEMA,
+            group_id=self.group_id,
+            attempt=self.attempt,
+            index=self.index,
+            prompt_token_ids=_bytes(self.prompt_token_ids, "<i4"),
+            completion_token_ids=_bytes(self.completion_token_ids, "<i4"),
+            logprobs=_bytes(self.logprobs, "<f4"),
+            loss_mask=_bytes(self.loss_mask, "u1"),
+            spans=tuple((s.version, s.start, s.end) for s in self.spans),
+            finish_reason=self.finish_reason,
+            text=self.text,
+            replica=self.replica,
+            turns=self.turns,
+            timings=self.timings,
         )
+        try:
+            return _PACK_TRAJECTORY(record)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise CodecError(f"a trajectory can't be packed: {error}") from error
 
     @classmethod
     def decode(cls, data: bytes) -> Trajectory:
-        m = Reader(data, "trajectory")
+        try:
+            record = _UNPACK_TRAJECTORY(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            Reader(data, "trajectory")  # has its own words for what is no record, or one of another schema
+            raise CodecError(f"trajectory: {error}") from error
         trajectory = cls(
-            group_id=m.get("group_id", str),
-            attempt=m.natural("attempt"),
-            index=m.natural("index"),
-            prompt_token_ids=m.array("prompt_token_ids", "<i4"),
-            completion_token_ids=m.array("completion_token_ids", "<i4"),
-            logprobs=m.array("logprobs", "<f4"),
-            loss_mask=m.array("loss_mask", "u1"),
-            spans=tuple(Span(*triple) for triple in m.tuples("spans", 3)),
-            finish_reason=m.choice("finish_reason", FINISH_REASONS),
-            text=m.get("text", str),
-            replica=m.get("replica", str),
-            turns=tuple(m.tuples("turns", 2)),
-            timings=m.numbers("timings"),
+            group_id=record.group_id,
+            attempt=record.attempt,
+            index=record.index,
+            prompt_token_ids=_array(record.prompt_token_ids, _INT32, "prompt_token_ids"),
+            completion_token_ids=_array(record.completion_token_ids, _INT32, "completion_token_ids"),
+            logprobs=_array(record.logprobs, _FLOAT32, "logprobs"),
+            loss_mask=_array(record.loss_mask, _UINT8, "loss_mask"),
+            spans=tuple([Span(*span) for span in record.spans]),
+            finish_reason=record.finish_reason,
+            text=record.text,
+            replica=record.replica,
+            turns=record.turns,
+            timings=record.timings,
         )
         trajectory.check()
         return trajectory
@@ -213,6 +219,39 @@ class Trajectory:
             raise CodecError(f"{where}: spans end at {edge}, the completion at {length}")
         if any(not 0 <= start < end <= length for start, end in self.turns):
             raise CodecError(f"{where}: turns {self.turns} do not lie in [0, {length})")
+        if not all(map(math.isfinite, self.timings.values())):
+            raise CodecError(f"{where}: timings {self.timings} are not finite numbers")
+
+
+class _TrajectoryRecord(msgspec.Struct):
+    """A trajectory as it is written. msgspec checks the types as it reads: a tenth of the time that checks in Python take,
+    for the record that comes by the thousand."""
+
+    schema: Literal[1]
+    group_id: str
+    attempt: Annotated[int, msgspec.Meta(ge=0)]
+    index: Annotated[int, msgspec.Meta(ge=0)]
+    prompt_token_ids: bytes
+    completion_token_ids: bytes
+    logprobs: bytes
+    loss_mask: bytes
+    spans: tuple[tuple[int, int, int], ...]
+    finish_reason: FinishReason
+    text: str
+    replica: str
+    turns: tuple[tuple[int, int], ...]
+    timings: dict[str, float]
+
+
+_PACK_TRAJECTORY = msgspec.msgpack.Encoder().encode
+_UNPACK_TRAJECTORY = msgspec.msgpack.Decoder(_TrajectoryRecord).decode
+_INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
+
+
+def _array(raw: bytes, kind: np.dtype[Any], name: str, what: str = "trajectory") -> Any:
+    if len(raw) % kind.itemsize:
+        raise CodecError(f"{what}: field {name!r} has {len(raw)} bytes, not a multiple of {kind.itemsize}")
+    return np.frombuffer(raw, dtype=kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,15 +366,5 @@ class Reader:
             raise self._refuse(name, f"a list of {kind.__name__}")
         return values
 
-    def tuples(self, name: str, width: int) -> list[Any]:
-        values = self.list_of(name, list)
-        if not all(len(v) == width and all(type(x) is int for x in v) for v in values):
-            raise self._refuse(name, f"a list of {width} whole numbers each")
-        return [tuple(v) for v in values]
-
     def array(self, name: str, dtype: str) -> Any:
-        raw = self.get(name, bytes)
-        kind = np.dtype(dtype)
-        if len(raw) % kind.itemsize:
-            raise CodecError(f"{self.what}: field {name!r} has {len(raw)} bytes, not a multiple of {kind.itemsize}")
-        return np.frombuffer(raw, dtype=kind)
+        return _array(self.get(name, bytes), np.dtype(dtype), name, self.what)

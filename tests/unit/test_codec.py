@@ -226,12 +226,13 @@ def test_another_schema_is_refused_with_both_numbers() -> None:
         ({"spans": [[3, 0, 0], [4, 0, 4]]}, "do not cover"),
         ({"spans": [[-1, 0, 4]]}, "do not cover"),
         ({"spans": [[3, 0, 5]]}, "spans end at 5"),
-        ({"spans": [[3, 0]]}, "3 whole numbers"),
-        ({"spans": [[3, 0, True]]}, "3 whole numbers"),
+        ({"spans": [[3, 0]]}, "length 3, got 2 - at `.*spans"),
+        ({"spans": [[3, 0, True]]}, "got `bool` - at `.*spans"),
         ({"turns": [[0, 5]]}, "do not lie in"),
         ({"turns": [[2, 2]]}, "do not lie in"),
-        ({"finish_reason": "tired"}, "one of stop, length"),
-        ({"timings": {"generate": "long"}}, "a finite number"),
+        ({"finish_reason": "tired"}, "tired.* - at `.*finish_reason"),
+        ({"timings": {"generate": "long"}}, "Expected `float`, got `str` - at `.*timings"),
+        ({"timings": {"generate": float("inf")}}, "timings .* are not finite"),
     ],
 )
 def test_arrays_spans_and_turns_must_agree(change: dict[str, Any], said: str) -> None:
