@@ -3,6 +3,7 @@
 from headrace.replay.client import ReplayClient
 from headrace.replay.records import (
     End,
+    Ended,
     Epoch,
     Evaluated,
     GroupState,
@@ -21,6 +22,7 @@ from headrace.replay.trainer import worst_case_bytes
 
 __all__ = [
     "End",
+    "Ended",
     "Epoch",
     "Evaluated",
     "GroupState",

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from headrace.errors import InvalidCall
 from headrace.replay.records import Epoch, RunState
-from headrace.replay.replies import of_lane, unpack
+from headrace.replay.replies import run_state, unpack
 from headrace.replay.wire import Wakeups, Wire
 
 # A payload that no call made visible is gone after this many seconds.
@@ -79,7 +79,7 @@ class Calls:
     def _note(self, reply: bytes) -> RunState:
         state = unpack(reply)
         self._incarnation = state["incarnation"]
-        return RunState(run_id=self.run_id, **{**state, "counts": of_lane(state["counts"] or {}, "train")})
+        return run_state(self.run_id, state)
 
     async def _sweep_old_incarnations(self) -> None:
         """Delete what a restore has put out of reach."""

@@ -43,6 +43,8 @@ class RunState:
 
     `timeline` and `incarnation` are nonces (random hex). `next_step` is the step the next `reserve` must name; `committed`
     the newest published checkpoint's version (-1 before the first); `enqueued` the highest `order` taken so far (-1: none).
+    `refill`: prompts up to `enqueued` are missing, neither trained nor held, until the trainer has enqueued them again and said
+    `refilled`. `timelines`: those the weights descend from, each with the version it began at, oldest first.
     """
 
     run_id: str
@@ -53,6 +55,22 @@ class RunState:
     enqueued: int
     closed: bool
     counts: dict[str, int]  # groups by GroupState, train lane
+    refill: bool = False
+    timelines: tuple[tuple[str, int], ...] = ()
+
+    def timeline_of(self, version: int) -> str | None:
+        """The timeline on which the weights of `version` > 0 were made; None if the buffer does not know it."""
+        return next((timeline for timeline, start in reversed(self.timelines) if start < version), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """Train groups that ended without being trained: `failed` and `filtered` of them, `bitmap` over the orders of both (the most
+    significant bit of the first byte is order 0)."""
+
+    failed: int = 0
+    filtered: int = 0
+    bitmap: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,11 +153,16 @@ class ReservedTrajectory:
 
 @dataclasses.dataclass(frozen=True)
 class Reservation:
-    """Batch of step `step`: `P` complete groups in ticket order, n trajectories each in index order."""
+    """Batch of step `step`: `P` complete groups in ticket order, n trajectories each in index order.
+
+    `scored` groups got all their scores since the batch before, `filtered` of them by dynamic sampling (they are in no batch).
+    """
 
     step: int
     groups: tuple[str, ...]
     trajectories: tuple[ReservedTrajectory, ...]
+    scored: int = 0
+    filtered: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 
 from headrace.errors import CodecError
-from headrace.replay.records import Epoch, Reservation, ReservedTrajectory, ScoringJob
+from headrace.replay.records import Epoch, Reservation, ReservedTrajectory, RunState, ScoringJob
 from headrace.trajectory import Group, Trajectory
 
 
@@ -40,7 +40,7 @@ def score_key(payload_key: str) -> str:
 
 
 def reservation(reply: list[Any]) -> Reservation:
-    _, step, prefix, ids, fields = reply
+    _, step, prefix, ids, fields, scored, filtered = reply
     groups = tuple(group_id.decode() for group_id in ids)
     trajectories = tuple(
         reserved(group_id, index, prefix.decode(), pushed, reward)
@@ -49,7 +49,7 @@ def reservation(reply: list[Any]) -> Reservation:
             zip(values[: len(values) // 2], values[len(values) // 2 :], strict=True)
         )
     )
-    return Reservation(step, groups, trajectories)
+    return Reservation(step, groups, trajectories, scored, filtered)
 
 
 def reserved(group_id: str, index: int, prefix: str, pushed: bytes, reward: bytes) -> ReservedTrajectory:
@@ -83,6 +83,18 @@ def epoch_of(reply: list[Any]) -> Epoch:
         verified=tuple(sorted(m for m, what in did.items() if what == "verified")),
         refused={m: what.removeprefix("refused ") for m, what in did.items() if what.startswith("refused ")},
         rendezvous=unpack(rendezvous),
+    )
+
+
+def run_state(run_id: str, fields: Mapping[str, Any]) -> RunState:
+    timelines = (entry.rsplit(" ", 1) for entry in fields["timelines"] or ())
+    return RunState(
+        run_id=run_id,
+        **{
+            **fields,
+            "counts": of_lane(fields["counts"] or {}, "train"),
+            "timelines": tuple((timeline, int(start)) for timeline, start in timelines),
+        },
     )
 
 

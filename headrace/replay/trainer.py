@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.errors import InvalidCall
 from headrace.replay.calls import BATCH, PAYLOADS, STAGED, Calls, chunks
-from headrace.replay.records import End, Evaluated, Reservation, RunState, Waiting
+from headrace.replay.records import End, Ended, Evaluated, Reservation, RunState, Waiting
 from headrace.replay.replies import reservation, score_key
 from headrace.trajectory import Group, Score, Trajectory
 
@@ -20,24 +20,42 @@ class TrainerCalls(Calls):
     async def rewind(self, version: int, timeline: str) -> RunState:
         """The trainer goes on from checkpoint `version` on the new `timeline` (a nonce of the caller: a repeat is a no-op).
 
-        Commits reserved steps < version, reopens steps >= version for `reserve` unchanged where all trajectories survive, voids
+        Commits reserved steps < version, or takes back what was committed from a checkpoint older than the newest (the state then says
+        `refill`). Reopens steps >= version for `reserve` unchanged where all trajectories survive, voids
         all leases, drops the validation lane, discards every trajectory with a token newer than `version`, marks every replica STALE.
         """
         state = self._note(await self._wire.call("rewind", version, timeline))
         await self._until_done("commit", version, timeline)
         return state
 
-    async def restore(self, version: int, timeline: str, incarnation: str, enqueued: int) -> RunState:
-        """The store lost writes: install a new incarnation that knows of nothing but checkpoint `version`, and of the prompts up to
-        order `enqueued` as already taken. The caller enqueues again (with `refill`) those among them that its ledger does not hold.
+    async def restore(
+        self, version: int, timeline: str, incarnation: str, enqueued: int, ended: Ended | None = None
+    ) -> RunState:
+        """The store lost writes: install a new incarnation that knows of nothing but checkpoint `version`, of the prompts up to order
+        `enqueued` as already taken, and of those that `ended`. The state says `refill`: the caller enqueues again those among them that
+        its ledger does not hold.
         """
-        state = self._note(await self._wire.call("restore", version, timeline, incarnation, enqueued))
+        ended = ended or Ended()
+        state = self._note(
+            await self._wire.call(
+                "restore", version, timeline, incarnation, enqueued, ended.failed, ended.filtered, ended.bitmap
+            )
+        )
         await self._sweep_old_incarnations()
         return state
 
+    async def refilled(self, timeline: str) -> None:
+        """Every prompt that the state's `refill` asked for is enqueued again (idempotent)."""
+        await self._wire.call("refilled", timeline)
+
+    async def ended(self) -> Ended:
+        """The train groups that ended without being trained, for `restore`: an order among them is never enqueued again."""
+        failed, filtered, bitmap = await self._wire.call("ended")
+        return Ended(failed, filtered, bitmap)
+
     async def enqueue(self, groups: Sequence[Group], timeline: str, refill: bool = False) -> int:
         """Append to the queue of each group's lane; returns how many were new. A group at or below `enqueued` order, or known
-        by id, is not new (idempotent). `refill` takes groups at or below `enqueued` that are not known by id."""
+        by id, or among those that ended, is not new (idempotent). `refill` takes groups at or below `enqueued` as well."""
         if self._incarnation is None:
             await self.state()
         prefix = f"{self._wire.key}:{self._incarnation}:d:"
@@ -61,7 +79,7 @@ class TrainerCalls(Calls):
     async def reserve(self, step: int, timeline: str) -> Reservation | Waiting | End:
         """Laws 2, 3 and 5: the batch of `step`, which must be `next_step` (repeating the last reserve gives the same batch).
 
-        Raises `WrongStep`, `WrongTimeline`.
+        Raises `WrongStep`, `WrongTimeline`, and `SamplingStarved` where it would wait, but dynamic sampling has had its share.
         """
         reply = await self._wire.call("reserve", step, timeline)
         match reply[0]:
@@ -95,7 +113,8 @@ class TrainerCalls(Calls):
         return [Group.decode(record) for record in await self._held(records)]
 
     async def commit(self, version: int, timeline: str) -> None:
-        """Checkpoint `version` is published: steps < version are trained for good and their payloads freed (idempotent)."""
+        """Checkpoint `version` is published: steps < version are trained, and the payloads of all but the newest `retain_steps` of them
+        are freed (idempotent)."""
         await self._until_done("commit", version, timeline)
 
     async def evaluated(self, ids: Sequence[str]) -> tuple[list[Evaluated], dict[str, str], int]:

@@ -32,6 +32,8 @@ TRANSITIONS = (
     "drop_validation",
     "rewind",
     "restore",
+    "refilled",
+    "ended",
     "register",
     "deregister",
     "heartbeat",

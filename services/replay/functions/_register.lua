@@ -41,6 +41,21 @@ local function refuse_entry(run, code, message)
   return code .. ' ' .. message
 end
 
+-- Timelines that are remembered: a checkpoint from before the oldest of them is restored instead of rewound to.
+local TIMELINES = 256
+
+-- The weights go on from `version` on the timeline `timeline`: those that began at it or later are abandoned.
+local function begin_timeline(run, version, timeline)
+  local key = run.base .. 'timelines'
+  while true do
+    local last = redis.call('LINDEX', key, -1)
+    if not last or tonumber(string.match(last, '%d+$')) < version then break end
+    redis.call('RPOP', key)
+  end
+  redis.call('RPUSH', key, timeline .. ' ' .. version)
+  redis.call('LTRIM', key, -TIMELINES, -1)
+end
+
 -- The run as `state` and the calls that change it as a whole answer: msgpack.
 local function run_state(run)
   local counts = {}
@@ -53,6 +68,7 @@ local function run_state(run)
   end
   return {
     timeline = run.timeline, incarnation = run.incarnation, next_step = run.next_step, committed = run.committed,
-    enqueued = run.enqueued, closed = run.closed == 1, counts = counts,
+    enqueued = run.enqueued, closed = run.closed == 1, counts = counts, refill = run.refill == 1,
+    timelines = redis.call('LRANGE', run.base .. 'timelines', 0, -1),
   }
 end

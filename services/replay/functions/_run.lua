@@ -10,11 +10,13 @@
 --   leases      zset    open groups by the time the lease ends
 --   unscored    zset    trajectories waiting for a scorer (`<id>:<index>`) by time of push
 --   taken       zset    trajectories with a scorer by deadline
---   steps       hash    step -> ids of reserved, or kept by a rewind for it (one a line, in ticket order)
+--   steps       hash    step -> ids of reserved, retained, or kept by a rewind for it (one a line, in ticket order)
+--   timelines   list    `<timeline> <version it began at>`: what the weights descend from, oldest first
 --   trash       list    groups trained for good whose payloads are still to be freed
 --   lane        set     every validation group             unused     set     groups left over at the end
 --   failed      zset    dead letters by time, the newest   counts     hash    `<lane>:<state>` -> groups
 --   ended       bitmap  orders of train groups that ended failed or filtered
+--   since       hash    scored, filtered: train groups since the last batch that got all their scores, and of them were filtered
 --   refusals    hash    code -> calls refused (law 4)      requeues   hash    cause -> groups requeued
 --   replicas    zset    replicas by the time they are due  r:<id>     hash    a replica; h:<id> set of groups it holds
 --   epoch       hash    the newest membership epoch        members    hash    replica -> what it did in that epoch
@@ -28,7 +30,7 @@ local LIMITS = {
 -- staleness_policy: ordered, drop or mask; filter: '', or `<low> <high>`: groups whose rewards, clamped to these, are all equal
 -- are filtered
 local WORDS = {'staleness_policy', 'filter'}
-local NUMBERS = {'next_step', 'committed', 'enqueued', 'closed', 'tickets', 'pinned', 'top', 'evicted', 'bytes', 'due'}
+local NUMBERS = {'next_step', 'committed', 'enqueued', 'closed', 'tickets', 'pinned', 'top', 'evicted', 'freed', 'refill', 'bytes', 'due'}
 -- While a library loads there are no iterators.
 local FIELDS = {'timeline', 'incarnation'}
 for i = 1, #NUMBERS do FIELDS[#FIELDS + 1] = NUMBERS[i] end

@@ -1,7 +1,7 @@
 -- Steps: reserved batches, and what a rewind keeps of them.
 --
--- `steps` maps a step to its groups. Below `next_step` they are reserved; from `next_step` to `top` they are survivors of a rewind:
--- ready groups that keep their step (law 5). `pinned` counts the latter.
+-- `steps` maps a step to its groups. From `freed` to `committed` they are trained and retained, from there to `next_step` reserved, and from
+-- there to `top` survivors of a rewind: ready groups that keep their step (law 5). `pinned` counts the latter.
 
 local function step_ids(run, step)
   return lines(redis.call('HGET', run.base .. 'steps', step))
@@ -15,16 +15,25 @@ local function keep_step(run, step, ids)
   end
 end
 
--- Steps < version are trained for good (law 1). Their payloads are freed a batch at a time (`empty_trash`).
-local function commit_steps(run, version)
-  for step = math.max(run.committed, 0), version - 1 do
+-- Steps < edge go, with their groups, a batch at a time (`empty_trash`).
+local function free_steps(run, edge)
+  for step = run.freed, edge - 1 do
     local ids = step_ids(run, step)
     for first = 1, #ids, BATCH do
       redis.call('RPUSH', run.base .. 'trash', unpack(ids, first, math.min(first + BATCH - 1, #ids)))
     end
     keep_step(run, step, {})
-    move(run, 'train', 'reserved', 'trained', #ids)
   end
+  if edge > run.freed then set(run, 'freed', edge) end
+end
+
+-- Steps < version are trained (law 1): known by the watermark `committed` and the checkpoint's ledger. The newest `retain_steps` keep their
+-- payloads, for people and for a rewind to an older checkpoint.
+local function commit_steps(run, version)
+  for step = math.max(run.committed, 0), version - 1 do
+    move(run, 'train', 'reserved', 'trained', #step_ids(run, step))
+  end
+  free_steps(run, version - run.retain_steps)
   if version > run.committed then
     set(run, 'committed', version)
     event(run, 'committed', 'version', version)
@@ -50,5 +59,6 @@ local function batch_of(run, step, ids)
     trajectories[i] = redis.call('HMGET', key, unpack(fields))
     sizes[i] = n
   end
-  return {'batch', step, run.base .. 'p:', ids, trajectories}
+  local scored, filtered = unpack(redis.call('HMGET', run.base .. 'since', 'batch_scored', 'batch_filtered'))
+  return {'batch', step, run.base .. 'p:', ids, trajectories, tonumber(scored or 0), tonumber(filtered or 0)}
 end

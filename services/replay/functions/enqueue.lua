@@ -1,10 +1,10 @@
 -- enqueue: groups come into the queue of their lane; those already taken change nothing (law 1: no prompt twice).
 -- KEYS     the run
--- ARGV     timeline, incarnation, refill (0/1), then for each group: id, lane, order, n, worst-case bytes, nonce of the
+-- ARGV     timeline, incarnation, refill (0/1: take orders at or below the watermark), then for each group: id, lane, order, n, worst-case bytes, nonce of the
 --          record staged at d:<nonce> with a time to live
 -- Returns  how many were new. A train group is new if its order is past the watermark `enqueued` (any order under refill) and
 --          not in `ended`, and its id unknown; a validation group if its id is unknown.
--- Errors   HR_TIMELINE, HR_INVALID (malformed; record not staged; new train groups after close)
+-- Errors   HR_TIMELINE, HR_INVALID (malformed; record not staged; new train groups after close; refill while steps are being freed)
 
 local MOST_TRAJECTORIES = 1024
 -- bits of the bitmap `ended`
@@ -57,6 +57,10 @@ register('hr_enqueue', nil, function(run, args)
   require_timeline(run, args[1])
   require_incarnation(run, args[2])
   local refill = choice(args[3], {['0'] = true, ['1'] = true}, 'refill') == '1'
+  -- their groups are still known, and soon they are not
+  if refill and redis.call('EXISTS', run.base .. 'trash') == 1 then
+    refuse('HR_INVALID', 'a refill while trained steps are still being freed; call commit until nothing is left')
+  end
   local new, known, seen = {}, {}, {}
   for i = 0, count - 1 do
     local group = parse(run, args, 4 + i * 6)

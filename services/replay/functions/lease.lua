@@ -5,17 +5,19 @@
 --          attempt, ticket (-1: validation)
 -- Errors   HR_NOT_VERIFIED: the replica is not HEALTHY on this timeline; HR_INVALID
 --
--- Admission (`ordered`): with v the replica's version, P groups a step, age bound A, R = P * next_step and O = groups open,
--- scoring or ready, a lease is granted iff R + O < (v + A + 1) * P. A group's place in line is its step, so that the step
--- is at most v + A and the age at most A (law 2) without dropping anything.
+-- Admission: with v the replica's version, P groups a step, R = P * next_step and O = groups open, scoring or ready, a lease is granted
+-- iff R + O < (v + ahead + 1) * P. Under `ordered`, `ahead` is the age bound A: a group's place in line is its step, so that the step is
+-- at most v + A and the age at most A (law 2) without dropping anything. Under `drop` and `mask` it is ahead_steps, at least A: groups are
+-- trained as they get ready, and reserve.lua keeps law 2.
 --
 -- Memory: a lease counts its group's worst case until it is complete. Past the bound leases wait, unless nothing is held at all
 -- (a single group over the bound must not stop the run). Payloads of steps that were trained but not committed go first.
 
--- Steps before the newest reserved one are trained; their payloads only serve a rewind, which can have them made again.
+-- Steps before the newest reserved one are trained; their payloads only serve people and a rewind, which can have them made again.
+-- The oldest go first, so that those that are merely retained go before those that a crash would need.
 local function evict_trained_step(run)
-  local step = math.max(run.evicted, run.committed, 0)
-  if step >= run.next_step - 1 then return false end
+  local step = math.max(run.evicted, run.freed)
+  if step >= math.max(run.committed, run.next_step - 1) then return false end
   for _, id in ipairs(lines(redis.call('HGET', run.base .. 'steps', step))) do
     local group = load_group(run, id)
     discard(run, group)
@@ -82,7 +84,8 @@ register('hr_lease', 3, function(run, args)
   most = most - lease_from(run, 'validation', most, replica, version, nonce, reply)
   local reserved = run.prompts_per_step * run.next_step
   local ahead = redis.call('ZCARD', run.base .. 'line') + run.pinned
-  local room = (version + run.max_age + 1) * run.prompts_per_step - reserved - ahead
+  local steps = run.staleness_policy == 'ordered' and run.max_age or run.ahead_steps
+  local room = (version + steps + 1) * run.prompts_per_step - reserved - ahead
   lease_from(run, 'train', math.min(most, room), replica, version, nonce, reply)
   if run.tickets ~= tickets then set(run, 'tickets', run.tickets) end
   return reply

@@ -34,7 +34,8 @@ local function make_run(keys, args)
   local fields = limit_fields(args)
   if redis.call('EXISTS', key) == 0 then
     redis.call('HSET', key, 'timeline', timeline, 'incarnation', incarnation, 'next_step', 0, 'committed', -1,
-      'enqueued', -1, 'closed', 0, 'tickets', 0, 'pinned', 0, 'top', 0, 'evicted', 0, 'bytes', 0, 'due', 1e15)
+      'enqueued', -1, 'closed', 0, 'tickets', 0, 'pinned', 0, 'top', 0, 'evicted', 0, 'freed', 0, 'refill', 0, 'bytes', 0, 'due', 1e15)
+    redis.call('RPUSH', key .. ':' .. incarnation .. ':timelines', timeline .. ' 0')
   end
   redis.call('HSET', key, unpack(fields))
 end

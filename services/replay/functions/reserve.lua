@@ -1,17 +1,24 @@
--- reserve: the trainer takes the batch of the next step: the P lowest tickets, all ready, or waits.
+-- reserve: the trainer takes the batch of the next step, or waits: what a rewind kept for it, then under `ordered` the lowest tickets, all
+-- of them ready; under `drop` and `mask` the lowest tickets among those that are ready.
 -- KEYS     the run
 -- ARGV     step, timeline
 -- Returns  {'batch', step, prefix of payload keys, group ids in ticket order, for each group: n times
---          `<nonce> <length> <oldest> <newest>`, then n rewards}, or {'waiting', ready, needed}, or {'end', unused}
--- Errors   HR_TIMELINE, HR_STEP, HR_INVALID
+--          `<nonce> <length> <oldest> <newest>`, then n rewards; groups scored and groups filtered since the batch before}, or {'waiting', ready, needed}, or {'end', unused}
+-- Errors   HR_TIMELINE, HR_STEP, HR_STARVED, HR_INVALID
 --
 -- Repeating the last reserve gives the same batch, for a trainer that lost the reply. Whatever the admission policy did, law 2 (age)
 -- and law 3 (completeness) are enforced here: a group that breaks one is requeued, never handed out.
 
+-- Law 2: a group is as old as its oldest token. Under `mask` tokens over age leave the policy loss one by one (the trainer sees to it),
+-- and the group stays as long as it has one that counts.
+local function age_of(run, group, step)
+  return step - (run.staleness_policy == 'mask' and group.newest or group.oldest)
+end
+
 -- Why the group may not be trained at `step`, or nil.
 local function objection(run, group, step)
   if group.pushed ~= group.n or group.scored ~= group.n then return 'incomplete' end
-  if step - group.oldest > run.max_age then return 'over_age' end
+  if age_of(run, group, step) > run.max_age then return 'over_age' end
   if group.newest > step then return 'too_new' end
   local keys = payload_keys(run, group)
   if #keys ~= 2 * group.n or redis.call('EXISTS', unpack(keys)) ~= #keys then return 'payload_missing' end
@@ -74,16 +81,10 @@ local function end_run(run, left)
   return {'end', redis.call('SCARD', base .. 'unused')}
 end
 
--- The `need` lowest tickets if all are ready and lawful, else nil and how many are ready.
-local function lowest(run, step, need)
-  if need == 0 then return {}, 0 end
-  local line = redis.call('ZRANGE', run.base .. 'line', 0, need - 1, 'WITHSCORES')
-  local last = line[#line]
-  local ready = last and redis.call('ZCOUNT', run.base .. 'ready', '-inf', last) or 0
-  if ready < need then return nil, ready end
-  local groups = {}
-  for i = 1, #line, 2 do
-    local group = load_group(run, line[i])
+-- Append those of `ids` that may be trained at `step` to `groups`; the others are requeued.
+local function take_lawful(run, step, ids, groups)
+  for _, id in ipairs(ids) do
+    local group = load_group(run, id)
     local why = objection(run, group, step)
     if why then
       requeue(run, group, why, false, 'step ' .. step .. ': ' .. why)
@@ -91,6 +92,30 @@ local function lowest(run, step, need)
       groups[#groups + 1] = group
     end
   end
+end
+
+-- Ready groups, lowest tickets first, until `need` are found; nil and how many there are if they don't suffice. A group over age leaves the
+-- line here; admission bounds how many there can be.
+local function any_ready(run, step, need)
+  local groups = {}
+  while #groups < need do
+    local ids = redis.call('ZRANGE', run.base .. 'ready', #groups, need - 1)
+    if #ids == 0 then return nil, #groups end
+    take_lawful(run, step, ids, groups)
+  end
+  return groups, need
+end
+
+-- The `need` lowest tickets if all are ready and lawful, else nil and how many are ready.
+local function lowest(run, step, need)
+  if need == 0 then return {}, 0 end
+  local line = redis.call('ZRANGE', run.base .. 'line', 0, need - 1, 'WITHSCORES')
+  local last = line[#line]
+  local ready = last and redis.call('ZCOUNT', run.base .. 'ready', '-inf', last) or 0
+  if ready < need then return nil, ready end
+  local ids, groups = {}, {}
+  for i = 1, #line, 2 do ids[#ids + 1] = line[i] end
+  take_lawful(run, step, ids, groups)
   if #groups < need then return nil, #groups end
   return groups, need
 end
@@ -113,8 +138,21 @@ local function hand_out(run, step, groups)
   set(run, 'next_step', step + 1)
   if run.top < step + 1 then set(run, 'top', step + 1) end
   redis.call('HSET', run.key, 'age_mean', age / #ids, 'age_max', oldest)
+  local scored, filtered = unpack(redis.call('HMGET', run.base .. 'since', 'scored', 'filtered'))
+  redis.call('HSET', run.base .. 'since', 'scored', 0, 'filtered', 0, 'batch_scored', scored or 0, 'batch_filtered', filtered or 0)
   event(run, 'reserved', 'step', step)
   return batch_of(run, step, ids)
+end
+
+-- Dynamic sampling has its limit: what got its scores since the last batch is more than `max_scored`, and still there are not `need`
+-- groups that may be trained. Groups that are ready, and only wait for their turn, don't count against it.
+local function require_signal(run, need)
+  if run.max_scored == 0 or redis.call('ZCARD', run.base .. 'ready') >= need then return end
+  local scored, filtered = unpack(redis.call('HMGET', run.base .. 'since', 'scored', 'filtered'))
+  if tonumber(scored or 0) > run.max_scored then
+    refuse('HR_STARVED', scored .. ' groups were scored for one batch, more than ' .. run.max_scored .. ', and ' ..
+      (filtered or 0) .. ' of them were filtered: all their rewards are equal')
+  end
 end
 
 register('hr_reserve', 2, function(run, args)
@@ -136,8 +174,12 @@ register('hr_reserve', 2, function(run, args)
     if queued + redis.call('ZCARD', run.base .. 'line') + run.pinned < run.prompts_per_step then return end_run(run, {}) end
     while queued + redis.call('ZCARD', run.base .. 'line') < need and unpin_last_step(run, step) do end
   end
-  local fresh, ready = lowest(run, step, need)
-  if not fresh then return {'waiting', survivors + ready, run.prompts_per_step} end
+  local choose = run.staleness_policy == 'ordered' and lowest or any_ready
+  local fresh, ready = choose(run, step, need)
+  if not fresh then
+    require_signal(run, need)
+    return {'waiting', survivors + ready, run.prompts_per_step}
+  end
   for _, group in ipairs(fresh) do groups[#groups + 1] = group end
   if survivors > 0 then set(run, 'pinned', run.pinned - survivors) end
   return hand_out(run, step, groups)

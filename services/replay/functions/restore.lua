@@ -1,13 +1,22 @@
--- restore: the store lost writes. A new incarnation knows of nothing but checkpoint `version` and the prompts taken so far; the caller
--- enqueues again (refill) those that its ledger does not hold. Everything of the old incarnation is out of reach at once: it lies
+-- restore: the store lost writes. A new incarnation knows of nothing but checkpoint `version`, the prompts taken so far, and those that ended
+-- failed or filtered; the caller enqueues again (refill) the others that its ledger does not hold. Everything of the old incarnation is out of reach at once: it lies
 -- under another prefix, which the client sweeps. A repeat under the same incarnation is a no-op.
 -- KEYS     the run
--- ARGV     version, timeline, incarnation (new nonces), highest order taken (-1: none)
+-- ARGV     version, timeline, incarnation (new nonces), highest order taken (-1: none), groups failed, groups filtered, bitmap of both
 -- Returns  the run's state, msgpack
 -- Errors   HR_INVALID
-register('hr_restore', 4, function(run, args)
+
+-- The groups that ended, as the checkpoint knows them.
+local function take_over_ended(run, failed, filtered, bitmap)
+  if #bitmap > 0 then redis.call('SET', run.base .. 'ended', bitmap) end
+  if failed > 0 then move(run, 'train', nil, 'failed', failed) end
+  if filtered > 0 then move(run, 'train', nil, 'filtered', filtered) end
+end
+
+register('hr_restore', 7, function(run, args)
   local version, timeline, incarnation = natural(args[1], 'version'), name(args[2], 'timeline'), name(args[3], 'incarnation')
   local enqueued = args[4] == '-1' and -1 or natural(args[4], 'highest order taken')
+  local failed, filtered = natural(args[5], 'groups failed'), natural(args[6], 'groups filtered')
   if incarnation == run.incarnation then return cmsgpack.pack(run_state(run)) end
   if redis.call('SISMEMBER', run.key .. ':old', incarnation) == 1 then
     refuse('HR_INVALID', 'incarnation ' .. show(incarnation) .. ' was used before; make a new nonce')
@@ -17,7 +26,12 @@ register('hr_restore', 4, function(run, args)
   run.timeline, run.incarnation, run.base = timeline, incarnation, run.key .. ':' .. incarnation .. ':'
   run.next_step, run.committed, run.enqueued, run.closed, run.due = version, version, enqueued, 0, 1e15
   redis.call('HSET', run.key, 'timeline', timeline, 'incarnation', incarnation, 'next_step', version, 'committed', version,
-    'enqueued', enqueued, 'closed', 0, 'tickets', 0, 'pinned', 0, 'top', version, 'evicted', version, 'bytes', 0, 'due', 1e15)
+    'enqueued', enqueued, 'closed', 0, 'tickets', 0, 'pinned', 0, 'top', version, 'evicted', version, 'freed', version, 'refill', 1,
+    'bytes', 0, 'due', 1e15)
+  run.refill = 1
+  begin_timeline(run, version, timeline)
+  take_over_ended(run, failed, filtered, args[7])
+  move(run, 'train', nil, 'trained', version * run.prompts_per_step)
   event(run, 'restored', 'version', version, 'incarnation', incarnation)
   for _, channel in ipairs({'work', 'ready', 'scoring', 'epoch'}) do wake(run, channel) end
   return cmsgpack.pack(run_state(run))

@@ -2,21 +2,32 @@
 -- KEYS     the run
 -- ARGV     version, timeline (a new nonce)
 -- Returns  the run's state, msgpack
--- Errors   HR_STEP: the buffer no longer holds what follows an older checkpoint, or lost what led to a newer one; HR_INVALID
+-- Errors   HR_STEP: the buffer lost what led to the checkpoint; HR_INVALID
 --
--- Commits reserved steps < version. Reopens steps >= version: groups without a token newer than `version` keep their step, the
+-- Commits reserved steps < version; or, for a checkpoint older than the newest, takes back what was committed from it on: `committed` is
+-- `version` again, and the run wants a `refill` of the groups it no longer holds. Reopens steps >= version: groups without a token newer than `version` keep their step, the
 -- others are requeued (law 2: the new weights do not descend from what wrote them). Voids all leases and scoring tokens, drops the
 -- validation lane, brings leftovers back to the queue and opens it. Replicas are STALE by themselves: HEALTHY is a state of a timeline.
 --
--- Its work is bounded by what admission lets be in flight, the steps since the last commit, and one validation.
+-- Its work is bounded by what admission lets be in flight, the steps since the last commit or retained, and one validation.
 
 local function survives(group, version)
   return group.state ~= 'open' and group.newest <= version and not group.lost
 end
 
+-- Steps >= version that were trained are so no longer. Those still held are reserved, to be reopened; the others are to be refilled.
+local function take_back_steps(run, version)
+  local held = 0
+  for step = math.max(version, run.freed), run.committed - 1 do held = held + #step_ids(run, step) end
+  move(run, 'train', 'trained', 'reserved', held)
+  move(run, 'train', 'trained', nil, (run.committed - version) * run.prompts_per_step - held)
+  set(run, 'committed', version)
+  set(run, 'refill', 1)
+end
+
 local function reopen_steps(run, version)
-  local pinned = 0
-  for step = version, run.top - 1 do
+  local pinned, top = 0, version
+  for step = math.max(version, run.freed), run.top - 1 do
     local kept = {}
     for _, id in ipairs(step_ids(run, step)) do
       local group = load_group(run, id)
@@ -32,8 +43,11 @@ local function reopen_steps(run, version)
     end
     keep_step(run, step, kept)
     pinned = pinned + #kept
+    if #kept > 0 then top = step + 1 end
   end
   set(run, 'pinned', pinned)
+  set(run, 'top', top)
+  set(run, 'freed', math.min(run.freed, version))
 end
 
 local function sift_line(run, version)
@@ -62,21 +76,19 @@ register('hr_rewind', 2, function(run, args)
     refuse('HR_STEP', 'rewind to version ' .. version .. ', but only steps below ' .. run.next_step ..
       ' were reserved here: the buffer lost writes; use restore')
   end
-  if version < run.committed then
-    refuse('HR_STEP', 'rewind to version ' .. version .. ', but version ' .. run.committed ..
-      ' is committed and what came before it is freed; rewind to ' .. run.committed .. ' or later, or use restore')
-  end
-  commit_steps(run, version)
+  if version < run.committed then take_back_steps(run, version) else commit_steps(run, version) end
   drop_validation(run, 1e6)
   reopen_steps(run, version)
   sift_line(run, version)
   void_scoring(run)
   reopen_leftovers(run)
   if redis.call('EXISTS', run.base .. 'epoch') == 1 then redis.call('HSET', run.base .. 'epoch', 'state', 'aborted') end
-  set(run, 'evicted', version)
+  set(run, 'evicted', math.min(run.evicted, version))
   set(run, 'next_step', version)
   set(run, 'closed', 0)
+  redis.call('UNLINK', run.base .. 'since')
   set(run, 'timeline', timeline)
+  begin_timeline(run, version, timeline)
   event(run, 'rewound', 'version', version, 'timeline', timeline)
   for _, channel in ipairs({'work', 'ready', 'scoring', 'epoch'}) do wake(run, channel) end
   return cmsgpack.pack(run_state(run))

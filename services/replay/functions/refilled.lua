@@ -1,0 +1,15 @@
+-- refilled: every prompt that a restore, or a rewind to an older checkpoint, left out of the buffer is enqueued again. Idempotent.
+-- KEYS     the run
+-- ARGV     timeline
+-- Returns  1
+-- Errors   HR_TIMELINE
+--
+-- Until this call the run's state says `refill`, so that a trainer killed in the middle does it again (law 1).
+register('hr_refilled', 1, function(run, args)
+  require_timeline(run, args[1])
+  if run.refill == 1 then
+    set(run, 'refill', 0)
+    event(run, 'refilled')
+  end
+  return 1
+end)
