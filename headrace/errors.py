@@ -31,6 +31,12 @@ class ReplayUnavailable(ReplayError):
     code = "HR_UNAVAILABLE"
 
 
+class ReplayDenied(ReplayError):
+    """The Redis server and this client don't accept each other (certificate, user, password, rights): waiting changes nothing."""
+
+    code = "HR_DENIED"
+
+
 class InvalidCall(ReplayError):
     """Arguments that no correct caller sends (malformed record, unknown group, index out of range)."""
 
@@ -59,6 +65,12 @@ class WrongStep(Fenced):
     """`reserve` or `commit` named a step other than the one that is due."""
 
     code = "HR_STEP"
+
+
+class SamplingStarved(ReplayError):
+    """Dynamic sampling scored as many groups as a batch may take, and too few of them had rewards that differ."""
+
+    code = "HR_STARVED"
 
 
 class NotVerified(Fenced):

@@ -49,6 +49,10 @@ class RewardScaling(Section):
             raise ValueError(
                 f"grpo.reward_scaling.source_min {self.source_min} is not below source_max {self.source_max}"
             )
+        if self.target_min == self.target_max:
+            raise ValueError(
+                f"grpo.reward_scaling.target_min and target_max are both {self.target_min}: every reward would be the same"
+            )
         return self
 
 
@@ -98,6 +102,11 @@ class GRPO(Section):
                 f"grpo.async_grpo.ahead_steps {ahead} is below max_trajectory_age_steps {self.max_age}; raise it"
             )
         return self
+
+    @property
+    def generation_batch(self) -> float:
+        """Groups that dynamic sampling counts as one generated batch."""
+        return self.num_prompts_per_step * self.batch_multiplier
 
     @property
     def ahead_steps(self) -> int:

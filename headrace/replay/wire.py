@@ -21,6 +21,7 @@ from headrace.errors import (
     NotVerified,
     ReplayError,
     ReplayUnavailable,
+    SamplingStarved,
     WrongStep,
     WrongTimeline,
 )
@@ -29,7 +30,16 @@ Unreachable = (RedisConnectionError, RedisTimeoutError, OSError)
 
 _BY_CODE = {
     kind.code: kind
-    for kind in (ReplayUnavailable, InvalidCall, Fenced, LeaseLost, WrongTimeline, WrongStep, NotVerified)
+    for kind in (
+        ReplayUnavailable,
+        InvalidCall,
+        Fenced,
+        LeaseLost,
+        WrongTimeline,
+        WrongStep,
+        SamplingStarved,
+        NotVerified,
+    )
 }
 # A restart of the server on its append-only file is bridged; each function is safe to call again.
 _RETRIES = 10

@@ -73,23 +73,7 @@ def limits_of(config: Config) -> Limits:
 def most_scored(config: Config) -> int:
     """Groups that dynamic sampling may score for one step: `dynamic_sampling_max_gen_batches` batches."""
     grpo = config.grpo
-    return int(grpo.dynamic_sampling_max_gen_batches * grpo.num_prompts_per_step * grpo.batch_multiplier)
-
-
-async def check_server(redis: Redis, url: str) -> None:
-    """Raise `ServiceError` unless the server is new enough and never evicts, `ReplayUnavailable` if it does not answer."""
-    wire = Wire(redis, "none")
-    version = str((await wire.command("INFO", "server"))["redis_version"])
-    if int(version.split(".")[0]) < 7:
-        raise ServiceError(
-            f"replay.redis_url {url}: Redis {version} has no functions; run Redis 7.0 or later, or Valkey"
-        )
-    policy = (await wire.command("INFO", "memory"))["maxmemory_policy"]
-    if policy != "noeviction":
-        raise ServiceError(
-            f"replay.redis_url {url}: maxmemory-policy {policy} would drop trajectories; "
-            "set it with `CONFIG SET maxmemory-policy noeviction`"
-        )
+    return int(grpo.dynamic_sampling_max_gen_batches * grpo.generation_batch)
 
 
 async def _serve(config: Config, limits: Limits) -> None:

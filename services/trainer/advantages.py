@@ -1,4 +1,4 @@
-"""Group-relative advantages: how much better each trajectory did than its group, on rewards alone.
+"""Group-relative advantages: how much better each trajectory did than its group, on its rewards as scaled.
 
 The formulae are NeMo RL's (`GRPOAdvantageEstimator`), with the variance taken in two passes: `E[x²] - E[x]²` leaves a
 deviation of rounding errors in a group of equal rewards, and dividing by it turns them into advantages of thousands.
@@ -9,7 +9,19 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from headrace.config.algorithm import RewardScaling
+
 Float64 = npt.NDArray[np.float64]
+
+
+def scale_rewards(rewards: Float64, scaling: RewardScaling) -> Float64:
+    """Rewards of any shape, clamped to the source range and mapped to the target range; as they are where that is turned off."""
+    if not scaling.enabled:
+        return rewards
+    share = (np.clip(rewards, scaling.source_min, scaling.source_max) - scaling.source_min) / (
+        scaling.source_max - scaling.source_min
+    )
+    return scaling.target_min + share * (scaling.target_max - scaling.target_min)
 
 
 def group_advantages(rewards: Float64, *, leave_one_out: bool, normalize: bool) -> Float64:

@@ -17,16 +17,16 @@ from typing import Literal, Protocol, TypeVar
 import numpy as np
 
 from headrace.config import Config
-from headrace.errors import ServiceError
+from headrace.errors import SamplingStarved, ServiceError
 from headrace.replay import End, ReplayClient, Replica, Reservation, Waiting
 from headrace.trajectory import Float32, Group, Int32
 from headrace.weights.probe import choose_token_ids
 from services.trainer import decisions
-from services.trainer.advantages import group_advantages
-from services.trainer.checkpoint import Checkpoints, State
+from services.trainer.advantages import group_advantages, scale_rewards
+from services.trainer.checkpoint import ENDED, TRAINED, Checkpoints, State
 from services.trainer.decisions import Action, Plan, Retry, RunningValidation, View
 from services.trainer.feeder import Feeder
-from services.trainer.metrics import Gauges, Journal, Timing, batch_metrics, surviving
+from services.trainer.metrics import Gauges, Journal, Timing, batch_metrics, sampling_metrics, surviving
 from services.trainer.patience import Patience
 from services.trainer.plot import draw_curve
 from services.trainer.prompts import Prompts
@@ -147,9 +147,7 @@ class Loop:
                         self._awaited_since = began
                     await self._wait()
                 case Action.RESERVE:
-                    self._reply = await self._call(
-                        lambda: self._tools.replay.reserve(self._version, self._standing.timeline)
-                    )
+                    self._reply = await self._reserve()
                 case Action.TRAIN:
                     assert isinstance(self._reply, Reservation)
                     await self._train(self._reply)
@@ -189,6 +187,16 @@ class Loop:
 
     async def _train(self, reservation: Reservation) -> None:
         replay, step = self._tools.replay, self._version
+    async def _reserve(self) -> Reservation | Waiting | End:
+        try:
+            return await self._call(lambda: self._tools.replay.reserve(self._version, self._standing.timeline))
+        except SamplingStarved as error:
+            limit = self._config.grpo.dynamic_sampling_max_gen_batches
+            raise ServiceError(
+                f"step {self._version}: {error}; raise grpo.dynamic_sampling_max_gen_batches {limit}, or use prompts and rewards "
+                "that tell a prompt's completions apart"
+            ) from error
+
         groups = await self._call(lambda: replay.read_groups(reservation.groups))
         check_batch(reservation, groups, self._config.grpo.num_prompts_per_step)
         shares = assign(
@@ -213,6 +221,8 @@ class Loop:
         metrics["checkpoint_time"] = self._seconds[Action.CHECKPOINT]
         self._reward = metrics["reward"]
         self._version = step + 1
+        if self._config.grpo.use_dynamic_sampling:
+            metrics |= sampling_metrics(reservation, self._config.grpo.generation_batch)
         self._offered, self._reply, self._probe, self._retries = False, None, None, {}
         self._tools.feeder.nudge()
         log.info(
@@ -230,7 +240,7 @@ class Loop:
         grpo = self._config.grpo
         rewards = np.array([t.reward for t in reservation.trajectories], dtype=np.float64)
         advantages = group_advantages(
-            rewards.reshape(len(reservation.groups), -1),
+            scale_rewards(rewards, grpo.reward_scaling).reshape(len(reservation.groups), -1),
             leave_one_out=grpo.use_leave_one_out_baseline,
             normalize=grpo.normalize_rewards,
         )

@@ -68,6 +68,16 @@ def batch_metrics(reservation: Reservation, tasks: Sequence[str], truncated: flo
     return metrics
 
 
+def sampling_metrics(reservation: Reservation, generation_batch: float) -> dict[str, float]:
+    """What dynamic sampling did for a batch: groups scored since the batch before, in batches of `generation_batch` groups, and those of
+    them that were filtered."""
+    return {
+        "dynamic_sampling_num_gen_batches": reservation.scored / generation_batch,
+        "dynamic_sampling_scored_groups": reservation.scored,
+        "dynamic_sampling_filtered_groups": reservation.filtered,
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class Line:
     kind: Kind

@@ -1,4 +1,4 @@
--- score: what the environment said comes back. The last score makes the group ready (validation: evaluated).
+-- score: what the environment said comes back. The last score makes the group ready, or filtered (validation: evaluated).
 -- KEYS     the run
 -- ARGV     for each trajectory: a line `<group id> <index> <token> <status> <reward>` (reward `-` unless SCORED), score record
 --          (msgpack), message
@@ -7,6 +7,9 @@
 --
 -- Law 7: only SCORED carries a reward. FAILED and TIMED_OUT are tried again up to max_scoring_attempts and then fail the group
 -- with the message; INVALID fails it at once.
+--
+-- Dynamic sampling (the run's `filter`): a train group whose rewards, clamped to its bounds, are all equal teaches nothing. It is
+-- filtered here, on its last score, so that it leaves the line at once and another takes its place.
 
 local STATUSES = {SCORED = true, FAILED = true, TIMED_OUT = true, INVALID = true}
 local LINE = '^(' .. NAME .. ') (%d+) (' .. NAME .. ') ([A-Z_]+) (%S+)$'
@@ -25,8 +28,33 @@ local function parse(line, record, message)
   return {id = id, index = tonumber(index), token = token, status = status, reward = reward, record = record, message = message}
 end
 
+local function all_equal(run, group)
+  local low, high = string.match(run.filter, '^(%S+) (%S+)$')
+  low, high = tonumber(low), tonumber(high)
+  local first
+  for _, reward in ipairs(redis.call('HMGET', group.key, unpack(field_names('r', group.n)))) do
+    local clamped = math.min(math.max(tonumber(reward), low), high)
+    if first and clamped ~= first then return false end
+    first = clamped
+  end
+  return true
+end
+
+-- The group ends as filtered: only its order stays.
+local function filter(run, group)
+  leave(run, group)
+  mark_ended(run, group)
+  erase(run, group)
+  move(run, group.lane, group.state, 'filtered')
+  redis.call('HINCRBY', run.base .. 'since', 'filtered', 1)
+  wake(run, 'ready')
+  wake(run, 'work')
+end
+
 local function all_scored(run, group)
   if group.lane == 'train' then
+    redis.call('HINCRBY', run.base .. 'since', 'scored', 1)
+    if run.filter ~= '' and all_equal(run, group) then return filter(run, load_group(run, group.id)) end
     redis.call('HSET', group.key, 'state', 'ready')
     redis.call('ZADD', run.base .. 'ready', group.ticket, group.id)
     move(run, group.lane, 'scoring', 'ready')

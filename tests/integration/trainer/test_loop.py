@@ -246,6 +246,33 @@ async def test_failed_groups_are_replaced_by_later_prompts(
     assert counts == {"trained": STEPS * PROMPTS}
 
 
+async def test_dynamic_sampling_trains_the_groups_whose_rewards_differ(
+    trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path
+) -> None:
+    trainer.settings["grpo"] |= {"use_dynamic_sampling": True, "batch_multiplier": 2.0}
+    await replay.open_run(dataclasses.replace(limits, filter_equal=True, max_scored_per_step=60))
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay, equal_every=3)):
+        assert await trainer.run() == 0, trainer.said()
+    check_history(trainer)
+    counts = await settled(replay)
+    assert counts.pop("filtered") > 0
+    assert counts == {"trained": STEPS * PROMPTS}
+    steps = [line.metrics for line in trainer.journal() if line.kind == "train"]
+    assert sum(step["dynamic_sampling_filtered_groups"] for step in steps) > 0
+    for step in steps:
+        assert step["dynamic_sampling_num_gen_batches"] == step["dynamic_sampling_scored_groups"] / (2 * PROMPTS)
+
+
+async def test_dynamic_sampling_that_finds_nothing_ends_the_run_with_the_key_to_turn(
+    trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path
+) -> None:
+    trainer.settings["grpo"] |= {"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 2}
+    await replay.open_run(dataclasses.replace(limits, filter_equal=True, max_scored_per_step=2 * PROMPTS))
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay, equal_every=1)):
+        assert await trainer.run() == 1
+    assert "raise grpo.dynamic_sampling_max_gen_batches 2, or use prompts" in trainer.said()
+
+
 async def test_no_replica_within_the_fleet_deadline_ends_the_run_with_that_reason(
     trainer: Trainer, replay: ReplayClient
 ) -> None:

@@ -18,7 +18,7 @@ from services.trainer.checkpoint import State
 from services.trainer.feeder import Demand, Feed, next_feed
 from services.trainer.ledger import Ledger, Orders
 from services.trainer.loop import check_batch
-from services.trainer.metrics import Gauges, Journal, Line, Timing, batch_metrics, surviving
+from services.trainer.metrics import Gauges, Journal, Line, Timing, batch_metrics, sampling_metrics, surviving
 from services.trainer.patience import Patience
 from services.trainer.plot import draw_curve
 from services.trainer.start import Restore, Rewind, choose_start
@@ -201,6 +201,15 @@ def test_batch_metrics_say_what_the_batch_was_like() -> None:
     assert (metrics["age_mean"], metrics["age_max"]) == (1.0, 1.0)
     assert metrics["tokens_per_sec"] == (1 + 2 + 11 + 12) / 2.0
     assert metrics["truncation_rate"] == 0.25
+
+
+def test_dynamic_sampling_says_how_many_batches_were_generated_for_one() -> None:
+    batch = dataclasses.replace(reservation("a", "b"), scored=9, filtered=7)
+    assert sampling_metrics(batch, generation_batch=3.0) == {
+        "dynamic_sampling_num_gen_batches": 3.0,
+        "dynamic_sampling_scored_groups": 9,
+        "dynamic_sampling_filtered_groups": 7,
+    }
 
 
 def evaluated(name: str, reward: float, version: int, task: str = "sums") -> Evaluated:

@@ -1,0 +1,168 @@
+"""Dynamic sampling: groups whose rewards are all equal are filtered, and others are trained in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from headrace.errors import SamplingStarved
+from headrace.replay import Limits, ReplayClient, Waiting
+from headrace.trajectory import Score
+from tests.integration.replay.helpers import (
+    enqueue,
+    healthy_replica,
+    make_group,
+    push_all,
+    refit,
+    reserve,
+    rewind,
+    total,
+)
+
+
+@pytest.fixture
+def limits(limits: Limits) -> Limits:
+    return dataclasses.replace(limits, filter_equal=True)
+
+
+async def generate(replay: ReplayClient, replica: str, rewards: Sequence[Sequence[float]]) -> list[str]:
+    """Lease a group for each row of rewards, push it, and score trajectory i with entry i."""
+    leases = await replay.lease(replica, len(rewards))
+    wanted = {lease.group.id: row for lease, row in zip(leases, rewards, strict=True)}
+    for lease in leases:
+        await push_all(replay, lease)
+    for job in await replay.take_scoring("scorer", 64):
+        await replay.score(job, Score("SCORED", wanted[job.group.id][job.trajectory.index]))
+    return list(wanted)
+
+
+async def test_law_1_conservation_a_group_of_equal_rewards_ends_as_filtered_and_another_takes_its_place(
+    replay: ReplayClient,
+) -> None:
+    await enqueue(replay, range(6))
+    replica = await healthy_replica(replay)
+    await generate(replay, replica, [[1, 1], [0, 1], [0, 0], [0, 0]])
+    assert (await replay.state()).counts == {"queued": 2, "open": 0, "scoring": 0, "ready": 1, "filtered": 3}
+    assert await replay.reserve(0, (await replay.state()).timeline) == Waiting(1, 2)
+    # the filtered groups have left the line: two more may be leased, and the first of them completes the batch
+    await generate(replay, replica, [[0.25, 0.5], [1, 0]])
+    batch = await reserve(replay, 0)
+    assert batch.groups == ("e0-train-1", "e0-train-4")
+    assert (batch.scored, batch.filtered) == (6, 3)
+    assert await total(replay) == 6
+    await replay.commit(1, (await replay.state()).timeline)
+    held = await replay.group("e0-train-0")
+    assert held is None
+    assert {key async for key in replay.redis.scan_iter(match=f"hr:{{{replay.run_id}}}:*:p:*")} == {
+        trajectory["key"].encode() for trajectory in ((await replay.group("e0-train-5")) or {})["trajectories"]
+    }
+
+
+async def test_law_1_conservation_a_filtered_group_never_comes_back(replay: ReplayClient) -> None:
+    await enqueue(replay, range(2))
+    await generate(replay, await healthy_replica(replay), [[1, 1]])
+    state = await rewind(replay, 0)
+    assert await replay.enqueue([make_group(0), make_group(1)], state.timeline, refill=True) == 0
+    assert (await replay.state()).counts["filtered"] == 1
+
+
+async def test_rewards_are_compared_after_clamping(replay: ReplayClient, limits: Limits) -> None:
+    await replay.open_run(dataclasses.replace(limits, reward_min=0.0, reward_max=1.0))
+    await enqueue(replay, range(4))
+    replica = await healthy_replica(replay)
+    await generate(replay, replica, [[1.0, 7.5], [-3.0, 0.0], [-3.0, 7.5], [0.1, 0.3 - 0.2]])
+    assert {"ready": 2, "filtered": 2}.items() <= (await replay.state()).counts.items()  # 0.3 - 0.2 is not 0.1
+    assert (await reserve(replay, 0)).groups == ("e0-train-2", "e0-train-3")
+
+
+async def test_validation_is_never_filtered(replay: ReplayClient) -> None:
+    timeline = (await replay.state()).timeline
+    await replay.enqueue([make_group(0, lane="validation")], timeline)
+    await generate(replay, await healthy_replica(replay), [[1, 1]])
+    done, failed, pending = await replay.evaluated(["e0-validation-0"])
+    assert (len(done), failed, pending) == (1, {}, 0)
+
+
+async def test_without_dynamic_sampling_equal_rewards_are_trained(replay: ReplayClient, limits: Limits) -> None:
+    await replay.open_run(dataclasses.replace(limits, filter_equal=False))
+    await enqueue(replay, range(2))
+    await generate(replay, await healthy_replica(replay), [[1, 1], [0, 0]])
+    assert (await reserve(replay, 0)).filtered == 0
+
+
+async def test_surplus_valid_groups_stay_for_the_next_step(replay: ReplayClient) -> None:
+    await enqueue(replay, range(4))
+    replica = await healthy_replica(replay)
+    await generate(replay, replica, [[0, 1], [0, 1], [0, 1], [1, 1]])
+    assert (await reserve(replay, 0)).groups == ("e0-train-0", "e0-train-1")
+    await refit(replay, 1, [replica])
+    assert await replay.reserve(1, (await replay.state()).timeline) == Waiting(1, 2)
+    await enqueue(replay, [4])
+    await generate(replay, replica, [[0, 1]])
+    batch = await reserve(replay, 1)
+    assert batch.groups == ("e0-train-2", "e0-train-4")
+    assert (batch.scored, batch.filtered) == (1, 0)
+
+
+async def test_reserving_again_tells_the_same_counts(replay: ReplayClient) -> None:
+    await enqueue(replay, range(3))
+    replica = await healthy_replica(replay)
+    await generate(replay, replica, [[1, 1], [0, 1], [0, 1]])
+    assert await reserve(replay, 0) == await reserve(replay, 0)
+
+
+async def test_a_batch_that_takes_too_many_groups_is_refused_by_name(replay: ReplayClient, limits: Limits) -> None:
+    await replay.open_run(dataclasses.replace(limits, max_scored_per_step=4))
+    await enqueue(replay, range(12))
+    replica = await healthy_replica(replay)
+    timeline = (await replay.state()).timeline
+    await generate(replay, replica, [[1, 1], [0, 0], [1, 1], [0, 1]])
+    assert isinstance(await replay.reserve(0, timeline), Waiting)  # exactly the limit
+    await generate(replay, replica, [[1, 1]])
+    with pytest.raises(SamplingStarved, match="5 groups were scored for one batch, more than 4, and 4 of them were"):
+        await replay.reserve(0, timeline)
+    # what is ready after all is handed out, and the count begins anew
+    await generate(replay, replica, [[0, 1]])
+    assert (await reserve(replay, 0)).scored == 6
+    await refit(replay, 1, [replica])
+    await generate(replay, replica, [[1, 1]])
+    assert isinstance(await replay.reserve(1, timeline), Waiting)
+
+
+async def test_groups_that_are_ready_and_wait_for_their_turn_do_not_count_against_the_limit(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    await replay.open_run(dataclasses.replace(limits, max_scored_per_step=2, max_age=3))
+    await enqueue(replay, range(8))
+    replica = await healthy_replica(replay)
+    (straggler,) = await replay.lease(replica, 1)
+    await generate(replay, replica, [[0, 1]] * 7)
+    timeline = (await replay.state()).timeline
+    assert isinstance(await replay.reserve(0, timeline), Waiting)
+    await replay.release(straggler, "engine died", failed=True)
+    assert (await reserve(replay, 0)).scored == 7
+
+
+async def test_law_6_liveness_the_limit_begins_anew_with_a_rewind(replay: ReplayClient, limits: Limits) -> None:
+    await replay.open_run(dataclasses.replace(limits, max_scored_per_step=2))
+    await enqueue(replay, range(12))
+    replica = await healthy_replica(replay)
+    await generate(replay, replica, [[1, 1]] * 3)
+    with pytest.raises(SamplingStarved):
+        await replay.reserve(0, (await replay.state()).timeline)
+    state = await rewind(replay, 0)
+    assert isinstance(await replay.reserve(0, state.timeline), Waiting)
+
+
+async def test_law_4_fencing_a_lease_of_a_filtered_group_is_over(replay: ReplayClient) -> None:
+    await enqueue(replay, range(1))
+    replica = await healthy_replica(replay)
+    (lease,) = await replay.lease(replica, 1)
+    await push_all(replay, lease)
+    for job in await replay.take_scoring("scorer", 64):
+        await replay.score(job, Score("SCORED", 1.0))
+    assert (await replay.heartbeat(replica, [lease.token])).lost == (lease.token,)
+    assert (await replay.stats())["bytes"] == 0
+    assert (await replay.stats())["leases"] == 0
