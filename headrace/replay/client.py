@@ -17,6 +17,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from headrace.errors import InvalidCall, ReplayError, ReplayUnavailable
+from headrace.replay.connect import shown
 from headrace.replay.people import PeopleCalls
 from headrace.replay.records import Limits, RunState
 from headrace.replay.replies import of_lane, unpack
@@ -54,7 +55,7 @@ class ReplayClient(TrainerCalls, RolloutCalls, ScoringCalls, PeopleCalls):
                     return await cls._join(redis, url, run_id)
                 except ReplayUnavailable as error:
                     if time.monotonic() >= deadline:
-                        raise ReplayUnavailable(f"{url}: {error}") from error
+                        raise ReplayUnavailable(f"{shown(url)}: {error}") from error
                 await asyncio.sleep(0.1)
         finally:
             await redis.aclose()
@@ -64,7 +65,7 @@ class ReplayClient(TrainerCalls, RolloutCalls, ScoringCalls, PeopleCalls):
         probe = Wire(redis, run_id or "none")
         version = str((await probe.command("INFO", "server"))["redis_version"])
         if int(version.split(".")[0]) < 7:
-            raise InvalidCall(f"{url}: Redis {version} is too old; run Redis 7.0 or later, or Valkey")
+            raise InvalidCall(f"{shown(url)}: Redis {version} is too old; run Redis 7.0 or later, or Valkey")
         if run_id is None:
             current = await probe.command("GET", CURRENT_RUN)
             if current is None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialWithJitterBackoff
+from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from headrace.errors import (
@@ -19,12 +18,14 @@ from headrace.errors import (
     InvalidCall,
     LeaseLost,
     NotVerified,
+    ReplayDenied,
     ReplayError,
     ReplayUnavailable,
     SamplingStarved,
     WrongStep,
     WrongTimeline,
 )
+from headrace.replay.connect import denial, pool_of
 
 Unreachable = (RedisConnectionError, RedisTimeoutError, OSError)
 
@@ -43,29 +44,15 @@ _BY_CODE = {
 }
 # A restart of the server on its append-only file is bridged; each function is safe to call again.
 _RETRIES = 10
-_CONNECTIONS = 32
 # Fallback for a wake-up that was lost with its connection.
 _POLL_S = 1.0
+# A command inside a function that the caller's rights don't cover, as Redis 7.0 and as later ones say it.
+_DENIED_INSIDE = re.compile(r"ACL failure in script|The user executing the script can't")
 
 
 def open_redis(url: str, retries: int = _RETRIES) -> Redis:
-    """A client with a connection pool for `url` (redis://, rediss://, unix://). Raises `ReplayUnavailable` on a malformed one."""
-    try:
-        # a call beyond the pool waits for a connection: hundreds of trajectories can finish at the same moment
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=_CONNECTIONS,
-            timeout=60.0,
-            socket_connect_timeout=5.0,
-            socket_timeout=30.0,
-            retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=1.0), retries),
-            retry_on_error=[RedisConnectionError, RedisTimeoutError],
-        )
-        return Redis.from_pool(pool)
-    except ValueError as error:
-        raise ReplayUnavailable(
-            f"Redis address {url!r} can't be used ({error}); give redis://host:port/0 or unix:///path"
-        ) from error
+    """A client with a connection pool for `url` (the forms of `connect`). Raises `ConfigError` on one that can't be used."""
+    return Redis.from_pool(pool_of(url, retries))
 
 
 def refusal(text: str) -> ReplayError:
@@ -81,7 +68,10 @@ def refusal(text: str) -> ReplayError:
     return ReplayUnavailable(f"the Redis server refused the call: {text}")
 
 
-def unavailable(error: BaseException) -> ReplayUnavailable:
+def unavailable(error: BaseException, user: str | None = None) -> ReplayError:
+    denied = denial(error, user)
+    if denied is not None:
+        return denied
     return ReplayUnavailable(f"the Redis server can't be reached ({error}); start it, or correct replay.redis_url")
 
 
@@ -110,6 +100,7 @@ class Wire:
     def __init__(self, redis: Redis, run_id: str) -> None:
         self.redis = redis
         self.key = f"hr:{{{run_id}}}"
+        self._user: str | None = redis.connection_pool.connection_kwargs.get("username")
 
     async def call(self, function: str, *args: Any) -> Any:
         return await self.command("FCALL", f"hr_{function}", 1, self.key, *args)
@@ -119,9 +110,9 @@ class Wire:
             with keeping_cancellation():
                 return await self.redis.execute_command(*command)
         except ResponseError as error:
-            raise refusal(str(error)) from error
+            raise self._refused(error, command) from error
         except (RedisError, OSError) as error:
-            raise unavailable(error) from error
+            raise unavailable(error, self._user) from error
 
     async def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         """Replies in order, of commands sent together; the first refusal is raised once all are through."""
@@ -132,13 +123,22 @@ class Wire:
             with keeping_cancellation():
                 replies = await pipe.execute(raise_on_error=False)
         except (RedisError, OSError) as error:
-            raise unavailable(error) from error
-        for reply in replies:
+            raise unavailable(error, self._user) from error
+        for command, reply in zip(commands, replies, strict=True):
             if isinstance(reply, ResponseError):
-                raise refusal(str(reply)) from reply
+                raise self._refused(reply, command) from reply
             if isinstance(reply, Exception):
-                raise unavailable(reply) from reply
+                raise unavailable(reply, self._user) from reply
         return replies
+
+    def _refused(self, error: ResponseError, command: Sequence[Any]) -> ReplayError:
+        if not isinstance(error, NoPermissionError) and not _DENIED_INSIDE.search(str(error)):
+            return refusal(str(error))
+        what = " ".join(map(str, command[:2] if command[0] == "FCALL" else command[:1]))
+        return ReplayDenied(
+            f"user {self._user or 'default'!r} of the Redis server may not do {what} ({error}); connect as the user of the right role, "
+            "or load the ACL that `headrace acl` prints"
+        )
 
 
 class Wakeups:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import resources
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from headrace.errors import ReplayUnavailable
+from headrace.replay.wire import Wire
 
 NAME = "headrace"
 
@@ -58,8 +58,8 @@ def source() -> str:
 
 
 async def load(redis: Redis) -> None:
-    """Load the library, in place of any earlier build of it. Raises `ReplayUnavailable`."""
+    """Load the library, in place of any earlier build of it. Raises `ReplayUnavailable`, `ReplayDenied`."""
     try:
-        await redis.function_load(source(), replace=True)
-    except RedisError as error:
+        await Wire(redis, "none").command("FUNCTION", "LOAD", "REPLACE", source())
+    except ReplayUnavailable as error:
         raise ReplayUnavailable(f"the function library can't be loaded into the server: {error}") from error

@@ -8,15 +8,15 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
-from redis.asyncio import Redis
-
 from headrace.config import Config
 from headrace.errors import ConfigError, ReplayUnavailable, ServiceError
 from headrace.replay import Limits, ReplayClient, worst_case_bytes
-from headrace.replay.wire import Wire, open_redis
+from headrace.replay.connect import shown
+from headrace.replay.wire import open_redis
 from headrace.service import bind, serve_http, stop_on_signals
 from services.replay import library
 from services.replay.embedded import EmbeddedServer
+from services.replay.fitness import check_server
 from services.replay.gauges import Snapshot, exported
 from services.replay.http import build_app
 from services.replay.scorer import run_scorer
@@ -78,7 +78,7 @@ def most_scored(config: Config) -> int:
 
 async def _serve(config: Config, limits: Limits) -> None:
     async with running(config, limits, stop_on_signals()) as (port, work):
-        _log.info("run %s at %s, HTTP on port %d", config.run.id, config.redis_url, port)
+        _log.info("run %s at %s, HTTP on port %d", config.run.id, shown(config.redis_url), port)
         await work()
 
 
@@ -145,7 +145,7 @@ class _Buffer:
         return self._trouble
 
     async def prepare(self) -> None:
-        await check_server(self._client.redis, self._url)
+        await check_server(self._client.redis, self._url, self._limits.max_bytes)
         await library.load(self._client.redis)
         await self._client.open_run(self._limits)
 

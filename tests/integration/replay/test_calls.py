@@ -11,6 +11,7 @@ from redis.exceptions import ResponseError
 
 from headrace.errors import (
     CodecError,
+    ConfigError,
     Fenced,
     InvalidCall,
     LeaseLost,
@@ -387,7 +388,7 @@ async def test_connect_says_what_is_missing(redis_url: str, replay: ReplayClient
         await ReplayClient.connect(redis_url, "nowhere", timeout_s=0.2)
     with pytest.raises(ReplayUnavailable, match="can't be reached"):
         await ReplayClient.connect("redis://127.0.0.1:1/0", "x", timeout_s=0.2)
-    with pytest.raises(ReplayUnavailable, match="can't be used"):
+    with pytest.raises(ConfigError, match="can't be used"):
         await ReplayClient.connect("http://127.0.0.1", "x", timeout_s=0.2)
     client = await ReplayClient.connect(redis_url)
     assert client.run_id == replay.run_id

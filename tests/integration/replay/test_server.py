@@ -22,7 +22,8 @@ from headrace.replay.wire import open_redis
 from headrace.trajectory import Score
 from services.replay import library
 from services.replay.embedded import EmbeddedServer
-from services.replay.main import check_server, limits_of, running
+from services.replay.fitness import check_server
+from services.replay.main import limits_of, running
 from tests.conftest import free_port
 from tests.integration.replay.helpers import (
     contents,
@@ -162,10 +163,35 @@ async def test_a_server_that_can_not_start_gives_its_words(tmp_path: Path) -> No
 
 async def test_a_server_that_evicts_is_refused(server: EmbeddedServer) -> None:
     async with open_redis(server.url) as redis:
-        await check_server(redis, server.url)
+        await check_server(redis, server.url, 1)
         await redis.config_set("maxmemory-policy", "allkeys-lru")
         with pytest.raises(ServiceError, match="allkeys-lru would drop trajectories"):
-            await check_server(redis, server.url)
+            await check_server(redis, server.url, 1)
+
+
+async def test_what_a_server_may_lose_is_said_at_the_start(
+    server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_redis(server.url) as redis:
+        await check_server(redis, server.url, 1)
+        assert not caplog.messages
+        await redis.config_set("appendonly", "no")
+        await redis.config_set("maxmemory", 2**30)
+        await check_server(redis, server.url.replace("://", "://me:secret@"), 2**31)
+    durability, memory = caplog.messages
+    assert "appendonly is off: a restart of the server loses the queue" in durability
+    assert "maxmemory 1073741824 is less than replay.max_bytes 2147483648" in memory
+    assert "secret" not in caplog.text
+
+
+async def test_a_replica_is_refused(server: EmbeddedServer, tmp_path: Path, redis_binary: str | None) -> None:
+    replica = EmbeddedServer(tmp_path / "replica", "127.0.0.1", free_port(), binary=redis_binary)
+    await replica.start()
+    async with open_redis(replica.url) as redis:
+        await redis.replicaof("127.0.0.1", server.port)
+        with pytest.raises(ServiceError, match=f"is a replica of 127.0.0.1:{server.port}; give the primary"):
+            await check_server(redis, replica.url, 1)
+    await replica.stop()
 
 
 async def test_a_server_too_old_is_refused(tmp_path: Path) -> None:
@@ -183,7 +209,7 @@ async def test_a_server_too_old_is_refused(tmp_path: Path) -> None:
     url = f"redis://127.0.0.1:{old.sockets[0].getsockname()[1]}/0?protocol=2"
     async with open_redis(url, retries=0) as redis:
         with pytest.raises(ServiceError, match=r"Redis 6\.2\.14 has no functions; run Redis 7\.0 or later"):
-            await check_server(redis, url)
+            await check_server(redis, url, 1)
     with pytest.raises(HeadraceError, match="too old"):
         await ReplayClient.connect(url, "x", timeout_s=0.2)
     old.close()
