@@ -12,7 +12,7 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import torch
@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from headrace.config import Config
 from headrace.errors import ServiceError
+
+T = TypeVar("T")
 
 SILENCE = datetime.timedelta(days=30)
 PROBLEM_BYTES = 2048
@@ -72,6 +74,15 @@ class Ranks:
             with _naming_the_loss():
                 dist.all_reduce(total)
         return [float(x) for x in total]
+
+    def gather(self, value: T) -> list[T]:
+        """All ranks call this; rank 0 gets every rank's value in order of rank, the others their own alone."""
+        values: list[Any] = [value]
+        if self.size > 1:
+            values = [None] * self.size if self.rank == 0 else [value]
+            with _naming_the_loss():
+                dist.gather_object(value, values if self.rank == 0 else None, group=self._commands)
+        return values
 
 
 @contextlib.contextmanager

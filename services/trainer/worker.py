@@ -16,9 +16,10 @@ import torch
 
 from headrace.config import Config
 from headrace.errors import HeadraceError, ServiceError
+from headrace.lineage import Origin, origin_of
 from headrace.replay import Reservation
 from headrace.trajectory import Float32, Score, Trajectory
-from services.trainer.batch import split_across_ranks
+from services.trainer.batch import mask_old_tokens, split_across_ranks
 from services.trainer.learner import Learner, Sample
 from services.trainer.ranks import Ranks
 
@@ -52,12 +53,17 @@ def assign(
     ]
 
 
-def law_broken(assignment: Assignment, trajectory: Trajectory, score: Score, step: int, max_age: int) -> str | None:
-    """Laws 2, 3 and 7 on what was read, checked where it is used: the sentence that says what is wrong, or None."""
+def law_broken(
+    assignment: Assignment, trajectory: Trajectory, score: Score, step: int, max_age: int, policy: str
+) -> str | None:
+    """Laws 2, 3 and 7 on what was read, checked where it is used: the sentence that says what is wrong, or None.
+
+    Under the age policy `mask` law 2 is kept token by token, by what goes into the loss.
+    """
     where = f"step {step}: trajectory {assignment.group_id!r}[{assignment.index}]"
     if (trajectory.group_id, trajectory.index) != (assignment.group_id, assignment.index):
         return f"{where} was reserved, {trajectory.group_id!r}[{trajectory.index}] was read (law 3)"
-    if step - trajectory.oldest_version > max_age:
+    if policy != "mask" and step - trajectory.oldest_version > max_age:
         return f"{where} has tokens of version {trajectory.oldest_version}, older than {max_age} steps (law 2)"
     if trajectory.newest_version > step:
         return (
@@ -76,6 +82,7 @@ class Worker:
         self._ranks = ranks
         self._read = read
         self._learner: Learner | None = None
+        self._origins: list[tuple[str, Origin]] = []  # of this rank's share of the newest step
 
     @property
     def learner(self) -> Learner:
@@ -91,17 +98,26 @@ class Worker:
         self._learner = Learner(self._config, Path(checkpoint) if checkpoint else None)
 
     def step(self, step: int, shares: Sequence[Sequence[Assignment]]) -> dict[str, float]:
-        """Train on the batch; the learner's metrics, and `truncated`: completions that were cut off at the length limit."""
+        """Train on the batch; the learner's metrics, and `truncated`: completions that were cut off at the length limit,
+        `masked_tokens`: tokens of the policy that were over age."""
         problem: str | None = None
         samples: list[Sample] = []
-        truncated = 0
+        truncated = masked = 0
         try:
-            samples, truncated = self._samples(step, shares[self._ranks.rank])
+            samples, truncated, masked = self._samples(step, shares[self._ranks.rank])
         except HeadraceError as error:
             problem = str(error) or type(error).__name__
         self._ranks.agree(problem)  # one that went on alone would wait for the others for ever
         metrics = self.learner.step(samples)
-        return {**metrics, "truncated": self._ranks.sum([truncated])[0]}
+        all_truncated, all_masked = self._ranks.sum([truncated, masked])
+        return {**metrics, "truncated": all_truncated, "masked_tokens": all_masked}
+
+    def origins(self) -> dict[str, list[Origin]]:
+        """Where the trajectories of the newest step come from, by group; on rank 0 those of all ranks, elsewhere the rank's own."""
+        by_group: dict[str, list[Origin]] = {}
+        for group_id, origin in (pair for share in self._ranks.gather(self._origins) for pair in share):
+            by_group.setdefault(group_id, []).append(origin)
+        return by_group
 
     def probe(self, token_ids: Sequence[int]) -> Float32:
         return self.learner.probe(np.asarray(token_ids, dtype=np.int32))
@@ -112,25 +128,31 @@ class Worker:
     def save(self, folder: str) -> None:
         self.learner.save(Path(folder))
 
-    def _samples(self, step: int, share: Sequence[Assignment]) -> tuple[list[Sample], int]:
-        max_age = self._config.grpo.max_age
+    def _samples(self, step: int, share: Sequence[Assignment]) -> tuple[list[Sample], int, int]:
+        """This rank's share, how many of its completions were truncated, and how many of its tokens are over age."""
+        max_age, policy = self._config.grpo.max_age, self._config.grpo.async_grpo.staleness_policy
         read = self._read([assignment.key for assignment in share])
-        samples = []
+        samples, masked = [], 0
+        self._origins = []
         for assignment, (trajectory, score) in zip(share, read, strict=True):
-            broken = law_broken(assignment, trajectory, score, step, max_age)
+            broken = law_broken(assignment, trajectory, score, step, max_age, policy)
             if broken is not None:
                 raise ServiceError(broken)
+            # under the other policies no token is over age
+            loss_mask = mask_old_tokens(trajectory.loss_mask, trajectory.spans, step - max_age)
+            masked += int(trajectory.loss_mask.sum()) - int(loss_mask.sum())
+            self._origins.append((assignment.group_id, origin_of(trajectory, score, assignment.advantage)))
             samples.append(
                 Sample(
                     prompt_token_ids=trajectory.prompt_token_ids,
                     completion_token_ids=trajectory.completion_token_ids,
                     behaviour_logprobs=trajectory.logprobs,
-                    loss_mask=trajectory.loss_mask,
+                    loss_mask=loss_mask,
                     advantage=assignment.advantage,
                     loss_multiplier=assignment.loss_multiplier,
                 )
             )
-        return samples, sum(trajectory.finish_reason == "length" for trajectory, _ in read)
+        return samples, sum(trajectory.finish_reason == "length" for trajectory, _ in read), masked
 
 
 class Lead(Worker):
@@ -143,6 +165,10 @@ class Lead(Worker):
     def step(self, step: int, shares: Sequence[Sequence[Assignment]]) -> dict[str, float]:
         self._tell("step", step, [[dataclasses.astuple(a) for a in share] for share in shares])
         return super().step(step, shares)
+
+    def origins(self) -> dict[str, list[Origin]]:
+        self._tell("origins")
+        return super().origins()
 
     def probe(self, token_ids: Sequence[int]) -> Float32:
         self._tell("probe", list(map(int, token_ids)))
@@ -189,6 +215,8 @@ def follow(worker: Worker, ranks: Ranks) -> None:
             case "step":
                 step, shares = arguments
                 worker.step(step, [[Assignment(*fields) for fields in share] for share in shares])
+            case "origins":
+                worker.origins()
             case "probe":
                 worker.probe(*arguments)
             case "weights":

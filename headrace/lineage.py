@@ -1,0 +1,161 @@
+"""Where trajectories come from: which replica wrote which tokens under which weights, what scored them, which step trained on them.
+
+Of what is waiting, the buffer knows. Of what was trained, one gzip'd file a step does (`step_12-<timeline>.jsonl.gz`, in the folder
+`lineage` beside the checkpoints): a line that names the step and its groups, then a line for each group, so that `zcat` reads it and
+a group is found by the first lines alone. The folder holds the history of the newest weights: what a rewind abandons is moved to
+`abandoned` beneath it.
+
+Weights are named (timeline, version): version v > 0 was made by step v - 1, on the timeline which that step ran on in the history that
+the weights descend from. Version 0 is the initial model, of no timeline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from headrace.errors import CodecError
+from headrace.trajectory import Score, Trajectory
+
+SCHEMA: Literal[1] = 1
+FOLDER, ABANDONED = "lineage", "abandoned"
+
+TimelineOf = Callable[[int], str | None]
+
+# step and timeline
+NAME = re.compile(r"step_(0|[1-9][0-9]*)-([A-Za-z0-9_-]+)\.jsonl\.gz")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRange:
+    """Completion tokens `[start, end)`: the replica that sampled them, and the weights it held then."""
+
+    start: int
+    end: int
+    replica: str
+    version: int
+    timeline: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Of one trajectory. `environment`, `build` and `reward` are there once it is scored, `advantage` once it is trained."""
+
+    index: int
+    attempt: int
+    tokens: int
+    ranges: tuple[TokenRange, ...]
+    finish_reason: str
+    environment: str | None = None
+    build: str | None = None
+    reward: float | None = None
+    advantage: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupLineage:
+    """Of one group: where it stands, and the origin of each of its trajectories. `step` and `timeline` (the trainer's) once trained."""
+
+    group: str
+    state: str
+    task: str
+    env: str
+    order: int
+    step: int | None
+    timeline: str | None
+    trajectories: tuple[Origin, ...]
+
+
+class Header(msgspec.Struct):
+    """First line of a file; the others are `GroupLineage`."""
+
+    schema: Literal[1]
+    step: int
+    timeline: str
+    time: float
+    groups: tuple[str, ...]
+
+
+def origin_of(trajectory: Trajectory, score: Score | None, advantage: float | None = None) -> Origin:
+    """Weights by their version alone; `with_timelines` gives them their names."""
+    return Origin(
+        index=trajectory.index,
+        attempt=trajectory.attempt,
+        tokens=trajectory.completion_token_ids.size,
+        ranges=tuple(TokenRange(s.start, s.end, trajectory.replica, s.version) for s in trajectory.spans),
+        finish_reason=trajectory.finish_reason,
+        environment=score.environment if score else None,
+        build=score.build if score else None,
+        reward=score.reward if score else None,
+        advantage=advantage,
+    )
+
+
+def with_timelines(origin: Origin, timeline_of: TimelineOf) -> Origin:
+    ranges = tuple(dataclasses.replace(r, timeline=timeline_of(r.version)) for r in origin.ranges)
+    return dataclasses.replace(origin, ranges=ranges)
+
+
+class LineageFiles:
+    """The files of one run, for readers: the trainer may be writing meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def files(self) -> list[tuple[int, Path]]:
+        """Steps that the newest weights descend from, in order, and their files."""
+        if not self.folder.is_dir():
+            return []
+        matches = ((NAME.fullmatch(path.name), path) for path in self.folder.iterdir())
+        return sorted((int(match[1]), path) for match, path in matches if match)
+
+    def timelines(self) -> list[tuple[int, str]]:
+        """(step, timeline) wherever the timeline changes, in order: that step and those after it ran on it."""
+        changes: list[tuple[int, str]] = []
+        for step, path in self.files():
+            match = NAME.fullmatch(path.name)
+            if match and (not changes or changes[-1][1] != match[2]):
+                changes.append((step, match[2]))
+        return changes
+
+    def find(self, group_id: str) -> GroupLineage | None:
+        """The group, if the newest weights descend from a step that trained on it; the newest steps are looked at first.
+
+        Raises `CodecError` for a file that can't be read.
+        """
+        for _, path in reversed(self.files()):
+            groups = _read(path, lambda header: group_id in header.groups)
+            for group in groups:
+                if group.group == group_id:
+                    return group
+        return None
+
+    def read(self, step: int) -> list[GroupLineage]:
+        """The groups of one step, in the order they were trained; none if there is no file of it. Raises `CodecError`."""
+        return [group for number, path in self.files() if number == step for group in _read(path)]
+
+
+def timeline_of(changes: Sequence[tuple[int, str]], version: int) -> str | None:
+    """The timeline that made weights `version`, by `LineageFiles.timelines`; None for the initial model, and for steps from before there
+    were such files."""
+    return next((timeline for step, timeline in reversed(changes) if step < version), None)
+
+
+def _read(path: Path, wanted: Callable[[Header], bool] = lambda header: True) -> Iterator[GroupLineage]:
+    """The groups of a file, unless its first line is not wanted."""
+    try:
+        with gzip.open(path, "rb") as file:
+            if wanted(msgspec.json.decode(file.readline(), type=Header)):
+                for line in file:
+                    yield msgspec.json.decode(line, type=GroupLineage)
+    except FileNotFoundError:
+        return  # a rewind has moved it away since we looked
+    except (OSError, EOFError, zlib.error, msgspec.MsgspecError) as error:
+        raise CodecError(f"{path}: not a lineage file of schema {SCHEMA} ({error}); move it away") from error
