@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any, Literal
 
 import msgpack
 
+from headrace.lineage import GroupLineage, origin_of, with_timelines
 from headrace.replay.calls import Calls
-from headrace.replay.replies import described, score_key, unpack
+from headrace.replay.records import HeldGroup, Reservation
+from headrace.replay.replies import described, reservation, score_key, unpack
 from headrace.trajectory import Group, Score, Trajectory
 
 _METRICS_KEPT = 100_000
+
+# Where the buffer keeps groups, and the states it keeps there (groups.lua).
+_PLACES = {
+    "queue": {"queued"},
+    "line": {"open", "scoring", "ready"},
+    "steps": {"ready", "reserved", "trained"},
+    "failed": {"failed"},
+    "unused": {"unused"},
+    "lane": {"queued", "open", "scoring", "evaluated"},
+}
 
 
 class PeopleCalls(Calls):
@@ -76,3 +88,63 @@ class PeopleCalls(Calls):
             return None
         payload, score = await self._fetch([found[0]["key"], score_key(found[0]["key"])])
         return None if payload is None else (Trajectory.decode(payload), Score.decode(score) if score else None)
+
+    async def groups(self, states: Collection[str]) -> AsyncIterator[tuple[str, str]]:
+        """Id and state of every group the buffer holds in one of `states`, both lanes. One that moves meanwhile may be missed, or seen
+        twice."""
+        for place, kept in _PLACES.items():
+            if not kept & set(states):
+                continue
+            seen: set[bytes] = set()  # a set is scanned, which may show a member twice
+            cursor = 0
+            while cursor >= 0:
+                cursor, *entries = await self._wire.call("groups", place, cursor)
+                for group_id, state in zip(*[iter(entries)] * 2, strict=True):
+                    name = state.decode()
+                    if name in kept and name in states and group_id not in seen:
+                        yield group_id.decode(), name
+                        if place in ("unused", "lane"):
+                            seen.add(group_id)
+
+    async def held(self, group_id: str) -> HeldGroup | None:
+        """A group with the trajectories that the buffer holds of it; None if it holds no such group."""
+        found = await self.group(group_id)
+        if found is None or found["group"] is None:
+            return None
+        keys = [trajectory["key"] for trajectory in found["trajectories"]]
+        values = await self._fetch([*keys, *map(score_key, keys)])
+        pairs = zip(values[: len(keys)], values[len(keys) :], strict=True)
+        return HeldGroup(
+            group=found["group"],
+            state=found["state"],
+            step=found.get("step"),
+            reason=found.get("reason", ""),
+            trajectories=tuple(
+                (Trajectory.decode(payload), None if score is None else Score.decode(score))
+                for payload, score in pairs
+                if payload is not None
+            ),
+        )
+
+    async def lineage(self, group_id: str) -> GroupLineage | None:
+        """Where a group that the buffer holds comes from, as far as it is; None if it holds no such group."""
+        found = await self.held(group_id)
+        if found is None:
+            return None
+        run = await self.state()
+        step = found.step if found.state in ("reserved", "trained") else None
+        return GroupLineage(
+            group=group_id,
+            state=found.state,
+            task=found.group.task_name,
+            env=found.group.env_name,
+            order=found.group.order,
+            step=step,
+            timeline=None if step is None else run.timeline_of(step + 1),
+            trajectories=tuple(with_timelines(origin_of(t, score), run.timeline_of) for t, score in found.trajectories),
+        )
+
+    async def held_batch(self, step: int) -> tuple[list[int], Reservation | None]:
+        """(the steps whose batches were handed out and are still held, the batch of `step` if it is one of them)."""
+        steps, *batch = await self._wire.call("step", step)
+        return [int(held) for held in steps.split()], reservation(batch[0]) if batch else None

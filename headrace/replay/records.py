@@ -186,3 +186,15 @@ class Evaluated:
 
     group: Group
     trajectories: tuple[tuple[Trajectory, Score], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldGroup:
+    """A group as the buffer holds it, for people: `step` it is kept for, reserved for or was trained at, the trajectories pushed so far
+    in index order, with their scores once they have one."""
+
+    group: Group
+    state: str
+    step: int | None
+    reason: str
+    trajectories: tuple[tuple[Trajectory, Score | None], ...]

@@ -18,6 +18,8 @@ TRANSITIONS = (
     "state",
     "stats",
     "group",
+    "groups",
+    "step",
     "enqueue",
     "close",
     "lease",

@@ -62,3 +62,8 @@ local function batch_of(run, step, ids)
   local scored, filtered = unpack(redis.call('HMGET', run.base .. 'since', 'batch_scored', 'batch_filtered'))
   return {'batch', step, run.base .. 'p:', ids, trajectories, tonumber(scored or 0), tonumber(filtered or 0)}
 end
+
+-- A group of a step stays `reserved` in its hash when the step is committed: nobody writes to it again.
+local function settled_state(run, state, step)
+  return state == 'reserved' and step < run.committed and 'trained' or state
+end

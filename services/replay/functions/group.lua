@@ -7,7 +7,7 @@
 register_reader('hr_group', 1, function(run, args)
   local group = load_group(run, name(args[1], 'group id'))
   if not group then return nil end
-  if group.state == 'reserved' and group.step < run.committed then group.state = 'trained' end
+  group.state = settled_state(run, group.state, group.step)
   local trajectories, fields = {}, {}
   for i = 0, group.n - 1 do
     local pushed, reward = unpack(redis.call('HMGET', group.key, 'p' .. i, 'r' .. i))

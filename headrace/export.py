@@ -1,0 +1,91 @@
+"""Trajectories as JSON lines and back: one object a line, with its group, its score and its lineage.
+
+`group`, `trajectory` and `score` hold the fields of the records of `headrace.trajectory` (`score` null before there is one), arrays as
+lists; what is read is, to the last bit, what was written. `state` is the group's. `lineage` is `headrace.lineage.Origin`, for people.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from headrace.errors import CodecError
+from headrace.lineage import Origin
+from headrace.trajectory import Group, Score, Trajectory
+
+_ARRAYS = {
+    "prompt_token_ids": "<i4",
+    "completion_token_ids": "<i4",
+    "logprobs": "<f4",
+    "loss_mask": "u1",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    state: str
+    group: Group
+    trajectory: Trajectory
+    score: Score | None
+
+
+def to_line(exported: Exported, origin: Origin) -> str:
+    """Without the newline. Raises `CodecError` for what an environment said that JSON can't carry (bytes)."""
+    line = {
+        "state": exported.state,
+        "group": _plain(exported.group.encode()),
+        "trajectory": _plain(exported.trajectory.encode()),
+        "score": None if exported.score is None else _plain(exported.score.encode()),
+        "lineage": dataclasses.asdict(origin),
+    }
+    try:
+        return json.dumps(line)
+    except TypeError as error:
+        trajectory = exported.trajectory
+        raise CodecError(
+            f"trajectory {trajectory.index} of group {trajectory.group_id!r} can't be written as JSON ({error})"
+        ) from error
+
+
+def from_line(text: str) -> Exported:
+    """Raises `CodecError` for anything but a line of `to_line`."""
+    try:
+        line: dict[str, Any] = json.loads(text)
+        score = line["score"]
+        return Exported(
+            state=line["state"],
+            group=Group.decode(_packed(line["group"])),
+            trajectory=Trajectory.decode(_packed(line["trajectory"])),
+            score=None if score is None else Score.decode(_packed(score)),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise CodecError(f"not an exported trajectory ({error!r})") from error
+
+
+def read(path: Path) -> Iterator[Exported]:
+    """The trajectories of a file of JSON lines. Raises `CodecError` naming the first line that is none."""
+    with path.open(encoding="utf-8") as file:
+        for number, text in enumerate(file, start=1):
+            try:
+                yield from_line(text)
+            except CodecError as error:
+                raise CodecError(f"{path}:{number}: {error}") from error
+
+
+def _plain(record: bytes) -> dict[str, Any]:
+    fields: dict[str, Any] = msgpack.unpackb(record, raw=False)
+    for name in _ARRAYS.keys() & fields.keys():
+        fields[name] = np.frombuffer(fields[name], dtype=_ARRAYS[name]).tolist()
+    return fields
+
+
+def _packed(fields: dict[str, Any]) -> bytes:
+    arrays = {name: np.asarray(fields[name], dtype=_ARRAYS[name]).tobytes() for name in _ARRAYS.keys() & fields.keys()}
+    packed: bytes = msgpack.packb({**fields, **arrays})
+    return packed

@@ -1,0 +1,51 @@
+-- groups: what the buffer holds, a page at a time, for people. A group that moves meanwhile may be seen twice, or not at all.
+-- KEYS     the run
+-- ARGV     place (queue, line: open, scoring or ready; steps: kept for, reserved for or retained of a step; failed; unused; lane: the
+--          validation lane), cursor (0 at first)
+-- Returns  the next cursor (-1: that was all), then for each group: id, state
+-- Errors   HR_INVALID
+--
+-- A page is BATCH groups, or one step.
+
+local PLACES = {queue = true, line = true, steps = true, failed = true, unused = true, lane = true}
+
+local function page_of_steps(run, cursor)
+  local step = math.max(cursor, run.freed)
+  while step < run.top do
+    local ids = step_ids(run, step)
+    if #ids > 0 then return step + 1, ids end
+    step = step + 1
+  end
+  return -1, {}
+end
+
+local function page_of_set(key, cursor)
+  local next_cursor, ids = unpack(redis.call('SSCAN', key, cursor, 'COUNT', BATCH))
+  return next_cursor == '0' and -1 or tonumber(next_cursor), ids
+end
+
+local function page_of_line(key, cursor)
+  local ids = redis.call('ZRANGE', key, cursor, cursor + BATCH - 1)
+  return #ids < BATCH and -1 or cursor + BATCH, ids
+end
+
+register_reader('hr_groups', 2, function(run, args)
+  local place, cursor = choice(args[1], PLACES, 'place'), natural(args[2], 'cursor')
+  local next_cursor, ids
+  if place == 'steps' then
+    next_cursor, ids = page_of_steps(run, cursor)
+  elseif place == 'unused' or place == 'lane' then
+    next_cursor, ids = page_of_set(run.base .. place, args[2])
+  else
+    next_cursor, ids = page_of_line(run.base .. place, cursor)
+  end
+  local reply = {next_cursor}
+  for _, id in ipairs(ids) do
+    local state, step = unpack(redis.call('HMGET', group_key(run, id), 'state', 'step'))
+    if state then
+      reply[#reply + 1] = id
+      reply[#reply + 1] = settled_state(run, state, tonumber(step or nil))
+    end
+  end
+  return reply
+end)
