@@ -7,7 +7,7 @@ import traceback
 
 import typer
 
-from headrace.cli import config, model, options, service, status, up
+from headrace.cli import acl, config, model, options, service, status, up
 from headrace.cli.lifecycle import EXIT_FAULT, EXIT_MUST_BE_MENDED
 from headrace.errors import HeadraceError
 
@@ -23,6 +23,7 @@ app.command(name="status")(status.status)
 service.add_to(app)
 app.add_typer(config.app, name="config")
 app.command(name="model")(model.make)
+app.command(name="acl")(acl.acl)
 
 
 def main() -> None:

@@ -1,0 +1,127 @@
+"""Redis users, one a role: each reaches the keys and channels of one run alone, by the functions and commands that its role calls.
+
+Redis checks the commands inside a function against the rights of its caller. So a user also needs the commands that its functions
+are made of, and could send those by itself, to keys of its run. What the users keep apart are runs, roles by mistake, and people who
+only read; they do not make a replica that wants to do harm harmless to its own run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from importlib import resources
+
+from headrace.replay.client import CURRENT_RUN
+from services.replay import library
+
+_COMMAND = re.compile(r"redis\.call\('([A-Z]+)'")
+_READER = re.compile(r"^register_reader\(", re.MULTILINE)
+# Of the commands inside functions, those that change nothing.
+_READS = {
+    *(
+        "exists",
+        "get",
+        "getbit",
+        "hexists",
+        "hget",
+        "hgetall",
+        "hmget",
+        "lindex",
+        "llen",
+        "lrange",
+        "scard",
+        "sismember",
+    ),
+    *("smembers", "srandmember", "sscan", "time", "zcard", "zcount", "zrange", "zrangebyscore", "zrevrange", "zscore"),
+}
+_EVERYONE = ("ping", "info", "get", "mget", "xrange", "xrevrange", "xread", "subscribe", "unsubscribe")
+_SWEEP = ("smembers", "srem", "scan", "unlink")
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """`functions` that change something (all roles may call those that don't), `commands` sent outside functions."""
+
+    functions: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+
+
+ROLES = {
+    "replay": Role(("open_run", "take_scoring", "release_scoring", "score"), ("function|load", "set", *_SWEEP)),
+    "trainer": Role(
+        (
+            *("rewind", "restore", "refilled", "enqueue", "close", "reserve", "commit", "evaluated", "drop_validation"),
+            *("open_epoch", "begin_epoch", "end_epoch"),
+        ),
+        ("set", "xadd", *_SWEEP),
+    ),
+    "rollout": Role(
+        (
+            "register",
+            "deregister",
+            "heartbeat",
+            "lease",
+            "push",
+            "release",
+            "abandon",
+            "acknowledge",
+            "verify",
+            "refuse",
+        ),
+        ("set",),
+    ),
+    "reader": Role(),
+}
+
+
+def users(run_id: str, passwords: Mapping[str, str]) -> list[str]:
+    """Lines of an ACL file: `<run>-<role>` for each role, `<run>-up` for all of them in one (`headrace up`), `headrace-admin` for people
+    who run the server; nobody else gets in. `passwords` by role, kept as their SHA-256."""
+    lines = ["user default off resetpass resetchannels -@all"]
+    for role in role_names():
+        digest = hashlib.sha256(passwords[role].encode()).hexdigest()
+        name = "headrace-admin" if role == "admin" else f"{run_id}-{role}"
+        lines.append(f"user {name} on #{digest} {' '.join(_rights(run_id, role))}")
+    return lines
+
+
+def role_names() -> list[str]:
+    return [*ROLES, "up", "admin"]
+
+
+def functions_of(role: str) -> list[str]:
+    """Names of the functions that a user of `role` may call, without their prefix."""
+    changing = {name for one in _parts(role) for name in one.functions}
+    return [name for name in library.TRANSITIONS if name in changing or _READER.search(_text(name))]
+
+
+def _rights(run_id: str, role: str) -> Iterable[str]:
+    if role == "admin":
+        return ["~*", "&*", "+@all"]
+    functions = functions_of(role)
+    inside = {word.lower() for name in (*library.SHARED, *functions) for word in _COMMAND.findall(_text(name))}
+    if role == "reader":
+        inside &= _READS
+    commands = inside.union(_EVERYONE, *(one.commands for one in _parts(role)))
+    others = "%R~" if role == "reader" else "~"
+    current = "~" if role in ("replay", "up") else "%R~"
+    return [
+        f"~hr:{{{run_id}}}",  # of an FCALL's key Redis can't know that it is only read
+        f"{others}hr:{{{run_id}}}:*",
+        f"{current}{CURRENT_RUN}",
+        "resetchannels",
+        f"&hr:{{{run_id}}}:*",
+        "-@all",
+        *(f"+{command}" for command in sorted(commands)),
+        *(f"+fcall|hr_{name}" for name in functions),
+    ]
+
+
+def _parts(role: str) -> list[Role]:
+    return list(ROLES.values()) if role == "up" else [ROLES[role]]
+
+
+def _text(name: str) -> str:
+    return (resources.files("services.replay") / "functions" / f"{name}.lua").read_text()

@@ -1,0 +1,265 @@
+"""Users of the Redis server: each role does its whole job through the real client with its own user, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import ReplayDenied
+from headrace.replay import Limits, ReplayClient
+from headrace.replay.wire import open_redis
+from headrace.trajectory import Score
+from services.replay import acl, library
+from services.replay.embedded import EmbeddedServer
+from tests.conftest import free_port
+from tests.integration.replay.helpers import make_group, make_trajectory, nonce, reserve
+
+RUN = "guarded"
+PASSWORDS = {role: f"secret of {role}" for role in acl.role_names()}
+ADMIN = f"headrace-admin:{PASSWORDS['admin'].replace(' ', '%20')}"
+
+
+@pytest.fixture(scope="module")
+def server(redis_binary: str | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    """A server that knows the users of the run, and lets nobody else in."""
+    server = EmbeddedServer(tmp_path_factory.mktemp("acl"), "127.0.0.1", free_port(), binary=redis_binary)
+
+    async def start() -> None:
+        await server.start()
+        async with open_redis(server.url) as redis:
+            for line in acl.users(RUN, PASSWORDS)[::-1]:  # the default user is shut out last
+                await redis.execute_command("ACL", "SETUSER", *line.split()[1:])
+
+    asyncio.run(start())
+    yield server
+    asyncio.run(server.stop())
+
+
+def url_of(server: EmbeddedServer, role: str) -> str:
+    user, _, password = ADMIN.partition(":") if role == "admin" else (f"{RUN}-{role}", "", PASSWORDS[role])
+    return server.url.replace("redis://", f"redis://{user}:{password.replace(' ', '%20')}@")
+
+
+@contextlib.asynccontextmanager
+async def connected(server: EmbeddedServer, role: str, run_id: str = RUN) -> AsyncIterator[ReplayClient]:
+    client = ReplayClient(open_redis(url_of(server, role)), run_id)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def opened(server: EmbeddedServer, limits: Limits) -> EmbeddedServer:
+    """The run is there, made by the replay service's user."""
+    async with connected(server, "admin") as admin:
+        for pattern in (f"hr:{{{RUN}}}*", "hr:{other}*", "headrace:run"):
+            async for key in admin.redis.scan_iter(match=pattern):
+                await admin.redis.unlink(key)
+    async with connected(server, "replay") as replay:
+        await library.load(replay.redis)
+        await replay.open_run(limits)
+    return server
+
+
+@pytest.mark.parametrize("up", [False, True])
+async def test_each_role_does_its_whole_job_with_its_own_user(opened: EmbeddedServer, limits: Limits, up: bool) -> None:
+    """A run from its first prompt to a restore. With `up`, one user stands for all roles, as under `headrace up`."""
+    async with contextlib.AsyncExitStack() as stack:
+        replay, trainer, rollout, reader = [
+            await stack.enter_async_context(connected(opened, "up" if up and role != "reader" else role))
+            for role in ("replay", "trainer", "rollout", "reader")
+        ]
+        state = await trainer.rewind(0, nonce())
+        groups = [make_group(order) for order in range(8)] + [make_group(0, lane="validation")]
+        assert await trainer.enqueue(groups, state.timeline) == 9
+
+        replica = nonce()
+        await rollout.register(replica, {"host": "here"})
+        await transfer(trainer, rollout, replica, 0)
+        await rollout.wait_work(0.01)
+        await rollout.heartbeat(replica, [])
+        leases = await rollout.lease(replica, 64)
+        await rollout.heartbeat(replica, [lease.token for lease in leases])
+        await rollout.release(leases[-1], "shutdown", failed=False)
+        for lease in leases[:-1]:
+            await rollout.push_many([(lease, make_trajectory(lease, index)) for index in range(2)])
+
+        await replay.release_scoring()
+        await replay.wait_scoring(0.01)
+        while jobs := await replay.take_scoring("scorer", 64):
+            assert not any(
+                await replay.score_many([(job, Score("SCORED", 1.0 + job.trajectory.index)) for job in jobs])
+            )
+
+        batch = await reserve(trainer, 0)
+        assert len(await trainer.read([t.key for t in batch.trajectories])) == 4
+        assert len(await trainer.read_groups(batch.groups)) == 2
+        done, _, _ = await trainer.evaluated(["e0-validation-0"])
+        assert len(done) == 1
+        await trainer.drop_validation(state.timeline)
+        await trainer.publish_metrics("train", 1, {"reward": 1.0})
+        await trainer.commit(1, state.timeline)
+        await trainer.close(state.timeline)
+        await trainer.wait_ready(0.01)
+
+        await people_look(reader)
+        await people_look(replay)
+        await rollout.deregister(replica)
+        restored = await trainer.restore(1, nonce(), nonce(), 1)
+        assert await trainer.enqueue([make_group(5)], restored.timeline, refill=True) == 1
+        await replay.open_run(limits)
+
+
+async def transfer(trainer: ReplayClient, rollout: ReplayClient, replica: str, version: int) -> None:
+    epoch = nonce()
+    await trainer.open_epoch(epoch, version, (await trainer.state()).timeline, {})
+    await rollout.acknowledge(replica, epoch)
+    await trainer.begin_epoch(epoch, {})
+    assert await rollout.verify(replica, epoch, 0.0, 1e-3)
+    await trainer.end_epoch(epoch, aborted=False)
+    assert [member.state for member in await trainer.replicas()] == ["HEALTHY"]
+
+
+async def people_look(client: ReplayClient) -> None:
+    assert (await client.state()).next_step == 1
+    assert (await client.stats())["replicas"]
+    assert await client.metrics()
+    assert await client.events("0", 0.01)
+    assert await client.newest_event()
+    found = await client.group("e0-train-2")
+    assert found is not None
+    assert await client.trajectory("e0-train-2", 0) is not None
+
+
+@pytest.mark.parametrize("role", acl.ROLES)
+async def test_every_other_function_is_refused(opened: EmbeddedServer, role: str) -> None:
+    allowed = acl.functions_of(role)
+    async with connected(opened, role) as client:
+        for name in library.TRANSITIONS:
+            if name not in allowed:
+                with pytest.raises(ReplayDenied, match=rf"'{RUN}-{role}' .* may not do FCALL hr_{name} "):
+                    await client._wire.call(name)
+
+
+OUTSIDE = [
+    ("FLUSHALL",),
+    ("FLUSHDB",),
+    ("CONFIG", "SET", "maxmemory-policy", "allkeys-lru"),
+    ("FUNCTION", "FLUSH"),
+    ("FUNCTION", "DELETE", "headrace"),
+    ("ACL", "SETUSER", "me", "on"),
+    ("EVAL", "return 1", 0),
+    ("KEYS", "*"),
+    ("SHUTDOWN",),
+    ("REPLICAOF", "NO", "ONE"),
+    ("GET", "hr:{other}:x"),
+    ("MGET", "hr:{other}:x"),
+    ("XRANGE", "hr:{other}:metrics", "-", "+"),
+    ("SUBSCRIBE", "hr:{other}:wake:work"),
+    ("FCALL", "hr_state", 1, "hr:{other}"),
+    ("FCALL", "hr_state", 1, "hr:{guarded-too}"),
+]
+
+
+@pytest.mark.parametrize("role", [*acl.ROLES, "up"])
+async def test_the_server_and_other_runs_are_out_of_reach(opened: EmbeddedServer, role: str) -> None:
+    async with connected(opened, role) as client:
+        for command in OUTSIDE:
+            with pytest.raises(ReplayDenied, match=f"'{RUN}-{role}' .* may not do {command[0]}"):
+                await client._wire.command(*command)
+
+
+async def test_people_who_read_write_nothing(opened: EmbeddedServer) -> None:
+    key = f"hr:{{{RUN}}}"
+    async with connected(opened, "reader") as client:
+        for command in (
+            ("SET", f"{key}:x", "1"),
+            ("HSET", key, "next_step", "7"),
+            ("UNLINK", key),
+            ("XADD", f"{key}:metrics", "*", "a", "b"),
+            ("PUBLISH", f"{key}:wake:work", "1"),
+            ("SET", "headrace:run", "other"),
+        ):
+            with pytest.raises(ReplayDenied, match="may not do"):
+                await client._wire.command(*command)
+    for role in ("rollout", "trainer"):
+        async with connected(opened, role) as client:
+            with pytest.raises(ReplayDenied, match="may not do SET"):
+                await client._wire.command("SET", "headrace:run", "other")
+
+
+async def test_a_wrong_password_is_said_at_once_with_the_user(opened: EmbeddedServer) -> None:
+    for login in (f"{RUN}-trainer:wrong@", "nobody:x@", f":{PASSWORDS['trainer'].replace(' ', '%20')}@", ""):
+        url = opened.url.replace("redis://", f"redis://{login}")
+        user = login.partition(":")[0] or "default"
+        with pytest.raises(ReplayDenied, match=rf"login of user '{user}' .*`headrace acl` prints"):
+            await ReplayClient.connect(url, RUN)
+        async with open_redis(url) as redis:  # with all its retries, which are for what may pass
+            with pytest.raises(ReplayDenied, match=f"'{user}'"):
+                await ReplayClient(redis, RUN).state()
+
+
+async def test_rights_that_a_function_lacks_inside_are_told_as_such(opened: EmbeddedServer) -> None:
+    """An ACL of an older build, say: the function may be called, but not what it is made of."""
+    async with connected(opened, "admin") as admin:
+        await admin.redis.execute_command(
+            *("ACL", "SETUSER", "stale", "on", ">x", "resetchannels", "-@all", "+fcall|hr_register", "+time"),
+            *(f"~hr:{{{RUN}}}", f"~hr:{{{RUN}}}:*"),
+        )
+    async with open_redis(opened.url.replace("redis://", "redis://stale:x@")) as redis:
+        with pytest.raises(ReplayDenied, match=r"'stale' .* may not do FCALL hr_register .* load the ACL"):
+            await ReplayClient(redis, RUN).register("r", {})
+
+
+def test_every_function_belongs_to_a_role() -> None:
+    reachable = {name for role in acl.ROLES for name in acl.functions_of(role)}
+    assert reachable == set(library.TRANSITIONS)
+
+
+def test_a_server_takes_the_printed_file(tmp_path: Path, redis_binary: str | None) -> None:
+    """As `aclfile`, which is read more strictly than ACL SETUSER."""
+    import subprocess
+
+    from headrace.service import die_with_parent
+    from services.replay.embedded import _bundled
+
+    path = tmp_path / "users.acl"
+    path.write_text("\n".join(acl.users(RUN, PASSWORDS)) + "\n")
+    port = free_port()
+    process = subprocess.Popen(
+        [
+            redis_binary or _bundled(),
+            "--port",
+            str(port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            str(tmp_path),
+            "--aclfile",
+            str(path),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent,
+    )
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if "Ready to accept connections" in line:
+            break
+    process.kill()
+    assert process.wait() == -9, "".join(said)
+
+
+async def test_no_password_but_the_right_one_is_in_the_file() -> None:
+    lines = acl.users(RUN, PASSWORDS)
+    assert not any(word in line for word in PASSWORDS.values() for line in lines)
+    assert lines[0].startswith("user default off")
+    assert [line.split()[1] for line in lines[1:]] == [
+        *(f"{RUN}-{role}" for role in (*acl.ROLES, "up")),
+        "headrace-admin",
+    ]
