@@ -55,6 +55,12 @@ class LeaseLost(Fenced):
     code = "HR_LEASE_LOST"
 
 
+class Surplus(Fenced):
+    """The group has its n scored trajectories without this one: what is still generated for it can stop."""
+
+    code = "HR_SURPLUS"
+
+
 class WrongTimeline(Fenced):
     """The call names a timeline or an incarnation that a rewind or a restore has ended."""
 

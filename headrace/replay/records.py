@@ -85,6 +85,7 @@ class Lease:
     timeline: str
     incarnation: str
     expires_in_s: float
+    count: int  # trajectories to generate, with indices from 0: the first n of them that are scored are the group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +123,14 @@ class Replica:
 
 @dataclasses.dataclass(frozen=True)
 class HeartbeatReply:
-    """`lost` are tokens of the caller that are no longer valid: abort their generations. `epoch` is the newest, if any."""
+    """`lost` are tokens of the caller that are no longer valid: abort their generations. Of these, `complete` are of groups that have
+    their n trajectories. `epoch` is the newest, if any."""
 
     state: ReplicaState
     timeline: str
     lost: tuple[str, ...]
     epoch: Epoch | None
+    complete: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +156,7 @@ class ReservedTrajectory:
 
 @dataclasses.dataclass(frozen=True)
 class Reservation:
-    """Batch of step `step`: `P` complete groups in ticket order, n trajectories each in index order.
+    """Batch of step `step`: `P` complete groups in ticket order, n trajectories each in index order (which indices is for chance to say).
 
     `scored` groups got all their scores since the batch before, `filtered` of them by dynamic sampling (they are in no batch).
     """
@@ -161,8 +164,8 @@ class Reservation:
     step: int
     groups: tuple[str, ...]
     trajectories: tuple[ReservedTrajectory, ...]
-    scored: int = 0
-    filtered: int = 0
+    scored: int = dataclasses.field(default=0, compare=False)
+    filtered: int = dataclasses.field(default=0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

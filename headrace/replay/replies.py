@@ -45,9 +45,7 @@ def reservation(reply: list[Any]) -> Reservation:
     trajectories = tuple(
         reserved(group_id, index, prefix.decode(), pushed, reward)
         for group_id, values in zip(groups, fields, strict=True)
-        for index, (pushed, reward) in enumerate(
-            zip(values[: len(values) // 2], values[len(values) // 2 :], strict=True)
-        )
+        for index, pushed, reward in zip(*[iter(values)] * 3, strict=True)
     )
     return Reservation(step, groups, trajectories, scored, filtered)
 

@@ -28,10 +28,11 @@ class RolloutCalls(ChannelCalls):
     async def heartbeat(self, replica: str, tokens: Sequence[str]) -> HeartbeatReply:
         """Renew the replica and these leases (never past a group's absolute deadline, law 6). A DEAD or unknown replica is told so."""
         known = f"{self._epoch.id} {self._epoch.state}" if self._epoch else ""
-        state, timeline, changed, lost = await self._wire.call("heartbeat", replica, known, *tokens)
+        state, timeline, changed, lost, complete = await self._wire.call("heartbeat", replica, known, *tokens)
         if changed:
             self._epoch = await self.epoch()
-        return HeartbeatReply(state.decode(), timeline.decode(), tuple(token.decode() for token in lost), self._epoch)
+        lost, complete = (tuple(token.decode() for token in tokens) for tokens in (lost, complete))
+        return HeartbeatReply(state.decode(), timeline.decode(), lost, self._epoch, complete)
 
     async def wait_work(self, timeout_s: float) -> None:
         """Return when a lease may be had or an epoch changed, or after `timeout_s`."""
@@ -44,10 +45,10 @@ class RolloutCalls(ChannelCalls):
         """
         reply = await self._wire.call("lease", replica, max_groups, secrets.token_hex(8))
         timeline, incarnation, expires_ms, version = reply[:4]
-        entries = list(zip(*[iter(reply[4:])] * 5, strict=True))
+        entries = reply[4:]
         records = await self._fetch([entry[1] for entry in entries])
         leases = []
-        for (group_id, _, token, attempt, ticket), record in zip(entries, records, strict=True):
+        for (group_id, _, token, attempt, ticket, count), record in zip(entries, records, strict=True):
             if record is None:  # dropped since: the lease is void
                 continue
             try:
@@ -64,13 +65,14 @@ class RolloutCalls(ChannelCalls):
                 timeline=timeline.decode(),
                 incarnation=incarnation.decode(),
                 expires_in_s=expires_ms / 1000,
+                count=count,
             )
             leases.append(lease)
         return leases
 
     async def push(self, lease: Lease, trajectory: Trajectory) -> None:
-        """Hand in one finished trajectory (law 3: index not yet pushed, 0 <= index < n). Pushing the same index again under the same
-        token is a no-op. Raises `LeaseLost`, `WrongTimeline`, `InvalidCall`; a refused push leaves nothing behind."""
+        """Hand in one finished trajectory (law 3: index not yet pushed, 0 <= index < `lease.count`). Pushing the same index again under the
+        same token is a no-op. Raises `LeaseLost`, `Surplus`, `WrongTimeline`, `InvalidCall`; a refused push leaves nothing behind."""
         (error,) = await self.push_many([(lease, trajectory)])
         if error is not None:
             raise error
@@ -108,6 +110,12 @@ class RolloutCalls(ChannelCalls):
         """Give the group back: `failed` counts an attempt (after `max_attempts` the group ends as failed with `reason`),
         otherwise (shutdown, refit) it does not."""
         await self._release(lease, "failed" if failed else "returned", reason)
+
+    async def abandon(self, lease: Lease, index: int, reason: str) -> bool:
+        """Trajectory `index` can't be generated. True: the group does without it. False: too few are left, and the whole group was given
+        back as failed."""
+        fence = lease.timeline, lease.incarnation
+        return bool(await self._wire.call("abandon", *fence, lease.group.id, lease.token, index, reason))
 
     async def reject(self, lease: Lease, reason: str) -> None:
         """The group can never succeed (prompt longer than the context, …): it ends as failed with `reason`, without further attempts."""

@@ -22,6 +22,7 @@ from headrace.errors import (
     ReplayError,
     ReplayUnavailable,
     SamplingStarved,
+    Surplus,
     WrongStep,
     WrongTimeline,
 )
@@ -36,6 +37,7 @@ _BY_CODE = {
         InvalidCall,
         Fenced,
         LeaseLost,
+        Surplus,
         WrongTimeline,
         WrongStep,
         SamplingStarved,

@@ -25,6 +25,7 @@ TRANSITIONS = (
     "lease",
     "push",
     "release",
+    "abandon",
     "take_scoring",
     "release_scoring",
     "score",

@@ -13,9 +13,11 @@ from headrace.replay import Epoch, HeartbeatReply
 
 @dataclasses.dataclass(frozen=True)
 class Abort:
-    """Stop generating under these tokens; the leases are void already, so nothing is handed back."""
+    """Stop generating under these tokens; the leases are void already, so nothing is handed back. The groups of `complete` among them have
+    their trajectories."""
 
     tokens: frozenset[str]
+    complete: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,7 @@ def decide(now: Situation) -> list[Action]:
     actions: list[Action] = []
     lost = now.held & frozenset(now.reply.lost)
     if lost:
-        actions.append(Abort(lost))
+        actions.append(Abort(lost, lost & frozenset(now.reply.complete)))
     held = now.held - lost
     epoch = _open_epoch(now)
     if now.refitting:

@@ -13,21 +13,28 @@ import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.config import Config
-from headrace.errors import Fenced, ReplayUnavailable
+from headrace.errors import Fenced, HeadraceError, ReplayUnavailable, Surplus
 from headrace.replay import Epoch, HeartbeatReply, Lease, ReplayClient, ReplicaState
 from headrace.trajectory import Trajectory
 from services.rollout import decisions
 from services.rollout.decisions import Abort, Acknowledge, Action, LeaseGroups, Reenter, Situation, TakePart
-from services.rollout.generate import generate, prompt_problem
+from services.rollout.generate import GenerationError, generate, prompt_problem
 from services.rollout.weight_receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 log = logging.getLogger(__name__)
+
+
+T = TypeVar("T")
+
+
+class _GaveUp(HeadraceError):
+    """A trajectory could not be generated, and the group can't do without it: the buffer has taken it back."""
 
 
 @dataclasses.dataclass
@@ -153,9 +160,11 @@ class Worker:
 
     async def _act(self, action: Action) -> None:
         match action:
-            case Abort(tokens):
-                log.info("%d leases are lost", len(tokens))
-                self.status.groups["lost"] += len(tokens)
+            case Abort(tokens, complete):
+                if lost := len(tokens) - len(complete):
+                    log.info("%d leases are lost", lost)
+                self.status.groups["lost"] += lost
+                self.status.groups["complete"] += len(complete)
                 await self._stop_generating(tokens)
             case Reenter():
                 old, self.replica = self.replica, _new_id()
@@ -223,7 +232,7 @@ class Worker:
                 await self._retry(partial(self._replay.reject, lease, problem))
             else:
                 async with asyncio.TaskGroup() as trajectories:
-                    for index in range(lease.group.n):
+                    for index in range(lease.count):
                         trajectories.create_task(self._generate_one(lease, index))
         except Fenced as refusal:
             outcome = "lost"
@@ -241,10 +250,14 @@ class Worker:
 
         if isinstance(cause, EngineDeadError):
             raise cause
+        if isinstance(cause, Surplus):
+            return "complete"
+        if isinstance(cause, _GaveUp):
+            return "failed"
         if isinstance(cause, Fenced):
             log.info("group %s: %s", lease.group.id, cause)
             return "lost"
-        log.error("group %s: no trajectory", lease.group.id, exc_info=cause)
+        log.error("group %s", lease.group.id, exc_info=cause)
         reason = f"{type(cause).__name__}: {cause}"
         # what vLLM refuses before it tries (a token outside the vocabulary, …) no replica can generate
         refused = isinstance(cause, VLLMClientError)
@@ -256,7 +269,13 @@ class Worker:
         return "rejected" if refused else "failed"
 
     async def _generate_one(self, lease: Lease, index: int) -> None:
-        trajectory = await generate(self._engine, lease, index, self.replica)
+        try:
+            trajectory = await generate(self._engine, lease, index, self.replica)
+        except GenerationError as error:
+            log.warning("group %s: %s", lease.group.id, error)
+            if not await self._retry(partial(self._replay.abandon, lease, index, str(error))):
+                raise _GaveUp from error
+            return
         await self._proved.wait()
         await self._retry(partial(self._replay.push, lease, trajectory))
         self._count(trajectory)
@@ -265,15 +284,13 @@ class Worker:
         self.status.trajectories += 1
         self.status.tokens += trajectory.completion_token_ids.size
 
-    async def _retry(self, call: Callable[[], Awaitable[None]]) -> None:
+    async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
         """Until the buffer answers; should the lease run out meanwhile, it answers `LeaseLost`."""
         while True:
             try:
-                await call()
+                return await call()
             except ReplayUnavailable:
                 await asyncio.sleep(self._config.rollout.heartbeat_s)
-            else:
-                return
 
     async def _stop_generating(self, tokens: Iterable[str]) -> None:
         await _cancel([self._groups.pop(token)[1] for token in tokens])

@@ -79,14 +79,15 @@ class Tools:
 
 
 def check_batch(reservation: Reservation, groups: Sequence[Group], prompts_per_step: int) -> None:
-    """Law 3 on what was reserved: P groups, each with its n trajectories in index order. Raises `ServiceError`."""
+    """Law 3 on what was reserved: P groups, each with n trajectories of distinct indices, in order. Raises `ServiceError`."""
     if len(reservation.groups) != prompts_per_step or len(set(reservation.groups)) != prompts_per_step:
         raise ServiceError(
             f"step {reservation.step}: {len(reservation.groups)} groups were reserved, not {prompts_per_step} different ones "
             "(law 3)"
         )
-    expected = [(group.id, index) for group in groups for index in range(group.n)]
-    if [(t.group_id, t.index) for t in reservation.trajectories] != expected:
+    expected = [group.id for group in groups for _ in range(group.n)]
+    found = [(t.group_id, t.index) for t in reservation.trajectories]
+    if [group_id for group_id, _ in found] != expected or len(set(found)) != len(found):
         raise ServiceError(
             f"step {reservation.step}: the reserved trajectories are not those of complete groups (law 3)"
         )

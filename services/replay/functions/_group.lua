@@ -1,13 +1,17 @@
 -- Groups: their hash, and the moves that several transitions share.
 --
--- Fields of g:<id>: state, lane, order, n, record (nonce), worst (bytes it may grow to), attempt (leases so far), failures,
+-- Fields of g:<id>: state, lane, order, n, record (nonce), worst (bytes n trajectories may grow to), attempt (leases so far), failures,
 -- ticket, token, replica, deadline (ms, absolute), pushed, scored, oldest, newest (versions), actual and held (bytes pushed,
--- bytes accounted), step, reason; and for each trajectory i: p<i> = `<nonce> <length> <oldest> <newest>`, w<i> =
--- `<scoring attempts> <token>` (no token: nobody has it), r<i> = reward.
+-- bytes accounted), step, reason; count (trajectories this attempt starts: n, and in the train lane the run's `redundant` beyond) and
+-- dropped (those of them that failed for good). For each trajectory i: p<i> = `<nonce> <length> <oldest> <newest>`, w<i> =
+-- `<scoring attempts> <token>` (no token: nobody has it), r<i> = reward; x<i> = why it was dropped.
+--
+-- The first n that are scored are the group (law 3); which indices they have is for chance to say, so that readers go by p<i>.
 
 local TEXTS = {'state', 'lane', 'record', 'token', 'replica', 'reason'}
 local WHOLES = {
   'order', 'n', 'worst', 'attempt', 'failures', 'ticket', 'deadline', 'pushed', 'scored', 'oldest', 'newest', 'held', 'step', 'lost',
+  'count', 'dropped', 'actual',
 }
 local GROUP = {}
 for i = 1, #TEXTS do GROUP[i] = TEXTS[i] end
@@ -49,10 +53,14 @@ local function split_member(member)
   return string.match(member, '^(.+):(%d+)$')
 end
 
+local function field_names_of(group, letter)
+  return field_names(letter, group.count or group.n)
+end
+
 -- Keys of the payloads and scores of a group's pushed trajectories, and their indices.
 local function payload_keys(run, group)
   local keys, indices = {}, {}
-  for i, value in ipairs(redis.call('HMGET', group.key, unpack(field_names('p', group.n)))) do
+  for i, value in ipairs(redis.call('HMGET', group.key, unpack(field_names_of(group, 'p')))) do
     if value then
       local nonce = string.match(value, '^%S+')
       keys[#keys + 1] = run.base .. 'p:' .. nonce
@@ -63,22 +71,26 @@ local function payload_keys(run, group)
   return keys, indices
 end
 
--- The trajectories of an attempt that ended without success are gone, with their bytes and their places with the scorer.
-local function discard(run, group)
-  local keys, indices = payload_keys(run, group)
-  if #indices > 0 then
-    redis.call('UNLINK', unpack(keys))
-    local members, fields = {}, {}
-    for _, index in ipairs(indices) do
-      members[#members + 1] = group.id .. ':' .. index
-      fields[#fields + 1] = 'p' .. index
-      fields[#fields + 1] = 'w' .. index
-      fields[#fields + 1] = 'r' .. index
-    end
-    redis.call('ZREM', run.base .. 'unscored', unpack(members))
-    redis.call('ZREM', run.base .. 'taken', unpack(members))
-    redis.call('HDEL', group.key, unpack(fields))
+-- Pushed trajectories go: their payloads and scores (`keys`), and their places with the scorer.
+local function take_out(run, group, keys, indices)
+  if #indices == 0 then return end
+  redis.call('UNLINK', unpack(keys))
+  local members, fields = {}, {}
+  for _, index in ipairs(indices) do
+    members[#members + 1] = group.id .. ':' .. index
+    fields[#fields + 1] = 'p' .. index
+    fields[#fields + 1] = 'w' .. index
+    fields[#fields + 1] = 'r' .. index
   end
+  redis.call('ZREM', run.base .. 'unscored', unpack(members))
+  redis.call('ZREM', run.base .. 'taken', unpack(members))
+  redis.call('HDEL', group.key, unpack(fields))
+end
+
+-- The trajectories of an attempt that ended without success are gone, with their bytes.
+local function discard(run, group)
+  take_out(run, group, payload_keys(run, group))
+  if (group.dropped or 0) > 0 then redis.call('HDEL', group.key, unpack(field_names_of(group, 'x'))) end
   hold(run, group, 0)
 end
 
@@ -153,7 +165,7 @@ local function requeue(run, group, cause, counted, reason)
   discard(run, group)
   redis.call('HSET', group.key, 'state', 'queued', 'token', '', 'failures', failures, 'reason', words(reason),
     'held', 0, 'pushed', 0, 'scored', 0, 'actual', 0)
-  redis.call('HDEL', group.key, 'oldest', 'newest', 'step', 'lost')
+  redis.call('HDEL', group.key, 'oldest', 'newest', 'step', 'lost', 'count', 'dropped')
   redis.call('ZADD', queue_of(run, group.lane), group.order, group.id)
   move(run, group.lane, group.state, 'queued')
   event(run, 'requeued', 'group', group.id, 'cause', cause, 'reason', words(reason))
@@ -161,11 +173,37 @@ local function requeue(run, group, cause, counted, reason)
   return nil
 end
 
--- The trajectory waits for a scorer again, without a token; fails the group once its attempts are used up (law 7).
+-- Nothing more will be generated in this attempt: the lease is done and its unused bytes are free. The token stays, so that a repeated push
+-- is known.
+local function end_generation(run, group)
+  end_lease(run, group)
+  hold(run, group, group.actual)
+  redis.call('HSET', group.key, 'state', 'scoring', 'held', group.actual)
+  move(run, group.lane, 'open', 'scoring')
+end
+
+-- A pushed trajectory has failed for good: the group fails with it, unless others were started beyond n (law 7: it is never a reward).
+local function drop(run, group, index, reason)
+  if group.dropped >= group.count - group.n then return fail(run, group, reason) end
+  local nonce = string.match(redis.call('HGET', group.key, 'p' .. index), '^%S+')
+  local payload = run.base .. 'p:' .. nonce
+  group.actual = group.actual - redis.call('STRLEN', payload)
+  take_out(run, group, {payload, run.base .. 's:' .. nonce}, {index})
+  redis.call('HSET', group.key, 'x' .. index, words(reason), 'dropped', group.dropped + 1, 'pushed', group.pushed - 1,
+    'actual', group.actual)
+  if group.state == 'scoring' then
+    hold(run, group, group.actual)
+    redis.call('HSET', group.key, 'held', group.actual)
+  end
+  event(run, 'dropped', 'group', group.id, 'index', index, 'reason', words(reason))
+  return nil
+end
+
+-- The trajectory waits for a scorer again, without a token; it is dropped once its attempts are used up (law 7).
 local function retry_scoring(run, group, index, attempts, message)
   local member = group.id .. ':' .. index
   if attempts >= run.max_scoring_attempts then
-    return fail(run, group, 'scoring failed ' .. attempts .. ' times: ' .. message)
+    return drop(run, group, index, 'scoring failed ' .. attempts .. ' times: ' .. message)
   end
   redis.call('ZREM', run.base .. 'taken', member)
   redis.call('HSET', group.key, 'w' .. index, attempts .. ' ')

@@ -48,16 +48,21 @@ local function empty_trash(run)
   return redis.call('LLEN', trash)
 end
 
--- The batch of `step`: step, then its group ids, then for each trajectory in order: `<nonce> <length> <oldest> <newest>`, reward.
+-- The batch of `step`: step, then its group ids, then for each a list of its trajectories: index, `<nonce> <length> <oldest> <newest>`, reward.
 local function batch_of(run, step, ids)
-  local sizes, trajectories = {}, {}
+  local trajectories = {}
   for i, id in ipairs(ids) do
-    local key = group_key(run, id)
-    local n = tonumber(redis.call('HGET', key, 'n'))
-    local fields = field_names('p', n)
-    for _, field in ipairs(field_names('r', n)) do fields[#fields + 1] = field end
-    trajectories[i] = redis.call('HMGET', key, unpack(fields))
-    sizes[i] = n
+    local key, mine = group_key(run, id), {}
+    local count = tonumber(redis.call('HGET', key, 'count'))
+    local fields = field_names('p', count)
+    for _, field in ipairs(field_names('r', count)) do fields[#fields + 1] = field end
+    local values = redis.call('HMGET', key, unpack(fields))
+    for index = 0, count - 1 do
+      if values[index + 1] then
+        mine[#mine + 1], mine[#mine + 2], mine[#mine + 3] = index, values[index + 1], values[count + index + 1]
+      end
+    end
+    trajectories[i] = mine
   end
   local scored, filtered = unpack(redis.call('HMGET', run.base .. 'since', 'batch_scored', 'batch_filtered'))
   return {'batch', step, run.base .. 'p:', ids, trajectories, tonumber(scored or 0), tonumber(filtered or 0)}

@@ -9,7 +9,7 @@ register_reader('hr_group', 1, function(run, args)
   if not group then return nil end
   group.state = settled_state(run, group.state, group.step)
   local trajectories, fields = {}, {}
-  for i = 0, group.n - 1 do
+  for i = 0, (group.count or group.n) - 1 do
     local pushed, reward = unpack(redis.call('HMGET', group.key, 'p' .. i, 'r' .. i))
     if pushed then
       for _, value in ipairs({i, run.base .. 'p:' .. string.match(pushed, '^%S+'), pushed, reward or ''}) do
@@ -17,7 +17,7 @@ register_reader('hr_group', 1, function(run, args)
       end
     end
   end
-  for _, field in ipairs({'lane', 'order', 'n', 'attempt', 'failures', 'ticket', 'replica', 'pushed', 'scored', 'oldest',
+  for _, field in ipairs({'lane', 'order', 'n', 'count', 'dropped', 'attempt', 'failures', 'ticket', 'replica', 'pushed', 'scored', 'oldest',
     'newest', 'step', 'reason'}) do
     if group[field] then fields[#fields + 1], fields[#fields + 2] = field, group[field] end
   end

@@ -1,8 +1,8 @@
 -- lease: a verified replica takes groups, validation first, then the lowest orders as admission and memory allow.
 -- KEYS     the run
 -- ARGV     replica, most groups, nonce (tokens are made of it)
--- Returns  timeline, incarnation, milliseconds until the leases end, version, then for each group: id, record key, token,
---          attempt, ticket (-1: validation)
+-- Returns  timeline, incarnation, milliseconds until the leases end, version, then for each group: {id, record key, token,
+--          attempt, ticket (-1: validation), trajectories to start}
 -- Errors   HR_NOT_VERIFIED: the replica is not HEALTHY on this timeline; HR_INVALID
 --
 -- Admission: with v the replica's version, P groups a step, R = P * next_step and O = groups open, scoring or ready, a lease is granted
@@ -28,15 +28,21 @@ local function evict_trained_step(run)
   return true
 end
 
-local function fits(run, group)
+local function fits(run, worst)
   while true do
     local bytes = run.bytes + (run.bytes_delta or 0)
-    if bytes <= 0 or bytes + group.worst <= run.max_bytes then return true end
+    if bytes <= 0 or bytes + worst <= run.max_bytes then return true end
     if not evict_trained_step(run) then return false end
   end
 end
 
-local function grant(run, group, replica, version, token)
+-- Trajectories to start, and the bytes they may take.
+local function extent(run, group)
+  local count = group.n + (group.lane == 'train' and run.redundant or 0)
+  return count, math.ceil(group.worst * count / group.n)
+end
+
+local function grant(run, group, replica, version, token, count, worst)
   local ticket = -1
   if group.lane == 'train' then
     ticket = run.tickets
@@ -46,8 +52,8 @@ local function grant(run, group, replica, version, token)
   local deadline = run.now + run.group_deadline_ms
   local ends = math.min(run.now + run.lease_ms, deadline)
   redis.call('HSET', group.key, 'state', 'open', 'token', token, 'replica', replica, 'attempt', group.attempt + 1,
-    'ticket', ticket, 'deadline', deadline, 'held', group.worst, 'leased', run.now, 'version', version)
-  hold(run, group, group.worst)
+    'ticket', ticket, 'deadline', deadline, 'held', worst, 'leased', run.now, 'version', version, 'count', count, 'dropped', 0)
+  hold(run, group, worst)
   redis.call('ZADD', run.base .. 'leases', ends, group.id)
   redis.call('SADD', run.base .. 'h:' .. replica, group.id)
   due_at(run, ends)
@@ -59,13 +65,12 @@ local function lease_from(run, lane, most, replica, version, nonce, reply)
   local granted = 0
   for _, id in ipairs(most > 0 and redis.call('ZRANGE', queue_of(run, lane), 0, most - 1) or {}) do
     local group = load_group(run, id)
-    if not fits(run, group) then break end
+    local count, worst = extent(run, group)
+    if not fits(run, worst) then break end
     local token = nonce .. '-' .. (#reply) .. '/' .. id
-    local ticket = grant(run, group, replica, version, token)
+    local ticket = grant(run, group, replica, version, token, count, worst)
     granted = granted + 1
-    for _, value in ipairs({id, run.base .. 'd:' .. group.record, token, group.attempt + 1, ticket}) do
-      reply[#reply + 1] = value
-    end
+    reply[#reply + 1] = {id, run.base .. 'd:' .. group.record, token, group.attempt + 1, ticket, count}
   end
   if granted > 0 then redis.call('ZREMRANGEBYRANK', queue_of(run, lane), 0, granted - 1) end
   return granted

@@ -5,6 +5,10 @@
 -- Errors   HR_INVALID
 
 local MAY_BE_0 = {max_age = true, ahead_steps = true, redundant = true, max_scored = true, retain_steps = true}
+-- What a group may have beyond n: its trajectories are arguments of one command.
+local MOST_REDUNDANT = 1024
+local REDUNDANT
+for i = 1, #LIMITS do if LIMITS[i] == 'redundant' then REDUNDANT = i end end
 local POLICIES = {ordered = true, drop = true, mask = true}
 
 local function limit_fields(args)
@@ -13,6 +17,9 @@ local function limit_fields(args)
   for i, field in ipairs(LIMITS) do
     fields[#fields + 1] = field
     fields[#fields + 1] = MAY_BE_0[field] and natural(args[i + 2], field) or positive(args[i + 2], field)
+  end
+  if tonumber(args[2 + REDUNDANT]) > MOST_REDUNDANT then
+    refuse('HR_INVALID', 'redundant is ' .. args[2 + REDUNDANT] .. ', more than ' .. MOST_REDUNDANT .. '; lower replay.redundant_generations')
   end
   local policy, filter = args[3 + #LIMITS], args[4 + #LIMITS]
   if filter ~= '' then

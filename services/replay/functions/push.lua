@@ -1,10 +1,10 @@
--- push: finished trajectories come in, each under its group's lease (law 3). The last one sends the group to scoring.
+-- push: finished trajectories come in, each under its group's lease (law 3). The last one that was started sends the group to scoring.
 -- KEYS     the run
 -- ARGV     timeline, incarnation, then a line for each trajectory: `<group id> <index> <token> <nonce> <bytes> <length> <oldest>
 --          <newest>`: the payload of so many bytes is staged at p:<nonce> with a time to live; length in tokens; weight versions
 -- Returns  for each trajectory '' or `<code> <message>`; a refused one leaves nothing behind. The same index again under the same
 --          token is accepted and changes nothing.
--- Errors   HR_INVALID (malformed). Of entries: HR_TIMELINE, HR_LEASE_LOST, HR_INVALID
+-- Errors   HR_INVALID (malformed). Of entries: HR_TIMELINE, HR_LEASE_LOST, HR_SURPLUS (the group has its n without it), HR_INVALID
 
 local LINE = '^(' .. NAME .. ') (%d+) (' .. NAME .. ') (' .. NAME .. ') (%d+) (%d+) (%d+) (%d+)$'
 
@@ -21,7 +21,10 @@ end
 
 -- Why the trajectory is refused whatever its index: code and message, or nil.
 local function lease_refusal(run, entry, group)
-  if not group or group.token ~= entry.token or group.state ~= 'open' then
+  if group and group.token == entry.token and group.state ~= 'open' then
+    return 'HR_SURPLUS', 'group ' .. entry.id .. ' has its ' .. group.n .. ' trajectories without this one'
+  end
+  if not group or group.token ~= entry.token then
     return 'HR_LEASE_LOST', 'the lease of group ' .. entry.id .. ' is over'
   end
   if run.backlog and tonumber(redis.call('ZSCORE', run.base .. 'leases', entry.id)) <= run.now then
@@ -30,8 +33,8 @@ local function lease_refusal(run, entry, group)
 end
 
 local function record_refusal(run, entry, group)
-  if entry.index >= group.n then
-    return 'HR_INVALID', 'index ' .. entry.index .. ' of group ' .. entry.id .. ', which has ' .. group.n .. ' trajectories'
+  if entry.index >= group.count then
+    return 'HR_INVALID', 'index ' .. entry.index .. ' of group ' .. entry.id .. ', which has ' .. group.count .. ' trajectories'
   end
   if entry.oldest > entry.newest or entry.newest > run.next_step then
     return 'HR_INVALID', 'versions ' .. entry.oldest .. ' to ' .. entry.newest .. ' of group ' .. entry.id .. '; the newest weights are ' .. run.next_step
@@ -43,26 +46,20 @@ local function unstage(entry, mine)
   if not mine or string.match(mine, '^%S+') ~= entry.nonce then redis.call('UNLINK', entry.payload) end
 end
 
--- All n are in: the lease is done and its unused bytes are free; the token stays, so that a repeated push is known.
-local function complete(run, group)
-  end_lease(run, group)
-  hold(run, group, group.actual)
-  redis.call('HSET', group.key, 'state', 'scoring', 'held', group.actual)
-  move(run, group.lane, 'open', 'scoring')
-end
-
--- The group with what these entries have to know of it: its lease, and which of their indices it has (`mine`).
+-- The group with what these entries have to know of it: its lease, and which of their indices it has (`mine`) or has dropped (false).
 local function load(run, entries_of_group)
   local key = group_key(run, entries_of_group[1].id)
-  local fields = {'state', 'token', 'lane', 'replica', 'n', 'pushed', 'actual', 'held', 'oldest', 'newest'}
-  for i, entry in ipairs(entries_of_group) do fields[10 + i] = 'p' .. entry.index end
+  local fields = {'state', 'token', 'lane', 'replica', 'n', 'count', 'dropped', 'pushed', 'actual', 'held', 'oldest', 'newest'}
+  for i, entry in ipairs(entries_of_group) do
+    fields[11 + 2 * i], fields[12 + 2 * i] = 'p' .. entry.index, 'x' .. entry.index
+  end
   local values = redis.call('HMGET', key, unpack(fields))
   if not values[1] then return nil, {} end
   local group = {id = entries_of_group[1].id, key = key}
   for i = 1, 4 do group[fields[i]] = values[i] end
-  for i = 5, 10 do group[fields[i]] = tonumber(values[i] or nil) end
+  for i = 5, 12 do group[fields[i]] = tonumber(values[i] or nil) end
   local mine = {}
-  for i, entry in ipairs(entries_of_group) do mine[entry.index] = values[10 + i] end
+  for i, entry in ipairs(entries_of_group) do mine[entry.index] = values[11 + 2 * i] or values[12 + 2 * i] end
   return group, mine
 end
 
@@ -99,7 +96,7 @@ local function push(run, entries_of_group, foreign, reply)
     unpack(written))
   redis.call('ZADD', run.base .. 'unscored', unpack(members))
   wake(run, 'scoring')
-  if group.pushed == group.n then complete(run, group) end
+  if group.pushed + group.dropped == group.count then end_generation(run, group) end
 end
 
 register('hr_push', nil, function(run, args)

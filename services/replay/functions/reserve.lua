@@ -2,8 +2,8 @@
 -- of them ready; under `drop` and `mask` the lowest tickets among those that are ready.
 -- KEYS     the run
 -- ARGV     step, timeline
--- Returns  {'batch', step, prefix of payload keys, group ids in ticket order, for each group: n times
---          `<nonce> <length> <oldest> <newest>`, then n rewards; groups scored and groups filtered since the batch before}, or {'waiting', ready, needed}, or {'end', unused}
+-- Returns  {'batch', step, prefix of payload keys, group ids in ticket order, for each group n times index,
+--          `<nonce> <length> <oldest> <newest>` and reward, in one list; groups scored and groups filtered since the batch before}, or {'waiting', ready, needed}, or {'end', unused}
 -- Errors   HR_TIMELINE, HR_STEP, HR_STARVED, HR_INVALID
 --
 -- Repeating the last reserve gives the same batch, for a trainer that lost the reply. Whatever the admission policy did, law 2 (age)

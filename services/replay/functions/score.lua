@@ -5,8 +5,11 @@
 -- Returns  for each trajectory '' or `<code> <message>`
 -- Errors   HR_INVALID (malformed). Of entries: HR_LEASE_LOST
 --
--- Law 7: only SCORED carries a reward. FAILED and TIMED_OUT are tried again up to max_scoring_attempts and then fail the group
--- with the message; INVALID fails it at once.
+-- Law 3: the first n that are scored are the group. It is ready with them: the lease ends, what is still generated or waits for a score is
+-- surplus and goes, and its scores are refused.
+--
+-- Law 7: only SCORED carries a reward. FAILED and TIMED_OUT are tried again up to max_scoring_attempts; then the trajectory is dropped, at
+-- once if INVALID. The group fails with the message of the one that leaves it fewer than n.
 --
 -- Dynamic sampling (the run's `filter`): a train group whose rewards, clamped to its bounds, are all equal teaches nothing. It is
 -- filtered here, on its last score, so that it leaves the line at once and another takes its place.
@@ -32,10 +35,12 @@ local function all_equal(run, group)
   local low, high = string.match(run.filter, '^(%S+) (%S+)$')
   low, high = tonumber(low), tonumber(high)
   local first
-  for _, reward in ipairs(redis.call('HMGET', group.key, unpack(field_names('r', group.n)))) do
-    local clamped = math.min(math.max(tonumber(reward), low), high)
-    if first and clamped ~= first then return false end
-    first = clamped
+  for _, reward in ipairs(redis.call('HMGET', group.key, unpack(field_names_of(group, 'r')))) do
+    if reward then
+      local clamped = math.min(math.max(tonumber(reward), low), high)
+      if first and clamped ~= first then return false end
+      first = clamped
+    end
   end
   return true
 end
@@ -51,24 +56,46 @@ local function filter(run, group)
   wake(run, 'work')
 end
 
+-- What was pushed beyond the n that are scored goes, and counts no more.
+local function drop_surplus(run, group)
+  local keys, indices = {}, {}
+  local pushed = redis.call('HMGET', group.key, unpack(field_names_of(group, 'p')))
+  local rewards = redis.call('HMGET', group.key, unpack(field_names_of(group, 'r')))
+  group.oldest, group.newest = math.huge, 0
+  for i, value in ipairs(pushed) do
+    local nonce, oldest, newest = string.match(value or '', '^(%S+) %d+ (%d+) (%d+)$')
+    if rewards[i] then
+      group.oldest, group.newest = math.min(group.oldest, tonumber(oldest)), math.max(group.newest, tonumber(newest))
+    elseif nonce then
+      keys[#keys + 1], indices[#indices + 1] = run.base .. 'p:' .. nonce, i - 1
+      group.actual = group.actual - redis.call('STRLEN', keys[#keys])
+    end
+  end
+  take_out(run, group, keys, indices)
+  hold(run, group, group.actual)
+  redis.call('HSET', group.key, 'pushed', group.n, 'oldest', group.oldest, 'newest', group.newest, 'actual', group.actual,
+    'held', group.actual)
+end
+
 local function all_scored(run, group)
+  if group.state == 'open' then end_lease(run, group) end
+  if group.count > group.n then drop_surplus(run, group) end
+  local state = 'evaluated'
   if group.lane == 'train' then
     redis.call('HINCRBY', run.base .. 'since', 'scored', 1)
-    if run.filter ~= '' and all_equal(run, group) then return filter(run, load_group(run, group.id)) end
-    redis.call('HSET', group.key, 'state', 'ready')
+    if run.filter ~= '' and all_equal(run, group) then return filter(run, group) end
+    state = 'ready'
     redis.call('ZADD', run.base .. 'ready', group.ticket, group.id)
-    move(run, group.lane, 'scoring', 'ready')
-  else
-    redis.call('HSET', group.key, 'state', 'evaluated')
-    move(run, group.lane, 'scoring', 'evaluated')
   end
+  redis.call('HSET', group.key, 'state', state)
+  move(run, group.lane, group.state, state)
   wake(run, 'ready')
 end
 
 -- The group with who has these entries (`w<i>`), their rewards (`r<i>`) and payloads (`p<i>`), under those names.
 local function load(run, entries_of_group)
   local id = entries_of_group[1].id
-  local fields = {'n', 'scored', 'lane', 'ticket'}
+  local fields = {'n', 'scored'}
   for _, entry in ipairs(entries_of_group) do
     for _, letter in ipairs({'w', 'r', 'p'}) do fields[#fields + 1] = letter .. entry.index end
   end
@@ -103,8 +130,12 @@ local function sift(run, group, entries_of_group, reply)
   return scored, failed
 end
 
-local function write(run, group, scored)
+local function write(run, group, scored, reply)
   local fields, records, members = {}, {}, {}
+  for i = #scored, group.n - group.scored + 1, -1 do
+    local entry = table.remove(scored)
+    reply[entry.place] = refuse_entry(run, 'HR_LEASE_LOST', 'group ' .. entry.id .. ' has its ' .. group.n .. ' scores without this one')
+  end
   for i, entry in ipairs(scored) do
     fields[2 * i - 1], fields[2 * i] = 'r' .. entry.index, entry.reward
     records[2 * i - 1] = run.base .. 's:' .. string.match(group['p' .. entry.index], '^%S+')
@@ -115,7 +146,7 @@ local function write(run, group, scored)
   redis.call('MSET', unpack(records))
   redis.call('HSET', group.key, 'scored', count, unpack(fields))
   redis.call('ZREM', run.base .. 'taken', unpack(members))
-  if count == tonumber(group.n) then all_scored(run, group) end
+  if count == tonumber(group.n) then all_scored(run, load_group(run, group.id)) end
 end
 
 local function give_up_or_retry(run, entry, reply)
@@ -123,9 +154,9 @@ local function give_up_or_retry(run, entry, reply)
   local attempts = tonumber(string.match(redis.call('HGET', group.key, 'w' .. entry.index) or '', '^%d+'))
   local message = entry.status .. ': ' .. words(entry.message)
   if not attempts then
-    reply[entry.place] = refuse_entry(run, 'HR_LEASE_LOST', 'group ' .. entry.id .. ' has just failed')
+    reply[entry.place] = refuse_entry(run, 'HR_LEASE_LOST', 'group ' .. entry.id .. ' has just ended')
   elseif entry.status == 'INVALID' then
-    fail(run, group, 'scoring refused: ' .. message)
+    drop(run, group, entry.index, 'scoring refused: ' .. message)
   else
     retry_scoring(run, group, entry.index, attempts, message)
   end
@@ -141,7 +172,7 @@ register('hr_score', nil, function(run, args)
   for _, of_group in ipairs(groups) do
     local group = load(run, of_group)
     local scored, failed = sift(run, group, of_group, reply)
-    if #scored > 0 then write(run, group, scored) end
+    if #scored > 0 then write(run, group, scored, reply) end
     for _, entry in ipairs(failed) do give_up_or_retry(run, entry, reply) end
   end
   return reply

@@ -1,0 +1,28 @@
+-- abandon: a replica can't generate one trajectory of its lease. Where others were started beyond n, the group does without it; else the
+-- whole group goes back and an attempt is spent.
+-- KEYS     the run
+-- ARGV     timeline, incarnation, group id, token, index, reason
+-- Returns  1: the lease goes on without it; 0: the group is no longer the caller's
+-- Errors   HR_TIMELINE, HR_LEASE_LOST, HR_INVALID
+register('hr_abandon', 6, function(run, args)
+  local id, token, index = name(args[3], 'group id'), name(args[4], 'token'), natural(args[5], 'index')
+  require_timeline(run, args[1])
+  require_incarnation(run, args[2])
+  local group = load_group(run, id)
+  if not group or group.state ~= 'open' or group.token ~= token then
+    refuse('HR_LEASE_LOST', 'the lease of group ' .. id .. ' is over')
+  end
+  if index >= group.count then
+    refuse('HR_INVALID', 'index ' .. index .. ' of group ' .. id .. ', which has ' .. group.count .. ' trajectories')
+  end
+  local pushed, dropped = unpack(redis.call('HMGET', group.key, 'p' .. index, 'x' .. index))
+  if pushed or dropped then return 1 end
+  if group.dropped >= group.count - group.n then
+    requeue(run, group, 'failed', true, args[6])
+    return 0
+  end
+  redis.call('HSET', group.key, 'x' .. index, words(args[6]), 'dropped', group.dropped + 1)
+  event(run, 'dropped', 'group', id, 'index', index, 'reason', words(args[6]))
+  if group.pushed + group.dropped + 1 == group.count then end_generation(run, group) end
+  return 1
+end)
