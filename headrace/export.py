@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import msgpack
 import numpy as np
 
 from headrace.errors import CodecError
-from headrace.lineage import Origin
+from headrace.lineage import Origin, origin_of, with_timelines
+from headrace.replay import ReplayClient
 from headrace.trajectory import Group, Score, Trajectory
 
 _ARRAYS = {
@@ -66,6 +67,18 @@ def from_line(text: str) -> Exported:
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise CodecError(f"not an exported trajectory ({error!r})") from error
+
+
+async def lines(replay: ReplayClient, states: Collection[str]) -> AsyncIterator[str]:
+    """A line for each trajectory that the buffer holds of groups in one of `states`."""
+    run = await replay.state()
+    async for group_id, _ in replay.groups(states):
+        held = await replay.held(group_id)
+        if held is None:  # it has ended since
+            continue
+        for trajectory, score in held.trajectories:
+            origin = with_timelines(origin_of(trajectory, score), run.timeline_of)
+            yield to_line(Exported(held.state, held.group, trajectory, score), origin)
 
 
 def read(path: Path) -> Iterator[Exported]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
 from fastapi import FastAPI, Header, HTTPException, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from headrace import export
 from headrace.errors import CodecError, InvalidCall, ReplayUnavailable
-from headrace.replay import ReplayClient
+from headrace.lineage import LineageFiles
+from headrace.replay import GroupState, ReplayClient
 from headrace.service import Ready, create_app
 from headrace.trajectory import Group, Score, Trajectory
 
@@ -20,11 +23,21 @@ _EVENTS_BLOCK_S = 5.0
 # ids of a Redis stream; `$` is "from now on"
 _AFTER = r"^(\$|\d{1,20}(-\d{1,20})?)$"
 After = Annotated[str, Query(pattern=_AFTER, description="entries after this id")]
+States = Annotated[
+    list[GroupState] | None, Query(alias="state", description="groups in these states; all if not given")
+]
 
 
-def build_app(client: ReplayClient, ready: Ready) -> FastAPI:
+def build_app(client: ReplayClient, ready: Ready, lineage: LineageFiles) -> FastAPI:
+    """`lineage`: the files that the trainer writes; of a trainer on another machine they may not be there."""
     app = create_app("Headrace replay", ready)
     _answer_errors(app)
+    _add_run(app, client)
+    _add_groups(app, client, lineage)
+    return app
+
+
+def _add_run(app: FastAPI, client: ReplayClient) -> None:
 
     @app.get("/v1/run", summary="Where the run stands")
     async def run() -> dict[str, Any]:
@@ -33,21 +46,6 @@ def build_app(client: ReplayClient, ready: Ready) -> FastAPI:
     @app.get("/v1/stats", summary="Groups by state, refusals, requeues, bytes, ages, replicas, the scoring line")
     async def stats() -> dict[str, Any]:
         return await client.stats()
-
-    @app.get("/v1/groups/{group_id}", summary="One group, and its trajectories so far")
-    async def group(group_id: str) -> dict[str, Any]:
-        found = await client.group(group_id)
-        if found is None:
-            raise HTTPException(404, f"the buffer does not hold group {group_id!r}")
-        return {**found, "group": None if found["group"] is None else _plain(found["group"])}
-
-    @app.get("/v1/trajectories/{group_id}/{index}", summary="One trajectory with its tokens and score")
-    async def trajectory(group_id: str, index: int) -> dict[str, Any]:
-        found = await client.trajectory(group_id, index)
-        if found is None:
-            raise HTTPException(404, f"the buffer does not hold trajectory {index} of group {group_id!r}")
-        payload, score = found
-        return {**_plain(payload), "score": None if score is None else _plain(score)}
 
     @app.get("/v1/metrics", summary="Metrics of each trainer step and validation")
     async def metrics(after: After = "0", count: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> list[dict[str, Any]]:
@@ -67,7 +65,52 @@ def build_app(client: ReplayClient, ready: Ready) -> FastAPI:
             after = await client.newest_event()
         return StreamingResponse(_events(client, request, after), media_type="text/event-stream")
 
-    return app
+
+def _add_groups(app: FastAPI, client: ReplayClient, files: LineageFiles) -> None:
+    @app.get("/v1/groups", summary="Groups that the buffer holds, by state")
+    async def groups(
+        states: States = None, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000
+    ) -> list[dict[str, str]]:
+        found: list[dict[str, str]] = []
+        async for group_id, state in client.groups(states or get_args(GroupState)):
+            if len(found) == limit:
+                break
+            found.append({"id": group_id, "state": state})
+        return found
+
+    @app.get("/v1/groups/{group_id}", summary="One group, and its trajectories so far")
+    async def group(group_id: str) -> dict[str, Any]:
+        found = await client.group(group_id)
+        if found is None:
+            raise HTTPException(404, f"the buffer does not hold group {group_id!r}")
+        return {**found, "group": None if found["group"] is None else _plain(found["group"])}
+
+    @app.get("/v1/trajectories/{group_id}/{index}", summary="One trajectory with its tokens and score")
+    async def trajectory(group_id: str, index: int) -> dict[str, Any]:
+        found = await client.trajectory(group_id, index)
+        if found is None:
+            raise HTTPException(404, f"the buffer does not hold trajectory {index} of group {group_id!r}")
+        payload, score = found
+        return {**_plain(payload), "score": None if score is None else _plain(score)}
+
+    @app.get(
+        "/v1/groups/{group_id}/lineage",
+        summary="Who wrote which tokens of a trained or waiting group, and what became of them",
+    )
+    async def lineage(group_id: str) -> dict[str, Any]:
+        found = await asyncio.to_thread(files.find, group_id) or await client.lineage(group_id)
+        if found is None:
+            raise HTTPException(
+                404, f"the buffer does not hold group {group_id!r}, and none of {files.folder} says that it was trained"
+            )
+        return dataclasses.asdict(found)
+
+    @app.get(
+        "/v1/export", summary="Trajectories that the buffer holds, as JSON lines", response_class=StreamingResponse
+    )
+    async def exported(states: States = None) -> StreamingResponse:
+        found = export.lines(client, states or get_args(GroupState))
+        return StreamingResponse((line + "\n" async for line in found), media_type="application/x-ndjson")
 
 
 async def _events(client: ReplayClient, request: Request, after: str) -> AsyncIterator[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.config import Config
 from headrace.errors import ConfigError, ReplayUnavailable, ServiceError
+from headrace.lineage import FOLDER, LineageFiles
 from headrace.replay import Limits, ReplayClient, worst_case_bytes
 from headrace.replay.connect import shown
 from headrace.replay.wire import open_redis
@@ -105,7 +106,8 @@ async def running(
         buffer = _Buffer(client, limits, config.redis_url)
         await buffer.prepare()
         stack.enter_context(exported(buffer.snapshot))
-        await stack.enter_async_context(serve_http(build_app(client, buffer.trouble), sock))
+        lineage = LineageFiles(config.checkpoint_folder / FOLDER)
+        await stack.enter_async_context(serve_http(build_app(client, buffer.trouble, lineage), sock))
 
         async def work() -> None:
             helpers = [buffer.watch(), *([_keep_up(server)] if server is not None else [])]

@@ -1,0 +1,46 @@
+"""Groups, lineage and exported trajectories over HTTP."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from headrace import export
+from headrace.lineage import FOLDER
+from services.trainer.lineage import Lineage
+from tests.integration.replay.helpers import enqueue, healthy_replica, make_group, make_trajectory
+from tests.integration.replay.test_server import config_of, serving
+
+
+async def test_groups_their_lineage_and_their_trajectories_are_served(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    async with serving(config) as (http, replay):
+        await enqueue(replay, range(3))
+        (lease,) = await replay.lease(await healthy_replica(replay), 1)
+        await replay.push(lease, make_trajectory(lease, 0))
+        listed = (await http.get("/v1/groups", params={"state": ["queued", "open"]})).json()
+        assert {group["id"]: group["state"] for group in listed} == {
+            "e0-train-0": "open",
+            "e0-train-1": "queued",
+            "e0-train-2": "queued",
+        }
+        assert len((await http.get("/v1/groups", params={"limit": 2})).json()) == 2
+        waiting = (await http.get(f"/v1/groups/{lease.group.id}/lineage")).json()
+        assert (waiting["state"], waiting["step"]) == ("open", None)
+        assert waiting["trajectories"][0]["ranges"] == [
+            {"start": 0, "end": 4, "replica": "replica", "version": 0, "timeline": None}
+        ]
+        missing = await http.get("/v1/groups/e0-train-9/lineage")
+        assert missing.status_code == 404
+        assert "does not hold group 'e0-train-9'" in missing.json()["detail"]
+        trained = make_group(9)
+        Lineage(config.checkpoint_folder / FOLDER, "one").write(4, [trained], {trained.id: []})
+        found = (await http.get("/v1/groups/e0-train-9/lineage")).json()
+        assert (found["state"], found["step"], found["timeline"]) == ("trained", 4, "one")
+
+        (line,) = (await http.get("/v1/export")).text.splitlines()
+        back = export.from_line(line)
+        assert back.trajectory.encode() == make_trajectory(lease, 0).encode()
+        assert json.loads(line)["lineage"]["ranges"] == waiting["trajectories"][0]["ranges"]
+        assert (await http.get("/v1/export", params={"state": "ready"})).text == ""
+        assert (await http.get("/v1/export", params={"state": "lost"})).status_code == 422
