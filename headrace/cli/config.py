@@ -27,12 +27,18 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
 
 
 def age_bound(config: Config) -> str:
-    """What the age policy promises, in one line."""
-    age, groups = config.grpo.max_age, config.grpo.num_prompts_per_step
-    ahead = (age + 1) * groups
+    """What the age policy bounds and promises, in one line."""
+    grpo = config.grpo
+    age, policy = grpo.max_age, grpo.async_grpo.staleness_policy
+    ahead = f"at most {(grpo.ahead_steps + 1) * grpo.num_prompts_per_step} groups ahead of the trainer"
+    bound = f"a trajectory trained at step t has no token older than weights t - {age}"
+    if policy == "drop":
+        return f"drop: {bound}; {ahead}, trained as they get ready; one over age by then is generated again"
+    if policy == "mask":
+        return (
+            f"mask: tokens older than weights t - {age} leave the policy loss of step t, and their trajectory stays; {ahead}, "
+            "trained as they get ready; one without a younger token is generated again"
+        )
     if age == 0:
-        return f"strictly on-policy: step t trains on trajectories of weights t alone; at most {ahead} groups in flight"
-    return (
-        f"{config.grpo.async_grpo.staleness_policy}: a trajectory trained at step t has no token older than weights t - {age}; "
-        f"at most {ahead} groups ahead of the trainer, none dropped"
-    )
+        return f"strictly on-policy: step t trains on trajectories of weights t alone; {ahead}"
+    return f"ordered: {bound}; {ahead}, none dropped"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.trajectory import Float32, Int32, UInt8
+from headrace.trajectory import Float32, Int32, Span, UInt8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,17 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         return MicroBatch(**{f.name: getattr(self, f.name).to(device) for f in dataclasses.fields(self)})
+
+
+def mask_old_tokens(loss_mask: UInt8, spans: Sequence[Span], oldest: int) -> UInt8:
+    """`loss_mask` [T] with 0 on tokens of weights older than version `oldest`: they leave the policy loss and its token count."""
+    old = [span for span in spans if span.version < oldest]
+    if not old:
+        return loss_mask
+    young = loss_mask.copy()
+    for span in old:
+        young[span.start : span.end] = 0
+    return young
 
 
 def problem_with(sample: Sample) -> str | None:

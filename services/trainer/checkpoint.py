@@ -7,6 +7,8 @@ next one who writes. Layout:
     step_12/policy/       Hugging Face checkpoint: config, safetensors, tokenizer
     step_12/training/     torch.distributed.checkpoint: version, optimizer
     step_12/ledger.json   {step: [group ids]} of the steps trained since the checkpoint before it
+    step_12/trained.roaring  places in the order of prompts that the weights were trained on (`Orders.encode`)
+    step_12/ended.bitmap  places of groups that ended failed or filtered (`headrace.replay.Ended`)
     step_12/state.json    where the run stood; the last file to be written
 """
 
@@ -18,15 +20,18 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
 from headrace.config.services import Checkpointing
 from headrace.errors import ServiceError
 
 Ledger = dict[int, list[str]]
 T = TypeVar("T")
+
+TRAINED = "trained.roaring"
+ENDED = "ended.bitmap"
 
 _PUBLISHED = re.compile(r"step_(0|[1-9][0-9]*)")
 _UNFINISHED = ".unfinished-"
@@ -36,8 +41,8 @@ class State(BaseModel):
     """Where the run stood when the weights of `version` were published.
 
     `ancestors` are the timelines the weights descend from, oldest first, without `timeline` itself; `cursor` is the next
-    `order` of prompts to enqueue; `trained` are half-open ranges of the order of prompts that the weights were trained on;
-    `incarnation` is that of the buffer they came through; `metrics` are named as `checkpointing.metric_name` names them
+    `order` of prompts to enqueue; `failed` and `filtered` count the groups that ended without being trained; `incarnation`
+    is that of the buffer they came through; `metrics` are named as `checkpointing.metric_name` names them
     (`val:accuracy`).
     """
 
@@ -48,9 +53,19 @@ class State(BaseModel):
     incarnation: str = ""
     ancestors: tuple[str, ...] = ()
     cursor: int
-    trained: tuple[tuple[int, int], ...] = ()
+    failed: int = 0
+    filtered: int = 0
     run_id: str
     metrics: dict[str, float] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_this_build(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and "trained" in fields:
+            raise ValueError(
+                "an older build wrote it, whose ledger this one doesn't read: finish the run with that build"
+            )
+        return fields
 
 
 _STATE = TypeAdapter(State)
@@ -85,6 +100,14 @@ class Checkpoints:
         """Group ids of each step trained since the checkpoint before. Raises `ServiceError` as `state` does."""
         return self._read(version, "ledger.json", _LEDGER)
 
+    def file(self, version: int, name: str) -> bytes:
+        """One of the `files` that it was published with. Raises `ServiceError` as `state` does."""
+        path = self.path(version) / name
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
     def begin(self, version: int) -> Path:
         """Remove what earlier writers left and make an empty folder for the learner's files (rank 0).
 
@@ -106,15 +129,23 @@ class Checkpoints:
         """The folder that `begin(version)` makes: where every rank saves to."""
         return self._folder / f"{_UNFINISHED}step_{version}"
 
-    def publish(self, state: State, ledger: Mapping[int, Sequence[str]], keep: Collection[int] = ()) -> Path:
+    def publish(
+        self,
+        state: State,
+        ledger: Mapping[int, Sequence[str]],
+        keep: Collection[int] = (),
+        files: Mapping[str, bytes] | None = None,
+    ) -> Path:
         """Make the folder that `begin` gave, now full, a checkpoint; then drop what retention no longer keeps (rank 0).
 
-        Versions in `keep` stay: their metrics are still to come.
+        `files` (contents by name) are part of it. Versions in `keep` stay: their metrics are still to come.
         When this returns the checkpoint outlives a power cut. Raises `ServiceError` for a full disk.
         """
         unfinished, final = self.unfinished(state.version), self.path(state.version)
         with _disk_errors(self._folder):
             (unfinished / "ledger.json").write_bytes(_LEDGER.dump_json({step: [*ids] for step, ids in ledger.items()}))
+            for name, content in (files or {}).items():
+                (unfinished / name).write_bytes(content)
             (unfinished / "state.json").write_text(state.model_dump_json(indent=2))
             _force_to_disk(unfinished)
             unfinished.rename(final)
@@ -140,10 +171,7 @@ class Checkpoints:
         try:
             return adapter.validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
-            reason = str(error).replace("\n", " ")
-            raise ServiceError(
-                f"{path} can't be read ({reason}); remove {path.parent} to go on from an earlier checkpoint"
-            ) from error
+            raise _unreadable(path, error) from error
 
     def _retain(self, keep: Collection[int] = ()) -> None:
         """Law: the newest always stays."""
@@ -173,6 +201,11 @@ def superseded(metrics: Mapping[int, Mapping[str, float]], settings: Checkpointi
 
     kept = {*sorted(metrics, key=merit, reverse=True)[: settings.keep_top_k], max(metrics, default=None)}
     return sorted(set(metrics) - kept)
+
+
+def _unreadable(path: Path, error: Exception) -> ServiceError:
+    reason = str(error).replace("\n", " ")
+    return ServiceError(f"{path} can't be read ({reason}); remove {path.parent} to go on from an earlier checkpoint")
 
 
 def cannot_write(folder: Path, error: BaseException) -> ServiceError:

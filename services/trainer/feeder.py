@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
@@ -28,8 +29,8 @@ class Demand:
     trained: int
 
     @classmethod
-    def of(cls, prompts_per_step: int, max_age: int, max_steps: int, total: int) -> Demand:
-        return cls(prompts_per_step * (max_age + 2), total, prompts_per_step * max_steps)
+    def of(cls, prompts_per_step: int, ahead_steps: int, max_steps: int, total: int) -> Demand:
+        return cls(prompts_per_step * (ahead_steps + 2), total, prompts_per_step * max_steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +82,15 @@ class Feeder:
         self._nudge.set()
 
     async def refill(self, orders: Iterable[int]) -> int:
-        """Queue again prompts that a restored buffer counts as taken and nothing was trained on; returns how many."""
-        wanted = list(orders)
-        for at in range(0, len(wanted), BATCH):
-            await self._enqueue(wanted[at : at + BATCH], refill=True)
-        return len(wanted)
+        """Queue again prompts that the buffer counts as taken, holds no more, and nothing was trained on; returns how many.
+
+        The buffer asks for it until it hears that all are in, so that a trainer killed in the middle does it again.
+        """
+        new, places = 0, iter(orders)
+        while batch := list(itertools.islice(places, BATCH)):
+            new += await self._enqueue(batch, refill=True)
+        await self._patience(lambda: self._replay.refilled(self._timeline))
+        return new
 
     async def run(self) -> None:
         while True:
@@ -101,6 +106,6 @@ class Feeder:
                 async with asyncio.timeout(REFRESH_S):
                     await self._nudge.wait()
 
-    async def _enqueue(self, orders: Sequence[int], *, refill: bool) -> None:
+    async def _enqueue(self, orders: Sequence[int], *, refill: bool) -> int:
         groups = await asyncio.to_thread(self._groups, orders)
-        await self._patience(lambda: self._replay.enqueue(groups, self._timeline, refill=refill))
+        return await self._patience(lambda: self._replay.enqueue(groups, self._timeline, refill=refill))

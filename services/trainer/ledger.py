@@ -1,63 +1,74 @@
 """What this run's weights were trained on: the trainer's own memory of it, published with every checkpoint.
 
-The buffer knows the same while it keeps its data. If it loses writes (an empty volume, a power cut, a failover), the newest
-checkpoint's ledger says which prompts its weights have seen, so that every other one is queued again and none is trained twice.
+The buffer knows the same while it keeps its data. If it loses writes (an empty volume, a power cut, a failover), or goes back to an
+older checkpoint, that checkpoint's ledger says which prompts its weights have seen, so that every other one is queued again and none
+is trained twice.
 """
 
 from __future__ import annotations
 
-import bisect
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+from pyroaring import BitMap
+
 from headrace.errors import ServiceError
+from headrace.replay import Ended
 
 
 class Orders:
-    """A set of places in the order of prompts, as sorted disjoint half-open ranges: steps train almost contiguous places,
-    so a million prompts stay a handful of pairs."""
+    """A set of places in the order of prompts, as a roaring bitmap: about two bytes a place at the most, and much less where they are
+    dense, however scattered a policy trains them. Places are below 2^32."""
 
-    def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
-        self._ranges: list[tuple[int, int]] = []
-        for start, end in ranges:
-            if not (self._ranges[-1][1] if self._ranges else 0) <= start < end:
-                raise ServiceError(f"the checkpoint's ledger holds [{start}, {end}), which is empty or out of order")
-            self._ranges.append((start, end))
+    def __init__(self, places: Iterable[int] = ()) -> None:
+        self._places = BitMap(places)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Orders:
+        """What `encode` gave. Raises `ServiceError` for anything else."""
+        orders = cls()
+        try:
+            orders._places = BitMap.deserialize(data)
+        except (ValueError, IndexError) as error:
+            raise ServiceError(f"the checkpoint's ledger can't be read ({error})") from error
+        return orders
+
+    @classmethod
+    def of_bitmap(cls, bitmap: bytes) -> Orders:
+        """The places whose bits are set, the most significant bit of the first byte being place 0."""
+        places = np.flatnonzero(np.unpackbits(np.frombuffer(bitmap, dtype=np.uint8)))
+        return cls(array("I", places.astype(np.uint32).tobytes()))
+
+    def encode(self) -> bytes:
+        packed = self._places.copy()
+        packed.run_optimize()
+        data: bytes = packed.serialize()
+        return data
 
     def add(self, order: int) -> None:
         """Raises `ServiceError` if the place is taken: in the history of the weights none is trained twice (law 1)."""
-        at = bisect.bisect_right(self._ranges, (order, float("inf")))
-        before = self._ranges[at - 1] if at else None
-        after = self._ranges[at] if at < len(self._ranges) else None
-        if order < 0 or (before is not None and before[0] <= order < before[1]):
+        if order < 0 or order in self._places:
             raise ServiceError(f"prompt {order} of the run's order came to the trainer a second time (law 1)")
-        start, end, low, high = order, order + 1, at, at
-        if before is not None and before[1] == order:
-            start, low = before[0], at - 1
-        if after is not None and after[0] == order + 1:
-            end, high = after[1], at + 1
-        self._ranges[low:high] = [(start, end)]
+        self._places.add(order)
 
     def __contains__(self, order: int) -> bool:
-        at = bisect.bisect_right(self._ranges, (order, float("inf")))
-        return at > 0 and order < self._ranges[at - 1][1]
+        return order in self._places
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return sum(end - start for start, end in self._ranges)
+        return len(self._places)
 
     @property
     def last(self) -> int:
         """The highest place, -1 if there is none."""
-        return self._ranges[-1][1] - 1 if self._ranges else -1
+        return int(self._places.max()) if self._places else -1
 
-    def missing(self) -> Iterator[int]:
-        """Places below the highest that are not in the set, in order."""
-        edge = 0
-        for start, end in self._ranges:
-            yield from range(edge, start)
-            edge = end
-
-    def ranges(self) -> list[list[int]]:
-        return [list(pair) for pair in self._ranges]
+    def missing(self, last: int, other: Orders) -> Iterator[int]:
+        """Places up to `last` that are neither in this set nor in the other, in order."""
+        return iter(BitMap(range(last + 1)) - self._places - other._places)
 
 
 class Ledger:
@@ -76,3 +87,13 @@ class Ledger:
     def published(self) -> None:
         """The checkpoint that holds `steps` is safe on disk."""
         self.steps = {}
+
+
+def orders_of(ended: Ended) -> Orders:
+    """The places of groups that ended without being trained. Raises `ServiceError` if they are not as many as were counted."""
+    orders = Orders.of_bitmap(ended.bitmap)
+    if len(orders) != ended.failed + ended.filtered:
+        raise ServiceError(
+            f"the checkpoint counts {ended.failed} failed and {ended.filtered} filtered groups, but holds the places of {len(orders)}"
+        )
+    return orders

@@ -26,6 +26,7 @@ from services.trainer.advantages import group_advantages, scale_rewards
 from services.trainer.checkpoint import ENDED, TRAINED, Checkpoints, State
 from services.trainer.decisions import Action, Plan, Retry, RunningValidation, View
 from services.trainer.feeder import Feeder
+from services.trainer.lineage import Lineage
 from services.trainer.metrics import Gauges, Journal, Timing, batch_metrics, sampling_metrics, surviving
 from services.trainer.patience import Patience
 from services.trainer.plot import draw_curve
@@ -70,6 +71,7 @@ class Tools:
     sender: Sender
     checkpoints: Checkpoints
     journal: Journal
+    lineage: Lineage
     gauges: Gauges
     prompts: Prompts
     feeder: Feeder
@@ -186,8 +188,6 @@ class Loop:
 
     # -- training --------------------------------------------------------------------------------------------------------
 
-    async def _train(self, reservation: Reservation) -> None:
-        replay, step = self._tools.replay, self._version
     async def _reserve(self) -> Reservation | Waiting | End:
         try:
             return await self._call(lambda: self._tools.replay.reserve(self._version, self._standing.timeline))
@@ -198,6 +198,8 @@ class Loop:
                 "that tell a prompt's completions apart"
             ) from error
 
+    async def _train(self, reservation: Reservation) -> None:
+        replay, step = self._tools.replay, self._version
         groups = await self._call(lambda: replay.read_groups(reservation.groups))
         check_batch(reservation, groups, self._config.grpo.num_prompts_per_step)
         shares = assign(
@@ -210,6 +212,8 @@ class Loop:
         learnt = await self._tools.torch(lambda: self._tools.lead.step(step, shares))
         ended = self._tools.clock()
         self._ledger.record(step, reservation.groups, [group.order for group in groups])
+        origins = await self._tools.torch(self._tools.lead.origins)
+        await asyncio.to_thread(self._tools.lineage.write, step, groups, origins)
         timing = Timing(
             step=ended - self._step_began,
             wait=self._seconds[Action.WAIT] + self._seconds[Action.RESERVE],
@@ -218,12 +222,12 @@ class Loop:
         )
         truncated = learnt.pop("truncated")
         metrics = {**learnt, **batch_metrics(reservation, [g.task_name for g in groups], truncated, timing)}
+        if self._config.grpo.use_dynamic_sampling:
+            metrics |= sampling_metrics(reservation, self._config.grpo.generation_batch)
         metrics["validation_wait_time"] = self._seconds[Action.AWAIT_VALIDATION]
         metrics["checkpoint_time"] = self._seconds[Action.CHECKPOINT]
         self._reward = metrics["reward"]
         self._version = step + 1
-        if self._config.grpo.use_dynamic_sampling:
-            metrics |= sampling_metrics(reservation, self._config.grpo.generation_batch)
         self._offered, self._reply, self._probe, self._retries = False, None, None, {}
         self._tools.feeder.nudge()
         log.info(
@@ -249,23 +253,27 @@ class Loop:
 
     async def _checkpoint(self) -> None:
         """Publish, then let the buffer forget what led here: in this order nothing is lost, whatever dies in between."""
+        ended = await self._call(self._tools.replay.ended)
         state = State(
             version=self._version,
             timeline=self._standing.timeline,
             incarnation=self._standing.incarnation,
             ancestors=self._standing.ancestors,
             cursor=self._ledger.orders.last + 1,
-            trained=tuple((start, end) for start, end in self._ledger.orders.ranges()),
+            failed=ended.failed,
+            filtered=ended.filtered,
             run_id=self._config.run.id or "",
             metrics={} if self._reward is None else {"train:reward": self._reward},
         )
         keep = {self._validation.version} if self._validation else set()
+        files = {TRAINED: self._ledger.orders.encode(), ENDED: ended.bitmap}
         tools = self._tools
 
         def write() -> None:
             folder = tools.checkpoints.begin(state.version)
             tools.lead.save(str(folder))
-            tools.checkpoints.publish(state, self._ledger.steps, keep)
+            tools.lineage.force()
+            tools.checkpoints.publish(state, self._ledger.steps, keep, files)
 
         await tools.torch(write)
         self._ledger.published()

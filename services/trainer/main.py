@@ -13,11 +13,13 @@ from typing import TypeVar
 
 from headrace.config import Config
 from headrace.errors import ServiceError, WrongStep, WrongTimeline
+from headrace.lineage import FOLDER
 from headrace.replay import ReplayClient
 from headrace.service import EXIT_STOPPED, bind, create_app, die_with_parent, serve_http, stop_on_signals
 from headrace.trajectory import Score, Trajectory
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.feeder import Demand, Feeder
+from services.trainer.lineage import Lineage
 from services.trainer.loop import Loop, Phase, Sender, Tools
 from services.trainer.metrics import Gauges, Journal
 from services.trainer.patience import Patience
@@ -130,12 +132,26 @@ async def _train(
         journal = Journal(config.run_folder / "metrics.jsonl")
         if journal.read():
             journal.append("rewind", standing.version, standing.timeline, {})
+        lineage = Lineage(config.checkpoint_folder / FOLDER, standing.timeline)
+        await asyncio.to_thread(lineage.supersede, standing.version)
         sender = await stack.enter_async_context(makers.sender(config, replay))
         tools = Tools(
-            replay, patience, lead, torch_thread, sender, checkpoints, journal, gauges, prompts, feeder, phase, stop
+            replay,
+            patience,
+            lead,
+            torch_thread,
+            sender,
+            checkpoints,
+            journal,
+            lineage,
+            gauges,
+            prompts,
+            feeder,
+            phase,
+            stop,
         )
         if standing.refill:
-            again = await feeder.refill(standing.ledger.orders.missing())
+            again = await feeder.refill(standing.missing())
             log.info("%d prompts that nothing was trained on are queued again", again)
         feeding = asyncio.create_task(feeder.run())
         try:
@@ -147,7 +163,7 @@ async def _train(
 
 def _feeder(config: Config, replay: ReplayClient, patience: Patience, standing: Standing, prompts: Prompts) -> Feeder:
     grpo = config.grpo
-    demand = Demand.of(grpo.num_prompts_per_step, grpo.max_age, grpo.max_num_steps, prompts.total)
+    demand = Demand.of(grpo.num_prompts_per_step, grpo.ahead_steps, grpo.max_num_steps, prompts.total)
     return Feeder(replay, patience, standing.timeline, demand, prompts.train)
 
 

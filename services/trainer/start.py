@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
+from collections.abc import Iterator
 
 from headrace.errors import ServiceError
-from headrace.replay import ReplayClient, RunState
-from services.trainer.checkpoint import Checkpoints, State
-from services.trainer.ledger import Ledger, Orders
+from headrace.replay import Ended, ReplayClient, RunState
+from services.trainer.checkpoint import ENDED, TRAINED, Checkpoints, State
+from services.trainer.ledger import Ledger, Orders, orders_of
 from services.trainer.patience import Patience
 
 log = logging.getLogger(__name__)
@@ -17,7 +18,8 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Rewind:
-    """The buffer knows all that led to the checkpoint: go on from it, keeping every generation that is still of use."""
+    """The buffer knows all that led to the checkpoint, which may be older than its newest: go on from it, keeping every generation that
+    is still of use."""
 
     version: int
 
@@ -43,23 +45,32 @@ def choose_start(checkpoint: State | None, run: RunState) -> Rewind | Restore:
     version = checkpoint.version
     if run.incarnation != checkpoint.incarnation:
         return Restore(version, "it holds another incarnation of this run than the one the checkpoint was trained from")
+    if run.timeline_of(version) != checkpoint.timeline:
+        return Restore(
+            version, f"its history does not come from timeline {checkpoint.timeline}, which made the checkpoint"
+        )
     if run.next_step < version:
         return Restore(version, f"it knows of {run.next_step} steps, fewer than the {version} of the checkpoint")
-    if run.committed > version:
-        return Restore(version, f"it has freed what led from version {version} to {run.committed}, which is gone")
     return Rewind(version)
 
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """Where the run stands once the buffer has agreed to it. `refill`: whether prompts the ledger does not hold must be queued again."""
+    """Where the run stands once the buffer has agreed to it. `refill`: whether the buffer misses prompts up to place `enqueued`, which
+    must be queued again before anything else; `ended`: those that failed or were filtered before the checkpoint."""
 
     version: int
     timeline: str
     ancestors: tuple[str, ...]
     incarnation: str
     ledger: Ledger
+    ended: Orders
+    enqueued: int
     refill: bool
+
+    def missing(self) -> Iterator[int]:
+        """Places of the prompts that a refill queues again; those that the buffer holds after all change nothing."""
+        return self.ledger.orders.missing(self.enqueued, self.ended)
 
 
 async def take_up(replay: ReplayClient, patience: Patience, checkpoints: Checkpoints, run_id: str) -> Standing:
@@ -73,19 +84,26 @@ async def take_up(replay: ReplayClient, patience: Patience, checkpoints: Checkpo
         )
     start = choose_start(checkpoint, await patience(replay.state))
     timeline = secrets.token_hex(8)
-    ledger = Ledger(Orders(checkpoint.trained)) if checkpoint else Ledger()
+    ledger, ended = Ledger(), Ended()
+    if checkpoint is not None:
+        ledger = Ledger(Orders.decode(checkpoints.file(checkpoint.version, TRAINED)))
+        ended = Ended(checkpoint.failed, checkpoint.filtered, checkpoints.file(checkpoint.version, ENDED))
+    ended_orders = orders_of(ended)
     if isinstance(start, Rewind):
         run = await patience(lambda: replay.rewind(start.version, timeline))
         log.info("going on from version %d", start.version)
     else:
         incarnation = secrets.token_hex(8)
         log.warning("the buffer is made anew from checkpoint %d: %s", start.version, start.reason)
-        run = await patience(lambda: replay.restore(start.version, timeline, incarnation, ledger.orders.last))
+        last = max(ledger.orders.last, ended_orders.last)
+        run = await patience(lambda: replay.restore(start.version, timeline, incarnation, last, ended))
     return Standing(
         version=start.version,
         timeline=timeline,
         ancestors=(*checkpoint.ancestors, checkpoint.timeline) if checkpoint else (),
         incarnation=run.incarnation,
         ledger=ledger,
-        refill=isinstance(start, Restore),
+        ended=ended_orders,
+        enqueued=run.enqueued,
+        refill=run.refill,
     )

@@ -16,7 +16,8 @@ import pytest
 
 from headrace.config import load
 from headrace.service import bind
-from services.trainer.checkpoint import Checkpoints
+from services.trainer.checkpoint import TRAINED, Checkpoints
+from services.trainer.ledger import Orders
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "arithmetic_tiny.yaml"
@@ -60,8 +61,8 @@ def audit(run: Path, arguments: Sequence[str], steps: int) -> None:
     newest = checkpoints.newest()
     assert newest == steps
     batch = config.grpo.num_prompts_per_step
-    trained = [tuple(pair) for pair in checkpoints.state(newest).trained]
-    assert sum(end - start for start, end in trained) == steps * batch, "every step trained whole groups, none twice"
+    trained = Orders.decode(checkpoints.file(newest, TRAINED))
+    assert len(trained) == steps * batch, "every step trained whole groups, none twice"
     for version in checkpoints.published():
         for step, groups in checkpoints.ledger(version).items():
             assert len(groups) == len(set(groups)) == batch, f"step {step}"
@@ -146,5 +147,5 @@ def test_a_run_killed_with_its_supervisor_leaves_no_orphan_and_goes_on(tmp_path:
     train = [line.step for line in surviving(Journal(run / "metrics.jsonl").read()) if line.kind == "train"]
     assert train == list(range(steps))
     config = load(DEMO, arguments)
-    state = Checkpoints(config.checkpoint_folder, config.checkpointing).state(steps)
-    assert sum(end - start for start, end in state.trained) == steps * config.grpo.num_prompts_per_step
+    trained = Checkpoints(config.checkpoint_folder, config.checkpointing).file(steps, TRAINED)
+    assert len(Orders.decode(trained)) == steps * config.grpo.num_prompts_per_step

@@ -55,10 +55,10 @@ class DyingReader(ReplayClient):
 class DyingCheckpoints(Checkpoints):
     version = -1
 
-    def publish(self, state: State, ledger: Mapping[int, Sequence[str]], keep: Any = ()) -> Path:
+    def publish(self, state: State, ledger: Mapping[int, Sequence[str]], keep: Any = (), files: Any = None) -> Path:
         if state.version == self.version:
             die()
-        return super().publish(state, ledger, keep)
+        return super().publish(state, ledger, keep, files)
 
 
 @dataclasses.dataclass

@@ -6,7 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.batch import Sample, micro_batches, pad, probe_batch, problem_with, split_across_ranks
+from headrace.trajectory import Span
+from services.trainer.batch import (
+    Sample,
+    mask_old_tokens,
+    micro_batches,
+    pad,
+    probe_batch,
+    problem_with,
+    split_across_ranks,
+)
 
 
 def sample(prompt: list[int], completion: list[int], mask: list[int] | None = None, multiplier: float = 1.0) -> Sample:
@@ -30,6 +39,22 @@ def test_rows_are_padded_on_the_right_and_only_counted_tokens_are_picked() -> No
     assert batch.advantages.tolist() == [2.5] * 3
     assert batch.mask.tolist() == [1, 1, 0.5]
     assert batch.gen.dtype == batch.mask.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("oldest", "expected"), [(2, [1, 0, 1, 1, 1]), (3, [0, 0, 1, 1, 1]), (4, [0, 0, 0, 1, 1]), (6, [0] * 5)]
+)
+def test_law_2_tokens_over_age_leave_the_loss_and_its_token_count(oldest: int, expected: list[int]) -> None:
+    spans = (Span(2, 0, 2), Span(3, 2, 3), Span(5, 3, 5))
+    loss_mask = np.array([1, 0, 1, 1, 1], dtype=np.uint8)
+    loss_mask.flags.writeable = False  # as it comes from a payload
+    young = mask_old_tokens(loss_mask, spans, oldest)
+    assert young.tolist() == expected
+    masked = sample([1, 2], [3, 4, 5, 6, 7], expected)
+    assert masked.weight == sum(expected)
+    assert pad([masked]).targets.tolist() == [
+        token for token, counts in zip([3, 4, 5, 6, 7], expected, strict=True) if counts
+    ]
 
 
 def test_an_empty_batch_keeps_pace_and_counts_nothing() -> None:

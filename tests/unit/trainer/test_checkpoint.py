@@ -29,7 +29,9 @@ def publish(checkpoints: Checkpoints) -> Publish:
         folder = checkpoints.begin(version)
         (folder / "policy").mkdir()
         (folder / "policy" / "weights").write_text(str(version))
-        return checkpoints.publish(state(version, **metrics), {version - 1: ["a", "b"]})
+        return checkpoints.publish(
+            state(version, **metrics), {version - 1: ["a", "b"]}, files={"ended": bytes([version])}
+        )
 
     return publish
 
@@ -42,6 +44,9 @@ def test_what_was_published_is_read_back(checkpoints: Checkpoints, publish: Publ
     assert checkpoints.newest() == 10
     assert checkpoints.state(10) == state(10)
     assert checkpoints.ledger(10) == {9: ["a", "b"]}
+    assert checkpoints.file(10, "ended") == bytes([10])
+    with pytest.raises(ServiceError, match="step_10/trained can't be read"):
+        checkpoints.file(10, "trained")
     assert folder == checkpoints.path(9)
     assert (folder / "policy" / "weights").read_text() == "9"
 
@@ -74,7 +79,14 @@ def test_a_version_is_published_once(checkpoints: Checkpoints, publish: Publish)
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", '{"version": 1}', '{"version":1,"timeline":"t","cursor":"x","run_id":"r"}']
+    "content",
+    [
+        "",
+        "{",
+        '{"version": 1}',
+        '{"version":1,"timeline":"t","cursor":"x","run_id":"r"}',
+        '{"version":1,"timeline":"t","cursor":4,"run_id":"r","trained":[[0,4]]}',  # of an older build
+    ],
 )
 def test_a_damaged_state_is_an_error_that_says_what_to_do(
     checkpoints: Checkpoints, publish: Publish, content: str

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import ReplayUnavailable, ServiceError, WrongTimeline
-from headrace.replay import Evaluated, Reservation, ReservedTrajectory, RunState
+from headrace.replay import Ended, Evaluated, Reservation, ReservedTrajectory, RunState
 from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
 from services.trainer.checkpoint import State
 from services.trainer.feeder import Demand, Feed, next_feed
-from services.trainer.ledger import Ledger, Orders
+from services.trainer.ledger import Ledger, Orders, orders_of
 from services.trainer.loop import check_batch
 from services.trainer.metrics import Gauges, Journal, Line, Timing, batch_metrics, sampling_metrics, surviving
 from services.trainer.patience import Patience
@@ -27,15 +27,20 @@ from services.trainer.worker import Assignment, assign, law_broken
 
 
 def run_state(**changes: object) -> RunState:
-    state = RunState("r", "line", "home", next_step=6, committed=4, enqueued=20, closed=False, counts={})
+    state = RunState(
+        "r", "now", "home", next_step=6, committed=4, enqueued=20, closed=False, counts={},
+        timelines=(("first", 0), ("line", 2), ("now", 4)),
+    )  # fmt: skip
     return dataclasses.replace(state, **changes)
 
 
-CHECKPOINT = State(version=4, timeline="line", incarnation="home", cursor=8, trained=((0, 8),), run_id="r")
+CHECKPOINT = State(version=4, timeline="line", incarnation="home", cursor=8, run_id="r")
 
 
 def test_start_rewinds_where_the_buffer_knows_what_led_to_the_checkpoint() -> None:
     assert choose_start(CHECKPOINT, run_state()) == Rewind(4)
+    # one that was set back to an older checkpoint
+    assert choose_start(CHECKPOINT, run_state(next_step=9, committed=8)) == Rewind(4)
     assert choose_start(None, run_state(committed=-1, next_step=3)) == Rewind(0)
     assert choose_start(None, run_state(committed=0, next_step=0)) == Rewind(0)
 
@@ -45,7 +50,9 @@ def test_start_rewinds_where_the_buffer_knows_what_led_to_the_checkpoint() -> No
     [
         ({"incarnation": "other", "next_step": 0, "committed": -1}, "another incarnation"),
         ({"next_step": 3, "committed": 2}, "3 steps, fewer than the 4"),
-        ({"next_step": 9, "committed": 8}, "from version 4 to 8"),
+        ({"timelines": (("first", 0), ("other", 2))}, "does not come from timeline line"),
+        ({"timelines": (("first", 0), ("line", 4))}, "does not come from timeline line"),
+        ({"timelines": ()}, "does not come from timeline line"),
     ],
 )
 def test_start_restores_where_the_buffer_lost_writes(changes: dict[str, object], reason: str) -> None:
@@ -96,21 +103,31 @@ def test_the_ledger_holds_exactly_what_was_put_in(places: set[int], rng: object)
     assert {place for place in range(62) if place in orders} == places
     assert len(orders) == len(places)
     assert orders.last == max(places, default=-1)
-    assert set(orders.missing()) == set(range(orders.last + 1)) - places
-    assert Orders(orders.ranges()).ranges() == orders.ranges()
+    assert list(orders.missing(62, Orders([3, 61]))) == sorted(set(range(63)) - places - {3, 61})
+    assert list(Orders.decode(orders.encode())) == sorted(places)
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_the_ended_are_read_from_the_buffer_s_bitmap(places: set[int]) -> None:
+    bitmap = bytearray(8)
+    for place in places:
+        bitmap[place // 8] |= 128 >> place % 8
+    assert list(orders_of(Ended(len(places), 0, bytes(bitmap)))) == sorted(places)
+    with pytest.raises(ServiceError, match=f"holds the places of {len(places)}"):
+        orders_of(Ended(len(places), 1, bytes(bitmap)))
 
 
 def test_law_1_the_ledger_refuses_a_prompt_that_comes_again() -> None:
-    ledger = Ledger(Orders([(0, 4)]))
+    ledger = Ledger(Orders(range(4)))
     ledger.record(2, ["a", "b"], [4, 6])
     with pytest.raises(ServiceError, match="prompt 4 of the run's order came to the trainer a second time"):
         ledger.record(3, ["c"], [4])
 
 
-@pytest.mark.parametrize("ranges", [[(2, 2)], [(3, 5), (1, 2)], [(0, 3), (2, 4)]])
-def test_a_ledger_out_of_order_is_refused(ranges: list[tuple[int, int]]) -> None:
-    with pytest.raises(ServiceError, match="empty or out of order"):
-        Orders(ranges)
+@pytest.mark.parametrize("data", [b"", b"x", Orders(range(0, 90, 7)).encode()[:-3]])
+def test_a_ledger_that_is_damaged_is_refused(data: bytes) -> None:
+    with pytest.raises(ServiceError, match="ledger can't be read"):
+        Orders.decode(data)
 
 
 def trajectory(**changes: object) -> Trajectory:
@@ -134,7 +151,6 @@ def trajectory(**changes: object) -> Trajectory:
     ("changes", "score", "step", "law"),
     [
         ({}, Score("SCORED", 1.0), 5, None),
-        ({}, Score("SCORED", 1.0), 6, "law 2"),
         ({}, Score("SCORED", 1.0), 4, "law 2"),
         ({"index": 1}, Score("SCORED", 1.0), 5, "law 3"),
         ({"group_id": "h"}, Score("SCORED", 1.0), 5, "law 3"),
@@ -142,10 +158,20 @@ def trajectory(**changes: object) -> Trajectory:
         ({}, Score("SCORED", 0.0), 5, "law 7"),
     ],
 )
-def test_laws_2_3_and_7_on_what_was_read(changes: dict[str, object], score: Score, step: int, law: str | None) -> None:
+@pytest.mark.parametrize("policy", ["ordered", "drop", "mask"])
+def test_laws_2_3_and_7_on_what_was_read(
+    changes: dict[str, object], score: Score, step: int, law: str | None, policy: str
+) -> None:
     assignment = Assignment("key", "g", 0, 1.0, 0.5, 1.0)
-    broken = law_broken(assignment, trajectory(**changes), score, step, max_age=1)
+    broken = law_broken(assignment, trajectory(**changes), score, step, 1, policy)
     assert broken is None if law is None else law in (broken or "")
+
+
+@pytest.mark.parametrize(("policy", "refused"), [("ordered", True), ("drop", True), ("mask", False)])
+def test_law_2_a_token_over_age_is_refused_unless_it_is_masked(policy: str, refused: bool) -> None:
+    assignment = Assignment("key", "g", 0, 1.0, 0.5, 1.0)
+    broken = law_broken(assignment, trajectory(), Score("SCORED", 1.0), 6, 1, policy)
+    assert ("law 2" in (broken or "")) is refused
 
 
 def group(name: str, n: int = 2, task: str = "sums") -> Group:
