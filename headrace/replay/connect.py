@@ -11,9 +11,9 @@ closed, so that the next one asks the name (or the sentinels) again.
 
 from __future__ import annotations
 
+import functools
 import re
 import ssl
-import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit, urlunsplit
 from redis.asyncio import BlockingConnectionPool, Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelManagedConnection
+from redis.asyncio.sentinel import Sentinel
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import AuthenticationError, AuthorizationError, ReadOnlyError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -79,29 +79,24 @@ class _TLS(_FollowPrimary, SSLConnection):
     pass
 
 
-class _SentinelTCP(_FollowPrimary, SentinelManagedConnection):
+class _AskSentinels(_FollowPrimary):
+    """Goes where the sentinels say the primary is, whenever it connects."""
+
+    def __init__(self, *, primary: Callable[[], Awaitable[tuple[str, int]]], **options: Any) -> None:
+        super().__init__(**options)
+        self._primary = primary
+
+    async def _connect(self) -> None:
+        self.host, self.port = await self._primary()
+        await super()._connect()
+
+
+class _SentinelTCP(_AskSentinels):
     pass
 
 
-class _SentinelTLS(_FollowPrimary, SentinelManagedConnection, SSLConnection):
+class _SentinelTLS(_AskSentinels, SSLConnection):
     pass
-
-
-class _SentinelPool(BlockingConnectionPool):
-    """Connections to the server that the sentinels call the primary, asked anew for each connection."""
-
-    is_master = True
-    check_connection = True
-
-    def __init__(self, sentinel: Sentinel, service: str, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.connection_kwargs["connection_pool"] = weakref.proxy(self)
-        self._sentinel = sentinel
-        self._service = service
-
-    async def get_master_address(self) -> tuple[str, int]:
-        host, port = await self._sentinel.discover_master(self._service)
-        return str(host), int(port)
 
 
 class _Retry(Retry):
@@ -165,10 +160,9 @@ def _sentinel_pool(url: str, retries: int) -> BlockingConnectionPool:
         host.rpartition(":") if ":" in host else (host, ":", _SENTINEL_PORT) for host in match["hosts"].split(",")
     ]
     sentinel = Sentinel([(host, int(port)) for host, _, port in addresses], sentinel_kwargs={**_TIMEOUTS, **plain})
-    return _SentinelPool(
-        sentinel,
-        match["service"],
+    return BlockingConnectionPool(
         connection_class=_SentinelTLS if tls else _SentinelTCP,
+        primary=functools.partial(sentinel.discover_master, match["service"]),
         **_settings(retries),
         **options,
     )
