@@ -74,7 +74,10 @@ register('hr_enqueue', nil, function(run, args)
     add(run, group)
     if group.lane == 'train' then enqueued = math.max(enqueued, group.order) end
   end
-  for _, group in ipairs(known) do redis.call('UNLINK', group.staged) end
+  -- the staged record goes, unless it is the one that an earlier delivery of the same call made permanent
+  for _, group in ipairs(known) do
+    if redis.call('HGET', group.key, 'record') ~= group.record then redis.call('UNLINK', group.staged) end
+  end
   if enqueued ~= run.enqueued then set(run, 'enqueued', enqueued) end
   if #new > 0 then wake(run, 'work') end
   return #new

@@ -1,0 +1,249 @@
+"""The model's part of replicas, leases and what comes under them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.errors import Fenced, InvalidCall, LeaseLost, NotVerified, ReplayError, WrongTimeline
+from headrace.replay import HeartbeatReply, Lease
+from headrace.trajectory import Trajectory
+from tests.properties.model import Core
+from tests.properties.records import Announced, Held, Member, Piece
+
+
+def milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
+class Fleet(Core):
+    # -- membership
+
+    def healthy(self, replica: str) -> bool:
+        member = self.members.get(replica)
+        return member is not None and not member.dead and member.timeline == self.timeline
+
+    def state_of(self, replica: str) -> str:
+        member = self.members.get(replica)
+        if member is None or member.dead:
+            return "DEAD"
+        return "HEALTHY" if self.healthy(replica) else "STALE"
+
+    def register(self, replica: str, info: object, seen: object) -> None:
+        self.expire()
+        self.members[replica] = Member(self.now + milliseconds(self.limits.replica_dead_s))
+
+    def deregister(self, replica: str, seen: object) -> None:
+        self.expire()
+        if replica in self.members:
+            self.take_back(replica, "returned", counted=False)
+            del self.members[replica]
+
+    def heartbeat(self, replica: str, tokens: Sequence[str], seen: HeartbeatReply) -> HeartbeatReply:
+        self.expire()
+        state = self.state_of(replica)
+        lost = set(seen.lost)
+        assert lost <= set(tokens)
+        for token in tokens:
+            held = next((held for held in self.groups.values() if held.token == token), None)
+            if state == "DEAD" or held is None:
+                assert token in lost, f"{token} is void, and the heartbeat of {replica} is not told"
+            elif held.state == "open" and held.replica == replica:
+                assert token not in lost, f"{token} is valid, and the heartbeat of {replica} is told that it is lost"
+                held.lease_end = min(self.now + milliseconds(self.limits.lease_s), held.deadline)
+        if state != "DEAD":
+            self.members[replica].due = self.now + milliseconds(self.limits.replica_dead_s)
+        newest = (self.epoch_now.id, self.epoch_now.state) if self.epoch_now else None
+        assert newest == ((seen.epoch.id, seen.epoch.state) if seen.epoch else None)
+        return HeartbeatReply(state, self.timeline, seen.lost, seen.epoch)  # type: ignore[arg-type]
+
+    # -- epochs
+
+    def _view(self) -> tuple[object, ...]:
+        epoch = self.epoch_now
+        assert epoch is not None
+        left = ("asked", "left out")
+        members = {m for m, did in epoch.did.items() if epoch.state == "announced" or did not in left}
+        acknowledged = {m for m, did in epoch.did.items() if did in ("acknowledged", "verified")}
+        verified = {m for m, did in epoch.did.items() if did == "verified"}
+        refused = {m for m, did in epoch.did.items() if did == "refused"}
+        return (epoch.id, epoch.version, epoch.timeline, epoch.state, members, acknowledged, verified, refused)
+
+    def require_epoch(self, epoch: str, *states: str) -> Announced:
+        newest = self.epoch_now
+        if newest is None or newest.id != epoch:
+            self.refuse(Fenced)
+        if newest.timeline != self.timeline:
+            self.refuse(WrongTimeline)
+        if newest.state not in states:
+            self.refuse(Fenced)
+        return newest
+
+    def require_member(self, epoch: Announced, replica: str, *did: str) -> None:
+        member = self.members.get(replica)
+        if member is None or member.dead or epoch.did.get(replica) not in did:
+            self.refuse(Fenced)
+
+    def open_epoch(self, epoch: str, version: int, timeline: str, rendezvous: object, seen: object) -> object:
+        self.expire()
+        self.require_timeline(timeline)
+        if self.epoch_now is None or self.epoch_now.id != epoch:
+            did = {replica: "asked" for replica, member in self.members.items() if not member.dead}
+            self.epoch_now = Announced(epoch, version, timeline, "announced", did)
+        return self._view()
+
+    def acknowledge(self, replica: str, epoch: str, seen: object) -> None:
+        self.expire()
+        newest = self.require_epoch(epoch, "announced")
+        self.require_member(newest, replica, "asked", "acknowledged")
+        newest.did[replica] = "acknowledged"
+
+    def begin_epoch(self, epoch: str, rendezvous: object, seen: object) -> object:
+        self.expire()
+        newest = self.require_epoch(epoch, "announced", "transfer")
+        if newest.state == "announced":
+            newest.state = "transfer"
+            newest.did = {m: "left out" if did == "asked" else did for m, did in newest.did.items()}
+            for member in self.members.values():
+                member.timeline = ""
+        return self._view()
+
+    def verify(self, replica: str, epoch: str, difference: float, tolerance: float, seen: object) -> bool:
+        self.expire()
+        newest = self.require_epoch(epoch, "transfer")
+        self.require_member(newest, replica, "acknowledged", "verified")
+        if not difference <= tolerance:
+            newest.did[replica] = "refused"
+            self.members[replica].timeline = ""
+            return False
+        newest.did[replica] = "verified"
+        self.members[replica].version, self.members[replica].timeline = newest.version, self.timeline
+        return True
+
+    def refuse_epoch(self, replica: str, epoch: str, reason: str, seen: object) -> None:
+        self.expire()
+        newest = self.require_epoch(epoch, "announced", "transfer")
+        if replica not in newest.did:
+            self.refuse(Fenced)
+        newest.did[replica] = "refused"
+        if replica in self.members:
+            self.members[replica].timeline = ""
+
+    def end_epoch(self, epoch: str, aborted: bool, seen: object) -> object:
+        self.expire()
+        newest = self.require_epoch(epoch, "announced", "transfer", "done", "aborted")
+        if newest.state == "announced" and not aborted:
+            self.refuse(InvalidCall)
+        if newest.state in ("announced", "transfer"):
+            newest.state = "aborted" if aborted else "done"
+        return self._view()
+
+    # -- leases
+
+    def room(self, version: int) -> int:
+        """Train groups that admission would grant to a replica of this version."""
+        limits = self.limits
+        ahead = limits.ahead_steps
+        if limits.staleness_policy == "ordered" or ahead is None:
+            ahead = limits.max_age
+        prompts = limits.prompts_per_step
+        return (version + ahead + 1) * prompts - prompts * self.next_step - len(self.in_flight())
+
+    def fits(self, held: Held) -> bool:
+        """Memory: a group over the bound is let in alone; payloads of trained steps go first, the oldest step first."""
+        if self.bytes == 0 or self.bytes + held.worst <= self.limits.max_bytes:
+            return True
+        trained = [h for h in self.train("reserved", "trained") if h.step is not None and not h.evicted]
+        steps = {h.step for h in trained if h.step < max(self.committed, self.next_step - 1)}  # type: ignore[operator]
+        if not steps:
+            return False
+        for h in self.of_step(min(steps), "reserved", "trained"):  # type: ignore[type-var]
+            h.pieces, h.evicted = {}, True
+        return self.fits(held)
+
+    def lease(self, replica: str, most: int, seen: list[Lease]) -> list[Lease]:
+        self.expire()
+        if not self.healthy(replica):
+            self.refuse(NotVerified)
+        assert isinstance(seen, list), seen
+        version, left = self.members[replica].version, list(seen)
+        for lane in ("validation", "train"):
+            queue = sorted((h for h in self.groups.values() if (h.lane, h.state) == (lane, "queued")), key=_order)
+            room = most if lane == "validation" else min(most, self.room(version))
+            for held in queue[: max(room, 0)]:
+                if not self.fits(held):
+                    break
+                assert left, f"{replica} could have {held.id}, and was not given it"
+                self._grant(held, replica, version, left.pop(0))
+                most -= 1
+        assert not left, f"{replica} was given {[lease.group.id for lease in left]} against admission, memory or order"
+        return seen
+
+    def _grant(self, held: Held, replica: str, version: int, lease: Lease) -> None:
+        limits = self.limits
+        held.attempt += 1
+        ends = min(milliseconds(limits.lease_s), milliseconds(limits.group_deadline_s))
+        assert (lease.group.encode(), lease.attempt, lease.version) == (held.group.encode(), held.attempt, version)
+        assert (lease.timeline, lease.incarnation) == (self.timeline, self.incarnation)
+        assert milliseconds(lease.expires_in_s) == ends
+        assert lease.token not in self.tokens, "a token is never used twice"
+        self.tokens.add(lease.token)
+        if held.lane == "train":
+            assert lease.ticket > self.last_ticket, "tickets are taken in order"
+            self.last_ticket = held.ticket = lease.ticket
+        else:
+            assert lease.ticket == -1
+        held.state, held.token, held.replica = "open", lease.token, replica
+        held.deadline, held.lease_end = self.now + milliseconds(limits.group_deadline_s), self.now + ends
+
+    def release(self, lease: Lease, reason: str, failed: bool, seen: object) -> None:
+        held = self._of_lease(lease)
+        self.requeue(held, "failed" if failed else "returned", counted=failed)
+
+    def reject(self, lease: Lease, reason: str, seen: object) -> None:
+        self.end(self._of_lease(lease), "failed")
+
+    def _of_lease(self, lease: Lease) -> Held:
+        self.expire()
+        self.require_timeline(lease.timeline)
+        if lease.incarnation != self.incarnation:
+            self.refuse(WrongTimeline)
+        return self.held_lease(lease.group.id, lease.token)
+
+    # -- trajectories
+
+    def push_many(self, items: Sequence[tuple[Lease, Trajectory]], seen: object) -> list[ReplayError | None]:
+        """One call a fence."""
+        fences: dict[tuple[str, str], list[int]] = {}
+        for place, (lease, _) in enumerate(items):
+            fences.setdefault((lease.timeline, lease.incarnation), []).append(place)
+        answers: list[ReplayError | None] = [None] * len(items)
+        for fence, places in fences.items():
+            self.expire()
+            for place in places:
+                answers[place] = self._push(fence, *items[place])
+        return answers
+
+    def _push(self, fence: tuple[str, str], lease: Lease, trajectory: Trajectory) -> ReplayError | None:
+        if fence != (self.timeline, self.incarnation):
+            return self.refusal(WrongTimeline(""))
+        held = self.groups.get(lease.group.id)
+        if held is None or held.token != lease.token:
+            return self.refusal(LeaseLost(""))
+        if trajectory.index in held.pieces:
+            return None  # the same again
+        if held.state != "open":
+            return self.refusal(LeaseLost(""))
+        if trajectory.index >= held.group.n or trajectory.newest_version > self.next_step:
+            return self.refusal(InvalidCall(""))
+        held.pieces[trajectory.index] = Piece(trajectory, len(trajectory.encode()), self.now)
+        if held.complete:
+            held.state = "scoring"
+            self.settle(held)
+        return None
+
+    def settle(self, held: Held) -> None:
+        raise NotImplementedError
+
+
+def _order(held: Held) -> int:
+    return held.group.order

@@ -1,0 +1,320 @@
+"""The model's part of scores, batches, checkpoints and validation: with `Fleet`, the whole of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from headrace.errors import InvalidCall, LeaseLost, ReplayError, SamplingStarved, WrongStep
+from headrace.replay import End, Ended, Reservation, RunState, ScoringJob, Waiting
+from headrace.trajectory import Score
+from tests.properties.fleet import Fleet, milliseconds
+from tests.properties.records import IN_FLIGHT, Held
+
+
+class Model(Fleet):
+    # -- scores
+
+    def take_scoring(self, scorer: str, most: int, seen: list[ScoringJob]) -> list[ScoringJob]:
+        """Those that waited longest, in any order among equals."""
+        self.expire()
+        waiting = {(h.id, index): p for h in self.groups.values() for index, p in h.pieces.items() if p.waits}
+        chosen = [(job.group.id, job.trajectory.index) for job in seen]
+        assert len(set(chosen)) == len(chosen) == min(most, len(waiting)), (chosen, list(waiting))
+        assert set(chosen) <= set(waiting), "a trajectory was handed to a scorer that does not wait for one"
+        since = [waiting[place].since for place in chosen]
+        assert since == sorted(since)
+        assert all(piece.since >= since[-1] for place, piece in waiting.items() if place not in chosen)
+        for job, place in zip(seen, chosen, strict=True):
+            piece = waiting[place]
+            piece.attempts += 1
+            assert job.scoring_attempt == piece.attempts
+            assert job.trajectory.encode() == piece.trajectory.encode(), "another trajectory's payload"
+            assert job.group.encode() == self.groups[place[0]].group.encode()
+            assert job.token not in self.tokens, "a token is never used twice"
+            piece.token, piece.deadline = job.token, self.now + milliseconds(self.limits.scoring_deadline_s)
+        self.tokens |= {job.token for job in seen}
+        return seen
+
+    def release_scoring(self, seen: object) -> None:
+        self.expire()
+        self.void_scoring()
+
+    def void_scoring(self) -> None:
+        for held in self.groups.values():
+            for piece in held.pieces.values():
+                if piece.taken:
+                    piece.token, piece.since = None, self.now
+                    piece.attempts -= 1
+
+    def score_many(self, items: Sequence[tuple[ScoringJob, Score]], seen: object) -> list[ReplayError | None]:
+        self.expire()
+        return [self._score(job, score) for job, score in items]
+
+    def _score(self, job: ScoringJob, score: Score) -> ReplayError | None:
+        held = self.groups.get(job.group.id)
+        piece = held.pieces.get(job.trajectory.index) if held else None
+        if held is None or piece is None or piece.token != job.token:
+            return self.refusal(LeaseLost(""))
+        if piece.reward is not None:
+            return None  # the same again
+        if score.status == "SCORED":
+            piece.reward = score.reward
+            self.settle(held)
+        elif score.status == "INVALID":
+            self.end(held, "failed")
+        else:
+            self.retry_scoring(held, piece)
+        return None
+
+    def settle(self, held: Held) -> None:
+        if not held.scored or held.state != "scoring":
+            return
+        if held.lane == "validation":
+            held.state = "evaluated"
+            return
+        self.scored_since += 1
+        if self.limits.filter_equal and len(self._clamped(held)) == 1:
+            self.filtered_since += 1
+            self.end(held, "filtered")
+            self.forget(held, "filtered")
+        else:
+            held.state = "ready"
+
+    def _clamped(self, held: Held) -> set[float]:
+        low = -math.inf if self.limits.reward_min is None else self.limits.reward_min
+        high = math.inf if self.limits.reward_max is None else self.limits.reward_max
+        return {min(max(piece.reward, low), high) for piece in held.pieces.values() if piece.reward is not None}
+
+    # -- batches
+
+    def lawful(self, held: Held, step: int) -> bool:
+        """Law 2: no token newer than the weights; the oldest within the age bound (`mask`: the newest; the others leave the loss)."""
+        age = step - (held.newest if self.limits.staleness_policy == "mask" else held.oldest)
+        return age <= self.limits.max_age and held.newest <= step
+
+    def unlawful(self) -> list[str]:
+        """Groups that may not be trained at the next step: whether `reserve` sends them back now or later is its own affair."""
+        return [held.id for held in self.train("ready") if not self.lawful(held, self.next_step)]
+
+    def reserve(self, step: int, timeline: str, sent_back: set[str], seen: object) -> object:
+        """`sent_back`: those of `unlawful` that the server has requeued."""
+        self.expire()
+        self.require_timeline(timeline)
+        if step == self.next_step - 1 and step >= self.committed and self.of_step(step, "reserved"):
+            return self._batch(step)
+        if step != self.next_step:
+            self.refuse(WrongStep)
+        for held in self.train("ready"):
+            if held.id in sent_back or (held.step == step and not self.lawful(held, step)):
+                self.requeue(held, "over_age", counted=False)
+        kept = self.of_step(step, "ready")
+        prompts = self.limits.prompts_per_step
+        need = prompts - len(kept)
+        if self.closed:
+            if len(self.train("queued", *IN_FLIGHT)) < prompts:
+                return self._end_run()
+            self._unpin(need)
+        fresh = self._fresh(step, need)
+        if fresh is None:
+            return self._wait(step, need, sent_back, seen)
+        if sent_back and isinstance(seen, Waiting):
+            return seen  # the next call finds them
+        for held in [*kept, *fresh]:
+            held.state, held.step = "reserved", step
+        self.next_step += 1
+        self.batch_counts, self.scored_since, self.filtered_since = (self.scored_since, self.filtered_since), 0, 0
+        return self._batch(step)
+
+    def _fresh(self, step: int, need: int) -> list[Held] | None:
+        """What fills the holes: `ordered` the lowest tickets, all ready; else the lowest tickets among the ready. None: wait."""
+        line = self.line()
+        if self.limits.staleness_policy != "ordered":
+            line = [held for held in line if held.state == "ready" and self.lawful(held, step)]
+        line = line[:need]
+        whole = len(line) == need and all(held.state == "ready" and self.lawful(held, step) for held in line)
+        return line if whole else None
+
+    def _wait(self, step: int, need: int, sent_back: set[str], seen: object) -> Waiting:
+        line = self.line()
+        ready = [held for held in line if held.state == "ready"]
+        lowest = line[:need] if self.limits.staleness_policy == "ordered" else ready
+        count = sum(held.state == "ready" for held in lowest)
+        stuck = [held.id for held in lowest if held.state == "ready" and not self.lawful(held, step)]
+        if count >= need or self.limits.staleness_policy != "ordered":
+            assert not stuck, f"{stuck} can never be trained, and block the line"
+        most = self.limits.max_scored_per_step
+        if most and len(ready) < need and self.scored_since > most:
+            self.refuse(SamplingStarved)
+        prompts = self.limits.prompts_per_step
+        if sent_back and isinstance(seen, Waiting):
+            count = seen.ready - (prompts - need)  # before or after they left
+            assert 0 <= count < need
+        return Waiting(prompts - need + count, prompts)
+
+    def _batch(self, step: int) -> tuple[object, ...]:
+        groups = self.of_step(step, "reserved")
+        assert len(groups) == self.limits.prompts_per_step
+        return (
+            step,
+            tuple(held.id for held in groups),
+            [place for held in groups for place in _described(held)],
+            *self.batch_counts,
+        )
+
+    def _unpin(self, need: int) -> None:
+        """Nothing else can fill the holes: survivors of the last steps give up theirs."""
+        while len(self.train("queued")) + len(self.line()) < need:
+            steps = [held.step for held in self.in_flight() if held.pinned and held.step != self.next_step]
+            if not steps:
+                return
+            for held in self.of_step(max(steps), "ready"):  # type: ignore[type-var]
+                held.step = None
+
+    def _end_run(self) -> End:
+        for held in self.train("queued", *IN_FLIGHT):
+            self.end(held, "unused")
+        return End(len(self.train("unused")))
+
+    # -- checkpoints
+
+    def commit(self, version: int, timeline: str, seen: object) -> None:
+        self.expire()
+        self.require_timeline(timeline)
+        if version > self.next_step:
+            self.refuse(WrongStep)
+        self._commit(version)
+
+    def _commit(self, version: int) -> None:
+        for held in self.train("reserved"):
+            if held.step is not None and held.step < version:
+                held.state = "trained"
+        self.committed = max(self.committed, version)
+        self.freed = max(self.freed, version - self.limits.retain_steps)
+        for held in self.train("trained"):
+            if held.step is not None and held.step < self.freed:
+                self.forget(held, "trained")
+
+    def rewind(self, version: int, timeline: str, seen: object) -> RunState:
+        """With the call that frees what the rewind committed."""
+        self.expire()
+        if timeline != self.timeline:
+            if version > self.next_step:
+                self.refuse(WrongStep)
+            if version < self.committed:
+                self._take_back(version)
+            else:
+                self._commit(version)
+            self._reopen(version)
+            self.next_step, self.closed, self.timeline = version, False, timeline
+            self.timelines = [entry for entry in self.timelines if entry[1] < version] + [(timeline, version)]
+            self.scored_since = self.filtered_since = 0
+            self.batch_counts = (0, 0)
+        expected = self.state()
+        self.commit(version, timeline, None)
+        return expected
+
+    def _take_back(self, version: int) -> None:
+        """What was trained from `version` on is so no longer: held groups are reserved again, the others are for the refill."""
+        held = self.train("trained")
+        missing = (self.committed - version) * self.limits.prompts_per_step
+        for group in held:
+            if group.step is not None and group.step >= version:
+                group.state = "reserved"
+                missing -= 1
+        self.gone["train", "trained"] -= missing
+        self.committed, self.refill, self.freed = version, True, min(self.freed, version)
+
+    def _reopen(self, version: int) -> None:
+        for held in list(self.groups.values()):
+            if held.lane == "validation":
+                self._drop(held)
+            elif held.state == "unused":
+                self.requeue(held, "rewind", counted=False)
+            elif held.state in ("open", "scoring", "ready", "reserved"):
+                survives = held.state != "open" and not held.evicted and held.newest <= version
+                if survives:
+                    held.state = "ready" if held.state == "reserved" else held.state
+                else:
+                    self.requeue(held, "rewind", counted=False)
+        self.void_scoring()
+        if self.epoch_now:
+            self.epoch_now.state = "aborted"
+
+    def restore(
+        self, version: int, timeline: str, incarnation: str, enqueued: int, ended: Ended, seen: object
+    ) -> RunState:
+        self.expire()
+        if incarnation != self.incarnation:
+            self.begin(timeline, incarnation, version, version, enqueued)
+            self.refill = True
+            self.gone["train", "trained"] = version * self.limits.prompts_per_step
+            self.gone["train", "failed"], self.gone["train", "filtered"] = ended.failed, ended.filtered
+            self.ended = orders(ended.bitmap)
+        return self.state()
+
+    def refilled(self, timeline: str, seen: object) -> None:
+        self.expire()
+        self.require_timeline(timeline)
+        self.refill = False
+
+    def groups_ended(self, seen: object) -> tuple[int, int, set[int]]:
+        counts = self.count("train")
+        return counts.get("failed", 0), counts.get("filtered", 0), self.ended
+
+    def state(self, seen: object = None) -> RunState:
+        return RunState(
+            "",
+            self.timeline,
+            self.incarnation,
+            self.next_step,
+            self.committed,
+            self.enqueued,
+            self.closed,
+            self.count("train"),
+            self.refill,
+            tuple(self.timelines),
+        )
+
+    # -- validation
+
+    def evaluated(self, ids: Sequence[str], seen: object) -> object:
+        self.expire()
+        held = [self.groups.get(group) for group in ids]
+        if any(group is None or group.lane != "validation" for group in held):
+            self.refuse(InvalidCall)
+        done = [group for group in held if group and group.state == "evaluated"]
+        failed = {group.id for group in held if group and group.state == "failed"}
+        return [(group.id, _described(group)) for group in done], failed, len(held) - len(done) - len(failed)
+
+    def drop_validation(self, timeline: str, seen: object) -> None:
+        self.expire()
+        self.require_timeline(timeline)
+        for held in list(self.groups.values()):
+            if held.lane == "validation":
+                self._drop(held)
+
+    def _drop(self, held: Held) -> None:
+        self.forget(held, held.state if held.state in ("evaluated", "failed") else "unused")
+
+
+def _described(held: Held) -> list[tuple[object, ...]]:
+    """Group, index, reward, length, oldest and newest version of each trajectory, in the order of indices."""
+    places = sorted(held.pieces.items())
+    return [(held.id, index, piece.reward, *shape(piece.trajectory)) for index, piece in places]
+
+
+def shape(trajectory: object) -> tuple[int, int, int]:
+    t = trajectory
+    return (t.completion_token_ids.size, t.oldest_version, t.newest_version)  # type: ignore[attr-defined]
+
+
+def orders(bitmap: bytes) -> set[int]:
+    """The orders in a bitmap of those that ended: the most significant bit of the first byte is order 0."""
+    return {8 * i + bit for i, byte in enumerate(bitmap) for bit in range(8) if byte >> (7 - bit) & 1}
+
+
+def seen_batch(batch: Reservation) -> tuple[object, ...]:
+    """A reservation as the model describes it."""
+    places = [(t.group_id, t.index, t.reward, t.length, t.oldest_version, t.newest_version) for t in batch.trajectories]
+    return (batch.step, batch.groups, places, batch.scored, batch.filtered)

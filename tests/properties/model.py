@@ -1,0 +1,190 @@
+"""The replay buffer as its contract states it, in plain Python: what each call must answer and leave behind.
+
+No I/O and no clock of its own: `now` (milliseconds) is the caller's. Each operation has the name of the client's method, and takes what
+the server answered as `seen`: where the contract leaves a choice (names of tokens, which of the trajectories that waited equally long),
+the model checks that the choice is a lawful one and goes on with it; else it returns what the answer must be, or raises what the call
+must raise. It was written from the design, not from the functions, so that the two can disagree.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import NoReturn
+
+from headrace.errors import InvalidCall, LeaseLost, ReplayError, WrongTimeline
+from headrace.replay import Limits
+from headrace.replay.trainer import worst_case_bytes
+from headrace.trajectory import Group
+from tests.properties.records import IN_FLIGHT, Announced, Held, Member, Piece
+
+# A dead replica stays on the list this long.
+REMEMBER_DEAD_MS = 600_000
+
+
+class Core:
+    """The state, and the moves that several operations share."""
+
+    def __init__(self, limits: Limits, now: int, timeline: str, incarnation: str) -> None:
+        self.limits = limits
+        self.now = now
+        self.refusals: collections.Counter[str] = collections.Counter()
+        self.begin(timeline, incarnation, 0, -1, -1)
+
+    def begin(self, timeline: str, incarnation: str, next_step: int, committed: int, enqueued: int) -> None:
+        """Nothing is known but these."""
+        self.timeline, self.incarnation = timeline, incarnation
+        self.timelines: list[tuple[str, int]] = [(timeline, next_step)]
+        self.next_step, self.committed, self.enqueued, self.closed = next_step, committed, enqueued, False
+        self.refill = False
+        self.freed = next_step  # older steps are not held any more
+        self.groups: dict[str, Held] = {}
+        self.gone: collections.Counter[tuple[str, str]] = (
+            collections.Counter()
+        )  # (lane, state) of groups not held any more
+        self.ended: set[int] = set()  # orders of train groups that are failed or filtered
+        self.requeues: collections.Counter[str] = collections.Counter()
+        self.refusals = collections.Counter()
+        self.last_ticket = -1
+        self.tokens: set[str] = set()
+        self.scored_since = self.filtered_since = 0
+        self.batch_counts = (0, 0)
+        self.members: dict[str, Member] = {}
+        self.epoch_now: Announced | None = None
+
+    # -- what people see
+
+    def count(self, lane: str) -> dict[str, int]:
+        counts = collections.Counter({state: number for (of, state), number in self.gone.items() if of == lane})
+        counts.update(held.state for held in self.groups.values() if held.lane == lane)
+        return {state: number for state, number in counts.items() if number}
+
+    @property
+    def bytes(self) -> int:
+        return sum(held.bytes for held in self.groups.values())
+
+    def train(self, *states: str) -> list[Held]:
+        return [held for held in self.groups.values() if held.lane == "train" and held.state in states]
+
+    def in_flight(self) -> list[Held]:
+        return self.train(*IN_FLIGHT)
+
+    def line(self) -> list[Held]:
+        """Groups with a place in line, lowest ticket first; those that a rewind kept for a step have their place there."""
+        return sorted((held for held in self.in_flight() if not held.pinned), key=lambda held: held.ticket or 0)
+
+    def of_step(self, step: int, *states: str) -> list[Held]:
+        return sorted((h for h in self.train(*states) if h.step == step), key=lambda held: held.ticket or 0)
+
+    # -- refusals (law 4: counted, and nothing changes)
+
+    def refusal(self, error: ReplayError) -> ReplayError:
+        self.refusals[error.code] += 1
+        return error
+
+    def refuse(self, kind: type[ReplayError]) -> NoReturn:
+        raise self.refusal(kind("as the contract says"))
+
+    def require_timeline(self, timeline: str) -> None:
+        if timeline != self.timeline:
+            self.refuse(WrongTimeline)
+
+    # -- moves
+
+    def forget(self, held: Held, state: str | None = None) -> None:
+        """The group goes; it counts on as `state`."""
+        del self.groups[held.id]
+        if state:
+            self.gone[held.lane, state] += 1
+
+    def end(self, held: Held, state: str) -> None:
+        held.state, held.token, held.step, held.pieces = state, None, None, {}
+        if held.lane == "train" and state in ("failed", "filtered"):
+            self.ended.add(held.group.order)
+
+    def requeue(self, held: Held, cause: str, *, counted: bool) -> None:
+        self.requeues[cause] += 1
+        held.failures += counted
+        if counted and held.failures >= self.limits.max_attempts:
+            self.end(held, "failed")
+            return
+        held.state, held.token, held.step, held.pieces, held.evicted = "queued", None, None, {}, False
+
+    def retry_scoring(self, held: Held, piece: Piece) -> None:
+        """The trajectory waits for a scorer again, unless its attempts are used up."""
+        piece.token = None
+        if piece.attempts >= self.limits.max_scoring_attempts:
+            self.end(held, "failed")
+        else:
+            piece.since = self.now
+
+    # -- time
+
+    def expire(self) -> None:
+        """What every call that may write does first: leases, then scorers, then replicas whose time has passed."""
+        for held in list(self.groups.values()):
+            if held.state == "open" and held.lease_end <= self.now:
+                self.requeue(held, "deadline" if held.deadline <= self.now else "lease", counted=True)
+        for held in self.groups.values():
+            for piece in list(held.pieces.values()):
+                if held.state != "failed" and piece.taken and piece.deadline <= self.now:
+                    self.retry_scoring(held, piece)
+        self._expire_replica()
+
+    def _expire_replica(self) -> None:
+        """One a call: its groups are the work."""
+        due = sorted((member.due, replica) for replica, member in self.members.items() if member.due <= self.now)
+        if not due:
+            return
+        replica = due[0][1]
+        member = self.members[replica]
+        if member.dead:
+            del self.members[replica]
+            return
+        self.take_back(replica, "dead", counted=True)
+        member.dead, member.due = True, self.now + REMEMBER_DEAD_MS
+
+    def take_back(self, replica: str, cause: str, *, counted: bool) -> None:
+        for held in self.groups.values():
+            if held.state == "open" and held.replica == replica:
+                self.requeue(held, cause, counted=counted)
+
+    def next_due(self) -> int | None:
+        """The nearest time at which something happens by itself."""
+        times = [held.lease_end for held in self.groups.values() if held.state == "open"]
+        times += [held.deadline for held in self.groups.values() if held.state == "open"]
+        times += [p.deadline for held in self.groups.values() for p in held.pieces.values() if p.taken]
+        times += [member.due for member in self.members.values()]
+        return min((time for time in times if time > self.now), default=None)
+
+    # -- the queue
+
+    def enqueue(self, groups: list[Group], timeline: str, refill: bool, seen: object) -> int:
+        self.expire()
+        self.require_timeline(timeline)
+        new: dict[str, Group] = {}
+        for group in sorted(groups, key=lambda group: group.order):
+            if group.id in self.groups or group.id in new:
+                continue
+            fresh = (refill or group.order > self.enqueued) and group.order not in self.ended
+            if group.lane == "validation" or fresh:
+                new[group.id] = group
+        if self.closed and any(group.lane == "train" for group in new.values()):
+            self.refuse(InvalidCall)
+        for group in new.values():
+            worst = worst_case_bytes(group.n, group.prompt_token_ids.size, group.sampling.max_new_tokens)
+            self.groups[group.id] = Held(group, worst)
+            if group.lane == "train":
+                self.enqueued = max(self.enqueued, group.order)
+        return len(new)
+
+    def close(self, timeline: str, seen: object) -> None:
+        self.expire()
+        self.require_timeline(timeline)
+        self.closed = True
+
+    def held_lease(self, group: str, token: str) -> Held:
+        """The group that is leased under this token. Raises `LeaseLost`."""
+        held = self.groups.get(group)
+        if held is None or held.state != "open" or held.token != token:
+            self.refuse(LeaseLost)
+        return held

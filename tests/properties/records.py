@@ -1,0 +1,108 @@
+"""What the model remembers of a group, a trajectory, a replica and an epoch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from headrace.trajectory import Group, Trajectory
+
+# A group takes part in admission (the `O` of the design) in these states.
+IN_FLIGHT = ("open", "scoring", "ready")
+# A trajectory that is held at all is held in these.
+HOLDING = ("scoring", "ready", "reserved", "trained", "evaluated")
+
+
+@dataclasses.dataclass
+class Piece:
+    """A pushed trajectory. It waits for a scorer since `since`, is with one until `deadline`, or has its `reward`."""
+
+    trajectory: Trajectory
+    size: int  # bytes
+    since: int
+    attempts: int = 0
+    token: str | None = None
+    deadline: int = 0
+    reward: float | None = None
+
+    @property
+    def waits(self) -> bool:
+        return self.token is None and self.reward is None
+
+    @property
+    def taken(self) -> bool:
+        return self.token is not None and self.reward is None
+
+
+@dataclasses.dataclass
+class Held:
+    """A group that the buffer knows."""
+
+    group: Group
+    worst: int  # bytes that its lease sets aside
+    state: str = "queued"
+    attempt: int = 0
+    failures: int = 0
+    ticket: int | None = None
+    token: str | None = None
+    replica: str = ""
+    lease_end: int = 0
+    deadline: int = 0
+    pieces: dict[int, Piece] = dataclasses.field(default_factory=dict)
+    step: int | None = None  # reserved or trained for it, or kept for it by a rewind
+    evicted: bool = False
+
+    @property
+    def id(self) -> str:
+        return self.group.id
+
+    @property
+    def lane(self) -> str:
+        return self.group.lane
+
+    @property
+    def pinned(self) -> bool:
+        return self.state == "ready" and self.step is not None
+
+    @property
+    def complete(self) -> bool:
+        return len(self.pieces) == self.group.n
+
+    @property
+    def scored(self) -> bool:
+        return self.complete and all(piece.reward is not None for piece in self.pieces.values())
+
+    @property
+    def oldest(self) -> int:
+        return min(piece.trajectory.oldest_version for piece in self.pieces.values())
+
+    @property
+    def newest(self) -> int:
+        return max(piece.trajectory.newest_version for piece in self.pieces.values())
+
+    @property
+    def bytes(self) -> int:
+        """What it counts for in the run's memory: its worst case while leased, then what came."""
+        if self.state == "open":
+            return self.worst
+        return sum(piece.size for piece in self.pieces.values()) if self.state in HOLDING else 0
+
+
+@dataclasses.dataclass
+class Member:
+    """A registered replica. `due`: when it is dead for want of a heartbeat; if dead, when it is forgotten."""
+
+    due: int
+    dead: bool = False
+    version: int = -1
+    timeline: str = ""  # on which it was verified; '' is STALE
+
+
+@dataclasses.dataclass
+class Announced:
+    """A membership epoch. `did`: what each member did of asked, acknowledged, verified, refused, left out."""
+
+    id: str
+    version: int
+    timeline: str
+    state: str
+    did: dict[str, str]

@@ -1,0 +1,227 @@
+"""The real buffer and the model side by side: each call goes to both, and what they answer and hold is compared."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+from headrace.errors import HeadraceError
+from headrace.replay import Ended, Epoch, Limits, ReplayClient, Reservation, RunState
+from headrace.replay.replies import of_lane, run_state, unpack
+from headrace.replay.wire import Wire, open_redis
+from tests.properties.clock import CLOCK, START_MS
+from tests.properties.learning import Model, orders, seen_batch, shape
+from tests.properties.records import Held
+
+# Client's method -> the model's, where they differ.
+NAMES = {"refuse": "refuse_epoch", "ended": "groups_ended"}
+
+
+class Echo(Wire):
+    """A wire on which, while `on`, the server gets every call twice, as after a reply that was lost; the second is answered."""
+
+    on = False
+
+    async def command(self, *command: Any) -> Any:
+        if self.on:
+            with contextlib.suppress(HeadraceError):  # the caller of the first one never hears
+                await super().command(*command)
+        return await super().command(*command)
+
+    async def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
+        if self.on:
+            with contextlib.suppress(HeadraceError):  # the caller of the first one never hears
+                await super().pipeline(commands)
+        return await super().pipeline(commands)
+
+
+class World:
+    """One run on a real server."""
+
+    def __init__(self, url: str, run_id: str) -> None:
+        self.client = ReplayClient(open_redis(url), run_id)
+        self.wire = self.client._wire = Echo(self.client.redis, run_id)
+        self.ledger: dict[int, tuple[str, ...]] = {}  # step -> groups, in the history of the surviving weights
+        self.calls = 0
+
+    async def open(self, limits: Limits) -> None:
+        await self.client.redis.set(CLOCK, START_MS)
+        state = await self.client.open_run(limits)
+        self.model = Model(limits, START_MS, state.timeline, state.incarnation)
+        await self.compare([])
+
+    async def pass_time(self, milliseconds: int) -> None:
+        self.model.now += milliseconds
+        await self.client.redis.set(CLOCK, self.model.now)
+
+    async def limit(self, limits: Limits) -> None:
+        """The replay service starts again with other limits."""
+        await self.client.open_run(limits)
+        self.model.limits = limits
+        self.model.expire()
+
+    async def call(self, name: str, *args: Any, echo: bool = False) -> Any:
+        """The answer, or the refusal, on which both agree. `echo`: the server gets the call twice."""
+        before = {held.id: _seen_of(held) for held in self.model.groups.values()}
+        timeline, unlawful = self.model.timeline, self.model.unlawful()
+        self.wire.on = echo
+        seen = await _outcome(getattr(self.client, name), name, args)
+        self.wire.on = False
+        if name == "reserve":
+            args = (*args, {group for group in unlawful if await self._state(group) == "queued"})
+        for _ in range(echo):
+            self._expected(name, args, seen)
+        expected = self._expected(name, args, seen)
+        assert _same(_plain(seen), expected), f"{name}{args}: {_plain(seen)!r}, and by the contract {expected!r}"
+        self.calls += 1 + echo
+        await self._history(name, seen, timeline != self.model.timeline)
+        after = {held.id: _seen_of(held) for held in self.model.groups.values()}
+        await self.compare([group for group in before | after if before.get(group) != after.get(group)])
+        return seen
+
+    def _expected(self, name: str, args: tuple[Any, ...], seen: Any) -> Any:
+        try:
+            return getattr(self.model, NAMES.get(name, name))(*args, seen=seen)
+        except HeadraceError as error:
+            return error
+        except (AttributeError, TypeError):
+            if isinstance(seen, HeadraceError):
+                raise AssertionError(f"{name}{args} is refused with {seen!r}, against the contract") from None
+            raise
+
+    async def _history(self, name: str, seen: Any, went_back: bool) -> None:
+        """What holds for batches and histories whatever the state (laws 1, 2, 3 and 7)."""
+        if went_back:
+            self.ledger = {step: ids for step, ids in self.ledger.items() if step < self.model.next_step}
+        if not isinstance(seen, Reservation):
+            return
+        self.ledger[seen.step] = seen.groups
+        trained = [group for ids in self.ledger.values() for group in ids]
+        assert len(trained) == len(set(trained)), "a group is trained twice in the history of the surviving weights"
+        limits = self.model.limits
+        assert len(seen.groups) == limits.prompts_per_step
+        for group in seen.groups:
+            indices = [t.index for t in seen.trajectories if t.group_id == group]
+            assert len(indices) == len(set(indices)) == self.model.groups[group].group.n
+        for t in seen.trajectories:
+            assert t.newest_version <= seen.step
+            assert limits.staleness_policy == "mask" or t.oldest_version >= seen.step - limits.max_age
+        payloads = await self.client.read([t.key for t in seen.trajectories])
+        for t, (trajectory, score) in zip(seen.trajectories, payloads, strict=True):
+            piece = self.model.groups[t.group_id].pieces[t.index]
+            assert trajectory.encode() == piece.trajectory.encode()
+            assert (score.status, score.reward, score.reward) == ("SCORED", piece.reward, t.reward)
+
+    # -- what the server holds
+
+    async def _state(self, group: str) -> str | None:
+        held = await self.client.group(group)
+        return held["state"] if held else None
+
+    async def compare(self, groups: list[str]) -> None:
+        """The run as a whole, and these groups."""
+        model = self.model
+        stats = unpack(await self.client._wire.call("stats"))
+        fields = {field.name for field in dataclasses.fields(RunState)} & set(stats)
+        state = run_state("", {name: stats[name] for name in fields})
+        assert _plain(state) == model.state()
+        counts = {lane: _nonzero(of_lane(stats["counts"] or {}, lane)) for lane in ("train", "validation")}
+        assert counts == {lane: model.count(lane) for lane in counts}
+        assert (stats["refusals"] or {}) == dict(model.refusals)
+        assert (stats["requeues"] or {}) == dict(model.requeues)
+        assert stats["bytes"] == model.bytes
+        assert stats["leases"] == sum(held.state == "open" for held in model.groups.values())
+        pieces = [piece for held in model.groups.values() for piece in held.pieces.values()]
+        waiting = sum(piece.waits for piece in pieces), sum(piece.taken for piece in pieces)
+        assert (stats["scoring"]["waiting"], stats["scoring"]["taken"]) == waiting
+        seen = {r.id: (r.state, r.version, r.leases) for r in await self.client.replicas()}
+        assert seen == {replica: self._replica(replica) for replica in model.members}
+        for group in groups:
+            await self._compare_group(group)
+
+    def _replica(self, replica: str) -> tuple[str, int, int]:
+        model = self.model
+        leases = sum(held.state == "open" and held.replica == replica for held in model.groups.values())
+        version = model.members[replica].version if model.healthy(replica) else -1
+        return (model.state_of(replica), version, leases)
+
+    async def _compare_group(self, group: str) -> None:
+        held, seen = self.model.groups.get(group), await self.client.group(group)
+        if held is None or seen is None:
+            assert held is None, f"{group} is {held and held.state}, and the buffer does not hold it"
+            assert seen is None, f"{group} is gone, and the buffer holds it as {seen and seen['state']}"
+            return
+        assert seen["group"].encode() == held.group.encode()
+        assert (seen["state"], seen["attempt"], seen["failures"]) == (held.state, held.attempt, held.failures), group
+        pieces = [
+            (t["index"], t["reward"], t["length"], t["oldest_version"], t["newest_version"])
+            for t in seen["trajectories"]
+        ]
+        assert pieces == [(i, p.reward, *shape(p.trajectory)) for i, p in sorted(held.pieces.items())], group
+        if held.state in ("reserved", "trained"):
+            assert seen["step"] == held.step
+
+    async def compare_all(self) -> None:
+        """Everything, down to the payloads: none is missing, and none is left behind."""
+        await self.compare(list(self.model.groups))
+        groups = self.model.groups.values()
+        pieces = [piece for held in groups for piece in held.pieces.values()]
+        kept = {"p": len(pieces), "s": sum(piece.reward is not None for piece in pieces), "d": len(groups)}
+        found = dict.fromkeys(kept, 0)
+        async for key in self.client.redis.scan_iter(match=f"hr:{{{self.client.run_id}}}:*", count=1000):
+            kind = key.decode().split(":")[3:4]
+            # what is only staged goes by itself
+            if kind and kind[0] in found and await self.client.redis.ttl(key) == -1:
+                found[kind[0]] += 1
+        assert found == kept, "payloads (p), scores (s) and records (d) left behind or lost"
+
+
+def _seen_of(held: Held) -> tuple[object, ...]:
+    pieces = tuple((index, piece.reward) for index, piece in sorted(held.pieces.items()))
+    return (held.state, held.attempt, held.failures, held.step, pieces)
+
+
+async def _outcome(method: Any, name: str, args: tuple[Any, ...]) -> Any:
+    options: dict[str, Any] = {}
+    if name == "release":
+        *args, options["failed"] = args  # type: ignore[assignment]
+    if name == "end_epoch":
+        *args, options["aborted"] = args  # type: ignore[assignment]
+    try:
+        return await method(*args, **options)
+    except HeadraceError as error:
+        return error
+
+
+def _nonzero(counts: dict[str, int]) -> dict[str, int]:
+    return {state: number for state, number in counts.items() if number}
+
+
+def _plain(seen: Any) -> Any:
+    """An answer in the model's form."""
+    match seen:
+        case Epoch():
+            members = (seen.members, seen.acknowledged, seen.verified, seen.refused)
+            return (seen.id, seen.version, seen.timeline, seen.state, *map(set, members))
+        case RunState():
+            return dataclasses.replace(seen, run_id="", counts=_nonzero(seen.counts))
+        case Reservation():
+            return seen_batch(seen)
+        case Ended():
+            return (seen.failed, seen.filtered, orders(seen.bitmap))
+        case ([*done], dict(failed), int(pending)):
+            described = [
+                (e.group.id, [(e.group.id, t.index, score.reward, *shape(t)) for t, score in e.trajectories])
+                for e in done
+            ]
+            return (described, set(failed), pending)
+    return seen
+
+
+def _same(seen: Any, expected: Any) -> bool:
+    if isinstance(seen, HeadraceError) or isinstance(expected, HeadraceError):
+        return type(seen) is type(expected)
+    if isinstance(seen, list) and isinstance(expected, list):
+        return len(seen) == len(expected) and all(_same(a, b) for a, b in zip(seen, expected, strict=True))
+    return bool(seen == expected)
