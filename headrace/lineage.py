@@ -61,7 +61,8 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class GroupLineage:
-    """Of one group: where it stands, and the origin of each of its trajectories. `step` and `timeline` (the trainer's) once trained."""
+    """Of one group: where it stands, and the origin of each of its trajectories. `step` and `timeline` (the trainer's) once trained,
+    `reason` if it failed."""
 
     group: str
     state: str
@@ -71,6 +72,7 @@ class GroupLineage:
     step: int | None
     timeline: str | None
     trajectories: tuple[Origin, ...]
+    reason: str = ""
 
 
 class Header(msgspec.Struct):
@@ -89,7 +91,12 @@ def origin_of(trajectory: Trajectory, score: Score | None, advantage: float | No
         index=trajectory.index,
         attempt=trajectory.attempt,
         tokens=trajectory.completion_token_ids.size,
-        ranges=tuple(TokenRange(s.start, s.end, trajectory.replica, s.version) for s in trajectory.spans),
+        ranges=tuple(
+            TokenRange(max(s.start, start), min(s.end, end), replica, s.version)
+            for replica, start, end in trajectory.written
+            for s in trajectory.spans
+            if s.start < end and start < s.end
+        ),
         finish_reason=trajectory.finish_reason,
         environment=score.environment if score else None,
         build=score.build if score else None,

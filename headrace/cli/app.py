@@ -7,7 +7,7 @@ import traceback
 
 import typer
 
-from headrace.cli import acl, config, model, options, service, status, up
+from headrace.cli import acl, config, groups, model, options, service, status, up
 from headrace.cli.lifecycle import EXIT_FAULT, EXIT_MUST_BE_MENDED
 from headrace.errors import HeadraceError
 
@@ -22,6 +22,7 @@ app.command(name="up")(up.up)
 app.command(name="status")(status.status)
 service.add_to(app)
 app.add_typer(config.app, name="config")
+app.add_typer(groups.app, name="groups")
 app.command(name="model")(model.make)
 app.command(name="acl")(acl.acl)
 

@@ -48,6 +48,15 @@ def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[s
     return config, [str(change) for change in changes]
 
 
+def find(run: str) -> Config:
+    """The configuration of the run in folder `run`, or with this id under `./runs`. Raises `ConfigError` if there is none."""
+    places = [Path(run) / SAVED, Path("runs") / run / SAVED]
+    for saved in places:
+        if saved.is_file():
+            return load(saved)
+    raise ConfigError(f"--run {run}: no run there; there is neither {places[0]} nor {places[1]}")
+
+
 def save(config: Config) -> Path:
     """Write the resolved configuration into the run's folder; returns its absolute path."""
     path = config.run_folder.absolute() / SAVED

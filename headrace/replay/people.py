@@ -142,6 +142,7 @@ class PeopleCalls(Calls):
             step=step,
             timeline=None if step is None else run.timeline_of(step + 1),
             trajectories=tuple(with_timelines(origin_of(t, score), run.timeline_of) for t, score in found.trajectories),
+            reason=found.reason if found.state == "failed" else "",
         )
 
     async def held_batch(self, step: int) -> tuple[list[int], Reservation | None]:

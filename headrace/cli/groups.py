@@ -1,0 +1,160 @@
+"""`headrace groups show|list|export`: what became of prompts and their trajectories, in a run that is up or one that is down."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from headrace import export as jsonl
+from headrace.cli import buffer, runs
+from headrace.config import Config
+from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable
+from headrace.lineage import FOLDER, GroupLineage, LineageFiles, Origin, TokenRange
+from headrace.replay import GroupState
+
+app = typer.Typer(help="Look at groups: one prompt and its trajectories each.", no_args_is_help=True)
+
+RunOption = Annotated[
+    str, typer.Option("--run", metavar="RUN", help="The run's folder, or its id under ./runs.", show_default=False)
+]
+StateOption = Annotated[
+    list[str] | None, typer.Option("--state", help="Only groups in this state; may be given several times.")
+]
+
+
+@app.command()
+def show(
+    group: Annotated[str, typer.Argument(metavar="ID", help="The group's id.", show_default=False)],
+    run: RunOption,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Say of each trajectory which replica and weights wrote which tokens, what scored it, and which step trained on it."""
+    found = _find(runs.find(run), group)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
+        return
+    for line in describe(found):
+        typer.echo(line)
+
+
+@app.command("list")
+def list_groups(run: RunOption, state: StateOption = None) -> None:
+    """Print id and state of every group that the buffer holds."""
+
+    async def work() -> None:
+        async with buffer.opened(runs.find(run)) as replay:
+            async for group_id, name in replay.groups(_states(state)):
+                typer.echo(f"{name:10}{group_id}")
+
+    asyncio.run(work())
+
+
+@app.command()
+def export(
+    run: RunOption,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="JSON lines.", show_default=False)],
+    state: StateOption = None,
+) -> None:
+    """Write every trajectory that the buffer holds, waiting or retained (replay.retain_steps), one a line; `headrace.export` reads them."""
+    written = asyncio.run(_export(runs.find(run), output, _states(state)))
+    typer.echo(f"{written} trajectories in {output}")
+
+
+def _states(names: Sequence[str] | None) -> Collection[str]:
+    known = get_args(GroupState)
+    for name in names or ():
+        if name not in known:
+            raise ConfigError(f"--state {name}: no such state; there are {', '.join(known)}")
+    return names or known
+
+
+async def _export(config: Config, output: Path, states: Collection[str]) -> int:
+    written = 0
+    unfinished = output.with_name(f".{output.name}.unfinished")
+    async with buffer.opened(config) as replay:
+        try:
+            with unfinished.open("w", encoding="utf-8") as file:
+                async for line in jsonl.lines(replay, states):
+                    file.write(line + "\n")
+                    written += 1
+            unfinished.replace(output)
+        except OSError as error:
+            raise ConfigError(f"--output {output}: can't be written ({error.strerror})") from error
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return written
+
+
+def _find(config: Config, group: str) -> GroupLineage:
+    files = LineageFiles(config.checkpoint_folder / FOLDER)
+    trained = files.find(group)
+    if trained is not None:
+        return trained
+
+    async def ask() -> GroupLineage | None:
+        async with buffer.opened(config) as replay:
+            return await replay.lineage(group)
+
+    try:
+        waiting = asyncio.run(ask())
+    except ReplayUnavailable as error:
+        raise ReplayUnavailable(
+            f"group {group!r} is not among those trained ({files.folder}), and what waits can't be looked at: {error}"
+        ) from error
+    if waiting is None:
+        raise HeadraceError(
+            f"no group {group!r}: it was not trained ({files.folder}), and the buffer does not hold it; it may have ended as "
+            "filtered, or long ago as failed. `headrace groups list` shows those there are"
+        )
+    return waiting
+
+
+def describe(found: GroupLineage) -> Iterator[str]:
+    """For people: the group, then a table of its trajectories with a line for each range of tokens."""
+    yield f"group       {found.group} ({found.state})"
+    yield f"prompt      {found.order} of the run's order, task {found.task}, environment {found.env}"
+    if found.step is not None:
+        verb = "trained at" if found.state == "trained" else "reserved for"
+        yield f"{verb:12}step {found.step}, timeline {found.timeline or 'unknown'}"
+    if found.reason:
+        yield f"reason      {found.reason}"
+    if not found.trajectories:
+        yield "no trajectory has come in yet"
+        return
+    rows = [("index", "attempt", "reward", "advantage", "scored by", "tokens", "weights", "replica")]
+    for origin in found.trajectories:
+        first = (
+            str(origin.index),
+            str(origin.attempt),
+            _number(origin.reward),
+            _number(origin.advantage),
+            _scorer(origin),
+        )
+        for place, span in enumerate(origin.ranges):
+            rows.append(
+                (*(first if place == 0 else ("",) * 5), f"{span.start}-{span.end}", _weights(span), span.replica)
+            )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _weights(span: TokenRange) -> str:
+    made = "the initial model" if span.version == 0 else span.timeline or "timeline unknown"
+    return f"{span.version} ({made})"
+
+
+def _scorer(origin: Origin) -> str:
+    if origin.reward is None:
+        return "-"
+    return f"{origin.environment or 'unnamed'} build {origin.build or 'unnamed'}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
