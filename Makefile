@@ -15,15 +15,20 @@ DEMO_MODEL := models/tiny
 # Processes that share the tests.
 WORKERS ?= 2
 
+# Of `make chaos`: how many faults, which plan of them.
+FAULTS ?= 100
+SEED ?= 1
+
 # One thread each: the engine and the trainer work side by side, and a second thread on a busy core makes both slower.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test lint format proto bench docs clean
+.PHONY: help setup demo test chaos lint format proto bench docs clean
 
 help:
 	@echo "make setup   install everything into $(VENV)"
 	@echo "make demo    train a small model through the whole pipeline"
 	@echo "make test    lint, types, contracts and every test"
+	@echo "make chaos   the pipeline under faults, FAULTS=100 SEED=1 unless given"
 	@echo "make lint    lint, types and contracts"
 	@echo "make format  format the code"
 	@echo "make proto   generate headrace/v1 from proto/"
@@ -63,6 +68,9 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(TESTS)
+
+chaos: $(STAMP)
+	$(PY) -m tests.chaos --faults $(FAULTS) --seed $(SEED)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

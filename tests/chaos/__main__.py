@@ -1,0 +1,56 @@
+"""`make chaos`: runs of the real pipeline under faults, each judged by the auditor.
+
+    python -m tests.chaos --faults 100 --seed 7
+
+A run takes up to 25 faults, every process in every phase once; more faults are as many runs, with seeds one after the other. Runs
+alternate between the embedded server and two servers of their own, unless --server names one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.chaos import runs
+
+IN_A_RUN = 25
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--server", choices=("embedded", "external"))
+    parser.add_argument("--model", type=Path, help="a model's directory; a tiny one is made if it is not there")
+    parser.add_argument("--folder", type=Path, help="takes a folder a run: logs, evidence")
+    options = parser.parse_args()
+    if lacks := runs.missing():
+        sys.stderr.write(f"error: {lacks}\n")
+        return 2
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
+    model = options.model or folder / "tiny"
+    if not model.exists():
+        from services.trainer.models import tiny
+
+        tiny.make(model, warmup=False)
+    bad = 0
+    for number, first in enumerate(range(0, options.faults, IN_A_RUN)):
+        seed, faults = options.seed + number, min(IN_A_RUN, options.faults - first)
+        topology = options.server or ("external" if seed % 2 else "embedded")
+        place = folder / f"seed-{seed}"
+        place.mkdir(parents=True)
+        verdict = runs.run(seed, faults, topology, model.absolute(), place.absolute())
+        bad += not verdict.good
+        sys.stdout.write(
+            f"seed {seed}: {'every law held' if verdict.good else 'NOT GOOD'} under {faults} faults; {place}\n"
+        )
+        for line in filter(None, (verdict.problem, *verdict.objections)):
+            sys.stdout.write(f"  {line}\n")
+        sys.stdout.flush()
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""Judges a run by its evidence: every law, by what files and Redis say, with no help of the code that is judged.
+
+Each law is a function that returns what it objects to. `python -m tests.chaos.auditor FOLDER` judges a run that lies in a folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.chaos.evidence import ENDS, Batch, Evidence, Group, group_id, read
+
+Law = Callable[[Evidence], Iterator[str]]
+
+# Ways to end that a person or an orchestrator answers by starting the service again.
+_TRY_AGAIN, _MUST_BE_MENDED = 75, 1
+
+
+def judge(evidence: Evidence) -> list[str]:
+    """Everything that any law objects to, each with the law's name before it."""
+    return [f"{law.__name__}: {objection}" for law in LAWS for objection in law(evidence)]
+
+
+def nothing_is_lost(e: Evidence) -> Iterator[str]:
+    """Law 1: every prompt is in exactly one end; a run whose prompts ran out has none in between."""
+    trained = {order for checkpoint in e.checkpoints for order in checkpoint.trained}
+    for order in range(len(e.moods)):
+        ends = ["trained"] if order in trained else []
+        state = e.states.get(order)
+        if state in ENDS:
+            ends.append(state)
+        elif state is not None:
+            yield f"prompt {order} is still {state} after the end"
+        if order in e.ended and state not in ("failed", "filtered"):
+            ends.append("ended")  # its record is gone, its end is kept
+        if len(ends) != 1:
+            yield f"prompt {order} is in {len(ends)} ends {ends}"
+    for order in sorted((set(e.states) | trained | e.ended) - set(range(len(e.moods)))):
+        yield f"prompt {order} was never asked for"
+
+
+def none_is_trained_twice(e: Evidence) -> Iterator[str]:
+    """Law 1, in the history of the surviving weights: by the checkpoints' ledgers and by the trainer's lineage."""
+    ledger = Counter(id_ for _, ids in _history(e) for id_ in ids)
+    lineage = Counter(group.id for batch in e.lineage for group in batch.groups)
+    for name, counted in (("ledgers", ledger), ("lineage", lineage)):
+        for id_, times in counted.items():
+            if times > 1:
+                yield f"group {id_} was trained {times} times by the {name}"
+
+
+def steps_are_whole(e: Evidence) -> Iterator[str]:
+    """The history of the newest weights is steps 0, 1, 2, …, each of P groups, the same in every record of it."""
+    if not e.checkpoints:
+        yield "no checkpoint was published"
+        return
+    newest = e.checkpoints[-1]
+    steps = [step for step, _ in _history(e)]
+    if steps != list(range(newest.version)):
+        yield f"the ledgers of version {newest.version} hold steps {steps}"
+    for step, ids in _history(e):
+        if len(ids) != e.prompts_per_step or len(set(ids)) != len(ids):
+            yield f"step {step} was trained on {ids}, not on {e.prompts_per_step} different groups"
+    if sorted(newest.trained) != sorted(_order(id_) for _, ids in _history(e) for id_ in ids):
+        yield f"the places that version {newest.version} says it was trained on are not those of its ledgers"
+    if [line.step for line in _surviving(e)] != list(range(newest.version)):
+        yield f"metrics.jsonl holds steps {[line.step for line in _surviving(e)]} of version {newest.version}'s history"
+    if [batch.step for batch in e.lineage] != list(range(newest.version)):
+        yield f"the lineage holds steps {[batch.step for batch in e.lineage]} of version {newest.version}'s history"
+    for checkpoint in e.checkpoints:
+        if checkpoint.timeline not in (*newest.ancestors, newest.timeline):
+            yield f"version {newest.version} does not descend from checkpoint {checkpoint.version}"
+
+
+def records_agree(e: Evidence) -> Iterator[str]:
+    """Ledger, lineage and what was seen in Redis tell of the same groups and trajectories."""
+    ledger = dict(_history(e))
+    for batch in e.lineage:
+        if [group.id for group in batch.groups] != ledger.get(batch.step):
+            yield f"step {batch.step}: lineage and ledger name other groups"
+        for group in batch.groups:
+            if group.id != group_id(group.order):
+                yield f"step {batch.step}: group {group.id} says its place is {group.order} (law 5)"
+        seen = _seen(e, batch)
+        if seen is not None and _facts(seen) != _facts(batch):
+            yield f"step {batch.step}: the trainer's lineage is not what lay in the buffer"
+    if e.lineage and sum(_seen(e, batch) is not None for batch in e.lineage) * 2 < len(e.lineage):
+        yield "less than half of the steps were seen in the buffer: the records can't be checked"
+
+
+def none_is_over_age(e: Evidence) -> Iterator[str]:
+    """Law 2, for every trajectory that was trained, whatever was rewound later. Under `mask` it is a law of tokens: a group needs
+    a young one, and the old ones are left out of the loss."""
+    for batch in (*e.lineage, *e.observed):
+        for group, t in ((g, t) for g in batch.groups for t in g.trajectories):
+            where = f"step {batch.step} on {batch.timeline}: {group.id}[{t.index}]"
+            if not t.versions:
+                yield f"{where} has no tokens"
+            elif e.policy != "mask" and batch.step - min(t.versions) > e.max_age:
+                yield f"{where} has tokens of version {min(t.versions)}, older than {e.max_age} steps"
+            elif max(t.versions) > batch.step:
+                yield f"{where} has tokens of version {max(t.versions)}, which those weights do not come from"
+        for group in batch.groups if e.policy == "mask" else ():
+            if all(batch.step - version > e.max_age for t in group.trajectories for version in t.versions):
+                yield f"step {batch.step} on {batch.timeline}: {group.id} has no token of at most {e.max_age} steps"
+    for line in e.lines:
+        if e.policy != "mask" and line.age_max is not None and not line.age_max <= e.max_age:
+            yield f"metrics.jsonl: step {line.step} was of age {line.age_max}"
+
+
+def groups_are_complete(e: Evidence) -> Iterator[str]:
+    """Law 3: n trajectories with distinct indices."""
+    for batch in (*e.lineage, *e.observed):
+        if len({group.id for group in batch.groups}) != e.prompts_per_step:
+            yield f"step {batch.step} on {batch.timeline} has not {e.prompts_per_step} different groups"
+        for group in batch.groups:
+            indices = [t.index for t in group.trajectories]
+            if len(indices) != e.generations or len(set(indices)) != e.generations:
+                yield f"step {batch.step} on {batch.timeline}: group {group.id} has trajectories {sorted(indices)}"
+
+
+def rewound_steps_are_unchanged(e: Evidence) -> Iterator[str]:
+    """Law 5: the step that a rewind goes back to is handed out as before, if it was reserved and the server lost nothing."""
+    for line in e.lines:
+        if line.kind != "rewind" or any(line.time - 120 < lost <= line.time for lost in e.lost_writes):
+            continue
+        again = next((b for b in e.observed if (b.timeline, b.step) == (line.timeline, line.step)), None)
+        if again is None:
+            continue
+        before = [b for b in e.observed if b.step == line.step and b.incarnation == again.incarnation]
+        before = before[: before.index(again)]
+        if before and _facts(before[-1]) != _facts(again):
+            yield f"step {line.step} was another one after the rewind to timeline {line.timeline}"
+
+
+def failures_are_not_zero(e: Evidence) -> Iterator[str]:
+    """Law 7: what was trained has the environment's own reward; what can't be scored was never trained, and ended as failed."""
+    for batch in e.observed:
+        for group, t in ((g, t) for g in batch.groups for t in g.trajectories):
+            if t.status != "SCORED" or t.reward is None or t.reward != t.right_reward:
+                yield f"step {batch.step}: {group.id}[{t.index}] is {t.status} with {t.reward}, not {t.right_reward}"
+    for order, mood in enumerate(e.moods):
+        trained = any(order in checkpoint.trained for checkpoint in e.checkpoints)
+        if mood == "poison" and trained:
+            yield f"prompt {order} can't be scored, and was trained"
+        if mood in ("fine", "flaky") and e.states.get(order) == "failed":
+            yield f"prompt {order} can be scored, and ended as failed"
+        if mood == "flat" and trained:
+            yield f"the answers to prompt {order} are all worth the same, and it was trained"
+
+
+def the_buffer_counts_right(e: Evidence) -> Iterator[str]:
+    """What the buffer counts is what it holds."""
+    held = Counter(e.states.values())
+    for state in ("queued", "open", "scoring", "ready", "unused"):
+        if e.counts.get(state, 0) != held[state]:
+            yield f"the buffer counts {e.counts.get(state, 0)} groups {state} and holds {held[state]}"
+    if e.checkpoints and e.counts.get("trained", 0) > len(e.checkpoints[-1].trained):
+        yield f"the buffer counts {e.counts['trained']} groups trained, the ledger {len(e.checkpoints[-1].trained)}"
+
+
+def the_run_finished(e: Evidence) -> Iterator[str]:
+    """Under every fault that was planned: the prompts are used up, and what is left can't fill a step."""
+    if e.struck != e.planned:
+        yield f"{e.struck} of {e.planned} faults were struck"
+    if not e.closed:
+        yield "the queue of prompts was never closed"
+    unused = sum(state == "unused" for state in e.states.values())
+    if unused >= e.prompts_per_step:
+        yield f"{unused} prompts were left over, enough for another step"
+    ends = [exit_ for exit_ in e.exits if exit_.name == "trainer"]
+    if not ends or ends[-1].code != 0:
+        yield f"the trainer's last exit code was {ends[-1].code if ends else None}"
+
+
+def services_end_for_a_reason(e: Evidence) -> Iterator[str]:
+    """A service that was not killed leaves with 0, with 75 (the buffer is away), or with 1 and one line that says what to do."""
+    for exit_ in e.exits:
+        last = exit_.last_words.splitlines()[-1] if exit_.last_words else ""
+        reasonable = exit_.code in (0, _TRY_AGAIN) or (exit_.code == _MUST_BE_MENDED and last.startswith("error: "))
+        if not exit_.by_us and not reasonable:
+            yield f"{exit_.name} ended with {exit_.code}: {last}"
+
+
+LAWS: tuple[Law, ...] = (
+    nothing_is_lost,
+    none_is_trained_twice,
+    steps_are_whole,
+    records_agree,
+    none_is_over_age,
+    groups_are_complete,
+    rewound_steps_are_unchanged,
+    failures_are_not_zero,
+    the_buffer_counts_right,
+    the_run_finished,
+    services_end_for_a_reason,
+)
+
+
+def _history(e: Evidence) -> list[tuple[int, list[str]]]:
+    """Step and group ids by the ledgers of all checkpoints, oldest first; a step that two of them claim is there twice."""
+    return [item for checkpoint in e.checkpoints for item in sorted(checkpoint.ledger.items())]
+
+
+def _order(id_: str) -> int:
+    return int(id_.rpartition("-")[2])
+
+
+def _surviving(e: Evidence) -> list:
+    """Train lines that no later rewind took back."""
+    kept: list = []
+    for line in e.lines:
+        if line.kind == "rewind":
+            kept = [k for k in kept if k.step < line.step]
+        elif line.kind == "train":
+            kept.append(line)
+    return kept
+
+
+def _seen(e: Evidence, batch: Batch) -> Batch | None:
+    return next((b for b in e.observed if (b.step, b.timeline) == (batch.step, batch.timeline)), None)
+
+
+def _facts(batch: Batch) -> list[tuple[str, list[tuple[int, tuple[int, ...], float | None]]]]:
+    def of(group: Group) -> list[tuple[int, tuple[int, ...], float | None]]:
+        return sorted((t.index, t.versions, t.reward) for t in group.trajectories)
+
+    return [(group.id, of(group)) for group in batch.groups]
+
+
+def main() -> int:
+    objections = judge(read(Path(sys.argv[1])))
+    for objection in objections:
+        sys.stdout.write(objection + "\n")
+    return 1 if objections else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

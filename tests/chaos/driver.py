@@ -1,0 +1,410 @@
+"""One run under faults: starts the real services on machines of their own, strikes where the plan says, and sees it to its end.
+
+A fault is struck in the middle of its phase: the driver looks at the buffer every few milliseconds, and when the phase is there
+it stops everything but the server (SIGSTOP), looks again, and only if the phase still holds it strikes; then the others go on.
+What it saw and did goes to files of `folder`, which the auditor judges; `evidence.py` says which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar, cast
+
+import msgpack
+
+from tests.chaos.faults import Faults
+from tests.chaos.network import SUBNET, Network
+from tests.chaos.plan import Fault, Shape, Topology, make_plan, make_shape
+from tests.chaos.processes import Process, until
+from tests.chaos.servers import ADDRESS, PORT, Embedded, External, Servers
+from tests.chaos.watch import Away, Buffer, Glance, writing_checkpoint
+
+log = logging.getLogger("chaos")
+
+T = TypeVar("T")
+
+RUN = "chaos"
+LEASE_S = 3.0
+LOOK_S = 0.008
+PHASE_DEADLINE_S = 240.0
+END_DEADLINE_S = 240.0
+_HOSTS = {"replay": 4, "reward": 5, "environment": 6, "rollout-1": 7, "rollout-2": 8, "trainer": 9}
+_LATE = "rollout-2"
+_DISK = "size=128m"
+_HTTP = 8390
+
+
+class ChaosError(Exception):
+    """The run did not go as the plan needs it to: no verdict on the laws is possible."""
+
+
+def configuration(shape: Shape, model: Path, folder: Path, problems: Path) -> str:
+    """The run's YAML."""
+    address = {name: f"{SUBNET}.{host}" for name, host in _HOSTS.items()}
+    server = (
+        f"redis_url: redis://{ADDRESS}:{PORT}/0" if shape.topology == "external" else f"redis_host: {address['replay']}"
+    )
+    ahead = f"ahead_steps: {shape.max_age + 1}" if shape.policy != "ordered" else ""
+    return f"""
+run: {{id: {RUN}, dir: {folder}/runs}}
+grpo:
+  num_prompts_per_step: {shape.prompts_per_step}
+  num_generations_per_prompt: {shape.generations}
+  use_leave_one_out_baseline: false
+  use_dynamic_sampling: {str(shape.dynamic_sampling).lower()}
+  val_period: 0
+  async_grpo:
+    enabled: true
+    max_trajectory_age_steps: {shape.max_age}
+    staleness_policy: {shape.policy}
+    {ahead}
+    in_flight_weight_updates: {str(shape.in_flight).lower()}
+loss_fn: {{reference_policy_kl_penalty: 0}}
+policy:
+  model_name: {model}
+  precision: float32
+  max_total_sequence_length: 96
+  train_micro_batch_size: 8
+  generation: {{max_new_tokens: 48, vllm_cfg: {{kv_cache_memory_bytes: 67108864}}}}
+data:
+  shuffle: false
+  train: {{data_path: {problems}, env_name: paced}}
+env:
+  paced: {{target: "{address["environment"]}:50400", timeout_s: 10}}
+replay:
+  {server}
+  redis_port: {PORT}
+  host: {address["replay"]}
+  port: {_HTTP}
+  lease_s: {LEASE_S}
+  group_deadline_s: 40
+  scoring_deadline_s: 12
+  redundant_generations: {shape.redundant}
+  max_attempts: 12
+  max_scoring_attempts: 12
+rollout: {{max_concurrent_groups: 4, heartbeat_s: 0.5, dead_after_s: {LEASE_S}, save_partial_tokens: 16}}
+reward: {{host: {address["reward"]}, http_port: {_HTTP}, workers: 1}}
+trainer: {{host: {address["trainer"]}, port: {_HTTP}, num_threads: 1, fleet_deadline_s: 150}}
+weight_channel: {{host: {address["trainer"]}, timeout_s: 8}}
+checkpointing: {{save_period: {shape.save_period}, keep_top_k: 3, metric_name: null}}
+"""
+
+
+def write_problems(path: Path, shape: Shape, seed: int) -> None:
+    """One problem a line, no two alike; some fail at first, a few always, and of some all answers are worth the same."""
+    rng = random.Random(f"problems {seed}")
+    flat = 5 if shape.dynamic_sampling else 0
+    with path.open("w") as file:
+        for index in range(shape.prompts):
+            mood = rng.choices(("fine", "flaky", "poison", "flat"), (90, 7, 3, flat))[0]
+            file.write(json.dumps({"input": f"{index}+{rng.randint(10, 99)}", "output": "0", "mood": mood}) + "\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class Struck:
+    """A fault that happened."""
+
+    fault: Fault
+    victim: str
+    done: str
+    time: float
+    step: int
+
+
+class Driver:
+    def __init__(self, shape: Shape, plan: list[Fault], seed: int, model: Path, folder: Path) -> None:
+        self.shape = shape
+        self.plan = plan
+        self.folder = folder
+        self.struck: list[Struck] = []
+        self._run = folder / "runs" / RUN
+        self._checkpoints = self._run / "checkpoints"
+        self._pace = folder / "pace"
+        self._set_pace(0.5)
+        problems = folder / "problems.jsonl"
+        write_problems(problems, shape, seed)
+        config = folder / "run.yaml"
+        config.write_text(configuration(shape, model, folder, problems))
+        disk = self._run / "replay" if shape.topology == "embedded" else folder / "servers"
+        for place in (self._checkpoints, disk):
+            place.mkdir(parents=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", _DISK, "tmpfs", str(place)], check=True)
+        network = Network()
+        addresses = {name: network.add(name, host) for name, host in _HOSTS.items()}
+        self._processes = {name: self._service(name, network, addresses, config) for name in _HOSTS}
+        self.servers: Servers
+        if shape.topology == "embedded":
+            self.servers = Embedded(self._processes["replay"], addresses["replay"], disk)
+        else:
+            self.servers = External(network, os.environ, disk)
+        self._buffer = Buffer(self.servers.address, PORT, RUN)
+        self._faults = Faults(seed, network, self.servers, self._processes, addresses, self._checkpoints)
+        self._addresses = addresses
+        self._rng = random.Random(f"driver {seed}")
+        self._glance: Glance | None = None
+
+    def _service(self, name: str, network: Network, addresses: dict[str, str], config: Path) -> Process:
+        if name == "environment":
+            argv = ["-m", "tests.chaos.environment", "50400", addresses[name], str(self._pace)]
+        else:
+            argv = ["-m", "headrace.cli", name.split("-")[0], "--config", str(config)]
+        # what looks for an address of this machine by itself (gloo, vLLM) finds the one of its namespace
+        own = {"HEADRACE_ROLLOUT__HOST": addresses[name], "VLLM_HOST_IP": addresses[name], "GLOO_SOCKET_IFNAME": "eth0"}
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
+        environ = {**kept, **own, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        logs = self.folder / "logs"
+        logs.mkdir(exist_ok=True)
+        return Process(name, [*network.enter(name), sys.executable, *argv], environ, logs / f"{name}.log")
+
+    # -- the run ---------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until the trainer has finished and the evidence lies in `folder`. Raises `ChaosError`."""
+        stopping = asyncio.get_running_loop().create_future()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signum, stopping.set_result, None)
+        keepers = [asyncio.create_task(p.keep()) for name, p in self._all() if name not in ("trainer", _LATE)]
+        keepers.append(asyncio.create_task(self._join_late()))
+        trainer = asyncio.create_task(self._processes["trainer"].keep(ends=True))
+        helpers = [asyncio.create_task(self._archive()), asyncio.create_task(self._look()), stopping]
+        striking = asyncio.create_task(self._strike_all())
+        try:
+            await self._first_of(striking, trainer, helpers, None, "the run ended before its faults were over")
+            self._set_pace(0.0)
+            await self._first_of(trainer, None, helpers, END_DEADLINE_S, "the run did not end")
+            self._take_stock()
+            await self._save_evidence()
+        finally:
+            for task in (*helpers, striking, trainer, *keepers):
+                task.cancel()
+            for _, process in self._all():
+                process.thaw()
+            await asyncio.gather(*(process.end() for _, process in self._all()))
+            await asyncio.gather(*helpers, striking, trainer, *keepers, return_exceptions=True)
+            await self._buffer.aclose()
+            self._save_log()
+
+    async def _join_late(self) -> None:
+        """The second replica joins a run that is under way: two engines that start at once take twice as long."""
+        await until(lambda: self._glance is not None and self._glance.next_step >= 1, every_s=0.2)
+        await self._processes[_LATE].keep()
+
+    async def _first_of(
+        self,
+        awaited: asyncio.Task[None],
+        forbidden: asyncio.Task[None] | None,
+        helpers: list[asyncio.Future[None]],
+        deadline_s: float | None,
+        problem: str,
+    ) -> None:
+        others = [task for task in (forbidden, *helpers) if task is not None]
+        await asyncio.wait([awaited, *others], timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in helpers:
+            if task.done():
+                task.result()
+                raise ChaosError("stopped by a signal")
+        if not awaited.done():
+            raise ChaosError(problem)
+        awaited.result()
+
+    def _all(self) -> Iterator[tuple[str, Process]]:
+        yield from self._processes.items()
+        if isinstance(self.servers, External):
+            yield from self.servers.processes.items()
+
+    def _set_pace(self, seconds: float) -> None:
+        fresh = self._pace.with_suffix(".new")
+        fresh.write_text(str(seconds))
+        fresh.rename(self._pace)
+
+    # -- faults ----------------------------------------------------------------------------------------------------------
+
+    async def _strike_all(self) -> None:
+        for fault in self.plan:
+            async with self._deadline(fault):
+                await self._until_ready(fault)
+                await self._faults.prepare(fault)
+                victim, done = await self._catch(fault)
+            glance = self._glance
+            struck = Struck(fault, victim, done, time.time(), glance.next_step if glance else -1)
+            self.struck.append(struck)
+            log.info("fault %d at step %d, %s, %s: %s", fault.number, struck.step, fault.phase, victim, done)
+            await self._faults.undo(fault, victim)
+            self._keep_pace(fault.number + 1)
+
+    @contextlib.asynccontextmanager
+    async def _deadline(self, fault: Fault) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(PHASE_DEADLINE_S):
+                yield
+        except TimeoutError:
+            raise ChaosError(
+                f"{fault} found no occasion within {PHASE_DEADLINE_S:g} s; last seen: {self._glance}"
+            ) from None
+
+    def _keep_pace(self, done: int) -> None:
+        """Slow down when the prompts would run out before the faults do."""
+        steps = self.shape.prompts // self.shape.prompts_per_step
+        at = self._glance.next_step if self._glance else 0
+        left = len(self.plan) - done
+        room = (steps - at) / left if left else 0.0
+        self._set_pace(0.0 if not left else 0.5 if room > 4 else 2.0 if room > 2 else 5.0)
+
+    async def _until_ready(self, fault: Fault) -> None:
+        """The process is there and at work, and so is the server."""
+        while True:
+            if await self._is_ready(fault):
+                return
+            await asyncio.sleep(0.1)
+
+    async def _is_ready(self, fault: Fault) -> bool:
+        if await self._try(self._buffer.glance) is None:
+            return False
+        if fault.target == "rollout":
+            return await self._replica() is not None
+        if fault.target == "server":
+            return self.servers.up()
+        return await _answers(self._addresses[fault.target], _HTTP)
+
+    async def _replica(self) -> str | None:
+        """A rollout service that generates, of several any."""
+        pid = await self._try(self._buffer.holder_of_a_lease)
+        return next((name for name, process in self._processes.items() if process.pid == pid), None) if pid else None
+
+    async def _catch(self, fault: Fault) -> tuple[str, str]:
+        """Wait for the phase, hold everything still in the middle of it, and strike. Returns the victim and what was done."""
+        victim: str | None = fault.target if fault.target != "rollout" else await self._replica()
+        while True:
+            if fault.target == "rollout" and (fault.phase == "generation" or victim is None):
+                victim = await self._replica()
+            if victim is not None and self._there(victim) and await self._shows(fault):
+                held: set[str] = set()
+                self._freeze()
+                try:
+                    if await self._shows(fault) and self._there(victim):
+                        done = self._faults.strike(fault, victim)
+                        held = self._faults.holds(fault, victim)
+                        return victim, done
+                finally:
+                    self._thaw(held)
+            await asyncio.sleep(LOOK_S)
+
+    def _there(self, victim: str) -> bool:
+        return self.servers.up() if victim == "server" else self._processes[victim].pid is not None
+
+    async def _shows(self, fault: Fault) -> bool:
+        if fault.phase == "checkpoint":
+            return writing_checkpoint(self._checkpoints)
+        glance = await self._try(self._buffer.glance)
+        return glance is not None and glance.shows(fault.phase)
+
+    def _freeze(self) -> None:
+        """Everything but the server."""
+        for name, process in self._processes.items():
+            process.freeze(whole=not (name == "replay" and isinstance(self.servers, Embedded)))
+
+    def _thaw(self, held: set[str]) -> None:
+        for name, process in self._processes.items():
+            if name not in held:
+                process.thaw(whole=not (name == "replay" and isinstance(self.servers, Embedded)))
+
+    async def _try(self, look: Callable[[], Awaitable[T]]) -> T | None:
+        """None while the server does not answer."""
+        try:
+            return await look()
+        except Away:
+            return None
+
+    # -- evidence --------------------------------------------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        """Follow the buffer, and write down every batch while it can be seen."""
+        while True:
+            glance = await self._try(self._buffer.glance)
+            if glance is not None:
+                self._glance = glance
+                await self._try(lambda: self._buffer.observe(glance, self.folder / "observed.jsonl"))  # noqa: B023
+            await asyncio.sleep(0.03)
+
+    async def _archive(self) -> None:
+        """Keep what checkpoints say beside their weights: retention removes the folders."""
+        while True:
+            self._take_stock()
+            await asyncio.sleep(0.05)
+
+    def _take_stock(self) -> None:
+        for folder in self._checkpoints.glob("step_*"):
+            kept = self.folder / "archive" / folder.name
+            if kept.exists():
+                continue
+            fresh = kept.with_name(f".{folder.name}")
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir(parents=True)
+            with contextlib.suppress(FileNotFoundError):  # it was dropped meanwhile
+                for path in folder.iterdir():
+                    if path.is_file():
+                        shutil.copy(path, fresh)
+                fresh.rename(kept)
+
+    async def _save_evidence(self) -> None:
+        dump = await self._buffer.dump()
+        (self.folder / "buffer.msgpack").write_bytes(msgpack.packb(dump))
+        shutil.copy(self._run / "metrics.jsonl", self.folder / "metrics.jsonl")
+        lineage = self.folder / "lineage"
+        lineage.mkdir()
+        for path in (self._checkpoints / "lineage").glob("step_*.jsonl.gz"):
+            shutil.copy(path, lineage)
+
+    def _save_log(self) -> None:
+        exits = [dataclasses.asdict(exit_) for _, process in self._all() for exit_ in process.exits]
+        story = {
+            "shape": dataclasses.asdict(self.shape),
+            "struck": [dataclasses.asdict(struck) for struck in self.struck],
+            "planned": len(self.plan),
+            "exits": sorted(exits, key=lambda exit_: exit_["time"]),
+        }
+        (self.folder / "story.json").write_text(json.dumps(story, indent=1))
+
+
+async def _answers(host: str, port: int) -> bool:
+    """Whether `/readyz` says 200."""
+    try:
+        async with asyncio.timeout(2.0):
+            reader, writer = await asyncio.open_connection(host, port)
+            with contextlib.closing(writer):
+                writer.write(f"GET /readyz HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
+                return b" 200 " in await reader.readline()
+    except (OSError, TimeoutError):
+        return False
+
+
+def main() -> int:
+    """One run, inside namespaces of its own; `runs.py` starts it. Exit code 2: there is no verdict, for the reason that is logged."""
+    seed, faults, topology, model, folder = sys.argv[1:]
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
+    shape = make_shape(int(seed), int(faults), cast(Topology, topology))
+    log.info("seed %s, %s faults: %s; in %s", seed, faults, shape, folder)
+    plan = make_plan(int(seed), int(faults), shape.topology, LEASE_S)
+    try:
+        asyncio.run(Driver(shape, plan, int(seed), Path(model), Path(folder)).run())
+    except ChaosError as error:
+        log.error("no verdict: %s", error)  # noqa: TRY400
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

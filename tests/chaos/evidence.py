@@ -1,0 +1,235 @@
+"""What a run left behind, read raw: files and a dump of Redis. Imports nothing of Headrace, so that a mistake there is not made here.
+
+story.json            the run's shape, the faults that were planned and struck, how each process ended
+problems.jsonl        the prompts, in the order they have to be taken; which of them can't be scored
+archive/step_V/       state.json, ledger.json and trained.roaring of every checkpoint that was published
+lineage/              step_S-<timeline>.jsonl.gz: what the trainer says each step was made of
+metrics.jsonl         what the trainer says happened: train and rewind lines
+observed.jsonl        batches as they lay in Redis while they were reserved, seen by the driver
+buffer.msgpack        every key of the run in Redis, once it was over
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from pyroaring import BitMap
+
+ENDS = ("failed", "filtered", "unused")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+    """`versions`: of the weights that wrote its tokens. `right_reward`: what its environment must have said, if its text was seen."""
+
+    index: int
+    versions: tuple[int, ...]
+    reward: float | None
+    status: str = "SCORED"
+    right_reward: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    id: str
+    order: int
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The groups of one step on one timeline, of one incarnation of the buffer where it was seen there."""
+
+    step: int
+    timeline: str
+    groups: tuple[Group, ...]
+    incarnation: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """`ledger`: step -> group ids, since the checkpoint before. `trained`: places in the order of prompts, all so far."""
+
+    version: int
+    timeline: str
+    ancestors: tuple[str, ...]
+    ledger: dict[int, list[str]]
+    trained: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Of metrics.jsonl: `kind` train or rewind."""
+
+    kind: str
+    step: int
+    timeline: str
+    time: float
+    age_max: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Exit:
+    name: str
+    code: int
+    by_us: bool
+    last_words: str
+    time: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """`states`: of every training group that the buffer still knows, by place in the order; `ended`: its bitmap of them.
+
+    `counts`: groups by state as the buffer counts them. `lost_writes`: times of the faults that take writes from the server.
+    """
+
+    prompts_per_step: int
+    generations: int
+    max_age: int
+    policy: str
+    moods: tuple[str, ...]
+    planned: int
+    struck: int
+    lost_writes: tuple[float, ...]
+    checkpoints: tuple[Checkpoint, ...]
+    lineage: tuple[Batch, ...]
+    lines: tuple[Line, ...]
+    observed: tuple[Batch, ...]
+    states: dict[int, str]
+    ended: frozenset[int]
+    counts: dict[str, int]
+    closed: bool
+    exits: tuple[Exit, ...]
+
+
+def group_id(order: int) -> str:
+    """Prompts are not shuffled and come once."""
+    return f"e0-train-{order}"
+
+
+def read(folder: Path) -> Evidence:
+    """Raises what Python raises for a file that is missing or malformed: then there is no verdict."""
+    story = json.loads((folder / "story.json").read_text())
+    shape = story["shape"]
+    problems = _lines(folder / "problems.jsonl")
+    buffer = msgpack.unpackb((folder / "buffer.msgpack").read_bytes(), strict_map_key=False)
+    run, base = _run_of(buffer)
+    return Evidence(
+        prompts_per_step=shape["prompts_per_step"],
+        generations=shape["generations"],
+        max_age=shape["max_age"],
+        policy=shape["policy"],
+        moods=tuple(problem["mood"] for problem in problems),
+        planned=story["planned"],
+        struck=len(story["struck"]),
+        lost_writes=tuple(
+            struck["time"] for struck in story["struck"] if struck["fault"]["kind"] in ("torn_tail", "failover")
+        ),
+        checkpoints=tuple(sorted(map(_checkpoint, (folder / "archive").glob("step_*")), key=lambda c: c.version)),
+        lineage=tuple(sorted(map(_lineage, (folder / "lineage").glob("step_*.jsonl.gz")), key=lambda b: b.step)),
+        lines=tuple(
+            Line(line["kind"], line["step"], line["timeline"], line["time"], line["metrics"].get("age_max"))
+            for line in _lines(folder / "metrics.jsonl")
+        ),
+        observed=tuple(_observed(line, problems) for line in _lines(folder / "observed.jsonl")),
+        states=_states(buffer, base),
+        ended=_bits(buffer.get(base + "ended", b"")),
+        counts={
+            name.decode().removeprefix("train:"): int(count)
+            for name, count in buffer.get(base + "counts", {}).items()
+            if name.startswith(b"train:")
+        },
+        closed=run[b"closed"] == b"1",
+        exits=tuple(Exit(e["name"], e["code"], e["by_us"], e["last_words"], e["time"]) for e in story["exits"]),
+    )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _run_of(buffer: dict[str, Any]) -> tuple[dict[bytes, bytes], str]:
+    """The run's hash, and what the keys of its incarnation begin with."""
+    key = next(key for key in buffer if re.fullmatch(r"hr:\{[^}]*\}", key))
+    return buffer[key], f"{key}:{buffer[key][b'incarnation'].decode()}:"
+
+
+def _states(buffer: dict[str, Any], base: str) -> dict[int, str]:
+    groups = (value for key, value in buffer.items() if key.startswith(base + "g:"))
+    return {int(group[b"order"]): group[b"state"].decode() for group in groups if group[b"lane"] == b"train"}
+
+
+def _bits(bitmap: bytes) -> frozenset[int]:
+    """Redis counts bits from the most significant one of the first byte."""
+    return frozenset(8 * at + bit for at, byte in enumerate(bitmap) for bit in range(8) if byte & (128 >> bit))
+
+
+def _checkpoint(folder: Path) -> Checkpoint:
+    state = json.loads((folder / "state.json").read_text())
+    return Checkpoint(
+        version=state["version"],
+        timeline=state["timeline"],
+        ancestors=tuple(state["ancestors"]),
+        ledger={int(step): ids for step, ids in json.loads((folder / "ledger.json").read_text()).items()},
+        trained=frozenset(BitMap.deserialize((folder / "trained.roaring").read_bytes())),
+    )
+
+
+def _lineage(path: Path) -> Batch:
+    with gzip.open(path, "rt") as file:
+        header, *groups = [json.loads(line) for line in file]
+    return Batch(
+        step=header["step"],
+        timeline=header["timeline"],
+        groups=tuple(
+            Group(
+                group["group"],
+                group["order"],
+                tuple(
+                    Trajectory(t["index"], tuple(r["version"] for r in t["ranges"]), t["reward"])
+                    for t in group["trajectories"]
+                ),
+            )
+            for group in groups
+        ),
+    )
+
+
+def _observed(line: dict[str, Any], problems: list[dict[str, Any]]) -> Batch:
+    return Batch(
+        step=line["step"],
+        timeline=line["timeline"],
+        incarnation=line["incarnation"],
+        groups=tuple(
+            Group(
+                group["id"],
+                group["order"],
+                tuple(
+                    Trajectory(
+                        t["index"],
+                        tuple(version for version, _, _ in t["spans"]),
+                        t["reward"],
+                        t["status"],
+                        right_reward(problems[group["order"]], t["text"]),
+                    )
+                    for t in group["trajectories"]
+                ),
+            )
+            for group in line["groups"]
+        ),
+    )
+
+
+def right_reward(problem: dict[str, Any], answer: str) -> float:
+    """What the environment of a chaos run is defined to say."""
+    if problem["mood"] == "flat":
+        return 0.5
+    return zlib.crc32(f"{problem['input']}|{answer}".encode()) % 1000 / 1000

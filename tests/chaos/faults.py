@@ -1,0 +1,142 @@
+"""How each fault is done and undone. A fault that can't be done raises; none is passed over."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+from pathlib import Path
+
+from tests.chaos.network import Network
+from tests.chaos.plan import Fault
+from tests.chaos.processes import Process, until
+from tests.chaos.servers import Embedded, External, Servers, tear_tail
+
+_BALLAST = "ballast"
+_MOST_TORN = 4096
+# The trainer finds its disk full when it next writes a checkpoint.
+_DISK_DEADLINE_S = 90.0
+
+
+class Faults:
+    """`strike` happens at one moment, while everything but the server stands still; `undo` when its time is over."""
+
+    def __init__(
+        self,
+        seed: int,
+        network: Network,
+        servers: Servers,
+        processes: dict[str, Process],
+        addresses: dict[str, str],
+        checkpoints: Path,
+    ) -> None:
+        self._rng = random.Random(f"faults {seed}")
+        self._network = network
+        self._servers = servers
+        self._processes = processes
+        self._addresses = addresses
+        self._checkpoints = checkpoints
+        self._peer = ""
+
+    async def prepare(self, fault: Fault) -> None:
+        """Before the phase is waited for."""
+        if fault.kind == "failover":
+            assert isinstance(self._servers, External)
+            await asyncio.wait_for(self._servers.in_step(), 60)
+            self._servers.leave_replica_behind()
+
+    def strike(self, fault: Fault, victim: str) -> str:
+        """`victim`: the process that is meant, "server" for the server in charge. Returns what was done, in words."""
+        match fault.kind:
+            case "kill" | "failover" | "torn_tail":
+                return self._kill(fault, victim)
+            case "stop":
+                (self._servers if victim == "server" else self._processes[victim]).freeze()
+                return f"SIGSTOP for {fault.seconds} s"
+            case "cut":
+                self._network.cut(self._machine(victim))
+                return f"cut off the network for {fault.seconds} s"
+            case "half_open":
+                self._peer = self._rng.choice([self._servers.address, self._other_end(victim)])
+                self._network.half_open(victim, self._peer)
+                return f"what it sends to {self._peer} is lost for {fault.seconds} s"
+            case "full_disk":
+                if victim != "server":
+                    self._processes[victim].may_start.clear()
+                folder = self._servers.disk if victim == "server" else self._checkpoints
+                return f"disk full, {_fill(folder)} bytes taken"
+
+    def holds(self, fault: Fault, victim: str) -> set[str]:
+        """Processes that the fault keeps stopped until it is undone."""
+        if fault.kind == "stop" and victim != "server":
+            return {victim}
+        if fault.kind in ("kill", "torn_tail") and victim == "server" and isinstance(self._servers, Embedded):
+            return {"replay"}  # which would start the server again at once
+        return set()
+
+    async def undo(self, fault: Fault, victim: str) -> None:
+        """The fault's time is over: everything is as it should be, but for what the process made of it."""
+        if fault.kind == "full_disk" and victim != "server":
+            await self._until_ended(self._processes[victim])
+        else:
+            await asyncio.sleep(fault.seconds)
+        match fault.kind:
+            case "kill" | "torn_tail":
+                self._restart(victim)
+            case "failover":
+                assert isinstance(self._servers, External)
+                await self._servers.fail_over()
+                self._servers.restart()
+            case "stop":
+                (self._servers if victim == "server" else self._processes[victim]).thaw()
+            case "cut":
+                self._network.heal(self._machine(victim))
+            case "half_open":
+                self._network.close_half(victim, self._peer)
+            case "full_disk":
+                (self._servers.disk if victim == "server" else self._checkpoints).joinpath(_BALLAST).unlink()
+                self._restart(victim)
+
+    def _kill(self, fault: Fault, victim: str) -> str:
+        if victim != "server":
+            self._processes[victim].may_start.clear()
+            self._processes[victim].kill()
+            return f"SIGKILL, away for {fault.seconds} s"
+        self._servers.kill()
+        if fault.kind == "torn_tail":
+            torn = tear_tail(self._servers.disk, self._rng.randint(1, _MOST_TORN))
+            return f"SIGKILL, its file torn by {torn} bytes, away for {fault.seconds} s"
+        return (
+            f"SIGKILL, {'failover to a replica that lags' if fault.kind == 'failover' else 'away'}, {fault.seconds} s"
+        )
+
+    def _restart(self, victim: str) -> None:
+        if victim == "server":
+            self._servers.restart()
+        else:
+            self._processes[victim].may_start.set()
+
+    def _machine(self, victim: str) -> str:
+        return self._servers.machine if victim == "server" else victim
+
+    def _other_end(self, victim: str) -> str:
+        return self._addresses["rollout-1" if victim == "trainer" else "trainer"]
+
+    async def _until_ended(self, process: Process) -> None:
+        async with asyncio.timeout(_DISK_DEADLINE_S):
+            await until(lambda: process.pid is None)
+
+
+def _fill(folder: Path) -> int:
+    """Leave not a byte free where `folder` lies."""
+    taken = 0
+    with (folder / _BALLAST).open("wb", buffering=0) as ballast:
+        for size in (1 << 20, 1 << 12, 1):
+            try:
+                while True:
+                    taken += os.write(ballast.fileno(), bytes(size))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+    return taken

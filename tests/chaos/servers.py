@@ -1,0 +1,160 @@
+"""The buffer's server of a chaos run: the embedded one, a child of the replay service, or a primary and its replica of our own,
+behind one address that follows the primary."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from redis.asyncio import Redis
+
+from tests.chaos.network import SUBNET, Network
+from tests.chaos.processes import Process, child_named
+
+PORT = 6379
+ADDRESS = f"{SUBNET}.10"
+
+
+class Servers(Protocol):
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def port(self) -> int: ...
+
+    @property
+    def machine(self) -> str:
+        """Where the server runs that is in charge."""
+
+    @property
+    def disk(self) -> Path: ...
+
+    def up(self) -> bool: ...
+
+    def kill(self) -> None:
+        """SIGKILL; it stays away until `restart`."""
+
+    def restart(self) -> None: ...
+
+    def freeze(self) -> None: ...
+
+    def thaw(self) -> None: ...
+
+
+class Embedded:
+    """The replay service starts it again by itself: frozen with it, neither comes back before `restart`."""
+
+    def __init__(self, replay: Process, address: str, disk: Path) -> None:
+        self.address = address
+        self.port = PORT
+        self.machine = "replay"
+        self.disk = disk
+        self._replay = replay
+
+    def _pid(self) -> int | None:
+        return child_named(self._replay.pid, "valkey") if self._replay.pid is not None else None
+
+    def up(self) -> bool:
+        return self._pid() is not None
+
+    def kill(self) -> None:
+        self._replay.freeze(whole=False)
+        self._signal(signal.SIGKILL)
+
+    def restart(self) -> None:
+        self._replay.thaw(whole=False)
+
+    def freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, signum: int) -> None:
+        if (pid := self._pid()) is not None:
+            os.kill(pid, signum)
+
+
+class External:
+    """`redis-server` on two machines. Either may be the primary; the other copies it, and comes back as its replica."""
+
+    def __init__(self, network: Network, environ: Mapping[str, str], folder: Path) -> None:
+        self.address = ADDRESS
+        self.port = PORT
+        self.disk = folder
+        self._network = network
+        self._own = {name: network.add(name, host) for name, host in (("redis-a", 2), ("redis-b", 3))}
+        self.processes = {name: Process(name, [], environ, folder.parent / f"{name}.log") for name in self._own}
+        self._primary, self._replica = "redis-a", "redis-b"
+        for name in self._own:
+            (folder / name).mkdir()
+            self._set_role(name)
+        network.give_address(ADDRESS, self._primary)
+
+    def _set_role(self, name: str) -> None:
+        settings = {
+            "port": str(PORT), "bind": "0.0.0.0", "protected-mode": "no", "dir": str(self.disk / name), "appendonly": "yes",
+            "save": "", "maxmemory-policy": "noeviction", "repl-diskless-sync-delay": "0",
+        }  # fmt: skip
+        words = [word for key, value in settings.items() for word in (f"--{key}", value)]
+        if name != self._primary:
+            words += ["--replicaof", ADDRESS, str(PORT)]
+        self.processes[name].argv = [*self._network.enter(name), "redis-server", *words]
+
+    @property
+    def machine(self) -> str:
+        return self._primary
+
+    def up(self) -> bool:
+        return self.processes[self._primary].pid is not None
+
+    def kill(self) -> None:
+        self.processes[self._primary].may_start.clear()
+        self.processes[self._primary].kill()
+
+    def restart(self) -> None:
+        for process in self.processes.values():
+            process.may_start.set()
+
+    def freeze(self) -> None:
+        self.processes[self._primary].freeze()
+
+    def thaw(self) -> None:
+        self.processes[self._primary].thaw()
+
+    def leave_replica_behind(self) -> None:
+        """From now on the replica misses what is written."""
+        self._network.cut(self._replica)
+
+    async def fail_over(self) -> None:
+        """The primary was killed: the replica takes its place with what it had; the other will come back as its replica."""
+        self._network.heal(self._replica)
+        async with Redis(host=self._own[self._replica], port=PORT, socket_timeout=10.0) as redis:
+            await redis.execute_command("REPLICAOF", "NO", "ONE")
+        self._primary, self._replica = self._replica, self._primary
+        self._network.give_address(ADDRESS, self._primary)
+        for name in self._own:
+            self._set_role(name)
+
+    async def in_step(self) -> None:
+        """Return once the replica follows the primary."""
+        async with Redis(host=self._own[self._replica], port=PORT, socket_timeout=2.0) as redis:
+            while True:
+                try:
+                    if (await redis.info("replication")).get("master_link_status") == "up":
+                        return
+                except OSError:
+                    pass
+                await asyncio.sleep(0.1)
+
+
+def tear_tail(disk: Path, most: int) -> int:
+    """Cut up to `most` bytes off the end of the newest append-only file under `disk`; returns how many."""
+    newest = max(disk.rglob("*.incr.aof"), key=lambda path: path.stat().st_mtime_ns)
+    size = newest.stat().st_size
+    os.truncate(newest, max(0, size - most))
+    return min(size, most)

@@ -1,0 +1,326 @@
+"""The auditor objects: each law once and more, to records that were made wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from pyroaring import BitMap
+
+from tests.chaos.auditor import judge
+from tests.chaos.evidence import (
+    Batch,
+    Checkpoint,
+    Evidence,
+    Exit,
+    Group,
+    Line,
+    Trajectory,
+    group_id,
+    read,
+    right_reward,
+)
+
+FIRST, SECOND = "first", "second"  # timelines: the trainer was killed once, and went on from version 2
+
+
+def a_group(order: int, version: int) -> Group:
+    return Group(group_id(order), order, tuple(Trajectory(i, (version,), 0.5, "SCORED", 0.5) for i in range(2)))
+
+
+def a_batch(step: int, timeline: str, incarnation: str = "") -> Batch:
+    return Batch(step, timeline, (a_group(2 * step, max(0, step - 1)), a_group(2 * step + 1, step)), incarnation)
+
+
+def good() -> Evidence:
+    """A run of 4 steps of 2 groups, of 10 prompts: 8 trained, one can't be scored, one is left over."""
+    return Evidence(
+        prompts_per_step=2,
+        generations=2,
+        max_age=1,
+        policy="ordered",
+        moods=("fine",) * 8 + ("poison", "flaky"),
+        planned=1,
+        struck=1,
+        lost_writes=(),
+        checkpoints=tuple(
+            Checkpoint(
+                version,
+                FIRST if version <= 2 else SECOND,
+                () if version <= 2 else (FIRST,),
+                {step: [group_id(2 * step), group_id(2 * step + 1)] for step in (version - 2, version - 1)},
+                frozenset(range(2 * version)),
+            )
+            for version in (2, 4)
+        ),
+        lineage=tuple(a_batch(step, FIRST if step < 2 else SECOND) for step in range(4)),
+        lines=(
+            *(Line("train", step, FIRST, 100.0 + step, 1.0) for step in range(3)),
+            Line("rewind", 2, SECOND, 110.0, None),
+            *(Line("train", step, SECOND, 110.0 + step, 1.0) for step in (2, 3)),
+        ),
+        observed=tuple(
+            a_batch(step, timeline, "store") for step, timeline in ((0, FIRST), (1, FIRST), (2, FIRST), (2, SECOND), (3, SECOND))
+        ),
+        states={8: "failed", 9: "unused"},
+        ended=frozenset({8}),
+        counts={"trained": 8, "failed": 1, "unused": 1},
+        closed=True,
+        exits=(Exit("trainer", -9, True, ""), Exit("trainer", 0, False, "")),
+    )  # fmt: skip
+
+
+def objections(**wrong: Any) -> set[str]:
+    """Names of the laws that object once these fields are falsified."""
+    return {objection.split(":")[0] for objection in judge(dataclasses.replace(good(), **wrong))}
+
+
+def with_trajectory(batch: Batch, **wrong: Any) -> Batch:
+    group = batch.groups[0]
+    trajectories = (dataclasses.replace(group.trajectories[0], **wrong), *group.trajectories[1:])
+    return dataclasses.replace(batch, groups=(dataclasses.replace(group, trajectories=trajectories), *batch.groups[1:]))
+
+
+def lineage_with(step: int, batch: Batch) -> tuple[Batch, ...]:
+    return tuple(batch if b.step == step else b for b in good().lineage)
+
+
+def test_a_good_run_is_not_objected_to() -> None:
+    assert judge(good()) == []
+
+
+def test_a_prompt_that_is_nowhere() -> None:
+    assert objections(states={9: "unused"}, ended=frozenset(), counts={"trained": 8, "unused": 1}) == {
+        "nothing_is_lost"
+    }
+
+
+def test_a_prompt_that_has_two_ends() -> None:
+    assert "nothing_is_lost" in objections(states={3: "unused", 8: "failed", 9: "unused"})
+
+
+def test_a_trained_prompt_that_also_ended_failed() -> None:
+    assert "nothing_is_lost" in objections(ended=frozenset({3, 8}))
+
+
+@pytest.mark.parametrize("state", ["queued", "open", "scoring", "ready", "reserved"])
+def test_a_prompt_that_is_left_in_the_middle(state: str) -> None:
+    assert "nothing_is_lost" in objections(states={8: "failed", 9: state})
+
+
+def test_a_prompt_that_was_never_asked_for() -> None:
+    assert "nothing_is_lost" in objections(states={8: "failed", 9: "unused", 10: "unused"})
+
+
+def test_a_group_trained_twice_by_the_ledgers() -> None:
+    first, last = good().checkpoints
+    ledger = {2: last.ledger[2], 3: [group_id(0), group_id(7)]}
+    assert "none_is_trained_twice" in objections(checkpoints=(first, dataclasses.replace(last, ledger=ledger)))
+
+
+def test_a_group_trained_twice_by_the_lineage() -> None:
+    again = dataclasses.replace(good().lineage[3], groups=good().lineage[0].groups)
+    assert "none_is_trained_twice" in objections(lineage=lineage_with(3, again))
+
+
+def test_a_step_that_two_checkpoints_claim() -> None:
+    first, last = good().checkpoints
+    ledger = {1: ["e0-train-2", "e0-train-3"], **last.ledger}
+    assert "steps_are_whole" in objections(checkpoints=(first, dataclasses.replace(last, ledger=ledger)))
+
+
+def test_a_step_that_is_missing() -> None:
+    assert "steps_are_whole" in objections(checkpoints=good().checkpoints[1:])
+    assert "steps_are_whole" in objections(lineage=good().lineage[1:])
+    assert "steps_are_whole" in objections(lines=good().lines[1:])
+
+
+def test_a_step_of_too_few_groups() -> None:
+    first, last = good().checkpoints
+    short = dataclasses.replace(last, ledger={**last.ledger, 3: ["e0-train-6"]}, trained=last.trained - {7})
+    assert "steps_are_whole" in objections(checkpoints=(first, short))
+
+
+def test_a_checkpoint_that_the_newest_does_not_descend_from() -> None:
+    first, last = good().checkpoints
+    assert "steps_are_whole" in objections(checkpoints=(dataclasses.replace(first, timeline="other"), last))
+
+
+def test_no_checkpoint_at_all() -> None:
+    assert "steps_are_whole" in objections(checkpoints=())
+
+
+def test_lineage_that_differs_from_the_ledger() -> None:
+    swapped = dataclasses.replace(good().lineage[3], groups=good().lineage[3].groups[::-1])
+    assert objections(lineage=lineage_with(3, swapped)) == {"records_agree"}
+
+
+def test_lineage_that_differs_from_what_lay_in_the_buffer() -> None:
+    assert objections(lineage=lineage_with(3, with_trajectory(good().lineage[3], reward=0.75))) == {"records_agree"}
+
+
+def test_records_that_nobody_saw() -> None:
+    assert objections(observed=()) == {"records_agree"}
+
+
+def test_a_prompt_at_another_place_than_its_own() -> None:
+    moved = dataclasses.replace(good().lineage[3].groups[0], order=7)
+    batch = dataclasses.replace(good().lineage[3], groups=(moved, good().lineage[3].groups[1]))
+    assert "records_agree" in objections(lineage=lineage_with(3, batch))
+
+
+@pytest.mark.parametrize("versions", [(1,), (1, 3), (4,), (3, 4), ()])
+def test_tokens_over_age_or_of_weights_to_come(versions: tuple[int, ...]) -> None:
+    assert "none_is_over_age" in objections(
+        lineage=lineage_with(3, with_trajectory(good().lineage[3], versions=versions))
+    )
+
+
+def test_masked_tokens_may_be_old_but_a_group_needs_a_young_one() -> None:
+    batch = with_trajectory(good().lineage[3], versions=(1, 2))
+    observed = tuple(with_trajectory(b, versions=(1, 2)) if b.step == 3 else b for b in good().observed)
+    old = {"policy": "mask", "lineage": lineage_with(3, batch), "observed": observed}
+    assert objections(**old) == set()
+    too_old = dataclasses.replace(
+        batch.groups[0],
+        trajectories=tuple(dataclasses.replace(t, versions=(0, 1)) for t in batch.groups[0].trajectories),
+    )
+    batch = dataclasses.replace(batch, groups=(too_old, batch.groups[1]))
+    assert "none_is_over_age" in objections(policy="mask", lineage=lineage_with(3, batch))
+
+
+def test_age_over_the_bound_on_a_timeline_that_was_abandoned() -> None:
+    seen = (with_trajectory(a_batch(3, FIRST, "store"), versions=(1,)), *good().observed)
+    assert objections(observed=seen) == {"none_is_over_age"}
+
+
+def test_an_age_over_the_bound_in_the_metrics() -> None:
+    assert objections(lines=(dataclasses.replace(good().lines[0], age_max=2.0), *good().lines[1:])) == {
+        "none_is_over_age"
+    }
+
+
+def test_a_group_with_an_index_twice() -> None:
+    assert "groups_are_complete" in objections(lineage=lineage_with(3, with_trajectory(good().lineage[3], index=1)))
+
+
+def test_a_group_with_a_trajectory_too_few() -> None:
+    group = dataclasses.replace(good().lineage[3].groups[0], trajectories=good().lineage[3].groups[0].trajectories[:1])
+    batch = dataclasses.replace(good().lineage[3], groups=(group, good().lineage[3].groups[1]))
+    assert "groups_are_complete" in objections(lineage=lineage_with(3, batch))
+
+
+def test_a_batch_with_a_group_twice() -> None:
+    batch = dataclasses.replace(good().lineage[3], groups=good().lineage[3].groups[:1] * 2)
+    assert "groups_are_complete" in objections(lineage=lineage_with(3, batch))
+
+
+def test_another_batch_after_a_rewind() -> None:
+    before = dataclasses.replace(a_batch(2, FIRST, "store"), groups=(a_group(4, 1), a_group(9, 2)))
+    seen = tuple(before if (b.step, b.timeline) == (2, FIRST) else b for b in good().observed)
+    assert objections(observed=seen) == {"rewound_steps_are_unchanged"}
+    # a server that lost writes, or was made anew, may have forgotten it
+    assert objections(observed=seen, lost_writes=(105.0,)) == set()
+    anew = tuple(dataclasses.replace(b, incarnation="new") if b.timeline == SECOND else b for b in seen)
+    assert objections(observed=anew) == set()
+
+
+@pytest.mark.parametrize("wrong", [{"reward": 0.0}, {"status": "FAILED"}, {"reward": None}])
+def test_a_reward_that_the_environment_did_not_give(wrong: dict[str, Any]) -> None:
+    seen = tuple(with_trajectory(b, **wrong) if b.step == 0 else b for b in good().observed)
+    assert "failures_are_not_zero" in objections(observed=seen)
+
+
+def test_a_prompt_that_can_not_be_scored_and_was_trained() -> None:
+    moods = ("poison", *good().moods[1:])
+    assert objections(moods=moods) == {"failures_are_not_zero"}
+
+
+def test_a_prompt_that_can_be_scored_and_ended_as_failed() -> None:
+    moods = (*good().moods[:8], "fine", "flaky")
+    assert objections(moods=moods) == {"failures_are_not_zero"}
+
+
+def test_a_prompt_of_equal_answers_that_was_trained_under_dynamic_sampling() -> None:
+    moods = ("flat", *good().moods[1:])
+    assert objections(moods=moods) == {"failures_are_not_zero"}
+
+
+def test_counts_that_are_wrong() -> None:
+    assert objections(counts={"trained": 8, "failed": 1, "unused": 2}) == {"the_buffer_counts_right"}
+    assert objections(counts={"trained": 10, "failed": 1, "unused": 1}) == {"the_buffer_counts_right"}
+
+
+def test_a_run_that_did_not_finish() -> None:
+    assert objections(planned=2) == {"the_run_finished"}
+    assert objections(closed=False) == {"the_run_finished"}
+    assert objections(exits=(Exit("trainer", -9, True, ""),)) == {"the_run_finished"}
+    left_over = {8: "failed", 9: "unused", 7: "unused"}
+    assert "the_run_finished" in objections(states=left_over)
+
+
+@pytest.mark.parametrize(("code", "words"), [(70, "Traceback …"), (1, "KeyError: 3"), (-11, ""), (2, "usage")])
+def test_a_service_that_crashed(code: int, words: str) -> None:
+    exits = (Exit("reward", code, False, words), *good().exits)
+    assert objections(exits=exits) == {"services_end_for_a_reason"}
+
+
+def test_a_service_that_could_not_go_on_and_said_why() -> None:
+    exits = (Exit("trainer", 1, False, "…\nerror: the disk is full"), Exit("rollout-1", 75, False, ""), *good().exits)
+    assert objections(exits=exits) == set()
+
+
+def test_evidence_is_read_raw(tmp_path: Path) -> None:
+    """The files as a run leaves them, written by hand."""
+    write = {
+        "story.json": {
+            "shape": {"prompts_per_step": 1, "generations": 1, "max_age": 0, "policy": "drop"},
+            "planned": 1,
+            "struck": [{"fault": {"kind": "torn_tail"}, "time": 5.0}],
+            "exits": [{"name": "trainer", "code": 0, "by_us": False, "last_words": "", "time": 9.0}],
+        },
+        "problems.jsonl": {"input": "1+2", "output": "0", "mood": "fine"},
+        "metrics.jsonl": {"kind": "train", "step": 0, "timeline": "t", "time": 3.0, "metrics": {"age_max": 0.0}},
+        "observed.jsonl": {
+            "timeline": "t", "incarnation": "s", "step": 0,
+            "groups": [{"id": "e0-train-0", "order": 0, "trajectories": [
+                {"group": "e0-train-0", "index": 0, "spans": [[0, 0, 4]], "text": "3", "status": "SCORED", "reward": 0.25}]}],
+        },
+        "archive/step_1/state.json": {"version": 1, "timeline": "t", "ancestors": []},
+        "archive/step_1/ledger.json": {"0": ["e0-train-0"]},
+    }  # fmt: skip
+    for name, content in write.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content))
+    (tmp_path / "archive/step_1/trained.roaring").write_bytes(BitMap([0]).serialize())
+    (tmp_path / "lineage").mkdir()
+    lineage = [
+        {"schema": 1, "step": 0, "timeline": "t", "groups": ["e0-train-0"]},
+        {"group": "e0-train-0", "order": 0, "trajectories": [{"index": 0, "reward": 0.25, "ranges": [{"version": 0}]}]},
+    ]
+    with gzip.open(tmp_path / "lineage" / "step_0-t.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lineage)
+    dump = {
+        "hr:{chaos}": {b"incarnation": b"s", b"closed": b"1"},
+        "hr:{chaos}:s:counts": {b"train:trained": b"1", b"validation:queued": b"7"},
+        "hr:{chaos}:s:ended": bytes([0b01000000, 0b10000000]),
+        "hr:{chaos}:s:g:e0-train-3": {b"order": b"3", b"state": b"queued", b"lane": b"train"},
+        "hr:{chaos}:old:g:e0-train-9": {b"order": b"9", b"state": b"queued", b"lane": b"train"},
+    }
+    (tmp_path / "buffer.msgpack").write_bytes(msgpack.packb(dump))
+    evidence = read(tmp_path)
+    seen = Trajectory(0, (0,), 0.25, "SCORED", right_reward({"input": "1+2", "mood": "fine"}, "3"))
+    assert evidence.observed == (Batch(0, "t", (Group("e0-train-0", 0, (seen,)),), "s"),)
+    assert evidence.lineage == (Batch(0, "t", (Group("e0-train-0", 0, (Trajectory(0, (0,), 0.25),)),)),)
+    assert evidence.checkpoints == (Checkpoint(1, "t", (), {0: ["e0-train-0"]}, frozenset({0})),)
+    assert evidence.lines == (Line("train", 0, "t", 3.0, 0.0),)
+    assert evidence.ended == {1, 8}
+    assert evidence.states == {3: "queued"}
+    assert evidence.counts == {"trained": 1}
+    assert evidence.lost_writes == (5.0,)
+    assert evidence.closed

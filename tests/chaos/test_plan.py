@@ -1,0 +1,50 @@
+"""The plan of faults: what a seed gives, and what it covers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos.plan import KINDS, PHASES, TARGETS, Topology, make_plan, make_shape
+
+TOPOLOGIES: tuple[Topology, ...] = ("embedded", "external")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_process_is_hit_in_every_phase_in_25_faults(seed: int) -> None:
+    for topology in TOPOLOGIES:
+        plan = make_plan(seed, 25, topology, lease_s=3.0)
+        assert {(fault.target, fault.phase) for fault in plan} == {(t, p) for t in TARGETS for p in PHASES}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ten_faults_hit_every_process_and_every_phase_twice(seed: int) -> None:
+    plan = make_plan(seed, 10, "external", lease_s=3.0)
+    for all_, name in ((TARGETS, "target"), (PHASES, "phase")):
+        hit = [getattr(fault, name) for fault in plan]
+        assert {one: hit.count(one) for one in all_} == dict.fromkeys(all_, 2)
+
+
+def test_every_kind_of_fault_befalls_every_process_it_applies_to() -> None:
+    plan = make_plan(1, 100, "external", lease_s=3.0)
+    assert {(f.target, f.kind) for f in plan} == {(target, kind) for target in TARGETS for kind in KINDS[target]}
+
+
+def test_the_embedded_server_has_no_replica_to_fail_over_to() -> None:
+    assert "failover" not in {fault.kind for fault in make_plan(1, 100, "embedded", lease_s=3.0)}
+
+
+def test_a_seed_gives_the_same_plan_and_another_seed_another() -> None:
+    assert make_plan(5, 30, "external", 3.0) == make_plan(5, 30, "external", 3.0)
+    assert make_plan(5, 30, "external", 3.0) != make_plan(6, 30, "external", 3.0)
+    assert make_shape(5, 10, "external") == make_shape(5, 10, "external")
+
+
+def test_stops_and_cuts_outlast_a_lease() -> None:
+    plan = make_plan(3, 100, "external", lease_s=3.0)
+    assert all(fault.seconds > 3.0 for fault in plan if fault.kind in ("stop", "cut", "half_open"))
+
+
+def test_the_prompts_leave_one_over() -> None:
+    for seed in range(20):
+        shape = make_shape(seed, 10, "embedded")
+        assert shape.prompts % shape.prompts_per_step == 1
