@@ -124,6 +124,10 @@ class Trajectory:
     Shapes: `prompt_token_ids` [S] int32; `completion_token_ids` [T] int32; `logprobs` [T] float32, natural logarithm of the
     probability each token was sampled with (after temperature); `loss_mask` [T] uint8, 0 on tokens the environment wrote.
     `spans` cover [0, T) in order, without gaps. `turns` are `(start, end)` of each turn the policy wrote. `timings` are seconds.
+
+    `replica` finished it. `writers` are `(replica, start, end)` of the tokens that each replica sampled, in order, without gaps; empty
+    where it was one from beginning to end. An unfinished trajectory, saved for another replica to go on from, is one that was cut off
+    ("length") where it was saved.
     """
 
     group_id: str
@@ -139,6 +143,12 @@ class Trajectory:
     replica: str
     turns: tuple[tuple[int, int], ...] = ()
     timings: dict[str, float] = dataclasses.field(default_factory=dict)
+    writers: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def written(self) -> tuple[tuple[str, int, int], ...]:
+        """Which replica sampled which tokens: `writers`, also where it was one alone."""
+        return self.writers or ((self.replica, 0, self.completion_token_ids.size),)
 
     @property
     def oldest_version(self) -> int:
@@ -165,6 +175,7 @@ class Trajectory:
             replica=self.replica,
             turns=self.turns,
             timings=self.timings,
+            writers=self.writers,
         )
         try:
             return _PACK_TRAJECTORY(record)
@@ -192,6 +203,7 @@ class Trajectory:
             replica=record.replica,
             turns=record.turns,
             timings=record.timings,
+            writers=record.writers,
         )
         trajectory.check()
         return trajectory
@@ -217,10 +229,20 @@ class Trajectory:
             edge = span.end
         if edge != length:
             raise CodecError(f"{where}: spans end at {edge}, the completion at {length}")
+        self._check_writers(where, length)
         if any(not 0 <= start < end <= length for start, end in self.turns):
             raise CodecError(f"{where}: turns {self.turns} do not lie in [0, {length})")
         if not all(map(math.isfinite, self.timings.values())):
             raise CodecError(f"{where}: timings {self.timings} are not finite numbers")
+
+    def _check_writers(self, where: str, length: int) -> None:
+        edge = 0
+        for _, start, end in self.writers:
+            if start != edge or end <= start:
+                raise CodecError(f"{where}: writers {self.writers} do not cover [0, {length}) in order")
+            edge = end
+        if self.writers and edge != length:
+            raise CodecError(f"{where}: writers end at {edge}, the completion at {length}")
 
 
 class _TrajectoryRecord(msgspec.Struct):
@@ -241,6 +263,7 @@ class _TrajectoryRecord(msgspec.Struct):
     replica: str
     turns: tuple[tuple[int, int], ...]
     timings: dict[str, float]
+    writers: tuple[tuple[str, int, int], ...]
 
 
 _PACK_TRAJECTORY = msgspec.msgpack.Encoder().encode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from headrace.trajectory import Group, Score, Trajectory
@@ -85,7 +86,10 @@ class Lease:
     timeline: str
     incarnation: str
     expires_in_s: float
-    count: int  # trajectories to generate, with indices from 0: the first n of them that are scored are the group
+    count: int  # trajectories of the group, with indices from 0: the first n of them that are scored are the group
+    missing: tuple[int, ...]  # indices to generate: the others are in, or can't be had
+    # what another replica has sampled of those, cut off where it was saved; to be gone on from
+    prefixes: Mapping[int, Trajectory] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

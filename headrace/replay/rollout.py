@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -15,6 +17,8 @@ from headrace.replay.records import HeartbeatReply, Lease
 from headrace.replay.wire import refusal
 from headrace.trajectory import Group, Trajectory
 
+log = logging.getLogger(__name__)
+
 
 class RolloutCalls(ChannelCalls):
     async def register(self, replica: str, info: Mapping[str, Any]) -> None:
@@ -22,7 +26,7 @@ class RolloutCalls(ChannelCalls):
         await self._wire.call("register", replica, msgpack.packb(dict(info)))
 
     async def deregister(self, replica: str) -> None:
-        """Leave the fleet; leases still held are requeued at once, without costing an attempt."""
+        """Leave the fleet; groups still held are passed on at once, without costing an attempt."""
         await self._until_done("deregister", replica)
 
     async def heartbeat(self, replica: str, tokens: Sequence[str]) -> HeartbeatReply:
@@ -39,7 +43,8 @@ class RolloutCalls(ChannelCalls):
         await self._wakeups.wait("work", timeout_s)
 
     async def lease(self, replica: str, max_groups: int) -> list[Lease]:
-        """Up to `max_groups` groups: validation first, then training prompts as admission allows. Empty: wait.
+        """Up to `max_groups` groups: those that another replica has begun, validation, then training prompts as admission
+        allows. Empty: wait.
 
         Raises `NotVerified` unless the replica is HEALTHY.
         """
@@ -48,7 +53,8 @@ class RolloutCalls(ChannelCalls):
         entries = reply[4:]
         records = await self._fetch([entry[1] for entry in entries])
         leases = []
-        for (group_id, _, token, attempt, ticket, count), record in zip(entries, records, strict=True):
+        begun = await self._begun([(entry[2], index, key) for entry in entries for index, key in pairs(entry[7])])
+        for (group_id, _, token, attempt, ticket, count, missing, _), record in zip(entries, records, strict=True):
             if record is None:  # dropped since: the lease is void
                 continue
             try:
@@ -66,9 +72,23 @@ class RolloutCalls(ChannelCalls):
                 incarnation=incarnation.decode(),
                 expires_in_s=expires_ms / 1000,
                 count=count,
+                missing=tuple(missing) or tuple(range(count)),
+                prefixes=begun.get(token, {}),
             )
             leases.append(lease)
         return leases
+
+    async def _begun(self, saved: Sequence[tuple[bytes, int, bytes]]) -> dict[bytes, dict[int, Trajectory]]:
+        """By token and index, from (token, index, payload key). One that was freed or can't be read is left out: it starts over."""
+        begun: dict[bytes, dict[int, Trajectory]] = {}
+        payloads = await self._in_batches(self._fetch, [key for _, _, key in saved])
+        for (token, index, key), payload in zip(saved, payloads, strict=True):
+            try:
+                if payload is not None:
+                    begun.setdefault(token, {})[index] = Trajectory.decode(payload)
+            except CodecError as error:
+                log.warning("a saved trajectory (%r) can't be gone on from: %s", key, error)
+        return begun
 
     async def push(self, lease: Lease, trajectory: Trajectory) -> None:
         """Hand in one finished trajectory (law 3: index not yet pushed, 0 <= index < `lease.count`). Pushing the same index again under the
@@ -81,9 +101,22 @@ class RolloutCalls(ChannelCalls):
         """`push` of many at once: for each None, or the error that `push` would raise."""
         for lease, trajectory in items:
             _check_push(lease, trajectory)
-        return await self._in_batches(self._push_batch, items)
+        return await self._in_batches(partial(self._hand_in, "push"), items)
 
-    async def _push_batch(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | None]:
+    async def save(self, lease: Lease, trajectory: Trajectory) -> None:
+        """What there is of an unfinished trajectory, so that another replica can go on from there should the lease be lost. Each is longer
+        than the one before; raises as `push` does."""
+        (error,) = await self.save_many([(lease, trajectory)])
+        if error is not None:
+            raise error
+
+    async def save_many(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | None]:
+        """`save` of many at once: for each None, or the error that `save` would raise."""
+        for lease, trajectory in items:
+            _check_push(lease, trajectory)
+        return await self._in_batches(partial(self._hand_in, "save"), items)
+
+    async def _hand_in(self, function: str, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | None]:
         """One round trip: payloads staged under nonces, then a call for each timeline that makes them permanent or deletes them."""
         commands: list[tuple[Any, ...]] = []
         calls: dict[tuple[str, str], tuple[list[str], list[int]]] = {}
@@ -98,7 +131,7 @@ class RolloutCalls(ChannelCalls):
             )
             positions.append(position)
         for fence, (lines, _) in calls.items():
-            commands.append(self._fcall("push", *fence, *lines))
+            commands.append(self._fcall(function, *fence, *lines))
         replies = (await self._wire.pipeline(commands))[len(items) :]
         errors: list[ReplayError | None] = [None] * len(items)
         for (_, positions), reply in zip(calls.values(), replies, strict=True):
@@ -107,8 +140,8 @@ class RolloutCalls(ChannelCalls):
         return errors
 
     async def release(self, lease: Lease, reason: str, *, failed: bool) -> None:
-        """Give the group back: `failed` counts an attempt (after `max_attempts` the group ends as failed with `reason`),
-        otherwise (shutdown, refit) it does not."""
+        """Give the group back: `failed` counts an attempt (after `max_attempts` the group ends as failed with `reason`), and the
+        next starts over; otherwise (shutdown, refit) another replica goes on with it."""
         await self._release(lease, "failed" if failed else "returned", reason)
 
     async def abandon(self, lease: Lease, index: int, reason: str) -> bool:
@@ -123,6 +156,10 @@ class RolloutCalls(ChannelCalls):
 
     async def _release(self, lease: Lease, how: str, reason: str) -> None:
         await self._wire.call("release", lease.timeline, lease.incarnation, lease.group.id, lease.token, how, reason)
+
+
+def pairs(flat: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    return zip(*[iter(flat)] * 2, strict=True)
 
 
 def _check_push(lease: Lease, trajectory: Trajectory) -> None:

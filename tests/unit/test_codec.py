@@ -43,6 +43,7 @@ TRAJECTORY = Trajectory(
     replica="r1",
     turns=((0, 2), (3, 4)),
     timings={"generate": 0.25},
+    writers=(("r0", 0, 3), ("r1", 3, 4)),
 )
 SCORE = Score(status="SCORED", reward=1.0, components={"exact": 1.0}, metadata={"said": "132"}, environment="adder")
 RECORDS = [GROUP, TRAJECTORY, SCORE]
@@ -110,6 +111,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         replica=draw(st.text(max_size=10)),
         turns=tuple(itertools.pairwise(edges)),
         timings=draw(st.dictionaries(st.text(max_size=5), st.floats(0, 1e6), max_size=3)),
+        writers=tuple((draw(st.text(max_size=10)), a, b) for a, b in itertools.pairwise(edges)),
     )
 
 
@@ -229,6 +231,10 @@ def test_another_schema_is_refused_with_both_numbers() -> None:
         ({"spans": [[3, 0]]}, "length 3, got 2 - at `.*spans"),
         ({"spans": [[3, 0, True]]}, "got `bool` - at `.*spans"),
         ({"turns": [[0, 5]]}, "do not lie in"),
+        ({"writers": [["r0", 0, 3]]}, "writers end at 3, the completion at 4"),
+        ({"writers": [["r0", 0, 2], ["r1", 3, 4]]}, "writers .* do not cover"),
+        ({"writers": [["r0", 0, 0], ["r1", 0, 4]]}, "writers .* do not cover"),
+        ({"writers": [[7, 0, 4]]}, "got `int` - at `.*writers"),
         ({"turns": [[2, 2]]}, "do not lie in"),
         ({"finish_reason": "tired"}, "tired.* - at `.*finish_reason"),
         ({"timings": {"generate": "long"}}, "Expected `float`, got `str` - at `.*timings"),

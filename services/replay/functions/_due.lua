@@ -14,10 +14,12 @@ local function expire_leases(run)
   local ids = due(run, 'leases')
   for _, id in ipairs(ids) do
     local group = load_group(run, id)
-    if run.now >= group.deadline then
+    if group.replica == '' then
+      requeue(run, group, 'deadline', false, 'not finished within the deadline, and no replica to go on with it')
+    elseif run.now >= group.deadline then
       requeue(run, group, 'deadline', true, 'not finished within the deadline by replica ' .. group.replica)
     else
-      requeue(run, group, 'lease', true, 'lease not renewed by replica ' .. group.replica)
+      pass_on(run, group, 'lease', true, 'lease not renewed by replica ' .. group.replica)
     end
   end
   return #ids
@@ -37,11 +39,11 @@ local function expire_scoring(run)
   return #members
 end
 
--- Requeue what a replica holds, `SWEEP` groups at most; true when nothing is left.
+-- Pass on what a replica holds, `SWEEP` groups at most; true when nothing is left.
 local function take_back(run, replica, cause, counted, reason)
   local held = run.base .. 'h:' .. replica
   for _, id in ipairs(redis.call('SRANDMEMBER', held, SWEEP)) do
-    requeue(run, load_group(run, id), cause, counted, reason)
+    pass_on(run, load_group(run, id), cause, counted, reason)
   end
   return redis.call('EXISTS', held) == 0
 end

@@ -4,14 +4,15 @@
 -- ticket, token, replica, deadline (ms, absolute), pushed, scored, oldest, newest (versions), actual and held (bytes pushed,
 -- bytes accounted), step, reason; count (trajectories this attempt starts: n, and in the train lane the run's `redundant` beyond) and
 -- dropped (those of them that failed for good). For each trajectory i: p<i> = `<nonce> <length> <oldest> <newest>`, w<i> =
--- `<scoring attempts> <token>` (no token: nobody has it), r<i> = reward; x<i> = why it was dropped.
+-- `<scoring attempts> <token>` (no token: nobody has it), r<i> = reward; x<i> = why it was dropped,
+-- q<i> = `<nonce> <length> <oldest> <newest>` of what is saved of it unfinished (`saves`: how many there are).
 --
 -- The first n that are scored are the group (law 3); which indices they have is for chance to say, so that readers go by p<i>.
 
 local TEXTS = {'state', 'lane', 'record', 'token', 'replica', 'reason'}
 local WHOLES = {
   'order', 'n', 'worst', 'attempt', 'failures', 'ticket', 'deadline', 'pushed', 'scored', 'oldest', 'newest', 'held', 'step', 'lost',
-  'count', 'dropped', 'actual',
+  'count', 'dropped', 'actual', 'saves',
 }
 local GROUP = {}
 for i = 1, #TEXTS do GROUP[i] = TEXTS[i] end
@@ -87,9 +88,25 @@ local function take_out(run, group, keys, indices)
   redis.call('HDEL', group.key, unpack(fields))
 end
 
+-- What is saved of one trajectory, unfinished, is not needed any more.
+local function forget_prefix(run, group, index)
+  if (group.saves or 0) == 0 then return end
+  local saved = redis.call('HGET', group.key, 'q' .. index)
+  if not saved then return end
+  redis.call('UNLINK', run.base .. 'p:' .. string.match(saved, '^%S+'))
+  redis.call('HDEL', group.key, 'q' .. index)
+  group.saves = redis.call('HINCRBY', group.key, 'saves', -1)
+end
+
+local function forget_prefixes(run, group)
+  if (group.saves or 0) == 0 then return end
+  for i = 0, group.count - 1 do forget_prefix(run, group, i) end
+end
+
 -- The trajectories of an attempt that ended without success are gone, with their bytes.
 local function discard(run, group)
   take_out(run, group, payload_keys(run, group))
+  forget_prefixes(run, group)
   if (group.dropped or 0) > 0 then redis.call('HDEL', group.key, unpack(field_names_of(group, 'x'))) end
   hold(run, group, 0)
 end
@@ -97,7 +114,11 @@ end
 -- The lease is over: its token ends with it unless the group was completed.
 local function end_lease(run, group)
   redis.call('ZREM', run.base .. 'leases', group.id)
-  redis.call('SREM', run.base .. 'h:' .. group.replica, group.id)
+  if group.replica == '' then
+    redis.call('ZREM', run.base .. 'orphans', group.id)
+  else
+    redis.call('SREM', run.base .. 'h:' .. group.replica, group.id)
+  end
 end
 
 -- Take the group out of wherever its state keeps it. Groups of a reserved step are the caller's to take out of `steps`.
@@ -169,6 +190,22 @@ local function requeue(run, group, cause, counted, reason)
   redis.call('ZADD', queue_of(run, group.lane), group.order, group.id)
   move(run, group.lane, group.state, 'queued')
   event(run, 'requeued', 'group', group.id, 'cause', cause, 'reason', words(reason))
+  wake(run, 'work')
+  return nil
+end
+
+-- The lease is lost, the attempt is not: the group keeps its place in line, its deadline, what was pushed and scored, and what was saved
+-- unfinished, until a replica leases what is missing. `counted` costs one of `max_attempts`, as in `requeue`.
+local function pass_on(run, group, cause, counted, reason)
+  local failures = group.failures + (counted and 1 or 0)
+  if failures >= run.max_attempts then return requeue(run, group, cause, counted, reason) end
+  redis.call('HINCRBY', run.base .. 'requeues', cause, 1)
+  end_lease(run, group)
+  redis.call('HSET', group.key, 'token', '', 'replica', '', 'failures', failures, 'reason', words(reason))
+  redis.call('ZADD', run.base .. 'orphans', group.ticket, group.id)
+  redis.call('ZADD', run.base .. 'leases', group.deadline, group.id)
+  due_at(run, group.deadline)
+  event(run, 'passed on', 'group', group.id, 'cause', cause, 'reason', words(reason))
   wake(run, 'work')
   return nil
 end

@@ -21,6 +21,7 @@ register('hr_abandon', 6, function(run, args)
     requeue(run, group, 'failed', true, args[6])
     return 0
   end
+  forget_prefix(run, group, index)
   redis.call('HSET', group.key, 'x' .. index, words(args[6]), 'dropped', group.dropped + 1)
   event(run, 'dropped', 'group', id, 'index', index, 'reason', words(args[6]))
   if group.pushed + group.dropped + 1 == group.count then end_generation(run, group) end

@@ -1,7 +1,7 @@
 -- deregister: a replica leaves the fleet.
 -- KEYS     the run
 -- ARGV     replica
--- Returns  groups it still holds: call again until 0. What it held is requeued without costing an attempt.
+-- Returns  groups it still holds: call again until 0. What it held is passed on without costing an attempt.
 -- Errors   HR_INVALID
 register('hr_deregister', 1, function(run, args)
   local id = name(args[1], 'replica')

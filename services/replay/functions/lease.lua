@@ -1,14 +1,19 @@
--- lease: a verified replica takes groups, validation first, then the lowest orders as admission and memory allow.
+-- lease: a verified replica takes groups: first those whose lease was lost, then validation, then the lowest orders as admission and memory
+-- allow.
 -- KEYS     the run
 -- ARGV     replica, most groups, nonce (tokens are made of it)
 -- Returns  timeline, incarnation, milliseconds until the leases end, version, then for each group: {id, record key, token,
---          attempt, ticket (-1: validation), trajectories to start}
+--          attempt, ticket (-1: validation), trajectories of the group, indices to
+--          generate (none: all), and of those that another replica has begun: index, payload key, …}
 -- Errors   HR_NOT_VERIFIED: the replica is not HEALTHY on this timeline; HR_INVALID
 --
 -- Admission: with v the replica's version, P groups a step, R = P * next_step and O = groups open, scoring or ready, a lease is granted
 -- iff R + O < (v + ahead + 1) * P. Under `ordered`, `ahead` is the age bound A: a group's place in line is its step, so that the step is
 -- at most v + A and the age at most A (law 2) without dropping anything. Under `drop` and `mask` it is ahead_steps, at least A: groups are
 -- trained as they get ready, and reserve.lua keeps law 2.
+--
+-- A group whose lease was lost has its place in line and its bytes already, and keeps what its trajectories can still be trained with: those
+-- (finished or not) that would break law 2 at the next step start over.
 --
 -- Memory: a lease counts its group's worst case until it is complete. Past the bound leases wait, unless nothing is held at all
 -- (a single group over the bound must not stop the run). Payloads of steps that were trained but not committed go first.
@@ -52,13 +57,94 @@ local function grant(run, group, replica, version, token, count, worst)
   local deadline = run.now + run.group_deadline_ms
   local ends = math.min(run.now + run.lease_ms, deadline)
   redis.call('HSET', group.key, 'state', 'open', 'token', token, 'replica', replica, 'attempt', group.attempt + 1,
-    'ticket', ticket, 'deadline', deadline, 'held', worst, 'leased', run.now, 'version', version, 'count', count, 'dropped', 0)
+    'ticket', ticket, 'deadline', deadline, 'held', worst, 'leased', run.now, 'version', version, 'count', count, 'dropped', 0, 'saves', 0)
   hold(run, group, worst)
   redis.call('ZADD', run.base .. 'leases', ends, group.id)
   redis.call('SADD', run.base .. 'h:' .. replica, group.id)
   due_at(run, ends)
   move(run, group.lane, 'queued', 'open')
   return ticket
+end
+
+-- Whether tokens of these versions could not be trained at the next step.
+local function outdated(run, oldest, newest)
+  local age = run.next_step - (run.staleness_policy == 'mask' and newest or oldest)
+  return age > run.max_age or newest > run.next_step
+end
+
+local function versions(value)
+  local nonce, oldest, newest = string.match(value, '^(%S+) %d+ (%d+) (%d+)$')
+  return nonce, tonumber(oldest), tonumber(newest)
+end
+
+-- The pushed trajectories of `group` that can be trained stay, and no other.
+local function sift_pushed(run, group)
+  local keys, indices, rewards = {}, {}, 0
+  local oldest, newest
+  for i, value in ipairs(redis.call('HMGET', group.key, unpack(field_names_of(group, 'p')))) do
+    if value then
+      local nonce, first, last = versions(value)
+      if outdated(run, first, last) then
+        keys[#keys + 1], keys[#keys + 2] = run.base .. 'p:' .. nonce, run.base .. 's:' .. nonce
+        indices[#indices + 1] = i - 1
+        group.actual = group.actual - redis.call('STRLEN', run.base .. 'p:' .. nonce)
+        rewards = rewards + redis.call('HEXISTS', group.key, 'r' .. i - 1)
+      else
+        oldest, newest = math.min(oldest or first, first), math.max(newest or last, last)
+      end
+    end
+  end
+  if #indices == 0 then return end
+  take_out(run, group, keys, indices)
+  redis.call('HSET', group.key, 'pushed', group.pushed - #indices, 'scored', group.scored - rewards, 'actual', group.actual)
+  if oldest then
+    redis.call('HSET', group.key, 'oldest', oldest, 'newest', newest)
+  else
+    redis.call('HDEL', group.key, 'oldest', 'newest')
+  end
+end
+
+-- Indices that are to be generated, and for those of them that are begun: index, payload key.
+local function missing(run, group)
+  local indices, prefixes = {}, {}
+  local fields = field_names_of(group, 'p')
+  for _, letter in ipairs({'x', 'q'}) do
+    for _, field in ipairs(field_names_of(group, letter)) do fields[#fields + 1] = field end
+  end
+  local values = redis.call('HMGET', group.key, unpack(fields))
+  for index = 0, group.count - 1 do
+    local saved = values[2 * group.count + index + 1]
+    if not values[index + 1] and not values[group.count + index + 1] then indices[#indices + 1] = index end
+    if saved then
+      local nonce, oldest, newest = versions(saved)
+      if group.lane == 'train' and outdated(run, oldest, newest) then
+        forget_prefix(run, group, index)
+      else
+        prefixes[#prefixes + 1], prefixes[#prefixes + 2] = index, run.base .. 'p:' .. nonce
+      end
+    end
+  end
+  return indices, prefixes
+end
+
+-- Groups whose lease was lost go on under a new token; their place in line, attempt and deadline are theirs already.
+local function hand_on(run, most, replica, nonce, reply)
+  local ids = redis.call('ZRANGE', run.base .. 'orphans', 0, most - 1)
+  for _, id in ipairs(ids) do
+    local group = load_group(run, id)
+    if group.lane == 'train' then sift_pushed(run, group) end
+    local token = nonce .. '-' .. (#reply) .. '/' .. id
+    local indices, prefixes = missing(run, group)
+    redis.call('HSET', group.key, 'token', token, 'replica', replica)
+    redis.call('SADD', run.base .. 'h:' .. replica, id)
+    local ends = math.min(run.now + run.lease_ms, group.deadline)
+    redis.call('ZADD', run.base .. 'leases', ends, id)
+    due_at(run, ends)
+    reply[#reply + 1] =
+      {id, run.base .. 'd:' .. group.record, token, group.attempt, group.ticket, group.count, indices, prefixes}
+  end
+  if #ids > 0 then redis.call('ZREM', run.base .. 'orphans', unpack(ids)) end
+  return #ids
 end
 
 local function lease_from(run, lane, most, replica, version, nonce, reply)
@@ -70,7 +156,7 @@ local function lease_from(run, lane, most, replica, version, nonce, reply)
     local token = nonce .. '-' .. (#reply) .. '/' .. id
     local ticket = grant(run, group, replica, version, token, count, worst)
     granted = granted + 1
-    reply[#reply + 1] = {id, run.base .. 'd:' .. group.record, token, group.attempt + 1, ticket, count}
+    reply[#reply + 1] = {id, run.base .. 'd:' .. group.record, token, group.attempt + 1, ticket, count, {}, {}}
   end
   if granted > 0 then redis.call('ZREMRANGEBYRANK', queue_of(run, lane), 0, granted - 1) end
   return granted
@@ -86,6 +172,7 @@ register('hr_lease', 3, function(run, args)
   version = tonumber(version)
   local reply = {run.timeline, run.incarnation, math.min(run.lease_ms, run.group_deadline_ms), version}
   local tickets = run.tickets
+  most = most - hand_on(run, most, replica, nonce, reply)
   most = most - lease_from(run, 'validation', most, replica, version, nonce, reply)
   local reserved = run.prompts_per_step * run.next_step
   local ahead = redis.call('ZCARD', run.base .. 'line') + run.pinned

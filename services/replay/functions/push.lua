@@ -6,60 +6,20 @@
 --          token is accepted and changes nothing.
 -- Errors   HR_INVALID (malformed). Of entries: HR_TIMELINE, HR_LEASE_LOST, HR_SURPLUS (the group has its n without it), HR_INVALID
 
-local LINE = '^(' .. NAME .. ') (%d+) (' .. NAME .. ') (' .. NAME .. ') (%d+) (%d+) (%d+) (%d+)$'
-
-local function parse(line)
-  local id, index, token, nonce, bytes, length, oldest, newest = string.match(line, LINE)
-  if not id or #line > 1000 then
-    refuse('HR_INVALID', 'trajectory ' .. show(line) .. ' is not an id, an index, a token, a nonce and four numbers')
-  end
-  return {
-    id = id, index = natural(index, 'index'), token = token, nonce = nonce, bytes = natural(bytes, 'bytes'),
-    length = positive(length, 'length'), oldest = natural(oldest, 'oldest version'), newest = natural(newest, 'newest version'),
-  }
-end
-
--- Why the trajectory is refused whatever its index: code and message, or nil.
-local function lease_refusal(run, entry, group)
-  if group and group.token == entry.token and group.state ~= 'open' then
-    return 'HR_SURPLUS', 'group ' .. entry.id .. ' has its ' .. group.n .. ' trajectories without this one'
-  end
-  if not group or group.token ~= entry.token then
-    return 'HR_LEASE_LOST', 'the lease of group ' .. entry.id .. ' is over'
-  end
-  if run.backlog and tonumber(redis.call('ZSCORE', run.base .. 'leases', entry.id)) <= run.now then
-    return 'HR_LEASE_LOST', 'the lease of group ' .. entry.id .. ' has expired'
-  end
-end
-
-local function record_refusal(run, entry, group)
-  if entry.index >= group.count then
-    return 'HR_INVALID', 'index ' .. entry.index .. ' of group ' .. entry.id .. ', which has ' .. group.count .. ' trajectories'
-  end
-  if entry.oldest > entry.newest or entry.newest > run.next_step then
-    return 'HR_INVALID', 'versions ' .. entry.oldest .. ' to ' .. entry.newest .. ' of group ' .. entry.id .. '; the newest weights are ' .. run.next_step
-  end
-end
-
--- The staged payload goes, unless it is the one an earlier delivery of the same call made permanent.
-local function unstage(entry, mine)
-  if not mine or string.match(mine, '^%S+') ~= entry.nonce then redis.call('UNLINK', entry.payload) end
-end
-
 -- The group with what these entries have to know of it: its lease, and which of their indices it has (`mine`) or has dropped (false).
 local function load(run, entries_of_group)
   local key = group_key(run, entries_of_group[1].id)
-  local fields = {'state', 'token', 'lane', 'replica', 'n', 'count', 'dropped', 'pushed', 'actual', 'held', 'oldest', 'newest'}
+  local fields = {'state', 'token', 'lane', 'replica', 'n', 'count', 'dropped', 'pushed', 'actual', 'held', 'oldest', 'newest', 'saves'}
   for i, entry in ipairs(entries_of_group) do
-    fields[11 + 2 * i], fields[12 + 2 * i] = 'p' .. entry.index, 'x' .. entry.index
+    fields[12 + 2 * i], fields[13 + 2 * i] = 'p' .. entry.index, 'x' .. entry.index
   end
   local values = redis.call('HMGET', key, unpack(fields))
   if not values[1] then return nil, {} end
   local group = {id = entries_of_group[1].id, key = key}
   for i = 1, 4 do group[fields[i]] = values[i] end
-  for i = 5, 12 do group[fields[i]] = tonumber(values[i] or nil) end
+  for i = 5, 13 do group[fields[i]] = tonumber(values[i] or nil) end
   local mine = {}
-  for i, entry in ipairs(entries_of_group) do mine[entry.index] = values[11 + 2 * i] or values[12 + 2 * i] end
+  for i, entry in ipairs(entries_of_group) do mine[entry.index] = values[12 + 2 * i] or values[13 + 2 * i] end
   return group, mine
 end
 
@@ -83,6 +43,7 @@ local function push(run, entries_of_group, foreign, reply)
         mine[entry.index] = value
         written[#written + 1], written[#written + 2] = 'p' .. entry.index, value
         members[#members + 1], members[#members + 2] = run.now, entry.id .. ':' .. entry.index
+        forget_prefix(run, group, entry.index)
         group.pushed, group.actual = group.pushed + 1, group.actual + entry.bytes
         group.oldest = math.min(group.oldest or entry.oldest, entry.oldest)
         group.newest = math.max(group.newest or entry.newest, entry.newest)
@@ -104,7 +65,7 @@ register('hr_push', nil, function(run, args)
   local staged = run.key .. ':' .. name(args[2], 'incarnation') .. ':p:'
   local groups, by_id = {}, {}
   for i = 1, count do
-    local entry = parse(args[2 + i])
+    local entry = parse_payload(args[2 + i])
     entry.place, entry.payload = i, staged .. entry.nonce
     group_entry(groups, by_id, entry)
   end

@@ -1,5 +1,5 @@
--- release: a replica gives a group back. `failed` costs an attempt, `returned` (shutdown, drain) does not, `rejected` says that
--- the group can never succeed: it ends as failed at once.
+-- release: a replica gives a group back. `failed` costs an attempt, and the next one starts over. `returned` (shutdown, drain) does not:
+-- another replica goes on with it. `rejected` says that the group can never succeed: it ends as failed at once.
 -- KEYS     the run
 -- ARGV     timeline, incarnation, group id, token, how (failed, returned, rejected), reason
 -- Returns  1
@@ -15,8 +15,10 @@ register('hr_release', 6, function(run, args)
   end
   if how == 'rejected' then
     fail(run, group, args[6])
+  elseif how == 'failed' then
+    requeue(run, group, how, true, args[6])
   else
-    requeue(run, group, how, how == 'failed', args[6])
+    pass_on(run, group, how, false, args[6])
   end
   return 1
 end)

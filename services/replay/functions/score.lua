@@ -78,7 +78,10 @@ local function drop_surplus(run, group)
 end
 
 local function all_scored(run, group)
-  if group.state == 'open' then end_lease(run, group) end
+  if group.state == 'open' then
+    end_lease(run, group)
+    forget_prefixes(run, group)
+  end
   if group.count > group.n then drop_surplus(run, group) end
   local state = 'evaluated'
   if group.lane == 'train' then

@@ -76,7 +76,7 @@ async def healthy_replica(replay: ReplayClient, version: int = 0) -> str:
 
 
 async def push_all(replay: ReplayClient, lease: Lease, versions: Sequence[int] | None = None) -> None:
-    for index in range(lease.group.n):
+    for index in lease.missing[: lease.group.n]:
         await replay.push(lease, make_trajectory(lease, index, versions))
 
 

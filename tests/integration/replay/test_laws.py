@@ -42,7 +42,7 @@ async def test_law_1_conservation_every_group_ends_once(replay: ReplayClient, li
     await replay.score(job, Score("INVALID", message="no such task"))
     await replay.release(fourth, "engine died", failed=True)
     assert await total(replay) == 9
-    assert (await replay.state()).counts == {"queued": 7, "open": 0, "scoring": 0, "failed": 2}
+    assert (await replay.state()).counts == {"queued": 6, "open": 1, "scoring": 0, "failed": 2}
 
     for step in range(2):
         await refit(replay, step, [replica])
@@ -236,7 +236,7 @@ async def test_law_4_fencing_a_second_lease_ends_the_first(replay: ReplayClient)
     replica = await healthy_replica(replay)
     (lease,) = await replay.lease(replica, 1)
     await replay.push(lease, make_trajectory(lease, 0))
-    await replay.release(lease, "shutdown", failed=False)
+    await replay.release(lease, "engine died", failed=True)
     (again,) = await replay.lease(replica, 1)
     assert (again.group.id, again.attempt) == (lease.group.id, 2)
     before = await contents(replay)
@@ -376,7 +376,7 @@ async def test_law_5_order_a_requeued_group_goes_before_fresh_ones(replay: Repla
     await enqueue(replay, range(8))
     replica = await healthy_replica(replay)
     first, second, third = await replay.lease(replica, 3)
-    await replay.release(second, "drain", failed=False)
+    await replay.release(second, "engine died", failed=True)
     (again,) = await replay.lease(replica, 1)
     assert (again.group.order, again.ticket) == (1, 3)
     for lease in (first, third, again):
@@ -535,7 +535,8 @@ async def test_law_6_liveness_giving_back_costs_no_attempt(replay: ReplayClient)
     for _ in range(5):
         (lease,) = await replay.lease(replica, 1)
         await replay.release(lease, "drain", failed=False)
-    assert (await replay.state()).counts["queued"] == 2
+        assert (await replay.group(lease.group.id) or {})["failures"] == 0
+    assert (await replay.state()).counts == {"queued": 1, "open": 1}
 
 
 async def test_law_6_liveness_a_dead_replica_gives_its_groups_back(replay: ReplayClient, limits: Limits) -> None:
@@ -550,12 +551,15 @@ async def test_law_6_liveness_a_dead_replica_gives_its_groups_back(replay: Repla
         return (await replay.replicas())[0].state == "DEAD"
 
     await eventually(dead)
-    assert (await replay.state()).counts["queued"] == 4
+    assert (await replay.state()).counts == {"queued": 1, "open": 3}
     reply = await replay.heartbeat(replica, [lease.token for lease in leases])
     assert reply.state == "DEAD"
     assert reply.lost == tuple(lease.token for lease in leases)
     with pytest.raises(NotVerified):
         await replay.lease(replica, 1)
+    assert {lease.group.id for lease in await replay.lease(await healthy_replica(replay), 3)} == {
+        lease.group.id for lease in leases
+    }
 
 
 async def test_law_6_liveness_a_hung_scorer_costs_an_attempt_and_then_the_group(

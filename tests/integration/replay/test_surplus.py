@@ -232,10 +232,9 @@ async def test_memory_a_lease_counts_the_worst_case_of_all_it_starts(replay: Rep
     replica = await healthy_replica(replay)
     (plain,) = await _leased(replay, limits, replica, redundant=0)
     held = (await replay.stats())["bytes"]
-    await replay.release(plain, "drain", failed=False)
+    await replay.release(plain, "engine died", failed=True)
     (lease,) = await _leased(replay, limits, replica, redundant=R)
-    assert (await replay.stats())["bytes"] == held * (N + R) / N
-    await replay.release(lease, "drain", failed=False)
+    assert (lease.count, (await replay.stats())["bytes"]) == (N + R, held * (N + R) / N)
 
 
 async def _leased(replay: ReplayClient, limits: Limits, replica: str, redundant: int) -> list[Lease]:

@@ -75,7 +75,7 @@ def lease(prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> Lease:
         n=4,
         sampling=Sampling(**fields),
     )
-    return Lease(group, "token", 2, 0, VERSION, "timeline", "incarnation", 15.0, group.n)
+    return Lease(group, "token", 2, 0, VERSION, "timeline", "incarnation", 15.0, group.n, tuple(range(group.n)))
 
 
 def log_probabilities(model: Any, trajectory: Trajectory, temperature: float) -> np.ndarray:

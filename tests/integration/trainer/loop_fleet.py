@@ -129,7 +129,7 @@ class SmallReplica:
                 if lease.group.lane == "train" and lease.group.dataset_index in self._doomed:
                     await self._replay.reject(lease, "this problem is doomed")
                     continue
-                for index in range(lease.group.n):
+                for index in lease.missing:
                     await self._replay.push(lease, self._trajectory(lease, index))
         return bool(leases)
 

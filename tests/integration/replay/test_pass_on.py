@@ -1,0 +1,299 @@
+"""A group whose lease is lost goes on: its place, its trajectories and scores, and what was saved unfinished outlive their replica."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.errors import InvalidCall, LeaseLost, WrongTimeline
+from headrace.replay import Lease, Limits, ReplayClient
+from headrace.trajectory import Score, Trajectory
+from tests.integration.replay.helpers import (
+    contents,
+    enqueue,
+    eventually,
+    generate,
+    healthy_replica,
+    make_group,
+    make_trajectory,
+    push_all,
+    refit,
+    reserve,
+    rewind,
+    score_all,
+    tighten,
+    total,
+)
+
+
+def prefix(lease: Lease, index: int, length: int = 3, versions: Sequence[int] | None = None) -> Trajectory:
+    return dataclasses.replace(make_trajectory(lease, index, versions, length), finish_reason="length", text="")
+
+
+async def group_of(replay: ReplayClient, lease: Lease) -> dict[str, Any]:
+    return await replay.group(lease.group.id) or {}
+
+
+async def payloads(replay: ReplayClient) -> int:
+    return len([key async for key in replay.redis.scan_iter(match=f"hr:{{{replay.run_id}}}:*:p:*")])
+
+
+async def test_law_1_conservation_trajectories_scores_and_prefixes_outlive_their_replica(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    await replay.open_run(dataclasses.replace(limits, generations_per_prompt=4, replica_dead_s=0.3))
+    await enqueue(replay, range(1), n=4)
+    dying = await healthy_replica(replay)
+    (lost,) = await replay.lease(dying, 1)
+    assert (lost.missing, lost.prefixes) == ((0, 1, 2, 3), {})
+    await replay.push(lost, make_trajectory(lost, 2))
+    await score_all(replay)
+    await replay.push(lost, make_trajectory(lost, 0))
+    await replay.save(lost, prefix(lost, 3, length=5))
+    before = await group_of(replay, lost)
+
+    async def dead() -> bool:
+        await replay.heartbeat("nobody", [])
+        return (await replay.replicas())[0].state == "DEAD"
+
+    await eventually(dead)
+    await tighten(replay, limits, replica_dead_s=30.0)
+    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    assert (lease.group.id, lease.attempt, lease.ticket, lease.count) == (lost.group.id, 1, lost.ticket, 4)
+    assert lease.token != lost.token
+    assert lease.missing == (1, 3)
+    assert list(lease.prefixes) == [3]
+    saved = prefix(lost, 3, length=5)
+    np.testing.assert_array_equal(lease.prefixes[3].completion_token_ids, saved.completion_token_ids)
+    assert lease.prefixes[3].spans == saved.spans
+    after = await group_of(replay, lease)
+    assert (after["pushed"], after["scored"], after["failures"]) == (2, 1, 1)
+    assert after["trajectories"] == before["trajectories"]
+    await push_all(replay, lease)
+    assert await payloads(replay) == 4  # the prefix went with the trajectory that it became
+    await score_all(replay)
+    assert (await group_of(replay, lease))["state"] == "ready"
+    assert await total(replay) == 1
+
+
+async def test_law_5_order_a_group_that_was_passed_on_keeps_its_place_and_is_leased_first(replay: ReplayClient) -> None:
+    await enqueue(replay, range(8))
+    await replay.enqueue([make_group(0, lane="validation")], (await replay.state()).timeline)
+    replica = await healthy_replica(replay)
+    validation, first, second = await replay.lease(replica, 3)
+    await replay.release(second, "shutdown", failed=False)
+    await replay.release(validation, "shutdown", failed=False)
+    again = await replay.lease(replica, 64)
+    # no admission: both were admitted once; the others are as many as without them
+    assert [(lease.group.id, lease.ticket) for lease in again[:2]] == [
+        ("e0-validation-0", -1),
+        ("e0-train-1", second.ticket),
+    ]
+    assert len(again) == 4
+    for lease in (first, *again):
+        await push_all(replay, lease)
+    await score_all(replay)
+    assert (await reserve(replay, 0)).groups == ("e0-train-0", "e0-train-1")
+
+
+async def test_law_5_order_admission_counts_a_group_without_a_lease_as_what_it_is(replay: ReplayClient) -> None:
+    await enqueue(replay, range(12))
+    replica, other = await healthy_replica(replay), await healthy_replica(replay)
+    await refit(replay, 0, [replica, other])
+    leases = await replay.lease(replica, 64)
+    assert len(leases) == 4
+    await replay.deregister(replica)
+    assert {lease.group.id for lease in await replay.lease(other, 64)} == {lease.group.id for lease in leases}
+    assert await replay.lease(other, 64) == []
+
+
+async def test_law_4_fencing_the_old_lease_may_neither_push_nor_save(replay: ReplayClient) -> None:
+    await enqueue(replay, range(1))
+    replica = await healthy_replica(replay)
+    (lost,) = await replay.lease(replica, 1)
+    await replay.save(lost, prefix(lost, 0))
+    await replay.release(lost, "shutdown", failed=False)
+    (lease,) = await replay.lease(replica, 1)
+    before = await contents(replay)
+    for call in (replay.push, replay.save):
+        with pytest.raises(LeaseLost):
+            await call(lost, prefix(lost, 0, length=9))
+    with pytest.raises(LeaseLost):
+        await replay.abandon(lost, 0, "late")
+    assert await contents(replay) == before
+    assert (await replay.heartbeat(replica, [lost.token, lease.token])).lost == (lost.token,)
+
+
+async def test_law_6_liveness_a_group_that_kills_its_replicas_ends_as_failed(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    await tighten(replay, limits, lease_s=0.05, max_attempts=3)
+    await enqueue(replay, range(1))
+    replica = await healthy_replica(replay)
+    leases = []
+
+    async def failed() -> bool:
+        for lease in await replay.lease(replica, 1):
+            await replay.save(lease, prefix(lease, 0, length=3 + len(leases)))
+            leases.append(lease)
+        return (await replay.state()).counts.get("failed") == 1
+
+    await eventually(failed)
+    assert [lease.attempt for lease in leases] == [1, 1, 1]
+    assert "attempt 3 of 3" in (await group_of(replay, leases[0]))["reason"]
+    assert (await replay.stats())["bytes"] == await payloads(replay) == 0
+
+
+async def test_law_6_liveness_the_deadline_of_a_group_goes_on_without_a_lease(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    await tighten(replay, limits, group_deadline_s=0.2)
+    await enqueue(replay, range(1))
+    replica = await healthy_replica(replay)
+    (lost,) = await replay.lease(replica, 1)
+    await replay.push(lost, make_trajectory(lost, 0))
+    await replay.save(lost, prefix(lost, 1))
+    await replay.release(lost, "shutdown", failed=False)
+
+    async def queued() -> bool:
+        await replay.heartbeat("nobody", [])
+        return (await group_of(replay, lost))["state"] == "queued"
+
+    await eventually(queued)
+    assert (await group_of(replay, lost))["failures"] == 0  # no replica had it
+    assert (await replay.stats())["bytes"] == await payloads(replay) == 0
+    (lease,) = await replay.lease(replica, 1)
+    assert (lease.attempt, lease.missing, lease.prefixes) == (2, (0, 1), {})
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("ordered", False), ("drop", False), ("mask", True)])
+async def test_law_2_age_what_is_over_age_for_the_next_step_starts_over(
+    replay: ReplayClient, limits: Limits, policy: str, kept: bool
+) -> None:
+    await enqueue(replay, range(8))
+    replica = await healthy_replica(replay)
+    (lost,) = await replay.lease(replica, 1)
+    await generate(replay, replica)
+    await replay.open_run(dataclasses.replace(limits, staleness_policy="drop", max_age=1, ahead_steps=3))
+    timeline = (await replay.state()).timeline
+    for step in range(2):
+        await replay.reserve(step, timeline)
+        await refit(replay, step + 1, [replica])
+        await generate(replay, replica)
+    await replay.open_run(dataclasses.replace(limits, staleness_policy=policy, max_age=0, ahead_steps=3))
+    await replay.push(lost, make_trajectory(lost, 0, versions=[1, 2]))
+    await replay.save(lost, prefix(lost, 1, versions=[1, 2]))
+    await score_all(replay)
+    await replay.release(lost, "shutdown", failed=False)
+    (lease,) = await replay.lease(replica, 1)
+    group = await group_of(replay, lease)
+    if kept:
+        assert (lease.missing, list(lease.prefixes), group["pushed"], group["scored"]) == ((1,), [1], 1, 1)
+    else:
+        assert (lease.missing, lease.prefixes, group["pushed"], group["scored"]) == ((0, 1), {}, 0, 0)
+        assert "oldest" not in group
+    assert lease.group.id == lost.group.id
+
+
+async def test_law_2_age_a_rewind_starts_over_what_was_passed_on(replay: ReplayClient) -> None:
+    await enqueue(replay, range(2))
+    replica = await healthy_replica(replay)
+    (lost, _) = await replay.lease(replica, 2)
+    await replay.save(lost, prefix(lost, 0))
+    await replay.release(lost, "shutdown", failed=False)
+    await rewind(replay, 0)
+    assert (await replay.state()).counts == {"queued": 2, "open": 0}
+    assert (await replay.stats())["bytes"] == await payloads(replay) == 0
+    with pytest.raises(WrongTimeline):
+        await replay.save(lost, prefix(lost, 0))
+    await refit(replay, 0, [replica])
+    assert [lease.attempt for lease in await replay.lease(replica, 2)] == [2, 2]
+
+
+async def test_memory_a_prefix_is_replaced_and_freed_and_the_lease_counts_it(replay: ReplayClient) -> None:
+    await enqueue(replay, range(1))
+    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    held = (await replay.stats())["bytes"]
+    for length in (3, 9, 6):
+        await replay.save(lease, prefix(lease, 1, length))
+    assert await payloads(replay) == 1
+    assert (await replay.stats())["bytes"] == held
+    assert held >= len(prefix(lease, 1, 16).encode()) * 2
+    await push_all(replay, lease)
+    assert await payloads(replay) == 2
+
+
+async def test_a_shorter_prefix_changes_nothing(replay: ReplayClient) -> None:
+    await enqueue(replay, range(1))
+    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    await replay.save(lease, prefix(lease, 0, 6))
+    before = await contents(replay)
+    await replay.save(lease, prefix(lease, 0, 6))
+    await replay.save(lease, prefix(lease, 0, 2))
+    assert await contents(replay) == before
+    await replay.push(lease, make_trajectory(lease, 1))
+    before = await contents(replay)
+    await replay.save(lease, prefix(lease, 1, 9))  # its trajectory is in
+    assert await contents(replay) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"index": 2}, "index 2 of group"),
+        ({"versions": [0, 1]}, "the newest weights are 0"),
+        ({"attempt": 7}, "attempt 7"),
+    ],
+)
+async def test_a_prefix_that_can_not_be_is_refused(replay: ReplayClient, change: dict[str, Any], said: str) -> None:
+    await enqueue(replay, range(1))
+    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    before = await contents(replay)
+    saved = prefix(lease, change.get("index", 0), versions=change.get("versions"))
+    with pytest.raises(InvalidCall, match=said):
+        await replay.save(lease, dataclasses.replace(saved, attempt=change.get("attempt", 1)))
+    assert await contents(replay) == before
+
+
+async def test_law_3_completeness_of_a_group_passed_on_with_redundant_trajectories(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    await replay.open_run(dataclasses.replace(limits, redundant=2))
+    await enqueue(replay, range(1))
+    replica = await healthy_replica(replay)
+    (lost,) = await replay.lease(replica, 1)
+    await replay.push(lost, make_trajectory(lost, 3))
+    await score_all(replay)
+    await replay.push(lost, make_trajectory(lost, 1))
+    assert await replay.abandon(lost, 0, "cut off")
+    await replay.save(lost, prefix(lost, 2))
+    await replay.release(lost, "shutdown", failed=False)
+    (lease,) = await replay.lease(replica, 1)
+    assert (lease.missing, list(lease.prefixes), lease.count) == ((2,), [2], 4)
+    await replay.release(lease, "shutdown", failed=False)
+    await score_all(replay)  # the second score comes while nobody holds the group, and completes it
+    group = await group_of(replay, lost)
+    assert (group["state"], [t["index"] for t in group["trajectories"]]) == ("ready", [1, 3])
+    assert await replay.lease(replica, 1) == []
+    assert await payloads(replay) == 2
+    with pytest.raises(LeaseLost):
+        await replay.save(lease, prefix(lease, 2, 9))
+
+
+async def test_law_7_a_score_of_a_lost_lease_s_trajectory_counts(replay: ReplayClient) -> None:
+    await enqueue(replay, range(1))
+    replica = await healthy_replica(replay)
+    (lost,) = await replay.lease(replica, 1)
+    await replay.push(lost, make_trajectory(lost, 0))
+    (job,) = await replay.take_scoring("scorer", 1)
+    await replay.release(lost, "shutdown", failed=False)
+    await replay.score(job, Score("SCORED", 0.25))
+    (lease,) = await replay.lease(replica, 1)
+    assert lease.missing == (1,)
+    await push_all(replay, lease)
+    await score_all(replay)
+    assert [t["reward"] for t in (await group_of(replay, lease))["trajectories"]] == [0.25, 2.0]
