@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from headrace.config import Config
-from headrace.errors import ServiceError, WrongStep, WrongTimeline
+from headrace.errors import ReplayUnavailable, ServiceError, WrongStep, WrongTimeline
 from headrace.lineage import FOLDER
 from headrace.replay import ReplayClient
 from headrace.service import EXIT_STOPPED, bind, create_app, die_with_parent, serve_http, stop_on_signals
@@ -25,7 +25,7 @@ from services.trainer.metrics import Gauges, Journal
 from services.trainer.patience import Patience
 from services.trainer.prompts import Prompts
 from services.trainer.ranks import Ranks, join_ranks
-from services.trainer.start import Standing, take_up
+from services.trainer.start import Standing, lost_writes, take_up
 from services.trainer.threads import TorchThread
 from services.trainer.weight_sender import WeightSender
 from services.trainer.worker import Lead, Worker, dismiss, follow
@@ -104,8 +104,8 @@ async def _lead(config: Config, ranks: Ranks, makers: Makers) -> bool:
             await asyncio.to_thread(dismiss, ranks)
         except (WrongTimeline, WrongStep) as error:
             raise ServiceError(
-                f"the buffer goes another way than this trainer ({error}): another trainer has taken the run over, or the buffer "
-                "was emptied. Stop the other, or start this one again: it goes on from its last checkpoint"
+                f"the buffer goes another way than this trainer ({error}): another trainer has taken the run over. "
+                "Stop the other, or start this one again: it goes on from its last checkpoint"
             ) from error
     return finished
 
@@ -150,15 +150,27 @@ async def _train(
             phase,
             stop,
         )
-        if standing.refill:
-            again = await feeder.refill(standing.missing())
-            log.info("%d prompts that nothing was trained on are queued again", again)
-        feeding = asyncio.create_task(feeder.run())
         try:
-            return await Loop(config, tools, standing, feeding).run()
-        finally:
-            feeding.cancel()
-            await asyncio.wait([feeding])
+            return await _go_on(config, tools, standing)
+        except (WrongTimeline, WrongStep) as error:
+            if lost_writes(standing, await patience(replay.state)):
+                raise ReplayUnavailable(
+                    f"the buffer's server lost writes ({error}); start this trainer again: it goes on from its last checkpoint, and "
+                    "makes them good"
+                ) from error
+            raise
+
+
+async def _go_on(config: Config, tools: Tools, standing: Standing) -> bool:
+    if standing.refill:
+        again = await tools.feeder.refill(standing.missing())
+        log.info("%d prompts that nothing was trained on are queued again", again)
+    feeding = asyncio.create_task(tools.feeder.run())
+    try:
+        return await Loop(config, tools, standing, feeding).run()
+    finally:
+        feeding.cancel()
+        await asyncio.wait([feeding])
 
 
 def _feeder(config: Config, replay: ReplayClient, patience: Patience, standing: Standing, prompts: Prompts) -> Feeder:

@@ -67,6 +67,7 @@ class Standing:
     ended: Orders
     enqueued: int
     refill: bool
+    before: str  # the buffer's timeline until then
 
     def missing(self) -> Iterator[int]:
         """Places of the prompts that a refill queues again; those that the buffer holds after all change nothing."""
@@ -82,7 +83,8 @@ async def take_up(replay: ReplayClient, patience: Patience, checkpoints: Checkpo
             f"{checkpoints.path(checkpoint.version)} is of run {checkpoint.run_id!r}, not {run_id!r}; give run.id that name, or "
             "set checkpointing.checkpoint_dir to another folder"
         )
-    start = choose_start(checkpoint, await patience(replay.state))
+    found = await patience(replay.state)
+    start = choose_start(checkpoint, found)
     timeline = secrets.token_hex(8)
     ledger, ended = Ledger(), Ended()
     if checkpoint is not None:
@@ -106,4 +108,12 @@ async def take_up(replay: ReplayClient, patience: Patience, checkpoints: Checkpo
         ended=ended_orders,
         enqueued=run.enqueued,
         refill=run.refill,
+        before=found.timeline,
     )
+
+
+def lost_writes(standing: Standing, run: RunState) -> bool:
+    """Whether a buffer that refuses this trainer shows a past of it, or nothing at all: the server lost writes (a failover, a power cut,
+    an empty volume), which a new start makes good. Otherwise another trainer has taken the run over."""
+    untouched = run.committed < 0  # by any trainer: the first thing that each does commits version 0
+    return untouched or run.timeline in (standing.timeline, standing.before, *standing.ancestors)

@@ -21,7 +21,7 @@ from services.trainer.loop import check_batch
 from services.trainer.metrics import Gauges, Journal, Line, Timing, batch_metrics, sampling_metrics, surviving
 from services.trainer.patience import Patience
 from services.trainer.plot import draw_curve
-from services.trainer.start import Restore, Rewind, choose_start
+from services.trainer.start import Restore, Rewind, Standing, choose_start, lost_writes
 from services.trainer.validation import Tally, summarise
 from services.trainer.worker import Assignment, assign, law_broken
 
@@ -65,6 +65,27 @@ def test_start_restores_where_the_buffer_lost_writes(changes: dict[str, object],
 def test_start_refuses_a_run_whose_checkpoints_are_gone() -> None:
     with pytest.raises(ServiceError, match="has published version 4"):
         choose_start(None, run_state())
+
+
+@pytest.mark.parametrize(
+    ("changes", "lost"),
+    [
+        ({}, True),  # its own timeline, at an earlier step
+        ({"timeline": "before"}, True),  # its rewind is gone
+        ({"timeline": "line"}, True),  # so are those before it
+        ({"timeline": "fresh", "committed": -1, "next_step": 0}, True),  # an empty volume
+        ({"timeline": "other"}, False),
+        ({"timeline": "other", "committed": 0}, False),
+    ],
+)
+def test_a_buffer_that_lost_writes_is_told_from_one_that_another_trainer_took_over(
+    changes: dict[str, object], lost: bool
+) -> None:
+    standing = Standing(
+        version=4, timeline="now", ancestors=("first", "line"), incarnation="home", ledger=Ledger(), ended=Orders(),
+        enqueued=20, refill=False, before="before",
+    )  # fmt: skip
+    assert lost_writes(standing, run_state(**changes)) is lost
 
 
 DEMAND = Demand(ahead=6, total=100, trained=20)
