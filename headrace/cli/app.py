@@ -7,7 +7,7 @@ import traceback
 
 import typer
 
-from headrace.cli import acl, config, groups, model, options, service, status, up
+from headrace.cli import acl, config, groups, model, options, rewind, service, status, up
 from headrace.cli.lifecycle import EXIT_FAULT, EXIT_MUST_BE_MENDED
 from headrace.errors import HeadraceError
 
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.command(name="up")(up.up)
 app.command(name="status")(status.status)
+app.command(name="rewind")(rewind.rewind)
 service.add_to(app)
 app.add_typer(config.app, name="config")
 app.add_typer(groups.app, name="groups")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from headrace.cli import runs
 from headrace.cli.config import age_bound
 from headrace.cli.options import ConfigArgument, Overrides
 from headrace.cli.pipeline import Interrupted, Pipeline
+from headrace.cli.rewind import published
 from headrace.cli.view import LiveView, PlainView, View, summary
 from headrace.config import Config
 
@@ -75,5 +75,5 @@ def _view(console: Console) -> Iterator[View]:
 
 def newest_policy(checkpoints: Path) -> Path | None:
     """The Hugging Face checkpoint of the highest version that was published."""
-    steps = {int(m[1]): path for path in checkpoints.glob("step_*") if (m := re.fullmatch(r"step_(\d+)", path.name))}
+    steps = published(checkpoints)
     return steps[max(steps)] / "policy" if steps else None

@@ -93,6 +93,7 @@ async def test_a_restore_asks_for_a_refill_and_an_ordinary_rewind_does_not(repla
     assert not (await rewind(replay, 1)).refill
     state = await replay.restore(1, nonce(), nonce(), 3)
     assert state.refill
+    assert (await replay.state()).refill
     await replay.refilled(state.timeline)
     assert not (await replay.state()).refill
 
@@ -184,8 +185,10 @@ async def test_the_buffer_knows_which_timeline_made_a_version(replay: ReplayClie
     replica = await healthy_replica(replay)
     first = (await replay.state()).timeline
     batches = await train(replay, replica, range(3))
+    await rewind(replay, 2)
     state = await rewind(replay, 2)
     second = state.timeline
+    assert len(state.timelines) == 2  # one that nothing was trained on is no part of the history
     assert [state.timeline_of(version) for version in (1, 2, 3)] == [first, first, second]
     await refill(replay, batches[:2])
     await train(replay, replica, range(2, 5))
@@ -207,3 +210,18 @@ async def test_a_rewind_to_the_initial_model_takes_everything_back(replay: Repla
     assert await total(replay) == 6
     await train(replay, replica, range(3))
     assert some(await replay.state()) == {"trained": 6}
+
+
+async def test_law_6_liveness_retained_payloads_make_room_after_a_rewind_too(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    """Those of steps before the checkpoint are held on, and must not hold leases up."""
+    await tighten(replay, limits, retain_steps=4, max_age=0)
+    await enqueue(replay, range(GROUPS))
+    replica = await healthy_replica(replay)
+    await train(replay, replica, range(3))
+    await rewind(replay, 3)
+    await refit(replay, 3, [replica])
+    assert (await replay.stats())["bytes"] > 0
+    await tighten(replay, limits, retain_steps=4, max_age=0, max_bytes=1)
+    assert len(await replay.lease(replica, 1)) == 1

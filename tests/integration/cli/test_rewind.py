@@ -1,0 +1,103 @@
+"""`headrace rewind` on the folder of a run."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import runs
+from headrace.config import load
+from headrace.config.services import Checkpointing
+from services.trainer.checkpoint import Checkpoints, State
+
+CONFIG = "run: {id: adder, dir: elsewhere}\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run that was up, in a folder of runs that was moved since."""
+    path = tmp_path / "runs" / "adder"
+    path.mkdir(parents=True)
+    (path / runs.SAVED).write_text(CONFIG)
+    return path
+
+
+@pytest.fixture
+def checkpoints(folder: Path) -> Checkpoints:
+    checkpoints = Checkpoints(folder / "checkpoints", Checkpointing(keep_top_k=None))
+    for version in (2, 4, 6, 10):
+        (checkpoints.begin(version) / "weights").write_text(f"weights {version}")
+        checkpoints.publish(State(version=version, timeline="t", cursor=0, run_id="adder"), {})
+    return checkpoints
+
+
+def rewind(folder: Path, *args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "headrace.cli", "rewind", *map(str, args), "--dir", str(folder.parent)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def refused(folder: Path, *args: object) -> str:
+    done = rewind(folder, *args)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_newer_checkpoints_are_set_aside_and_none_is_lost(folder: Path, checkpoints: Checkpoints) -> None:
+    before = {name: data for name, data in everything(folder / "checkpoints").items()}
+    (checkpoints.path(8)).mkdir()  # half a copy: it would be in the way when version 8 is published again
+    done = rewind(folder, "adder", 4)
+    assert done.returncode == 0, done.stderr
+    assert "goes on from checkpoint 4" in done.stdout
+    assert checkpoints.published() == [2, 4]
+    (aside,) = (folder / "checkpoints").glob("set-aside-*")
+    assert sorted(path.name for path in aside.iterdir()) == ["WHY.txt", "step_10", "step_6", "step_8"]
+    why = (aside / "WHY.txt").read_text()
+    assert "set back to checkpoint 4" in why
+    assert "6, 8, 10" in why
+    after = everything(folder / "checkpoints")
+    assert {name.removeprefix(f"{aside.name}/"): data for name, data in after.items() if "WHY" not in name} == before
+    # the next writer of checkpoints leaves them alone, and may publish those versions again
+    checkpoints.begin(6)
+    checkpoints.publish(State(version=6, timeline="u", cursor=0, run_id="adder"), {})
+    assert checkpoints.published() == [2, 4, 6]
+    assert (aside / "step_6" / "weights").read_text() == "weights 6"
+
+
+def test_a_rewind_to_the_newest_changes_nothing(folder: Path, checkpoints: Checkpoints) -> None:
+    before = everything(folder / "checkpoints")
+    done = rewind(folder, "adder", 10)
+    assert done.returncode == 0
+    assert "is the newest already" in done.stdout
+    assert everything(folder / "checkpoints") == before
+
+
+def test_what_can_not_be_done_is_refused_and_nothing_is_moved(folder: Path, checkpoints: Checkpoints) -> None:
+    before = everything(folder / "checkpoints")
+    assert "no checkpoint of version 5: 2, 4, 6, 10" in refused(folder, "adder", 5)
+    assert "give run.id another name" in refused(folder, "adder", 0)
+    assert "holds no run 'subtracter' (adder); --dir" in refused(folder, "subtracter", 4)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "run adder is already up" in refused(folder, "adder", 4)
+    assert everything(folder / "checkpoints") == before
+
+
+def test_the_checkpoints_are_where_the_configuration_says(
+    folder: Path, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    shutil.move(folder / "checkpoints", tmp_path / "big disk")
+    config = load(folder / runs.SAVED, [f"checkpointing.checkpoint_dir={tmp_path}/big disk"], environ={})
+    runs.save(config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder.parent)})}))
+    assert rewind(folder, "adder", 2).returncode == 0
+    assert Checkpoints(tmp_path / "big disk", Checkpointing()).published() == [2]
