@@ -43,6 +43,8 @@ PHASE_DEADLINE_S = 240.0
 END_DEADLINE_S = 240.0
 _HOSTS = {"replay": 4, "reward": 5, "environment": 6, "rollout-1": 7, "rollout-2": 8, "trainer": 9}
 _LATE = "rollout-2"
+_EXITS = (1, 75)  # something to mend, or the buffer is away
+_MOST_CRASHES = 3
 _DISK = "size=128m"
 _HTTP = 8390
 
@@ -343,7 +345,15 @@ class Driver:
         """Keep what checkpoints say beside their weights: retention removes the folders."""
         while True:
             self._take_stock()
+            self._check_exits()
             await asyncio.sleep(0.05)
+
+    def _check_exits(self) -> None:
+        """A service that ends by itself again and again will not get better."""
+        for name, process in self._all():
+            bad = [exit_ for exit_ in process.exits if not exit_.by_us and exit_.code not in (0, *_EXITS)]
+            if len(bad) >= _MOST_CRASHES:
+                raise ChaosError(f"{name} crashed {len(bad)} times, last with {bad[-1].code}: {bad[-1].last_words}")
 
     def _take_stock(self) -> None:
         for folder in self._checkpoints.glob("step_*"):

@@ -24,7 +24,8 @@ from tests.chaos.plan import Phase
 
 @dataclasses.dataclass(frozen=True)
 class Glance:
-    """The buffer at one moment. `trained`: the highest step whose metrics were published, -1 before any."""
+    """The buffer at one moment. `leases`: groups that a replica generates; `scoring`: trajectories that a scorer has.
+    `trained`: the highest step whose metrics were published, -1 before any."""
 
     timeline: str
     incarnation: str
@@ -80,16 +81,16 @@ class Buffer:
         timeline, incarnation = fields[0].decode(), fields[1].decode()
         base = f"{self.key}:{incarnation}:"
         pipe = self._redis.pipeline(transaction=False)
-        pipe.zcard(base + "leases").zcard(base + "taken").hget(base + "epoch", "state")
+        pipe.zcard(base + "leases").zcard(base + "orphans").zcard(base + "taken").hget(base + "epoch", "state")
         pipe.xrevrange(f"{self.key}:metrics", count=8)
-        leases, scoring, epoch, metrics = await pipe.execute()
+        open_, orphans, scoring, epoch, metrics = await pipe.execute()
         trained = [int(entry[b"step"]) for _, entry in metrics if entry[b"kind"] == b"train"]
         return Glance(
             timeline,
             incarnation,
             int(fields[2]),
             int(fields[3]),
-            leases,
+            open_ - orphans,
             scoring,
             (epoch or b"").decode(),
             trained[0] if trained else -1,
