@@ -7,7 +7,7 @@ import traceback
 
 import typer
 
-from headrace.cli import acl, config, groups, model, options, rewind, service, status, up
+from headrace.cli import acl, config, groups, model, options, replay_step, rewind, service, status, up
 from headrace.cli.lifecycle import EXIT_FAULT, EXIT_MUST_BE_MENDED
 from headrace.errors import HeadraceError
 
@@ -24,6 +24,7 @@ app.command(name="rewind")(rewind.rewind)
 service.add_to(app)
 app.add_typer(config.app, name="config")
 app.add_typer(groups.app, name="groups")
+app.command(name="replay-step")(replay_step.replay_step)
 app.command(name="model")(model.make)
 app.command(name="acl")(acl.acl)
 

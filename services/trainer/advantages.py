@@ -6,10 +6,12 @@ deviation of rounding errors in a group of equal rewards, and dividing by it tur
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
-from headrace.config.algorithm import RewardScaling
+from headrace.config.algorithm import GRPO, RewardScaling
 
 Float64 = npt.NDArray[np.float64]
 
@@ -22,6 +24,15 @@ def scale_rewards(rewards: Float64, scaling: RewardScaling) -> Float64:
         scaling.source_max - scaling.source_min
     )
     return scaling.target_min + share * (scaling.target_max - scaling.target_min)
+
+
+def batch_advantages(rewards: Sequence[float], groups: int, grpo: GRPO) -> list[float]:
+    """Of a batch of `groups` groups of equal size, one after the other, as the configuration says."""
+    scaled = scale_rewards(np.array(rewards, dtype=np.float64), grpo.reward_scaling)
+    advantages = group_advantages(
+        scaled.reshape(groups, -1), leave_one_out=grpo.use_leave_one_out_baseline, normalize=grpo.normalize_rewards
+    )
+    return [float(a) for a in advantages.ravel()]
 
 
 def group_advantages(rewards: Float64, *, leave_one_out: bool, normalize: bool) -> Float64:

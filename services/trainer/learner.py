@@ -72,20 +72,18 @@ class Learner:
         Raises `ServiceError` naming rank and sample index, with weights, optimizer and `version` as they were, for samples
         that can't be trained on and for a loss or gradient that is not finite.
         """
-        self._refuse(self._problems(samples))
-        tokens, valid = self._totals([sum(s.weight for s in samples), sum(s.loss_multiplier for s in samples)])
-        means, extremes = self._accumulate(samples, tokens)
-        norm = self._gradient_norm()
-        if not (math.isfinite(means["loss"]) and math.isfinite(norm)):
-            self._optimizer.zero_grad()
-            raise self._diagnosis(samples, means["loss"], norm, tokens)
-        self._clip(norm)
+        metrics = self._gradients(samples)
+        self._clip(metrics["grad_norm"])
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.version += 1
-        lr = self._optimizer.param_groups[0]["lr"]
-        counts = {"total_valid_tokens": tokens, "num_valid_samples": valid}
-        return {**means, **extremes, "grad_norm": norm, "lr": lr, **counts}
+        return metrics
+
+    def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """The metrics that `step` would return; weights, optimizer and `version` stay as they are. Raises as `step` does."""
+        metrics = self._gradients(samples)
+        self._optimizer.zero_grad()
+        return metrics
 
     def probe(self, token_ids: Int32) -> Float32:
         """Log-probabilities [L - 1] of `token_ids[1:]` given what precedes each, at temperature 1, under the weights as they are."""
@@ -146,6 +144,19 @@ class Learner:
             set_optimizer_state_dict(self._policy.model, self._optimizer, state["optimizer"])  # type: ignore[arg-type]
             for group in self._optimizer.param_groups:  # the configuration may have changed since
                 group.update(self._config.policy.optimizer.kwargs.model_dump())
+
+    def _gradients(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Gradients of the loss on every parameter, not clipped; the metrics of the step they are for."""
+        self._refuse(self._problems(samples))
+        tokens, valid = self._totals([sum(s.weight for s in samples), sum(s.loss_multiplier for s in samples)])
+        means, extremes = self._accumulate(samples, tokens)
+        norm = self._gradient_norm()
+        if not (math.isfinite(means["loss"]) and math.isfinite(norm)):
+            self._optimizer.zero_grad()
+            raise self._diagnosis(samples, means["loss"], norm, tokens)
+        lr = self._optimizer.param_groups[0]["lr"]
+        counts = {"total_valid_tokens": tokens, "num_valid_samples": valid}
+        return {**means, **extremes, "grad_norm": norm, "lr": lr, **counts}
 
     def _accumulate(self, samples: Sequence[Sample], tokens: float) -> tuple[dict[str, float], dict[str, float]]:
         """Gradients of the global loss on every parameter; global means and extremes."""

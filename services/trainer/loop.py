@@ -14,15 +14,13 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal, Protocol, TypeVar
 
-import numpy as np
-
 from headrace.config import Config
 from headrace.errors import SamplingStarved, ServiceError
 from headrace.replay import End, ReplayClient, Replica, Reservation, Waiting
 from headrace.trajectory import Float32, Group, Int32
 from headrace.weights.probe import choose_token_ids
 from services.trainer import decisions
-from services.trainer.advantages import group_advantages, scale_rewards
+from services.trainer.advantages import batch_advantages
 from services.trainer.checkpoint import ENDED, TRAINED, Checkpoints, State
 from services.trainer.decisions import Action, Plan, Retry, RunningValidation, View
 from services.trainer.feeder import Feeder
@@ -204,7 +202,7 @@ class Loop:
         check_batch(reservation, groups, self._config.grpo.num_prompts_per_step)
         shares = assign(
             reservation,
-            self._advantages(reservation),
+            batch_advantages([t.reward for t in reservation.trajectories], len(groups), self._config.grpo),
             [group.loss_multiplier for group in groups for _ in range(group.n)],
             self._tools.lead.ranks,
         )
@@ -240,16 +238,6 @@ class Loop:
         self._step_began = self._tools.clock()
         self._healthy_at = self._step_began
         self._seconds.clear()
-
-    def _advantages(self, reservation: Reservation) -> list[float]:
-        grpo = self._config.grpo
-        rewards = np.array([t.reward for t in reservation.trajectories], dtype=np.float64)
-        advantages = group_advantages(
-            scale_rewards(rewards, grpo.reward_scaling).reshape(len(reservation.groups), -1),
-            leave_one_out=grpo.use_leave_one_out_baseline,
-            normalize=grpo.normalize_rewards,
-        )
-        return [float(a) for a in advantages.ravel()]
 
     async def _checkpoint(self) -> None:
         """Publish, then let the buffer forget what led here: in this order nothing is lost, whatever dies in between."""

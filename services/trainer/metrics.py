@@ -117,7 +117,12 @@ class Journal:
 
     def read(self) -> list[Line]:
         """Raises `ServiceError` naming the first line that is not one of ours."""
-        return list(_parse(self.path))
+        return read_journal(self.path)
+
+
+def read_journal(path: Path) -> list[Line]:
+    """What a trainer, perhaps one at work, has written; none where there is no such file. Raises as `Journal.read` does."""
+    return list(_parse(path))
 
 
 def _cut_torn_line(path: Path) -> None:
@@ -133,7 +138,8 @@ def _cut_torn_line(path: Path) -> None:
 def _parse(path: Path) -> Iterator[Line]:
     if not path.exists():
         return
-    for number, text in enumerate(path.read_text().splitlines(), start=1):
+    whole, _, _ = path.read_text().rpartition("\n")  # a writer may be in the middle of the last line
+    for number, text in enumerate(whole.splitlines(), start=1):
         try:
             fields: dict[str, Any] = json.loads(text)
             yield Line(**fields)

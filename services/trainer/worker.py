@@ -112,6 +112,11 @@ class Worker:
         all_truncated, all_masked = self._ranks.sum([truncated, masked])
         return {**metrics, "truncated": all_truncated, "masked_tokens": all_masked}
 
+    def evaluate(self, step: int, share: Sequence[Assignment]) -> dict[str, float]:
+        """The metrics that the learner would give for `step` on one rank; nothing is trained."""
+        samples, _, _ = self._samples(step, share)
+        return self.learner.evaluate(samples)
+
     def origins(self) -> dict[str, list[Origin]]:
         """Where the trajectories of the newest step come from, by group; on rank 0 those of all ranks, elsewhere the rank's own."""
         by_group: dict[str, list[Origin]] = {}

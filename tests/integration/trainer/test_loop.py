@@ -19,6 +19,7 @@ import pytest
 from loop_fleet import SmallReplica, repeated, running, score_all
 
 from headrace.config import Config
+from headrace.lineage import FOLDER, LineageFiles, timeline_of
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.wire import open_redis
 from headrace.service import EXIT_STOPPED
@@ -154,7 +155,26 @@ def check_history(trainer: Trainer, steps: int = STEPS) -> list[str]:
     state = checkpoints.state(checkpoints.newest() or 0)
     assert state.version == steps
     assert len(Orders.decode(checkpoints.file(state.version, TRAINED))) == len(groups)
+    check_lineage(trainer, ledger, {line.step: line.timeline for line in train})
     return groups
+
+
+def check_lineage(trainer: Trainer, ledger: dict[int, list[str]], timelines: dict[int, str]) -> None:
+    """Every trajectory that the surviving weights were trained on says where it comes from, in the words of the other records."""
+    files = LineageFiles(trainer.config.checkpoint_folder / FOLDER)
+    assert [step for step, _ in files.files()] == sorted(ledger)
+    changes = files.timelines()
+    for step, groups in ledger.items():
+        trained = files.read(step)
+        assert [group.group for group in trained] == groups
+        for group in trained:
+            assert (group.step, group.timeline) == (step, timelines[step])
+            assert [origin.index for origin in group.trajectories] == [0, 1]
+            for origin in group.trajectories:
+                assert origin.reward is not None
+                (written,) = origin.ranges
+                assert (written.start, written.end) == (0, origin.tokens)
+                assert written.timeline == timelines.get(written.version - 1) == timeline_of(changes, written.version)
 
 
 async def installed(replica: SmallReplica, version: int) -> None:

@@ -1,0 +1,107 @@
+"""A trained step once more: its loss recomputed from the checkpoint it started from and the trajectories that the buffer retained.
+
+A step draws no numbers, so what is recomputed is what was logged, to rounding. A difference says that the checkpoint, the trajectories,
+the configuration or the program are not those that the step was trained with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.config import Config
+from headrace.errors import ServiceError
+from headrace.lineage import FOLDER, LineageFiles
+from headrace.replay import ReplayClient, Reservation
+from headrace.trajectory import Group, Score, Trajectory
+from services.trainer.advantages import batch_advantages
+from services.trainer.checkpoint import Checkpoints
+from services.trainer.loop import check_batch
+from services.trainer.metrics import Line, read_journal, surviving
+from services.trainer.ranks import Ranks
+from services.trainer.worker import Worker, assign
+
+COMPARED = ("loss", "grad_norm", "reward")
+# Differences count in proportion to what was logged, but not to less than this: the loss of an on-policy step is about 0.
+SMALLEST = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """Of each of `COMPARED`: (name, as it was logged, as it was recomputed)."""
+
+    step: int
+    weights: str
+    groups: int
+    trajectories: int
+    values: tuple[tuple[str, float, float], ...]
+
+    def differing(self, tolerance: float) -> list[str]:
+        return [
+            name for name, logged, now in self.values if not abs(now - logged) <= tolerance * max(abs(logged), SMALLEST)
+        ]
+
+
+async def main(config: Config, replay: ReplayClient, step: int) -> Replayed:
+    """Recompute step `step`. Raises `ServiceError` saying what is missing and which steps can be replayed."""
+    checkpoints = Checkpoints(config.checkpoint_folder, config.checkpointing)
+    lines = {
+        line.step: line for line in surviving(read_journal(config.run_folder / "metrics.jsonl")) if line.kind == "train"
+    }
+    held, reservation = await replay.held_batch(step)
+    # version 0 is the initial model, which needs no checkpoint
+    versions = {0, *checkpoints.published()}
+    if reservation is None or step not in lines or step not in versions:
+        raise ServiceError(_missing(step, set(held), set(lines), versions))
+    _check_history(config, lines[step], reservation)
+    groups = await replay.read_groups(reservation.groups)
+    check_batch(reservation, groups, config.grpo.num_prompts_per_step)
+    keys = [t.key for t in reservation.trajectories]
+    payloads = dict(zip(keys, await replay.read(keys), strict=True))
+    checkpoint = checkpoints.path(step) if step in checkpoints.published() else None
+    now = _recompute(config, checkpoint, reservation, groups, payloads)
+    logged = lines[step].metrics
+    return Replayed(
+        step=step,
+        weights=str(checkpoint or config.policy.model_name),
+        groups=len(groups),
+        trajectories=len(keys),
+        values=tuple((name, logged[name], now[name]) for name in COMPARED),
+    )
+
+
+def _recompute(
+    config: Config,
+    checkpoint: Path | None,
+    reservation: Reservation,
+    groups: Sequence[Group],
+    payloads: dict[str, tuple[Trajectory, Score]],
+) -> dict[str, float]:
+    rewards = [t.reward for t in reservation.trajectories]
+    multipliers = [group.loss_multiplier for group in groups for _ in range(group.n)]
+    (share,) = assign(reservation, batch_advantages(rewards, len(groups), config.grpo), multipliers, 1)
+    worker = Worker(config, Ranks(0, 1), lambda keys: [payloads[key] for key in keys])
+    worker.load(None if checkpoint is None else str(checkpoint))
+    return {**worker.evaluate(reservation.step, share), "reward": sum(rewards) / len(rewards)}
+
+
+def _missing(step: int, held: set[int], logged: set[int], versions: set[int]) -> str:
+    if step not in logged:
+        why = f"step {step} is not among the steps that the newest weights were trained by"
+    elif step not in held:
+        why = f"the buffer no longer holds the trajectories of step {step} (it keeps those of the newest replay.retain_steps steps)"
+    else:
+        why = f"there is no checkpoint of version {step}, the weights that step {step} started from (see checkpointing.save_period)"
+    can = sorted(held & logged & versions)
+    return f"{why}; steps that can be replayed: {', '.join(map(str, can)) or 'none'}"
+
+
+def _check_history(config: Config, line: Line, reservation: Reservation) -> None:
+    """What was logged and what is held are of one and the same step."""
+    trained = LineageFiles(config.checkpoint_folder / FOLDER).read(line.step)
+    if [group.group for group in trained] != list(reservation.groups) or trained[0].timeline != line.timeline:
+        raise ServiceError(
+            f"step {line.step} was trained on timeline {line.timeline}, and the buffer holds another batch of that step: a rewind took "
+            "it back. Take the run up again, and it will be trained anew"
+        )
