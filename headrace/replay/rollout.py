@@ -53,7 +53,9 @@ class RolloutCalls(ChannelCalls):
         entries = reply[4:]
         records = await self._fetch([entry[1] for entry in entries])
         leases = []
-        begun = await self._begun([(entry[2], index, key) for entry in entries for index, key in pairs(entry[7])])
+        begun = await self._begun(
+            [(entry[0], entry[2], index, key) for entry in entries for index, key in pairs(entry[7])]
+        )
         for (group_id, _, token, attempt, ticket, count, missing, _), record in zip(entries, records, strict=True):
             if record is None:  # dropped since: the lease is void
                 continue
@@ -78,16 +80,23 @@ class RolloutCalls(ChannelCalls):
             leases.append(lease)
         return leases
 
-    async def _begun(self, saved: Sequence[tuple[bytes, int, bytes]]) -> dict[bytes, dict[int, Trajectory]]:
-        """By token and index, from (token, index, payload key). One that was freed or can't be read is left out: it starts over."""
+    async def _begun(self, saved: Sequence[tuple[bytes, bytes, int, bytes]]) -> dict[bytes, dict[int, Trajectory]]:
+        """By token and index, from (group id, token, index, payload key). One that was freed or can't be read is left out: it
+        starts over."""
         begun: dict[bytes, dict[int, Trajectory]] = {}
-        payloads = await self._in_batches(self._fetch, [key for _, _, key in saved])
-        for (token, index, key), payload in zip(saved, payloads, strict=True):
+        payloads = await self._in_batches(self._fetch, [entry[3] for entry in saved])
+        for (group_id, token, index, key), payload in zip(saved, payloads, strict=True):
+            if payload is None:
+                continue
             try:
-                if payload is not None:
-                    begun.setdefault(token, {})[index] = Trajectory.decode(payload)
+                prefix = Trajectory.decode(payload)
             except CodecError as error:
                 log.warning("a saved trajectory (%r) can't be gone on from: %s", key, error)
+                continue
+            if (prefix.group_id, prefix.index) == (group_id.decode(), index):
+                begun.setdefault(token, {})[index] = prefix
+            else:
+                log.warning("a saved trajectory (%r) is of another: %s[%d]", key, prefix.group_id, prefix.index)
         return begun
 
     async def push(self, lease: Lease, trajectory: Trajectory) -> None:

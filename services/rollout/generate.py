@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.errors import HeadraceError
 from headrace.replay import Lease
-from headrace.trajectory import Group, Sampling, Span, Trajectory
+from headrace.trajectory import FinishReason, Group, Sampling, Trajectory
+from services.rollout.sampled import GenerationError, Labels, Sampled, end_at_stop
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -20,8 +22,16 @@ if TYPE_CHECKING:
 _CONTEXT_TOKENS = 5  # vLLM's own detokenizer looks back as far
 
 
-class GenerationError(HeadraceError):
-    """The engine gave something that is no trajectory; the attempt at the group has failed."""
+class Interrupted(GenerationError):
+    """The request was aborted by its own side; what it had sampled is saved."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Saver:
+    """Where an unfinished trajectory is saved: each time it has grown by `every` tokens (None: never), and when it is aborted."""
+
+    every: int | None
+    save: Callable[[Trajectory], Awaitable[None]]
 
 
 def prompt_problem(group: Group, context: int) -> str | None:
@@ -35,45 +45,111 @@ def prompt_problem(group: Group, context: int) -> str | None:
     return None
 
 
-async def generate(engine: AsyncLLM, lease: Lease, index: int, replica: str) -> Trajectory:
-    """Sample trajectory `index` of the lease's group. Cancelling it aborts the request in the engine.
+def request_id(lease: Lease, index: int) -> str:
+    """What the engine knows the trajectory by."""
+    return f"{lease.token}-{index}"
 
-    Raises `GenerationError` if the request ended without being finished or its tokens are not from known weights, and vLLM's
-    own errors (`EngineDeadError`, or a `VLLMClientError` for a request that it refuses).
+
+async def generate(engine: AsyncLLM, lease: Lease, index: int, replica: str, saver: Saver | None = None) -> Trajectory:
+    """Sample trajectory `index` of the lease's group, going on from what another replica has sampled of it (`lease.prefixes`).
+    Cancelling it aborts the request in the engine.
+
+    Raises `GenerationError` if the request ended without being finished or its tokens are not from known weights (`Interrupted` if it
+    was aborted and there is a `saver`), what `saver.save` raises, and vLLM's own errors (`EngineDeadError`, or a `VLLMClientError` for
+    a request that it refuses).
     """
     from vllm.inputs.engine import tokens_input
 
     began = time.monotonic()
-    prompt = lease.group.prompt_token_ids.tolist()
-    params = sampling_params(lease.group.sampling, index)
-    # FINAL_ONLY: one output, the finished one
-    outputs = [
-        final.outputs[0] async for final in engine.generate(tokens_input(prompt), params, f"{lease.token}-{index}")
+    sampled = Sampled(lease, index, replica)
+    prompt = [*lease.group.prompt_token_ids.tolist(), *sampled.ids]
+    every = saver.every if saver else None
+    params = sampling_params(lease.group.sampling, index, begun=sampled.begun, every=every)
+    request = request_id(lease, index)
+    saved = 0
+
+    def record(labels: Labels, finish: FinishReason, text: str, length: int) -> Trajectory:
+        return sampled.record(labels, finish, text, time.monotonic() - began, length)
+
+    # closed at once when saving fails, so that the request does not run on
+    async with contextlib.aclosing(engine.generate(tokens_input(prompt), params, request)) as outputs:
+        async for output in outputs:
+            completion = output.outputs[0]
+            sampled.add(completion)
+            if output.finished:
+                labels: Labels = [(span.version, span.start) for span in completion.weight_versions or ()]
+                if completion.finish_reason == "abort" and saver is not None:
+                    if sampled.new:
+                        await saver.save(record(labels, "length", "", sampled.begun + sampled.new))
+                    raise Interrupted(f"trajectory {index}: aborted after {sampled.new} tokens")
+                return _finished(engine, lease, index, sampled, completion, labels, record)
+            if saver is not None and every is not None and sampled.new - saved >= every:
+                labels = _labels(engine, request)
+                if labels:  # none: it has ended meanwhile
+                    saved = sampled.new
+                    await saver.save(record(labels, "length", "", sampled.begun + sampled.new))
+    raise GenerationError(f"trajectory {index}: the engine gave no output")
+
+
+def _labels(engine: AsyncLLM, request: str) -> Labels:
+    """The weights of a running request's tokens, as the engine will report them in the end."""
+    processor = engine.output_processor
+    return [
+        label
+        for internal in processor.external_req_ids.get(request, ())
+        if internal in processor.request_states
+        for label in processor.request_states[internal].weight_version_starts
     ]
-    if not outputs:
-        raise GenerationError(f"trajectory {index}: the engine gave no output")
-    output = outputs[-1]
-    text = output.text if params.detokenize else detokenize(engine.renderer.get_tokenizer(), prompt, output.token_ids)
-    return trajectory(lease, index, output, replica, text, time.monotonic() - began)
 
 
-def sampling_params(sampling: Sampling, index: int) -> SamplingParams:
-    """vLLM's parameters for trajectory `index`: the sampled token's log-probability alone, and one output at the end."""
+def _finished(
+    engine: AsyncLLM,
+    lease: Lease,
+    index: int,
+    sampled: Sampled,
+    output: CompletionOutput,
+    labels: Labels,
+    record: Callable[[Labels, FinishReason, str, int], Trajectory],
+) -> Trajectory:
+    """The end token belongs to the completion's ids, not to its text."""
+    finish = output.finish_reason
+    if finish != "stop" and finish != "length":
+        raise GenerationError(f"trajectory {index}: the engine ended it with {finish!r}")
+    ids, stops = sampled.ids, lease.group.sampling.stop_strings
+    tokenizer, prompt = engine.renderer.get_tokenizer(), lease.group.prompt_token_ids.tolist()
+    if stops and sampled.begun:
+        length, text = end_at_stop(lambda part: detokenize(tokenizer, prompt, part), ids, sampled.begun, stops)
+        return record(labels, "stop" if length < len(ids) else finish, text, length)
+    text = sampled.text if stops else detokenize(tokenizer, prompt, ids)
+    return record(labels, finish, text, len(ids))
+
+
+def sampling_params(sampling: Sampling, index: int, *, begun: int = 0, every: int | None = None) -> SamplingParams:
+    """vLLM's parameters for trajectory `index`, of which `begun` tokens are there: the sampled token's log-probability alone, and one
+    output at the end, or one for each `every` tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         temperature=sampling.temperature,
-        max_tokens=sampling.max_new_tokens,
+        max_tokens=sampling.max_new_tokens - begun,
         stop_token_ids=list(sampling.stop_token_ids),
         stop=list(sampling.stop_strings),
-        seed=None if sampling.seed is None else sampling.seed + index,
+        seed=_seed(sampling.seed, index, begun),
         logprobs=0,
         flat_logprobs=True,
         # text token by token, at twice the cost of all else in this process, is needed only to find stop strings in it
         detokenize=bool(sampling.stop_strings),
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.FINAL_ONLY if every is None else RequestOutputKind.DELTA,
+        stream_interval=every,
     )
+
+
+def _seed(seed: int | None, index: int, begun: int) -> int | None:
+    """What goes on draws other numbers than what was there began with."""
+    if seed is None or not begun:
+        return None if seed is None else seed + index
+    return int(np.random.SeedSequence([seed + index, begun]).generate_state(1)[0])
 
 
 def detokenize(tokenizer: Any, prompt: Sequence[int], completion: Sequence[int]) -> str:
@@ -87,41 +163,3 @@ def detokenize(tokenizer: Any, prompt: Sequence[int], completion: Sequence[int])
         for ids in (context, [*context, *completion])
     )
     return str(whole[len(lead) :])
-
-
-def trajectory(
-    lease: Lease, index: int, output: CompletionOutput, replica: str, text: str, seconds: float
-) -> Trajectory:
-    """The record of a finished completion. The end token belongs to the completion's ids, not to its text."""
-    ids = np.asarray(output.token_ids, dtype=np.int32)
-    where = f"trajectory {index}"
-    if output.finish_reason not in ("stop", "length"):
-        raise GenerationError(f"{where}: the engine ended it with {output.finish_reason!r}")
-    # one sampled token a position, so the flat lists are in step with the ids
-    if output.logprobs is None or output.logprobs.token_ids != ids.tolist():
-        raise GenerationError(f"{where}: log-probabilities are not of the {ids.size} sampled tokens")
-    record = Trajectory(
-        group_id=lease.group.id,
-        attempt=lease.attempt,
-        index=index,
-        prompt_token_ids=lease.group.prompt_token_ids,
-        completion_token_ids=ids,
-        logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
-        loss_mask=np.ones(ids.size, dtype=np.uint8),
-        spans=_spans(output, where),
-        finish_reason=output.finish_reason,
-        text=text,
-        replica=replica,
-        turns=((0, ids.size),),
-        timings={"generate_s": seconds},
-    )
-    record.check()
-    return record
-
-
-def _spans(output: CompletionOutput, where: str) -> tuple[Span, ...]:
-    """Law 2 counts age by these, so a token whose weights have no version never leaves the replica."""
-    labels = output.weight_versions or []
-    if not labels or not all(span.version.isdecimal() for span in labels):
-        raise GenerationError(f"{where}: sampled from weights that no refit has named ({labels})")
-    return tuple(Span(int(span.version), span.start, span.end) for span in labels)

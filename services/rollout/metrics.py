@@ -41,6 +41,14 @@ class RolloutMetrics(Collector):
                 yield GaugeMetricFamily(f"headrace_rollout_{name}", text, value=value)
         yield CounterMetricFamily("headrace_rollout_tokens", "Tokens of trajectories handed in", value=status.tokens)
         yield CounterMetricFamily("headrace_rollout_trajectories", "Trajectories handed in", value=status.trajectories)
+        yield CounterMetricFamily(
+            "headrace_rollout_saves", "Times an unfinished trajectory was saved", value=status.saves
+        )
+        yield CounterMetricFamily(
+            "headrace_rollout_tokens_taken_over",
+            "Tokens of trajectories handed in that another replica had sampled",
+            value=status.tokens_taken_over,
+        )
         for name, text, counts in (
             ("groups", "Leases, by how they ended", status.groups),
             ("refits", "Refits taken part in, by outcome", status.refits),

@@ -21,13 +21,17 @@ from headrace.replay import Epoch, HeartbeatReply, Lease, ReplayClient, ReplicaS
 from headrace.trajectory import Trajectory
 from services.rollout import decisions
 from services.rollout.decisions import Abort, Acknowledge, Action, LeaseGroups, Reenter, Situation, TakePart
-from services.rollout.generate import GenerationError, generate, prompt_problem
+from services.rollout.generate import Interrupted, Saver, generate, prompt_problem, request_id
+from services.rollout.sampled import GenerationError
 from services.rollout.weight_receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 log = logging.getLogger(__name__)
+
+# For a replica that leaves to save what it has begun: well within the time that a process is given to stop.
+_PARTING_S = 5.0
 
 
 T = TypeVar("T")
@@ -49,6 +53,8 @@ class Status:
     torn: str | None = None  # why the engine is paused without whole, proved weights
     tokens: int = 0
     trajectories: int = 0
+    saves: int = 0
+    tokens_taken_over: int = 0
     groups: Counter[str] = dataclasses.field(default_factory=Counter)
     refits: Counter[str] = dataclasses.field(default_factory=Counter)
 
@@ -83,13 +89,14 @@ class Worker:
         # closed while the engine may compute with weights that are not verified: nothing that it samples then is pushed
         self._proved = asyncio.Event()
         self._proved.set()
+        self._leaving = False
 
     @property
     def held(self) -> frozenset[str]:
         return frozenset(self._groups)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop`: then leave the fleet and hand every lease back, without costing it an attempt.
+        """Until `stop`: then leave the fleet and hand every lease back, with what was begun, without costing it an attempt.
 
         Raises vLLM's `EngineDeadError`, and `ServiceError` when the engine hangs. An unreachable buffer is waited for.
         """
@@ -232,8 +239,10 @@ class Worker:
                 await self._retry(partial(self._replay.reject, lease, problem))
             else:
                 async with asyncio.TaskGroup() as trajectories:
-                    for index in range(lease.count):
+                    for index in lease.missing:
                         trajectories.create_task(self._generate_one(lease, index))
+                if self._leaving:
+                    outcome = "returned"
         except Fenced as refusal:
             outcome = "lost"
             log.info("group %s: %s", lease.group.id, refusal)
@@ -269,20 +278,32 @@ class Worker:
         return "rejected" if refused else "failed"
 
     async def _generate_one(self, lease: Lease, index: int) -> None:
+        if self._leaving:
+            return
+        saver = Saver(self._config.rollout.save_partial_tokens, partial(self._save, lease))
         try:
-            trajectory = await generate(self._engine, lease, index, self.replica)
+            trajectory = await generate(self._engine, lease, index, self.replica, saver)
         except GenerationError as error:
+            if self._leaving and isinstance(error, Interrupted):
+                return
             log.warning("group %s: %s", lease.group.id, error)
             if not await self._retry(partial(self._replay.abandon, lease, index, str(error))):
                 raise _GaveUp from error
             return
         await self._proved.wait()
         await self._retry(partial(self._replay.push, lease, trajectory))
-        self._count(trajectory)
-
-    def _count(self, trajectory: Trajectory) -> None:
         self.status.trajectories += 1
-        self.status.tokens += trajectory.completion_token_ids.size
+        taken_over = lease.prefixes[index].completion_token_ids.size if index in lease.prefixes else 0
+        self.status.tokens += trajectory.completion_token_ids.size - taken_over
+        self.status.tokens_taken_over += taken_over
+
+    async def _save(self, lease: Lease, trajectory: Trajectory) -> None:
+        """What is not saved now is part of what is saved next."""
+        if not self._proved.is_set():
+            return
+        with contextlib.suppress(ReplayUnavailable):
+            await self._replay.save(lease, trajectory)
+            self.status.saves += 1
 
     async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
         """Until the buffer answers; should the lease run out meanwhile, it answers `LeaseLost`."""
@@ -298,11 +319,22 @@ class Worker:
     async def _leave(self) -> None:
         if self._refit is not None:
             await _cancel([self._refit])
+        if self._groups and self._proved.is_set() and not self._engine.errored:
+            await self._save_all()
         await self._stop_generating(self.held)
         try:
             await self._replay.deregister(self.replica)
         except ReplayUnavailable as error:
             log.warning("left without a word, leases run out by themselves: %s", error)
+
+    async def _save_all(self) -> None:
+        """Cut off what runs: each trajectory saves itself as it is, for another replica to go on from."""
+        self._leaving = True
+        requests = [request_id(lease, index) for lease, _ in self._groups.values() for index in lease.missing]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PARTING_S):
+                await self._engine.abort(requests)
+                await asyncio.wait([task for _, task in self._groups.values()])
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +17,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.config import Config
+from headrace.errors import LeaseLost
 from headrace.replay import Lease
-from headrace.trajectory import Group, Sampling, Trajectory
+from headrace.trajectory import Group, Sampling, Span, Trajectory
 from services.rollout.engine import running_engine
-from services.rollout.generate import GenerationError, generate, prompt_problem, sampling_params
+from services.rollout.generate import Interrupted, Saver, generate, prompt_problem, request_id, sampling_params
+from services.rollout.sampled import GenerationError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
@@ -76,6 +80,25 @@ def lease(prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> Lease:
         sampling=Sampling(**fields),
     )
     return Lease(group, "token", 2, 0, VERSION, "timeline", "incarnation", 15.0, group.n, tuple(range(group.n)))
+
+
+class Shelf:
+    """Where a test has unfinished trajectories saved."""
+
+    def __init__(self) -> None:
+        self.saved: list[Trajectory] = []
+
+    async def save(self, trajectory: Trajectory) -> None:
+        trajectory.check()
+        self.saved.append(trajectory)
+
+    def saver(self, every: int | None) -> Saver:
+        return Saver(every, self.save)
+
+
+def going_on(from_: Trajectory, **sampling: Any) -> Lease:
+    """The lease of another replica, that goes on from there."""
+    return dataclasses.replace(lease(**sampling), token="another", prefixes={from_.index: from_})
 
 
 def log_probabilities(model: Any, trajectory: Trajectory, temperature: float) -> np.ndarray:
@@ -192,6 +215,118 @@ async def test_text_is_what_the_engine_would_say(engine: Any) -> None:
     async for output in engine.generate(tokens_input(list(PROMPT)), params, "text"):
         assert list(output.outputs[0].token_ids) == it.completion_token_ids.tolist()
         assert output.outputs[0].text == it.text != ""
+
+
+async def test_an_unfinished_trajectory_is_saved_each_time_it_has_grown(engine: Any, model: Any) -> None:
+    shelf = Shelf()
+    it = await generate(engine, lease(max_new_tokens=200, temperature=0.0), 0, "me", shelf.saver(32))
+    lengths = [saved.completion_token_ids.size for saved in shelf.saved]
+    assert len(lengths) == (it.completion_token_ids.size - 1) // 32
+    assert all(later - earlier >= 32 for earlier, later in itertools.pairwise([0, *lengths]))
+    for saved in shelf.saved:
+        size = saved.completion_token_ids.size
+        assert saved.completion_token_ids.tolist() == it.completion_token_ids[:size].tolist()
+        assert saved.logprobs.tolist() == it.logprobs[:size].tolist()
+        assert saved.spans == (Span(VERSION, 0, size),)
+        assert saved.finish_reason == "length"
+    assert np.abs(it.logprobs - log_probabilities(model, it, 1.0)).max() < 1e-4
+    assert it.writers == (("me", 0, it.completion_token_ids.size),)
+
+
+async def test_law_2_age_a_saved_trajectory_names_the_weights_of_every_token(engine: Any) -> None:
+    shelf = Shelf()
+    task = asyncio.create_task(generate(engine, lease(temperature=0.0, max_new_tokens=900), 0, "me", shelf.saver(16)))
+    while not shelf.saved:  # noqa: ASYNC110  # the engine tells nobody
+        await asyncio.sleep(0)
+    await engine.pause_generation(mode="keep", clear_cache=False)
+    await engine.update_weight_version(str(VERSION + 1))
+    await engine.resume_generation()
+    it = await task
+    boundary = it.spans[0].end
+    before = [saved for saved in shelf.saved if saved.completion_token_ids.size <= boundary]
+    after = [saved for saved in shelf.saved if saved.completion_token_ids.size > boundary]
+    assert before
+    assert after
+    for saved in before:
+        assert saved.spans == (Span(VERSION, 0, saved.completion_token_ids.size),)
+    for saved in after:
+        assert saved.spans == (Span(VERSION, 0, boundary), Span(VERSION + 1, boundary, saved.completion_token_ids.size))
+
+
+async def test_another_replica_goes_on_where_one_was_cut_off(engine: Any, model: Any) -> None:
+    shelf = Shelf()
+    task = asyncio.create_task(generate(engine, lease(max_new_tokens=900, seed=7), 2, "one", shelf.saver(None)))
+    await running(engine)
+    await engine.abort(request_id(lease(), 2))
+    with pytest.raises(Interrupted, match="trajectory 2: aborted after"):
+        await task
+    (begun,) = shelf.saved
+    size = begun.completion_token_ids.size
+    assert size > 0
+    await engine.update_weight_version(str(VERSION + 1))
+    it = await generate(engine, going_on(begun, max_new_tokens=size + 60, seed=7), 2, "other", shelf.saver(16))
+    total = it.completion_token_ids.size
+    assert size < total <= size + 60
+    assert it.completion_token_ids[:size].tolist() == begun.completion_token_ids.tolist()
+    assert it.logprobs[:size].tolist() == begun.logprobs.tolist()
+    # the tokens of either replica are what the model would have written after all before
+    assert np.abs(it.logprobs - log_probabilities(model, it, 1.0)).max() < 1e-4
+    assert it.spans == (Span(VERSION, 0, size), Span(VERSION + 1, size, total))
+    assert it.writers == (("one", 0, size), ("other", size, total))
+    assert (it.replica, it.turns) == ("other", ((0, total),))
+    assert it.prompt_token_ids.tolist() == list(PROMPT)
+    assert it.timings["generate_s"] > begun.timings["generate_s"]
+    assert Trajectory.decode(it.encode()).writers == it.writers
+    # what the second saved begins with what the first had
+    for saved in shelf.saved[1:]:
+        assert saved.written[0] == ("one", 0, size)
+        assert saved.spans[0] == Span(VERSION, 0, size)
+
+
+async def test_going_on_takes_other_numbers_than_the_beginning_took(engine: Any) -> None:
+    whole = await generate(engine, lease(seed=7), 0, "one")
+    half = _first(whole, 12)
+    again = await generate(engine, going_on(half, seed=7), 0, "other")
+    assert again.completion_token_ids[:12].tolist() == whole.completion_token_ids[:12].tolist()
+    assert again.completion_token_ids[12:24].tolist() != whole.completion_token_ids[12:24].tolist()
+    assert again.completion_token_ids[12:24].tolist() != whole.completion_token_ids[:12].tolist()
+    assert again.text.startswith(half.text)
+
+
+def _first(it: Trajectory, size: int) -> Trajectory:
+    return dataclasses.replace(
+        it,
+        completion_token_ids=it.completion_token_ids[:size],
+        logprobs=it.logprobs[:size],
+        loss_mask=it.loss_mask[:size],
+        spans=(Span(VERSION, 0, size),),
+        turns=((0, size),),
+        writers=((it.replica, 0, size),),
+        finish_reason="length",
+        text="",
+    )
+
+
+async def test_a_stop_string_that_begins_before_the_cut_ends_the_completion(engine: Any) -> None:
+    free = await generate(engine, lease(temperature=0.0), 0, "one")
+    stop = free.text[9:13]  # a character a token
+    cut = free.text.index(stop) + 2
+    expected = await generate(engine, lease(temperature=0.0, stop_strings=(stop,)), 0, "one")
+    it = await generate(engine, going_on(_first(free, cut), temperature=0.0, stop_strings=(stop,)), 0, "other")
+    assert it.finish_reason == "stop"
+    assert it.text == expected.text
+    assert it.completion_token_ids.tolist() == expected.completion_token_ids.tolist()
+    assert it.writers == (("one", 0, cut), ("other", cut, expected.completion_token_ids.size))
+    it.check()
+
+
+async def test_a_save_that_is_refused_ends_the_request(engine: Any) -> None:
+    async def refuse(trajectory: Trajectory) -> None:
+        raise LeaseLost(f"the lease of group {trajectory.group_id} is over")
+
+    with pytest.raises(LeaseLost):
+        await generate(engine, lease(temperature=0.0, max_new_tokens=900), 0, "me", Saver(16, refuse))
+    assert engine.get_num_unfinished_requests() == 0
 
 
 async def test_trajectories_of_a_group_run_side_by_side(engine: Any) -> None:
