@@ -117,6 +117,11 @@ class Loop:
         self._healthy_at = self._step_began = tools.clock()
         self._seconds: dict[Action, float] = defaultdict(float)
 
+    @property
+    def reserved(self) -> int:
+        """How many steps the buffer has handed out to these weights and their successors, as far as this trainer knows."""
+        return self._version + isinstance(self._reply, Reservation)
+
     async def run(self) -> bool:
         """Until the last step or the last prompt (True), or a stop (False). Raises `ServiceError` when the run can't go on."""
         while True:

@@ -150,27 +150,34 @@ async def _train(
             phase,
             stop,
         )
-        try:
-            return await _go_on(config, tools, standing)
-        except (WrongTimeline, WrongStep) as error:
-            if lost_writes(standing, await patience(replay.state)):
-                raise ReplayUnavailable(
-                    f"the buffer's server lost writes ({error}); start this trainer again: it goes on from its last checkpoint, and "
-                    "makes them good"
-                ) from error
-            raise
+        return await _go_on(config, tools, standing)
 
 
 async def _go_on(config: Config, tools: Tools, standing: Standing) -> bool:
-    if standing.refill:
-        again = await tools.feeder.refill(standing.missing())
-        log.info("%d prompts that nothing was trained on are queued again", again)
-    feeding = asyncio.create_task(tools.feeder.run())
+    """Raises `ReplayUnavailable` where the buffer's server lost writes: the next start makes them good."""
+    feeding: asyncio.Task[None] | None = None
+    reserved = standing.version
     try:
-        return await Loop(config, tools, standing, feeding).run()
+        if standing.refill:
+            again = await tools.feeder.refill(standing.missing())
+            log.info("%d prompts that nothing was trained on are queued again", again)
+        feeding = asyncio.create_task(tools.feeder.run())
+        loop = Loop(config, tools, standing, feeding)
+        try:
+            return await loop.run()
+        finally:
+            reserved = loop.reserved
+    except (WrongTimeline, WrongStep, ServiceError) as error:
+        if lost_writes(standing, await tools.patience(tools.replay.state), reserved):
+            raise ReplayUnavailable(
+                f"the buffer's server lost writes ({error}); start this trainer again: it goes on from its last checkpoint, and makes "
+                "them good"
+            ) from error
+        raise
     finally:
-        feeding.cancel()
-        await asyncio.wait([feeding])
+        if feeding is not None:
+            feeding.cancel()
+            await asyncio.wait([feeding])
 
 
 def _feeder(config: Config, replay: ReplayClient, patience: Patience, standing: Standing, prompts: Prompts) -> Feeder:

@@ -112,8 +112,11 @@ async def take_up(replay: ReplayClient, patience: Patience, checkpoints: Checkpo
     )
 
 
-def lost_writes(standing: Standing, run: RunState) -> bool:
-    """Whether a buffer that refuses this trainer shows a past of it, or nothing at all: the server lost writes (a failover, a power cut,
-    an empty volume), which a new start makes good. Otherwise another trainer has taken the run over."""
+def lost_writes(standing: Standing, run: RunState, reserved: int) -> bool:
+    """Whether a buffer that refuses this trainer, or lacks what it was to train on, shows a past of it or nothing at all: the server
+    lost writes (a failover, a power cut, an empty volume), which a new start makes good. Otherwise another trainer has taken the run
+    over, or something is wrong. `reserved`: steps that the trainer got from the buffer."""
+    if run.timeline == standing.timeline:
+        return run.next_step < reserved
     untouched = run.committed < 0  # by any trainer: the first thing that each does commits version 0
-    return untouched or run.timeline in (standing.timeline, standing.before, *standing.ancestors)
+    return untouched or run.timeline in (standing.before, *standing.ancestors)

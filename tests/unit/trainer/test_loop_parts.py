@@ -70,7 +70,8 @@ def test_start_refuses_a_run_whose_checkpoints_are_gone() -> None:
 @pytest.mark.parametrize(
     ("changes", "lost"),
     [
-        ({}, True),  # its own timeline, at an earlier step
+        ({"next_step": 6}, True),  # its own timeline, at an earlier step
+        ({"next_step": 7}, False),  # it holds the step, and refuses all the same
         ({"timeline": "before"}, True),  # its rewind is gone
         ({"timeline": "line"}, True),  # so are those before it
         ({"timeline": "fresh", "committed": -1, "next_step": 0}, True),  # an empty volume
@@ -85,7 +86,7 @@ def test_a_buffer_that_lost_writes_is_told_from_one_that_another_trainer_took_ov
         version=4, timeline="now", ancestors=("first", "line"), incarnation="home", ledger=Ledger(), ended=Orders(),
         enqueued=20, refill=False, before="before",
     )  # fmt: skip
-    assert lost_writes(standing, run_state(**changes)) is lost
+    assert lost_writes(standing, run_state(**changes), reserved=7) is lost
 
 
 DEMAND = Demand(ahead=6, total=100, trained=20)

@@ -1,0 +1,465 @@
+"""A fleet of a thousand replicas on one real buffer, under each age policy.
+
+    python -m benchmarks.fleet [--replicas 1000] [--slots 10] [--steps 20] [--policy ordered|drop|mask] [--out FOLDER]
+
+Time is simulated, calls are real. Generating a group takes log-normal time (mean 3 trainer steps, sigma 0.6 of the logarithm), a step
+takes 1, a refit nothing; replicas x slots groups are in flight at most, and `P` is such that this is 1.15 times what the trainer can use.
+Every lease, push, score, heartbeat, acknowledgement, verification, reservation, read and commit is a call to one server by the client
+that the services use, each replica with a connection of its own. Whatever falls into the same fiftieth of a step is called at once, from
+one process: a call's time includes its wait for that process, which is the bottleneck here, not the server (see its CPU share).
+
+Length is proportional to time, refits reach groups in flight: a token is of the version that was newest when it was sampled. Figures
+leave out the first steps, while the fleet fills up. `bias` is how much shorter (-) what was trained is than what was generated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import bisect
+import dataclasses
+import heapq
+import itertools
+import json
+import math
+import random
+import secrets
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from redis.asyncio import Redis
+from rich.console import Console
+from rich.table import Table
+
+from headrace.replay import Lease, Limits, ReplayClient, Reservation
+from headrace.replay.wire import open_redis
+from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
+from services.replay import library
+from services.replay.embedded import EmbeddedServer
+
+POLICIES = ("ordered", "drop", "mask")
+MEAN_STEPS, SIGMA, LOAD = 3.0, 0.6, 1.15
+GENERATIONS = 2
+TOKENS_A_STEP = 64
+WINDOW = 1 / 50
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class Figures:
+    """What is measured once the fleet is full. Ages in steps, lengths in tokens."""
+
+    busy: float = 0.0
+    began: float = 0.0
+    generated: list[float] = dataclasses.field(default_factory=list)
+    trained: list[float] = dataclasses.field(default_factory=list)
+    ages: Counter[int] = dataclasses.field(default_factory=Counter)
+    counted_ages: Counter[int] = dataclasses.field(default_factory=Counter)
+    tokens: int = 0
+    masked: int = 0
+    calls: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+
+
+class Replica:
+    """One simulated rollout client."""
+
+    def __init__(self, url: str, run_id: str, slots: int) -> None:
+        self.id = f"rollout-{secrets.token_hex(6)}"
+        self.client = ReplayClient(open_redis(url), run_id)
+        self.free = slots
+        self.tokens: set[str] = set()
+
+
+class Fleet:
+    """The run of one policy. `now` is in trainer steps."""
+
+    def __init__(self, url: str, policy: str, args: argparse.Namespace) -> None:
+        self.prompts = round(args.replicas * args.slots / (LOAD * MEAN_STEPS))
+        self.age, self.ahead = args.age, args.ahead
+        self.steps, self.warm_up = args.steps, args.warm_up
+        self.figures = Figures()
+        self.now = 0.0
+        self._run_id = f"fleet-{policy}-{secrets.token_hex(4)}"
+        self._service = ReplayClient(open_redis(url), self._run_id)
+        self._replicas = [Replica(url, self._run_id, args.slots) for _ in range(args.replicas)]
+        self._policy = policy
+        self._random = random.Random(args.seed)
+        self._ends: list[tuple[float, int, float, Replica, Lease]] = []
+        self._began_at = [0.0]  # when each version became the newest
+        self._order = 0
+        self._timeline = ""
+        self._lengths: dict[str, float] = {}
+        self._usage: dict[str, float] = {}
+
+    async def run(self) -> dict[str, Any]:
+        limits = Limits(
+            self.prompts, GENERATIONS, self.age, self._policy, 3, 3, 3600, 3600, 3600, 3600, 2**36, self.ahead
+        )
+        self._timeline = (await self._service.open_run(limits)).timeline
+        await self._together(self._timed("register", r.client.register(r.id, {})) for r in self._replicas)
+        await self._refit(0)
+        trains_until: float | None = None
+        wall = time.perf_counter()
+        while self._step < self.warm_up + self.steps:
+            await self._feed()
+            await self._turn()
+            if trains_until is not None and self.now >= trains_until:
+                trains_until = None
+                self._began_at.append(self.now)
+                await self._refit(self._step)
+            if trains_until is None and await self._reserve():
+                trains_until = max(self.now, self._ready_at) + 1.0
+            self.now += WINDOW
+            self._ready_at = self.now
+        return await self._report(time.perf_counter() - wall)
+
+    async def aclose(self) -> None:
+        for client in (self._service, *(replica.client for replica in self._replicas)):
+            await client.aclose()
+
+    _step = 0
+    _ready_at = 0.0
+
+    # -- the parts of a window -------------------------------------------------------------------------------------------
+
+    async def _turn(self) -> None:
+        """Everything that replicas and scorer do within one window."""
+        done: dict[Replica, list[tuple[float, float, Lease]]] = defaultdict(list)
+        while self._ends and self._ends[0][0] <= self.now:
+            end, _, start, replica, lease = heapq.heappop(self._ends)
+            done[replica].append((start, end, lease))
+        await self._together(self._push(replica, ended) for replica, ended in done.items())
+        await self._score()
+        await self._lease()
+
+    async def _push(self, replica: Replica, ended: Sequence[tuple[float, float, Lease]]) -> None:
+        items = [
+            (lease, self._trajectory(lease, i, start, end)) for start, end, lease in ended for i in range(GENERATIONS)
+        ]
+        errors = await self._timed("push", replica.client.push_many(items))
+        assert not any(errors), errors
+        for start, end, lease in ended:
+            replica.tokens.discard(lease.token)
+            replica.free += 1
+            length = (end - start) * TOKENS_A_STEP
+            self._lengths[lease.group.id] = length
+            if self._counts:
+                self.figures.generated.append(length)
+
+    async def _score(self) -> None:
+        while jobs := await self._timed("take_scoring", self._service.take_scoring("scorer", 256)):
+            scores = [(job, Score("SCORED", self._random.random())) for job in jobs]
+            assert not any(await self._timed("score", self._service.score_many(scores)))
+
+    async def _lease(self) -> None:
+        """Those with free slots ask, a few at a time; admission is the same for all, so the first that gets nothing speaks for the rest."""
+        idle = [replica for replica in self._replicas if replica.free]
+        self._random.shuffle(idle)
+        if not idle or not await self._lease_one(idle[0]):
+            return
+        for first in range(1, len(idle), 64):
+            granted = await self._together(self._lease_one(replica) for replica in idle[first : first + 64])
+            if not all(granted):
+                return
+
+    async def _lease_one(self, replica: Replica) -> int:
+        leases = await self._timed("lease", replica.client.lease(replica.id, replica.free))
+        for lease in leases:
+            takes = self._random.lognormvariate(math.log(MEAN_STEPS) - SIGMA**2 / 2, SIGMA)
+            heapq.heappush(self._ends, (self.now + takes, self._random.getrandbits(60), self.now, replica, lease))
+            replica.tokens.add(lease.token)
+        replica.free -= len(leases)
+        return len(leases)
+
+    async def _feed(self) -> None:
+        counts = (await self._service.state()).counts
+        if counts.get("queued", 0) < self.prompts:
+            groups = [_group(self._order + i) for i in range(self.prompts)]
+            await self._timed("enqueue", self._service.enqueue(groups, self._timeline))
+            self._order += self.prompts
+
+    async def _reserve(self) -> bool:
+        batch = await self._timed("reserve", self._service.reserve(self._step, self._timeline))
+        if not isinstance(batch, Reservation):
+            return False
+        pairs = await self._timed("read", self._service.read([t.key for t in batch.trajectories]))
+        if self._counts:
+            self.figures.busy += 1.0
+            self._note(batch, [trajectory for trajectory, _ in pairs])
+        self._step += 1
+        if self._step == self.warm_up:
+            self.figures = Figures(began=self.now)
+            self._usage = await _usage(self._service.redis)
+        if self._step % 5 == 0:
+            await self._timed("commit", self._service.commit(self._step - 1, self._timeline))
+        return True
+
+    async def _refit(self, version: int) -> None:
+        """A whole membership epoch; every replica renews itself and its leases, as it does a few times a step."""
+        epoch = secrets.token_hex(8)
+        await self._service.open_epoch(epoch, version, self._timeline, {})
+        await self._together(self._timed("acknowledge", r.client.acknowledge(r.id, epoch)) for r in self._replicas)
+        await self._service.begin_epoch(epoch, {})
+        await self._together(self._timed("verify", r.client.verify(r.id, epoch, 0.0, 1e-3)) for r in self._replicas)
+        await self._timed("end_epoch", self._service.end_epoch(epoch, aborted=False))
+        await self._together(
+            self._timed("heartbeat", r.client.heartbeat(r.id, sorted(r.tokens))) for r in self._replicas
+        )
+
+    # -- figures ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _counts(self) -> bool:
+        return self._step >= self.warm_up
+
+    def _trajectory(self, lease: Lease, index: int, start: float, end: float) -> Trajectory:
+        length = max(1, round((end - start) * TOKENS_A_STEP))
+        first = bisect.bisect_right(self._began_at, start) - 1
+        last = bisect.bisect_left(self._began_at, end) - 1
+        cuts = [round((self._began_at[v] - start) / (end - start) * length) for v in range(first + 1, last + 1)]
+        edges = [0, *cuts, length]
+        spans = tuple(Span(first + i, a, b) for i, (a, b) in enumerate(itertools.pairwise(edges)) if b > a)
+        return Trajectory(
+            group_id=lease.group.id,
+            attempt=lease.attempt,
+            index=index,
+            prompt_token_ids=lease.group.prompt_token_ids,
+            completion_token_ids=np.arange(length, dtype=np.int32),
+            logprobs=np.full(length, -0.5, dtype=np.float32),
+            loss_mask=np.ones(length, dtype=np.uint8),
+            spans=spans,
+            finish_reason="stop",
+            text="",
+            replica="fleet",
+        )
+
+    def _note(self, batch: Reservation, trajectories: Sequence[Trajectory]) -> None:
+        for trajectory in trajectories[::GENERATIONS]:
+            self.figures.trained.append(self._lengths[trajectory.group_id])
+            self.figures.ages[batch.step - trajectory.oldest_version] += 1
+            for span in trajectory.spans:
+                age, tokens = batch.step - span.version, span.end - span.start
+                self.figures.tokens += tokens
+                if self._policy == "mask" and age > self.age:
+                    self.figures.masked += tokens
+                else:
+                    self.figures.counted_ages[age] += tokens
+
+    async def _timed(self, name: str, call: Awaitable[T]) -> T:
+        start = time.perf_counter()
+        result = await call
+        self.figures.calls[name].append(time.perf_counter() - start)
+        return result
+
+    async def _together(self, calls: Iterable[Awaitable[T]]) -> list[T]:
+        return list(await asyncio.gather(*calls))
+
+    async def _report(self, wall_s: float) -> dict[str, Any]:
+        figures, stats = self.figures, await self._service.stats()
+        usage = await _usage(self._service.redis)
+        used = {name: usage[name] - self._usage[name] for name in usage}
+        elapsed = self.now - figures.began
+        dropped = stats["requeues"].get("over_age", 0)
+        generated, trained = np.mean(figures.generated), np.mean(figures.trained)
+        return {
+            "policy": self._policy,
+            "replicas": len(self._replicas),
+            "prompts_per_step": self.prompts,
+            "steps": self.steps,
+            "utilisation": figures.busy / elapsed,
+            "in_flight": stats["leases"],
+            "dropped_share": dropped / max(1, dropped + self._step * self.prompts),
+            "masked_share": figures.masked / figures.tokens,
+            "mean_length_generated": float(generated),
+            "mean_length_trained": float(trained),
+            "length_bias": float(trained / generated - 1),
+            "age_bound": self.age,
+            "age_of_groups": dict(sorted(figures.ages.items())),
+            "age_of_tokens_that_count": dict(sorted(figures.counted_ages.items())),
+            "calls": {name: _call(seconds) for name, seconds in figures.calls.items()},
+            "server_cpu_s_per_step": used["cpu"] / self.steps,
+            "server_cpu_share": used["cpu"] / used["wall"],
+            "server_calls_per_step": used["calls"] / self.steps,
+            "server_bytes_in_per_step": used["in"] / self.steps,
+            "server_bytes_out_per_step": used["out"] / self.steps,
+            "server_memory_bytes": int((await self._service.redis.info("memory"))["used_memory"]),
+            "wall_s": wall_s,
+            "lengths_generated": _histogram(figures.generated),
+            "lengths_trained": _histogram(figures.trained),
+        }
+
+
+async def _usage(redis: Redis) -> dict[str, float]:
+    info = await redis.info("everything")
+    return {
+        "cpu": float(info["used_cpu_user"]) + float(info["used_cpu_sys"]),
+        "wall": time.perf_counter(),
+        "calls": float(info["total_commands_processed"]),
+        "in": float(info["total_net_input_bytes"]),
+        "out": float(info["total_net_output_bytes"]),
+    }
+
+
+def _call(seconds: Sequence[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(seconds, (50, 99)) * 1e3
+    return {"count": len(seconds), "p50_ms": float(p50), "p99_ms": float(p99)}
+
+
+EDGES = np.geomspace(TOKENS_A_STEP / 4, TOKENS_A_STEP * 64, 41)
+
+
+def _histogram(lengths: Sequence[float]) -> list[float]:
+    counts, _ = np.histogram(lengths, EDGES)
+    return [float(count) for count in counts / max(1, counts.sum())]
+
+
+def _group(order: int) -> Group:
+    return Group(
+        id=f"e0-train-{order}",
+        lane="train",
+        order=order,
+        task_name="addition",
+        env_name="math",
+        messages=({"role": "user", "content": "1+1"},),
+        prompt_token_ids=np.arange(16, dtype=np.int32),
+        extra_env_info={"answer": "2"},
+        dataset_index=order,
+        n=GENERATIONS,
+        sampling=Sampling(1.0, 64 * TOKENS_A_STEP),
+    )
+
+
+# -- the table and the plot ------------------------------------------------------------------------------------------------
+
+ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+    ("trainer busy", lambda r: f"{r['utilisation']:.2f}"),
+    ("groups dropped (over age)", lambda r: f"{r['dropped_share']:.1%}"),
+    ("tokens masked", lambda r: f"{r['masked_share']:.1%}"),
+    ("length bias of what is trained", lambda r: f"{r['length_bias']:+.1%}"),
+    ("groups leased at the end", lambda r: f"{r['in_flight']:,}"),
+    (
+        "age of what counts: bound, largest",
+        lambda r: f"{r['age_bound']}, {max(map(int, r['age_of_tokens_that_count']))}",
+    ),
+    ("age of groups: mean, largest", lambda r: "{:.1f}, {}".format(*_mean_and_most(r["age_of_groups"]))),
+    ("server: CPU s a step", lambda r: f"{r['server_cpu_s_per_step']:.2f}"),
+    ("server: share of a core while it ran", lambda r: f"{r['server_cpu_share']:.2f}"),
+    ("server: commands a step", lambda r: f"{r['server_calls_per_step']:,.0f}"),
+    (
+        "server: MB in, out a step",
+        lambda r: f"{r['server_bytes_in_per_step'] / 1e6:.1f}, {r['server_bytes_out_per_step'] / 1e6:.1f}",
+    ),
+    ("server: MB held at the end", lambda r: f"{r['server_memory_bytes'] / 1e6:.0f}"),
+    ("seconds it ran", lambda r: f"{r['wall_s']:.0f}"),
+)
+
+
+def _mean_and_most(ages: dict[Any, int]) -> tuple[float, int]:
+    total = sum(ages.values())
+    return sum(int(age) * count for age, count in ages.items()) / total, max(map(int, ages))
+
+
+def show(results: Sequence[dict[str, Any]]) -> None:
+    first = results[0]
+    table = Table(
+        title=f"{first['replicas']:,} replicas, {first['prompts_per_step']:,} groups of {GENERATIONS} a step, {first['steps']} steps"
+    )
+    table.add_column("")
+    for result in results:
+        table.add_column(result["policy"], justify="right")
+    for name, cell in ROWS:
+        table.add_row(name, *(cell(result) for result in results))
+    table.add_section()
+    for name in sorted(set().union(*(result["calls"] for result in results))):
+        calls = [result["calls"].get(name) for result in results]
+        cells = (f"{c['p50_ms']:.1f}, {c['p99_ms']:.1f}" if c else "" for c in calls)
+        table.add_row(f"{name}: p50, p99 in ms", *cells)
+    Console(width=100).print(table)
+
+
+def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, len(results), figsize=(4 * len(results), 6), squeeze=False, sharey="row")
+    middle = np.sqrt(EDGES[:-1] * EDGES[1:])
+    for column, result in enumerate(results):
+        ages = {int(age): tokens for age, tokens in result["age_of_tokens_that_count"].items()}
+        total = sum(ages.values())
+        top, bottom = axes[0][column], axes[1][column]
+        top.bar(list(ages), [tokens / total for tokens in ages.values()])
+        top.axvline(result["age_bound"] + 0.5, color="red", linestyle=":")
+        top.set(
+            title=f"{result['policy']}: trainer busy {result['utilisation']:.2f}",
+            xlabel="age of tokens that count, in steps",
+        )
+        bottom.step(middle, result["lengths_generated"], label="generated", where="mid")
+        bottom.step(middle, result["lengths_trained"], label="trained", where="mid")
+        bottom.set(xscale="log", xlabel="length in tokens")
+    axes[0][0].set_ylabel("share of tokens")
+    axes[1][0].set_ylabel("share of groups")
+    axes[1][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=1000)
+    parser.add_argument("--slots", type=int, default=10, help="groups that one replica holds at a time")
+    parser.add_argument("--steps", type=int, default=20, help="that are measured")
+    parser.add_argument("--warm-up", type=int, default=8, help="steps before these")
+    parser.add_argument("--age", type=int, default=4, help="max_trajectory_age_steps")
+    parser.add_argument("--ahead", type=int, default=8, help="ahead_steps of drop and mask")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--policy", choices=POLICIES, action="append", help="may be given several times; all without it"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("."), help="takes fleet.json and fleet.png; results there are kept"
+    )
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    kept = args.out / "fleet.json"
+    results = json.loads(kept.read_text()) if kept.exists() else {}
+    for policy in args.policy or POLICIES:
+        results[policy] = asyncio.run(_measure(policy, args))
+        kept.write_text(json.dumps(results, indent=1))
+    in_order = [results[policy] for policy in POLICIES if policy in results]
+    show(in_order)
+    plot(in_order, args.out / "fleet.png")
+
+
+async def _measure(policy: str, args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        server = EmbeddedServer(Path(folder), "127.0.0.1", _free_port())
+        await server.start()
+        try:
+            async with open_redis(server.url) as redis:
+                await library.load(redis)
+            fleet = Fleet(server.url, policy, args)
+            try:
+                return await fleet.run()
+            finally:
+                await fleet.aclose()
+        finally:
+            await server.stop()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()
