@@ -64,6 +64,7 @@ ROLES = {
             "heartbeat",
             "lease",
             "push",
+            "save",
             "release",
             "abandon",
             "acknowledge",

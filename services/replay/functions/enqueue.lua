@@ -4,7 +4,8 @@
 --          record staged at d:<nonce> with a time to live
 -- Returns  how many were new. A train group is new if its order is past the watermark `enqueued` (any order under refill) and
 --          not in `ended`, and its id unknown; a validation group if its id is unknown.
--- Errors   HR_TIMELINE, HR_INVALID (malformed; record not staged; new train groups after close; refill while steps are being freed)
+-- Errors   HR_TIMELINE, HR_STEP (train groups that leave out some after `enqueued`), HR_INVALID (malformed; record not staged; new train
+--          groups after close; refill while steps are being freed)
 
 local MOST_TRAJECTORIES = 1024
 -- bits of the bitmap `ended`
@@ -52,6 +53,17 @@ local function add(run, group)
   move(run, group.lane, nil, 'queued')
 end
 
+-- Law 1: a feeder goes on where it has left off. If the run has not come that far, the server lost what came between.
+local function require_no_gap(run, groups)
+  local first = math.huge
+  for _, group in ipairs(groups) do
+    if group.lane == 'train' and group.order > run.enqueued then first = math.min(first, group.order) end
+  end
+  if first ~= math.huge and first > run.enqueued + 1 then
+    refuse('HR_STEP', 'enqueue of order ' .. first .. '; the next one is ' .. run.enqueued + 1 .. ': the buffer lost writes')
+  end
+end
+
 register('hr_enqueue', nil, function(run, args)
   local count = entries(args, 3, 6, BATCH)
   require_timeline(run, args[1])
@@ -68,6 +80,7 @@ register('hr_enqueue', nil, function(run, args)
     kind[#kind + 1] = group
     seen[group.id] = true
   end
+  require_no_gap(run, new)
   for _, group in ipairs(new) do check_new(run, group) end
   local enqueued = run.enqueued
   for _, group in ipairs(new) do

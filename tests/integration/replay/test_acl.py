@@ -109,7 +109,7 @@ async def test_each_role_does_its_whole_job_with_its_own_user(opened: EmbeddedSe
         await people_look(replay)
         await rollout.deregister(replica)
         restored = await trainer.restore(1, nonce(), nonce(), 1)
-        assert await trainer.enqueue([make_group(5)], restored.timeline, refill=True) == 1
+        assert await trainer.enqueue([make_group(1)], restored.timeline, refill=True) == 1
         await replay.open_run(limits)
 
 
