@@ -370,7 +370,11 @@ class Driver:
                 fresh.rename(kept)
 
     async def _save_evidence(self) -> None:
-        dump = await self._buffer.dump()
+        async with asyncio.timeout(30):
+            while (
+                dump := await self._try(self._buffer.dump)
+            ) is None:  # connections from before the last fault are dead
+                continue
         (self.folder / "buffer.msgpack").write_bytes(msgpack.packb(dump))
         shutil.copy(self._run / "metrics.jsonl", self.folder / "metrics.jsonl")
         lineage = self.folder / "lineage"
