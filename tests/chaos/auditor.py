@@ -16,6 +16,7 @@ Law = Callable[[Evidence], Iterator[str]]
 
 # Ways to end that a person or an orchestrator answers by starting the service again.
 _TRY_AGAIN, _MUST_BE_MENDED = 75, 1
+_MENDED = ("can't write", "the embedded server ended")
 
 
 def judge(evidence: Evidence) -> list[str]:
@@ -176,11 +177,14 @@ def the_run_finished(e: Evidence) -> Iterator[str]:
 
 
 def services_end_for_a_reason(e: Evidence) -> Iterator[str]:
-    """A service that was not killed leaves with 0, with 75 (the buffer is away), or with 1 and one line that says what to do."""
+    """A service that was not killed leaves with 0, or with 75 while the buffer is away or has lost writes: it is started again. With 1 it
+    asks a person for help, and only a full disk needs one here (or a server that died thrice within a minute). There is no other way."""
     for exit_ in e.exits:
         last = exit_.last_words.splitlines()[-1] if exit_.last_words else ""
-        reasonable = exit_.code in (0, _TRY_AGAIN) or (exit_.code == _MUST_BE_MENDED and last.startswith("error: "))
-        if not exit_.by_us and not reasonable:
+        helpless = (
+            exit_.code == _MUST_BE_MENDED and last.startswith("error: ") and any(word in last for word in _MENDED)
+        )
+        if not exit_.by_us and exit_.code not in (0, _TRY_AGAIN) and not helpless:
             yield f"{exit_.name} ended with {exit_.code}: {last}"
 
 

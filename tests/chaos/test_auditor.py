@@ -264,14 +264,20 @@ def test_a_run_that_did_not_finish() -> None:
     assert "the_run_finished" in objections(states=left_over)
 
 
-@pytest.mark.parametrize(("code", "words"), [(70, "Traceback …"), (1, "KeyError: 3"), (-11, ""), (2, "usage")])
+@pytest.mark.parametrize(
+    ("code", "words"), [(70, "Traceback …"), (1, "KeyError: 3"), (1, "error: another trainer"), (-11, ""), (2, "usage")]
+)
 def test_a_service_that_crashed(code: int, words: str) -> None:
     exits = (Exit("reward", code, False, words), *good().exits)
     assert objections(exits=exits) == {"services_end_for_a_reason"}
 
 
 def test_a_service_that_could_not_go_on_and_said_why() -> None:
-    exits = (Exit("trainer", 1, False, "…\nerror: the disk is full"), Exit("rollout-1", 75, False, ""), *good().exits)
+    exits = (
+        Exit("trainer", 1, False, "…\nerror: can't write a checkpoint"),
+        Exit("rollout-1", 75, False, ""),
+        *good().exits,
+    )
     assert objections(exits=exits) == set()
 
 
