@@ -51,6 +51,10 @@ class Faults:
         match fault.kind:
             case "kill" | "failover" | "torn_tail":
                 return self._kill(fault, victim)
+            case "kill_engine":
+                self._processes[victim].may_start.clear()
+                self._processes[victim].kill_child("spawn_main", "EngineCore")
+                return f"SIGKILL to its engine, away for {fault.seconds} s"
             case "stop":
                 (self._servers if victim == "server" else self._processes[victim]).freeze()
                 return f"SIGSTOP for {fault.seconds} s"
@@ -82,7 +86,7 @@ class Faults:
         else:
             await asyncio.sleep(fault.seconds)
         match fault.kind:
-            case "kill" | "torn_tail":
+            case "kill" | "kill_engine" | "torn_tail":
                 self._restart(victim)
             case "failover":
                 assert isinstance(self._servers, External)

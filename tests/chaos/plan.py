@@ -12,7 +12,7 @@ from typing import Literal
 
 Target = Literal["server", "replay", "reward", "rollout", "trainer"]
 Phase = Literal["generation", "scoring", "reserve", "checkpoint", "refit"]
-Kind = Literal["kill", "stop", "cut", "half_open", "full_disk", "torn_tail", "failover"]
+Kind = Literal["kill", "kill_engine", "stop", "cut", "half_open", "full_disk", "torn_tail", "failover"]
 Topology = Literal["embedded", "external"]
 Policy = Literal["ordered", "drop", "mask"]
 
@@ -22,7 +22,7 @@ KINDS: dict[Target, tuple[Kind, ...]] = {
     "server": ("kill", "stop", "torn_tail", "full_disk", "failover", "cut"),
     "replay": ("kill", "stop", "cut"),
     "reward": ("kill", "stop", "cut"),
-    "rollout": ("kill", "stop", "cut", "half_open"),
+    "rollout": ("kill", "stop", "cut", "kill_engine", "half_open"),
     "trainer": ("kill", "stop", "full_disk", "cut", "half_open"),
 }
 
@@ -84,7 +84,11 @@ def make_plan(seed: int, faults: int, topology: Topology, lease_s: float) -> lis
     plan = []
     for number, (target, phase) in enumerate(pairs[:faults]):
         kind = decks[target].draw()
-        away = rng.uniform(0.0, 2.0) if kind in ("kill", "torn_tail", "failover") else lease_s * rng.uniform(1.2, 2.0)
+        away = (
+            rng.uniform(0.0, 2.0)
+            if kind in ("kill", "kill_engine", "torn_tail", "failover")
+            else lease_s * rng.uniform(1.2, 2.0)
+        )
         plan.append(Fault(number, kind, target, phase, round(away, 2)))
     return plan
 

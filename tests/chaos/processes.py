@@ -74,6 +74,14 @@ class Process:
             self._killed = True
             os.kill(self.pid, signal.SIGKILL)
 
+    def kill_child(self, *words: str) -> None:
+        """SIGKILL to a child whose command line holds one of `words`; the service is expected to end of it."""
+        child = child_named(self.pid, *words) if self.pid is not None else None
+        if child is None:
+            raise RuntimeError(f"{self.name} has no child named {words}")
+        self._killed = True
+        os.kill(child, signal.SIGKILL)
+
     def freeze(self, *, whole: bool = True) -> None:
         self._signal(signal.SIGSTOP, whole)
 
@@ -117,10 +125,12 @@ async def until(condition: Callable[[], object], every_s: float = 0.05) -> None:
         await asyncio.sleep(every_s)
 
 
-def child_named(parent: int, word: str) -> int | None:
-    """A child of `parent` whose command line holds `word`."""
-    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if word in Path(f"/proc/{child}/cmdline").read_text():
-                return int(child)
+def child_named(parent: int, *words: str) -> int | None:
+    """A child of `parent` whose command line holds one of `words`."""
+    for listed in Path(f"/proc/{parent}/task").glob("*/children"):
+        for child in listed.read_text().split():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                command = Path(f"/proc/{child}/cmdline").read_text()
+                if any(word in command for word in words):
+                    return int(child)
     return None
