@@ -1,0 +1,275 @@
+"""What a server may lose, and that the laws hold after it: the append-only file under each setting, and an asynchronous failover.
+
+A server loses the newest of its writes, never one from the middle: what is left is a state that the run was in before. The trainer here
+is the state that a real one keeps (its ledger, its checkpoints) and the decision that a real one makes at its start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from headrace.errors import Fenced, InvalidCall, WrongStep
+from headrace.replay import Lease, Limits, ReplayClient, Reservation
+from headrace.replay.wire import open_redis
+from headrace.trajectory import Score
+from services.replay import library
+from services.replay.embedded import EmbeddedServer
+from services.trainer.checkpoint import State
+from services.trainer.ledger import Orders
+from services.trainer.start import Rewind, choose_start
+from tests.conftest import free_port
+from tests.integration.replay.helpers import contents, make_group, make_trajectory, nonce, push_all, refit
+from tests.integration.replay.servers import RedisServer, needs_redis, redis_server
+
+PROMPTS = 14
+
+
+@dataclasses.dataclass
+class Checkpoint:
+    state: State
+    trained: list[int]
+
+
+class Trainer:
+    """Trains P prompts a step, saves every `save_period` versions, starts from its newest checkpoint as a real one does."""
+
+    def __init__(self, replay: ReplayClient, save_period: int = 2) -> None:
+        self.replay = replay
+        self.save_period = save_period
+        self.checkpoints: list[Checkpoint] = []
+        self.version = 0
+        self.trained: list[int] = []
+        self.timeline = ""
+        self.restored = False
+
+    async def start(self) -> None:
+        newest = self.checkpoints[-1] if self.checkpoints else None
+        choice = choose_start(newest.state if newest else None, await self.replay.state())
+        self.version, self.trained = choice.version, list(newest.trained) if newest else []
+        self.timeline, self.restored = nonce(), not isinstance(choice, Rewind)
+        if isinstance(choice, Rewind):
+            state = await self.replay.rewind(choice.version, self.timeline)
+        else:
+            last = max(self.trained, default=-1)
+            state = await self.replay.restore(choice.version, self.timeline, nonce(), last)
+        if state.refill:
+            missing = Orders(self.trained).missing(state.enqueued, Orders())
+            await self.replay.enqueue([make_group(order) for order in missing], self.timeline, refill=True)
+            await self.replay.refilled(self.timeline)
+
+    async def feed(self, end: int = PROMPTS) -> None:
+        """Enqueue the prompts up to order `end` that the server does not know."""
+        state = await self.replay.state()
+        await self.replay.enqueue([make_group(order) for order in range(state.enqueued + 1, end)], self.timeline)
+
+    async def reserve(self) -> None:
+        batch = await self.replay.reserve(self.version, self.timeline)
+        assert isinstance(batch, Reservation), "the run stands still (law 6)"
+        self.batch = batch
+
+    async def train(self) -> None:
+        """Laws 2 and 3 are checked on what was handed out, law 1 on what was trained before."""
+        batch = self.batch
+        groups = await self.replay.read_groups(batch.groups)
+        pairs = await self.replay.read([t.key for t in batch.trajectories])
+        assert Counter(t.group_id for t, _ in pairs) == {group.id: group.n for group in groups}
+        for trajectory, score in pairs:
+            assert score.status == "SCORED"
+            assert 0 <= self.version - trajectory.oldest_version <= 1
+        orders = [group.order for group in groups]
+        assert not set(orders) & set(self.trained)
+        self.trained += orders
+        self.version += 1
+        if self.version % self.save_period == 0:
+            await self.save()
+
+    async def save(self) -> None:
+        run = await self.replay.state()
+        state = State(
+            version=self.version,
+            timeline=self.timeline,
+            incarnation=run.incarnation,
+            cursor=max(self.trained) + 1,
+            run_id=self.replay.run_id,
+        )
+        self.checkpoints.append(Checkpoint(state, list(self.trained)))
+        await self.replay.commit(self.version, self.timeline)
+
+
+async def live(trainer: Trainer, done: Callable[[int, str], Awaitable[None]]) -> list[Lease]:
+    """Four steps of a run, two checkpoints; `done(step, what)` is called after each thing that happens. Returns all leases."""
+    await trainer.start()
+    replica, held = nonce(), []
+    await trainer.replay.register(replica, {})
+    for step in range(4):
+        await refit(trainer.replay, step, [replica])
+        await trainer.feed(6 + 2 * step)
+        await done(step, "enqueue")
+        leases = await trainer.replay.lease(replica, 64)
+        held += leases
+        await done(step, "lease")
+        for lease in leases:
+            await push_all(trainer.replay, lease)
+            await done(step, "push")
+        await score(trainer.replay)
+        await done(step, "score")
+        await trainer.reserve()
+        await done(step, "reserve")
+        await trainer.train()
+        await done(step, "save")
+    return held
+
+
+async def score(replay: ReplayClient) -> None:
+    while jobs := await replay.take_scoring("scorer", 64):
+        assert not any(await replay.score_many([(job, Score("SCORED", 1.0)) for job in jobs]))
+
+
+async def end_as_the_laws_want(trainer: Trainer, held: Sequence[Lease]) -> None:
+    """The old trainer and the old leases are refused; a new trainer takes every prompt to its end, once."""
+    with pytest.raises(WrongStep):  # the running trainer notices
+        await trainer.replay.reserve(trainer.version, trainer.timeline)
+    with pytest.raises(WrongStep):  # and so does its feeder, which would leave out what was lost
+        await trainer.replay.enqueue([make_group(12)], trainer.timeline)
+    await trainer.start()
+    for lease in held:
+        with pytest.raises((Fenced, InvalidCall)):
+            await trainer.replay.push(lease, make_trajectory(lease, 0))
+    await trainer.feed()
+    replica = nonce()
+    await trainer.replay.register(replica, {})
+    while len(trainer.trained) < PROMPTS:
+        await refit(trainer.replay, trainer.version, [replica])
+        for lease in await trainer.replay.lease(replica, 64):
+            await push_missing(trainer.replay, lease)
+        await score(trainer.replay)
+        await trainer.reserve()
+        await trainer.train()
+    assert sorted(trainer.trained) == list(range(PROMPTS))
+
+
+async def push_missing(replay: ReplayClient, lease: Lease) -> None:
+    for index in lease.missing:
+        await replay.push(lease, make_trajectory(lease, index))
+
+
+MOMENTS = ["enqueue", "lease", "push", "score", "reserve", "save"]
+
+
+@needs_redis
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("save_period", [2, 3])
+async def test_laws_1_to_4_hold_after_a_failover_to_a_replica_that_had_fallen_behind(
+    tmp_path: Path, run_id: str, limits: Limits, moment: str, save_period: int
+) -> None:
+    """Replication is asynchronous: the replica that takes over knows nothing of what came after `moment` of the third step.
+
+    A checkpoint of version 4 is past all that it knows; one of version 3 only if the third batch was not reserved yet.
+    """
+    ports = free_port(), free_port()
+    async with (
+        redis_server(tmp_path / "primary", ports[0], "--repl-diskless-sync-delay", "0") as primary,
+        redis_server(tmp_path / "replica", ports[1], "--replicaof", "127.0.0.1", str(ports[0])) as replica,
+    ):
+        await opened(primary.url, run_id, limits)
+
+        trainer = Trainer(ReplayClient(open_redis(primary.url), run_id), save_period)
+        held = await live(trainer, at(moment, lambda: fall_behind(primary, replica)))
+        await trainer.replay.aclose()
+        primary.kill()
+        trainer.replay = ReplayClient(open_redis(replica.url), run_id)
+        await end_as_the_laws_want(trainer, held)
+        assert trainer.restored == (save_period == 2 or moment not in ("reserve", "save"))
+        await trainer.replay.aclose()
+
+
+def at(moment: str, act: Callable[[], Awaitable[None]]) -> Callable[[int, str], Awaitable[None]]:
+    """For `live`: `act` once, when `moment` of the third step is first reached."""
+    todo = [act]
+
+    async def done(step: int, what: str) -> None:
+        if (step, what) == (2, moment) and todo:
+            await todo.pop()()
+
+    return done
+
+
+async def opened(url: str, run_id: str, limits: Limits) -> None:
+    async with open_redis(url) as redis:
+        await library.load(redis)
+        await ReplayClient(redis, run_id).open_run(limits)
+
+
+async def fall_behind(primary: RedisServer, replica: RedisServer) -> None:
+    """The replica has everything up to here, and nothing that comes."""
+    async with Redis.from_url(primary.url) as source, Redis.from_url(replica.url) as copy:
+        while (await copy.info("replication"))["master_link_status"] != "up":  # noqa: ASYNC110 - happens in the server
+            await asyncio.sleep(0.01)
+        await source.set("headrace:run", "marked")
+        assert await source.wait(1, 5000) == 1
+        await copy.replicaof("NO", "ONE")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_laws_1_to_4_hold_after_a_power_cut_took_the_end_of_the_append_only_file(
+    tmp_path: Path, redis_binary: str | None, run_id: str, limits: Limits, moment: str
+) -> None:
+    """Under `everysec` the disk may lack the last second: here it lacks all that came after `moment`."""
+    folder, kept = tmp_path / "replay", tmp_path / "disk"
+    server = EmbeddedServer(folder, "127.0.0.1", free_port(), "everysec", binary=redis_binary)
+    await server.start()
+    await opened(server.url, run_id, limits)
+
+    async def keep() -> None:
+        async with Redis.from_url(server.url) as redis:
+            while (await redis.info("persistence"))["aof_buffer_length"]:  # noqa: ASYNC110 - happens in the server
+                await asyncio.sleep(0.01)
+        shutil.copytree(folder, kept)
+
+    trainer = Trainer(ReplayClient(open_redis(server.url), run_id))
+    held = await live(trainer, at(moment, keep))
+    os.kill(server.pid, signal.SIGKILL)
+    await server.ended()
+    shutil.rmtree(folder)
+    kept.rename(folder)
+    await server.start()
+    await end_as_the_laws_want(trainer, held)
+    await trainer.replay.aclose()
+    await server.stop()
+
+
+@pytest.mark.parametrize("appendfsync", ["everysec", "always"])
+async def test_law_1_a_killed_server_loses_nothing_that_it_answered(
+    tmp_path: Path, redis_binary: str | None, run_id: str, limits: Limits, appendfsync: str
+) -> None:
+    """kill -9 takes the process, not what it has written: whatever appendfsync says, the file holds every answered call."""
+    server = EmbeddedServer(tmp_path, "127.0.0.1", free_port(), appendfsync, binary=redis_binary)
+    await server.start()
+    await opened(server.url, run_id, limits)
+    trainer = Trainer(ReplayClient(open_redis(server.url), run_id))
+    kills = 0
+
+    async def kill(step: int, what: str) -> None:
+        nonlocal kills
+        if step == 2:
+            before = await contents(trainer.replay)
+            os.kill(server.pid, signal.SIGKILL)
+            await server.ended()
+            await server.start()
+            assert await contents(trainer.replay) == before
+            kills += 1
+
+    await live(trainer, kill)
+    assert kills >= len(MOMENTS)
+    await trainer.replay.aclose()
+    await server.stop()
