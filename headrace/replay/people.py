@@ -8,12 +8,14 @@ from typing import Any, Literal
 import msgpack
 
 from headrace.lineage import GroupLineage, origin_of, with_timelines
+from headrace.replay.bias import Meter, Moment, meters_of
 from headrace.replay.calls import Calls
 from headrace.replay.records import HeldGroup, Reservation
 from headrace.replay.replies import described, reservation, score_key, unpack
 from headrace.trajectory import Group, Score, Trajectory
 
 _METRICS_KEPT = 100_000
+_EVENTS_KEPT = 10_000
 
 # Where the buffer keeps groups, and the states it keeps there (groups.lua).
 _PLACES = {
@@ -56,6 +58,13 @@ class PeopleCalls(Calls):
             for entry, fields in entries
         ]
 
+    async def tell(self, kind: str, fields: Mapping[str, str]) -> None:
+        """Append to the run's events, which people follow."""
+        flat = [word for pair in fields.items() for word in pair]
+        await self._wire.command(
+            "XADD", f"{self._wire.key}:events", "MAXLEN", "~", _EVENTS_KEPT, "*", "kind", kind, *flat
+        )
+
     async def newest_event(self) -> str:
         """Id of the newest event, to follow from here on."""
         newest = await self._wire.command("XREVRANGE", f"{self._wire.key}:events", "+", "-", "COUNT", 1)
@@ -88,6 +97,10 @@ class PeopleCalls(Calls):
             return None
         payload, score = await self._fetch([found[0]["key"], score_key(found[0]["key"])])
         return None if payload is None else (Trajectory.decode(payload), Score.decode(score) if score else None)
+
+    async def bias(self) -> dict[Moment, Meter]:
+        """What trajectories of the train lane were like at each end they came to, since the run began."""
+        return meters_of(await self._wire.call("bias"))
 
     async def groups(self, states: Collection[str]) -> AsyncIterator[tuple[str, str]]:
         """Id and state of every group the buffer holds in one of `states`, both lanes. One that moves meanwhile may be missed, or seen

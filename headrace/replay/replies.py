@@ -51,18 +51,19 @@ def reservation(reply: list[Any]) -> Reservation:
 
 
 def reserved(group_id: str, index: int, prefix: str, pushed: bytes, reward: bytes) -> ReservedTrajectory:
-    nonce, length, oldest, newest = pushed.decode().split(" ")
+    nonce, length, oldest, newest, _ = pushed.decode().split(" ")
     return ReservedTrajectory(group_id, index, prefix + nonce, float(reward), int(length), int(oldest), int(newest))
 
 
 def described(index: int, key: str, pushed: bytes, reward: bytes) -> dict[str, Any]:
-    _, length, oldest, newest = pushed.decode().split(" ")
+    _, length, oldest, newest, latency_ms = pushed.decode().split(" ")
     return {
         "index": index,
         "key": key,
         "length": int(length),
         "oldest_version": int(oldest),
         "newest_version": int(newest),
+        "latency_s": int(latency_ms) / 1000,
         "reward": float(reward) if reward else None,
     }
 

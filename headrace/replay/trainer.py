@@ -118,6 +118,10 @@ class TrainerCalls(Calls):
         are freed (idempotent)."""
         await self._until_done("commit", version, timeline)
 
+    async def masked(self, step: int, timeline: str, tokens: int) -> None:
+        """Of the policy loss of `step`, `tokens` > 0 tokens were left out for their age: metered, once a step."""
+        await self._wire.call("masked", step, timeline, tokens)
+
     async def evaluated(self, ids: Sequence[str]) -> tuple[list[Evaluated], dict[str, str], int]:
         """Of these validation groups: (those evaluated, reasons of those failed, number still pending)."""
         replies: list[Any] = []

@@ -52,7 +52,18 @@ ROLES = {
     "replay": Role(("open_run", "take_scoring", "release_scoring", "score"), ("function|load", "set", *_SWEEP)),
     "trainer": Role(
         (
-            *("rewind", "restore", "refilled", "enqueue", "close", "reserve", "commit", "evaluated", "drop_validation"),
+            *(
+                "rewind",
+                "restore",
+                "refilled",
+                "enqueue",
+                "close",
+                "reserve",
+                "commit",
+                "masked",
+                "evaluated",
+                "drop_validation",
+            ),
             *("open_epoch", "begin_epoch", "end_epoch"),
         ),
         ("set", "xadd", *_SWEEP),

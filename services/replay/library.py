@@ -12,7 +12,7 @@ from headrace.replay.wire import Wire
 NAME = "headrace"
 
 # In this order: each may use what those before it define. Transitions follow, each in a scope of its own.
-SHARED = ("_args", "_run", "_group", "_payload", "_due", "_register", "_steps", "_validation", "_fleet", "_epoch")
+SHARED = ("_args", "_run", "_meter", "_group", "_payload", "_due", "_register", "_steps", "_validation", "_fleet", "_epoch")
 TRANSITIONS = (
     "open_run",
     "state",
@@ -20,6 +20,8 @@ TRANSITIONS = (
     "group",
     "groups",
     "step",
+    "bias",
+    "masked",
     "enqueue",
     "close",
     "lease",

@@ -3,7 +3,7 @@
 -- Fields of g:<id>: state, lane, order, n, record (nonce), worst (bytes n trajectories may grow to), attempt (leases so far), failures,
 -- ticket, token, replica, deadline (ms, absolute), pushed, scored, oldest, newest (versions), actual and held (bytes pushed,
 -- bytes accounted), step, reason; count (trajectories this attempt starts: n, and in the train lane the run's `redundant` beyond) and
--- dropped (those of them that failed for good). For each trajectory i: p<i> = `<nonce> <length> <oldest> <newest>`, w<i> =
+-- dropped (those of them that failed for good). For each trajectory i: p<i> = `<nonce> <length> <oldest> <newest> <ms from lease to push>`, w<i> =
 -- `<scoring attempts> <token>` (no token: nobody has it), r<i> = reward; x<i> = why it was dropped,
 -- q<i> = `<nonce> <length> <oldest> <newest>` of what is saved of it unfinished (`saves`: how many there are).
 --
@@ -161,6 +161,7 @@ end
 
 -- The group ends as failed, with the reason kept: a dead letter. Law 7: nothing of it becomes a reward.
 local function fail(run, group, reason)
+  meter(run, 'failed', group)
   leave(run, group)
   discard(run, group)
   redis.call('HSET', group.key, 'state', 'failed', 'reason', words(reason), 'token', '', 'held', 0)
@@ -178,6 +179,7 @@ end
 local function requeue(run, group, cause, counted, reason)
   local failures = group.failures + (counted and 1 or 0)
   redis.call('HINCRBY', run.base .. 'requeues', cause, 1)
+  if cause == 'over_age' then meter(run, 'expired', group) end
   if counted and failures >= run.max_attempts then
     redis.call('HSET', group.key, 'failures', failures)
     return fail(run, group, reason .. ' (attempt ' .. failures .. ' of ' .. run.max_attempts .. ')')
@@ -186,7 +188,7 @@ local function requeue(run, group, cause, counted, reason)
   discard(run, group)
   redis.call('HSET', group.key, 'state', 'queued', 'token', '', 'failures', failures, 'reason', words(reason),
     'held', 0, 'pushed', 0, 'scored', 0, 'actual', 0)
-  redis.call('HDEL', group.key, 'oldest', 'newest', 'step', 'lost', 'count', 'dropped')
+  redis.call('HDEL', group.key, 'oldest', 'newest', 'step', 'lost', 'count', 'dropped', 'metered')
   redis.call('ZADD', queue_of(run, group.lane), group.order, group.id)
   move(run, group.lane, group.state, 'queued')
   event(run, 'requeued', 'group', group.id, 'cause', cause, 'reason', words(reason))
@@ -222,7 +224,10 @@ end
 -- A pushed trajectory has failed for good: the group fails with it, unless others were started beyond n (law 7: it is never a reward).
 local function drop(run, group, index, reason)
   if group.dropped >= group.count - group.n then return fail(run, group, reason) end
-  local nonce = string.match(redis.call('HGET', group.key, 'p' .. index), '^%S+')
+  local pushed = redis.call('HGET', group.key, 'p' .. index)
+  local nonce = string.match(pushed, '^%S+')
+  meter_count(run, 'failed', 1)
+  meter_one(run, 'failed', pushed, nil, run.next_step)
   local payload = run.base .. 'p:' .. nonce
   group.actual = group.actual - redis.call('STRLEN', payload)
   take_out(run, group, {payload, run.base .. 's:' .. nonce}, {index})

@@ -15,6 +15,7 @@ local function respond(handler, arity, keys, args, reads)
   local refused = not ok and type(reply) == 'table' and reply.code
   if run and not reads then
     if refused then count_refusal(run, reply.code) end
+    flush_meters(run)
     flush(run)
   end
   if ok then return reply end

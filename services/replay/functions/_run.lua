@@ -14,6 +14,7 @@
 --   steps       hash    step -> ids of reserved, retained, or kept by a rewind for it (one a line, in ticket order)
 --   timelines   list    `<timeline> <version it began at>`: what the weights descend from, oldest first
 --   trash       list    groups trained for good whose payloads are still to be freed
+--   tally       list    groups trained for good that are still to be metered
 --   lane        set     every validation group             unused     set     groups left over at the end
 --   failed      zset    dead letters by time, the newest   counts     hash    `<lane>:<state>` -> groups
 --   ended       bitmap  orders of train groups that ended failed or filtered
@@ -21,7 +22,7 @@
 --   refusals    hash    code -> calls refused (law 4)      requeues   hash    cause -> groups requeued
 --   replicas    zset    replicas by the time they are due  r:<id>     hash    a replica; h:<id> set of groups it holds
 --   epoch       hash    the newest membership epoch        members    hash    replica -> what it did in that epoch
--- Of all incarnations: `events` and `metrics` (streams), `old` (set of incarnations to be swept), channels `wake:<what>`.
+-- Of all incarnations: `events` and `metrics` (streams), `m:<moment>` (hashes, see _meter.lua), `old` (set of incarnations to be swept), channels `wake:<what>`.
 
 local LIMITS = {
   'prompts_per_step', 'generations_per_prompt', 'max_age', 'max_attempts', 'max_scoring_attempts',

@@ -15,13 +15,16 @@ local function keep_step(run, step, ids)
   end
 end
 
+local function push_ids(run, list, ids)
+  for first = 1, #ids, BATCH do
+    redis.call('RPUSH', run.base .. list, unpack(ids, first, math.min(first + BATCH - 1, #ids)))
+  end
+end
+
 -- Steps < edge go, with their groups, a batch at a time (`empty_trash`).
 local function free_steps(run, edge)
   for step = run.freed, edge - 1 do
-    local ids = step_ids(run, step)
-    for first = 1, #ids, BATCH do
-      redis.call('RPUSH', run.base .. 'trash', unpack(ids, first, math.min(first + BATCH - 1, #ids)))
-    end
+    push_ids(run, 'trash', step_ids(run, step))
     keep_step(run, step, {})
   end
   if edge > run.freed then set(run, 'freed', edge) end
@@ -31,13 +34,25 @@ end
 -- payloads, for people and for a rewind to an older checkpoint.
 local function commit_steps(run, version)
   for step = math.max(run.committed, 0), version - 1 do
-    move(run, 'train', 'reserved', 'trained', #step_ids(run, step))
+    local ids = step_ids(run, step)
+    push_ids(run, 'tally', ids)
+    move(run, 'train', 'reserved', 'trained', #ids)
   end
   free_steps(run, version - run.retain_steps)
   if version > run.committed then
     set(run, 'committed', version)
     event(run, 'committed', 'version', version)
   end
+end
+
+-- Meters up to BATCH groups, the first to be freed first; returns how many are left. A rewind may have taken some of them back.
+local function meter_tally(run)
+  local tally = run.base .. 'tally'
+  for _, id in ipairs(redis.call('LPOP', tally, BATCH) or {}) do
+    local group = load_group(run, id)
+    if group and group.state == 'reserved' and group.step < run.committed then meter_trained(run, group) end
+  end
+  return redis.call('LLEN', tally)
 end
 
 -- Frees up to BATCH groups; returns how many are left.
@@ -48,7 +63,7 @@ local function empty_trash(run)
   return redis.call('LLEN', trash)
 end
 
--- The batch of `step`: step, then its group ids, then for each a list of its trajectories: index, `<nonce> <length> <oldest> <newest>`, reward.
+-- The batch of `step`: step, then its group ids, then for each a list of its trajectories: index, `p<i>`, reward.
 local function batch_of(run, step, ids)
   local trajectories = {}
   for i, id in ipairs(ids) do

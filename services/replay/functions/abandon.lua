@@ -21,6 +21,7 @@ register('hr_abandon', 6, function(run, args)
     requeue(run, group, 'failed', true, args[6])
     return 0
   end
+  meter_count(run, 'failed', 1)
   forget_prefix(run, group, index)
   redis.call('HSET', group.key, 'x' .. index, words(args[6]), 'dropped', group.dropped + 1)
   event(run, 'dropped', 'group', id, 'index', index, 'reason', words(args[6]))

@@ -2,7 +2,7 @@
 -- KEYS     the run
 -- ARGV     group id
 -- Returns  state, record key, the group's fields and values, and for each trajectory pushed so far: index, payload key,
---          `<nonce> <length> <oldest> <newest>`, reward ('' before it is scored), or nil if the buffer does not know the group
+--          `p<i>`, reward ('' before it is scored), or nil if the buffer does not know the group
 -- Errors   HR_INVALID
 register_reader('hr_group', 1, function(run, args)
   local group = load_group(run, name(args[1], 'group id'))
@@ -17,7 +17,7 @@ register_reader('hr_group', 1, function(run, args)
       end
     end
   end
-  for _, field in ipairs({'lane', 'order', 'n', 'count', 'dropped', 'attempt', 'failures', 'ticket', 'replica', 'pushed', 'scored', 'oldest',
+  for _, field in ipairs({'lane', 'order', 'n', 'count', 'dropped', 'saves', 'attempt', 'failures', 'ticket', 'replica', 'pushed', 'scored', 'oldest',
     'newest', 'step', 'reason'}) do
     if group[field] then fields[#fields + 1], fields[#fields + 2] = field, group[field] end
   end

@@ -25,6 +25,7 @@ local function evict_trained_step(run)
   if step >= math.max(run.committed, run.next_step - 1) then return false end
   for _, id in ipairs(lines(redis.call('HGET', run.base .. 'steps', step))) do
     local group = load_group(run, id)
+    meter_trained(run, group)
     discard(run, group)
     redis.call('HSET', group.key, 'held', 0, 'lost', 1)
   end
@@ -73,7 +74,7 @@ local function outdated(run, oldest, newest)
 end
 
 local function versions(value)
-  local nonce, oldest, newest = string.match(value, '^(%S+) %d+ (%d+) (%d+)$')
+  local nonce, oldest, newest = string.match(value, '^(%S+) %d+ (%d+) (%d+)')
   return nonce, tonumber(oldest), tonumber(newest)
 end
 
@@ -88,6 +89,10 @@ local function sift_pushed(run, group)
         keys[#keys + 1], keys[#keys + 2] = run.base .. 'p:' .. nonce, run.base .. 's:' .. nonce
         indices[#indices + 1] = i - 1
         group.actual = group.actual - redis.call('STRLEN', run.base .. 'p:' .. nonce)
+        if last <= run.next_step then
+          meter_count(run, 'expired', 1)
+          meter_one(run, 'expired', value, redis.call('HGET', group.key, 'r' .. i - 1) or nil, run.next_step)
+        end
         rewards = rewards + redis.call('HEXISTS', group.key, 'r' .. i - 1)
       else
         oldest, newest = math.min(oldest or first, first), math.max(newest or last, last)

@@ -9,17 +9,19 @@
 -- The group with what these entries have to know of it: its lease, and which of their indices it has (`mine`) or has dropped (false).
 local function load(run, entries_of_group)
   local key = group_key(run, entries_of_group[1].id)
-  local fields = {'state', 'token', 'lane', 'replica', 'n', 'count', 'dropped', 'pushed', 'actual', 'held', 'oldest', 'newest', 'saves'}
+  local fields = {
+    'state', 'token', 'lane', 'replica', 'n', 'count', 'dropped', 'pushed', 'actual', 'held', 'oldest', 'newest', 'saves', 'leased',
+  }
   for i, entry in ipairs(entries_of_group) do
-    fields[12 + 2 * i], fields[13 + 2 * i] = 'p' .. entry.index, 'x' .. entry.index
+    fields[13 + 2 * i], fields[14 + 2 * i] = 'p' .. entry.index, 'x' .. entry.index
   end
   local values = redis.call('HMGET', key, unpack(fields))
   if not values[1] then return nil, {} end
   local group = {id = entries_of_group[1].id, key = key}
   for i = 1, 4 do group[fields[i]] = values[i] end
-  for i = 5, 13 do group[fields[i]] = tonumber(values[i] or nil) end
+  for i = 5, 14 do group[fields[i]] = tonumber(values[i] or nil) end
   local mine = {}
-  for i, entry in ipairs(entries_of_group) do mine[entry.index] = values[12 + 2 * i] or values[13 + 2 * i] end
+  for i, entry in ipairs(entries_of_group) do mine[entry.index] = values[13 + 2 * i] or values[14 + 2 * i] end
   return group, mine
 end
 
@@ -39,7 +41,8 @@ local function push(run, entries_of_group, foreign, reply)
         code, message = 'HR_INVALID', 'the payload of group ' .. entry.id .. ' was not staged, or its time ran out'
       end
       if not code then
-        local value = entry.nonce .. ' ' .. entry.length .. ' ' .. entry.oldest .. ' ' .. entry.newest
+        local latency = math.max(0, run.now - group.leased)
+        local value = table.concat({entry.nonce, entry.length, entry.oldest, entry.newest, latency}, ' ')
         mine[entry.index] = value
         written[#written + 1], written[#written + 2] = 'p' .. entry.index, value
         members[#members + 1], members[#members + 2] = run.now, entry.id .. ':' .. entry.index

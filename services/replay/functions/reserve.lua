@@ -3,7 +3,7 @@
 -- KEYS     the run
 -- ARGV     step, timeline
 -- Returns  {'batch', step, prefix of payload keys, group ids in ticket order, for each group n times index,
---          `<nonce> <length> <oldest> <newest>` and reward, in one list; groups scored and groups filtered since the batch before}, or {'waiting', ready, needed}, or {'end', unused}
+--          `p<i>` (_group.lua) and reward, in one list; groups scored and groups filtered since the batch before}, or {'waiting', ready, needed}, or {'end', unused}
 -- Errors   HR_TIMELINE, HR_STEP, HR_STARVED, HR_INVALID
 --
 -- Repeating the last reserve gives the same batch, for a trainer that lost the reply. Whatever the admission policy did, law 2 (age)

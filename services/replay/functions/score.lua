@@ -47,6 +47,7 @@ end
 
 -- The group ends as filtered: only its order stays.
 local function filter(run, group)
+  meter(run, 'filtered', group)
   leave(run, group)
   mark_ended(run, group)
   erase(run, group)
@@ -59,14 +60,16 @@ end
 -- What was pushed beyond the n that are scored goes, and counts no more.
 local function drop_surplus(run, group)
   local keys, indices = {}, {}
+  meter_count(run, 'surplus', group.count - group.n - group.dropped)
   local pushed = redis.call('HMGET', group.key, unpack(field_names_of(group, 'p')))
   local rewards = redis.call('HMGET', group.key, unpack(field_names_of(group, 'r')))
   group.oldest, group.newest = math.huge, 0
   for i, value in ipairs(pushed) do
-    local nonce, oldest, newest = string.match(value or '', '^(%S+) %d+ (%d+) (%d+)$')
+    local nonce, oldest, newest = string.match(value or '', '^(%S+) %d+ (%d+) (%d+)')
     if rewards[i] then
       group.oldest, group.newest = math.min(group.oldest, tonumber(oldest)), math.max(group.newest, tonumber(newest))
     elseif nonce then
+      meter_one(run, 'surplus', value, nil, run.next_step)
       keys[#keys + 1], indices[#indices + 1] = run.base .. 'p:' .. nonce, i - 1
       group.actual = group.actual - redis.call('STRLEN', keys[#keys])
     end
@@ -86,6 +89,7 @@ local function all_scored(run, group)
   local state = 'evaluated'
   if group.lane == 'train' then
     redis.call('HINCRBY', run.base .. 'since', 'scored', 1)
+    meter(run, 'generated', group)
     if run.filter ~= '' and all_equal(run, group) then return filter(run, group) end
     state = 'ready'
     redis.call('ZADD', run.base .. 'ready', group.ticket, group.id)

@@ -1,0 +1,121 @@
+"""What trajectories were like at each end they came to, as the buffer metered them, and whether what is trained differs from what was
+generated (selection bias). The buffer's part is `services/replay/functions/_meter.lua`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+Moment = Literal["generated", "trained", "masked", "expired", "filtered", "failed", "surplus"]
+Quantity = Literal["length", "reward", "latency", "age"]
+
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
+QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
+# Fewer trajectories than this say little about a difference of means.
+LEAST = 200
+
+_HIGHEST_BUCKET = 60  # and all above it (_meter.lua)
+
+
+@dataclasses.dataclass(frozen=True)
+class Distribution:
+    """Of one quantity: `length` in tokens, `reward`, `latency` from lease to push in seconds, or `age` in steps.
+
+    `buckets` are (upper bound, values at or below it and above the bound before), ascending, those with a value alone; bounds are two an
+    octave, the last may be infinite.
+    """
+
+    count: int = 0
+    sum: float = 0.0
+    squares: float = 0.0
+    buckets: tuple[tuple[float, int], ...] = ()
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.count if self.count else math.nan
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the values."""
+        return math.sqrt(max(0.0, self.squares / self.count - self.mean**2)) if self.count else math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class Meter:
+    """Trajectories that came to one end. A distribution counts those of them of which the quantity is known: one that failed has no
+    reward, one that was never handed in has nothing. `tokens`: those over age, where the trajectories are the masked ones."""
+
+    trajectories: int = 0
+    tokens: int = 0
+    length: Distribution = Distribution()
+    reward: Distribution = Distribution()
+    latency: Distribution = Distribution()
+    age: Distribution = Distribution()
+
+
+@dataclasses.dataclass(frozen=True)
+class Skew:
+    """How far the mean of what is trained lies from that of what was generated, in standard deviations of the latter."""
+
+    quantity: Quantity
+    deviations: float
+    trained: float
+    generated: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.quantity} of what is trained is {self.trained:.4g} on average, of what was generated {self.generated:.4g}: "
+            f"{self.deviations:+.2f} standard deviations"
+        )
+
+
+def skews(meters: Mapping[Moment, Meter]) -> list[Skew]:
+    """For length and reward, once `LEAST` trajectories were generated and as many trained; values that do not vary can't be skewed."""
+    found = []
+    for quantity in ("length", "reward"):
+        trained: Distribution = getattr(meters["trained"], quantity)
+        generated: Distribution = getattr(meters["generated"], quantity)
+        if min(trained.count, generated.count) >= LEAST and generated.deviation > 0:
+            deviations = (trained.mean - generated.mean) / generated.deviation
+            found.append(Skew(quantity, deviations, trained.mean, generated.mean))
+    return found
+
+
+def beyond(found: Sequence[Skew], limit: float | None) -> list[Skew]:
+    """Those to warn of: more than `limit` standard deviations (`replay.bias_warning`); none without a limit."""
+    return [] if limit is None else [skew for skew in found if abs(skew.deviations) > limit]
+
+
+def meters_of(reply: Sequence[Any]) -> dict[Moment, Meter]:
+    """Every moment's meter, from the reply of `hr_bias`."""
+    told = {
+        moment.decode(): {name.decode(): float(value) for name, value in zip(*[iter(flat)] * 2, strict=True)}
+        for moment, flat in zip(*[iter(reply)] * 2, strict=True)
+    }
+    return {moment: _meter(told.get(moment, {})) for moment in MOMENTS}
+
+
+def _meter(fields: Mapping[str, float]) -> Meter:
+    distributions = {quantity: _distribution(fields, quantity) for quantity in QUANTITIES}
+    return Meter(int(fields.get("trajectories", 0)), int(fields.get("tokens", 0)), **distributions)
+
+
+def _distribution(fields: Mapping[str, float], quantity: Quantity) -> Distribution:
+    own = {
+        name.removeprefix(f"{quantity}:"): value for name, value in fields.items() if name.startswith(f"{quantity}:")
+    }
+    count, total, squares = (own.pop(name, 0.0) for name in ("n", "sum", "squares"))
+    scale = 0.001 if quantity == "latency" else 1.0
+    buckets = sorted((_bound(name) * scale, int(value)) for name, value in own.items())
+    return Distribution(int(count), total * scale, squares * scale**2, tuple(buckets))
+
+
+def _bound(bucket: str) -> float:
+    if bucket == "z":
+        return 0.0
+    place = int(bucket[1:])
+    if bucket[0] == "n":
+        return -(2.0 ** (place / 2))
+    return math.inf if place == _HIGHEST_BUCKET else 2.0 ** (place / 2)
