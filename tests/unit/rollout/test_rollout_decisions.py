@@ -196,3 +196,9 @@ def test_in_every_situation(now: Situation) -> None:
     aborted = [action.tokens for action in actions if isinstance(action, Abort)]
     if now.reply.state != "DEAD":
         assert aborted in ([], [now.held & set(now.reply.lost)])
+
+
+def test_a_lease_that_ended_because_its_group_is_complete_is_told_apart() -> None:
+    reply = HeartbeatReply(state="HEALTHY", timeline="t", lost=("a", "b", "gone"), epoch=None, complete=("b", "gone"))
+    now = dataclasses.replace(situation(held=frozenset("abc")), reply=reply)
+    assert decide(now)[0] == Abort(frozenset("ab"), complete=frozenset("b"))
