@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from headrace.cli.options import Overrides
 from headrace.config import load
 from headrace.errors import ConfigError
 from headrace.replay import ReplayClient, Replica, RunState
+from headrace.replay.bias import Distribution, Meter, Moment, beyond, skews
 
 
 def status(
@@ -29,19 +31,25 @@ def status(
     if (config is None) == (run is None):
         raise ConfigError("give either CONFIG or --run FOLDER")
     loaded = load(config or run / "config.yaml", overrides or ())  # type: ignore[operator]
-    state, replicas = asyncio.run(_read(loaded.redis_url, loaded.run.id))
-    show(Console(), state, replicas)
+    state, replicas, meters = asyncio.run(_read(loaded.redis_url, loaded.run.id))
+    show(Console(), state, replicas, meters, loaded.replay.bias_warning)
 
 
-async def _read(url: str, run_id: str | None) -> tuple[RunState, list[Replica]]:
+async def _read(url: str, run_id: str | None) -> tuple[RunState, list[Replica], dict[Moment, Meter]]:
     client = await ReplayClient.connect(url, run_id, timeout_s=3.0)
     try:
-        return await client.state(), await client.replicas()
+        return await client.state(), await client.replicas(), await client.bias()
     finally:
         await client.aclose()
 
 
-def show(console: Console, state: RunState, replicas: list[Replica]) -> None:
+def show(
+    console: Console,
+    state: RunState,
+    replicas: list[Replica],
+    meters: Mapping[Moment, Meter],
+    bias_warning: float | None,
+) -> None:
     """Plain enough for a pipe: one line a fact, then the replicas."""
     groups = ", ".join(f"{count} {name}" for name, count in state.counts.items() if count) or "none yet"
     for name, value in (
@@ -50,6 +58,8 @@ def show(console: Console, state: RunState, replicas: list[Replica]) -> None:
         ("checkpoint", str(state.committed) if state.committed >= 0 else "none yet"),
         ("prompts taken", str(state.enqueued + 1)),
         ("groups", groups),
+        *((moment, _described(meter)) for moment, meter in meters.items() if meter.trajectories),
+        *(("bias", str(skew)) for skew in beyond(skews(meters), bias_warning)),
     ):
         console.print(f"{name:14}{value}", markup=False, highlight=False, soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -60,3 +70,14 @@ def show(console: Console, state: RunState, replicas: list[Replica]) -> None:
         seen = f"{replica.seen_s_ago:.0f} s ago"
         table.add_row(replica.id, replica.state, version, str(replica.leases), seen, str(replica.info.get("url", "")))
     console.print(table if replicas else "no replica has joined")
+
+
+def _described(meter: Meter) -> str:
+    """How many trajectories, and what they were like as far as it is known."""
+    parts = []
+    for quantity, unit in (("length", ""), ("reward", ""), ("latency", " s"), ("age", "")):
+        distribution: Distribution = getattr(meter, quantity)
+        if distribution.count:
+            parts.append(f"{quantity} {distribution.mean:.3g} ± {distribution.deviation:.2g}{unit}")
+    masked = [f"{meter.tokens} tokens over age"] if meter.tokens else []
+    return ", ".join([f"{meter.trajectories} trajectories", *masked, *parts])

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import REGISTRY, Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+
+from headrace.replay.bias import Distribution, Meter, Moment, Quantity, skews
 
 
 class Snapshot:
     """The newest statistics; None while the buffer can't be reached, so that no gauge shows a figure that is not so."""
 
     stats: dict[str, Any] | None = None
+    meters: Mapping[Moment, Meter] | None = None
+
+
+def _powers(first: int, last: int) -> list[float]:
+    return [2.0**place for place in range(first, last + 1)]
+
+
+# Upper bounds of the histograms: those of the meters' buckets, one an octave (latency is metered in milliseconds).
+_HISTOGRAMS: dict[Quantity, tuple[str, str, list[float]]] = {
+    "length": ("length_tokens", "completion tokens of trajectories", _powers(0, 17)),
+    "reward": (
+        "reward",
+        "rewards of trajectories",
+        [*(-bound for bound in reversed(_powers(-3, 7))), 0.0, *_powers(-3, 7)],
+    ),
+    "latency": ("latency_seconds", "from lease to push", [0.001 * bound for bound in _powers(4, 22)]),
+    "age": ("age_steps", "steps since the weights of the oldest token", [0.0, *_powers(0, 6)]),
+}
 
 
 _GAUGES = {
@@ -55,6 +75,45 @@ class _Gauges(Collector):
             for value, count in stats[name].items():
                 family.add_metric([value], count)
             yield family
+        if self._snapshot.meters is not None:
+            yield from _bias(self._snapshot.meters)
+
+
+def _bias(meters: Mapping[Moment, Meter]) -> Iterable[Metric]:
+    trajectories = CounterMetricFamily(
+        "headrace_replay_trajectories", "trajectories by what became of them", labels=["moment"]
+    )
+    for moment, meter in meters.items():
+        trajectories.add_metric([moment], meter.trajectories)
+    yield trajectories
+    yield CounterMetricFamily(
+        "headrace_replay_masked_tokens", "tokens over age left out of the loss", value=meters["masked"].tokens
+    )
+    for quantity, (name, what, bounds) in _HISTOGRAMS.items():
+        histogram = HistogramMetricFamily(f"headrace_replay_trajectory_{name}", what, labels=["moment"])
+        mean = GaugeMetricFamily(f"headrace_replay_trajectory_{name}_mean", f"mean {quantity}", labels=["moment"])
+        for moment, meter in meters.items():
+            distribution: Distribution = getattr(meter, quantity)
+            if distribution.count:
+                histogram.add_metric([moment], _cumulative(distribution, bounds), distribution.sum)
+                mean.add_metric([moment], distribution.mean)
+        yield histogram
+        yield mean
+    bias = GaugeMetricFamily(
+        "headrace_replay_selection_bias",
+        "mean of what is trained less that of what was generated, in standard deviations of the latter",
+        labels=["quantity"],
+    )
+    for skew in skews(meters):
+        bias.add_metric([skew.quantity], skew.deviations)
+    yield bias
+
+
+def _cumulative(distribution: Distribution, bounds: list[float]) -> list[tuple[str, float]]:
+    """(upper bound, values at or below it), the last bound infinite."""
+    # a bound and a bucket's are computed alike, but for a rounding
+    counts = [sum(n for upper, n in distribution.buckets if upper <= bound + 1e-9 * abs(bound)) for bound in bounds]
+    return [*zip(map(str, bounds), map(float, counts), strict=True), ("+Inf", float(distribution.count))]
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, get_args
 
@@ -16,6 +17,7 @@ from headrace import export
 from headrace.errors import CodecError, InvalidCall, ReplayUnavailable
 from headrace.lineage import LineageFiles
 from headrace.replay import GroupState, ReplayClient
+from headrace.replay.bias import QUANTITIES, Distribution, Meter, skews
 from headrace.service import Ready, create_app
 from headrace.trajectory import Group, Score, Trajectory
 
@@ -46,6 +48,17 @@ def _add_run(app: FastAPI, client: ReplayClient) -> None:
     @app.get("/v1/stats", summary="Groups by state, refusals, requeues, bytes, ages, replicas, the scoring line")
     async def stats() -> dict[str, Any]:
         return await client.stats()
+
+    @app.get(
+        "/v1/bias",
+        summary="What trajectories were like at each end they came to, and how far what is trained is from the rest",
+    )
+    async def bias() -> dict[str, Any]:
+        meters = await client.bias()
+        return {
+            "meters": {moment: _meter(meter) for moment, meter in meters.items()},
+            "skews": [dataclasses.asdict(skew) for skew in skews(meters)],
+        }
 
     @app.get("/v1/metrics", summary="Metrics of each trainer step and validation")
     async def metrics(after: After = "0", count: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> list[dict[str, Any]]:
@@ -132,6 +145,20 @@ def _answer_errors(app: FastAPI) -> None:
     app.add_exception_handler(InvalidCall, answer(400))
     app.add_exception_handler(CodecError, answer(500))
     app.add_exception_handler(ReplayUnavailable, answer(503))
+
+
+def _meter(meter: Meter) -> dict[str, Any]:
+    """`mean` and `deviation` null of nothing; a bucket is [upper bound, count], the bound null where it is infinite."""
+    plain: dict[str, Any] = {"trajectories": meter.trajectories, "tokens": meter.tokens}
+    for quantity in QUANTITIES:
+        distribution: Distribution = getattr(meter, quantity)
+        plain[quantity] = {
+            "count": distribution.count,
+            "mean": distribution.mean if distribution.count else None,
+            "deviation": distribution.deviation if distribution.count else None,
+            "buckets": [[bound if math.isfinite(bound) else None, count] for bound, count in distribution.buckets],
+        }
+    return plain
 
 
 def _plain(record: Group | Trajectory | Score) -> dict[str, Any]:

@@ -12,7 +12,19 @@ from headrace.replay.wire import Wire
 NAME = "headrace"
 
 # In this order: each may use what those before it define. Transitions follow, each in a scope of its own.
-SHARED = ("_args", "_run", "_meter", "_group", "_payload", "_due", "_register", "_steps", "_validation", "_fleet", "_epoch")
+SHARED = (
+    "_args",
+    "_run",
+    "_meter",
+    "_group",
+    "_payload",
+    "_due",
+    "_register",
+    "_steps",
+    "_validation",
+    "_fleet",
+    "_epoch",
+)
 TRANSITIONS = (
     "open_run",
     "state",

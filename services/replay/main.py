@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from headrace.config import Config
 from headrace.errors import ConfigError, ReplayUnavailable, ServiceError
 from headrace.lineage import FOLDER, LineageFiles
 from headrace.replay import Limits, ReplayClient, worst_case_bytes
+from headrace.replay.bias import Meter, Moment, Quantity, beyond, skews
 from headrace.replay.connect import shown
 from headrace.replay.wire import open_redis
 from headrace.service import bind, serve_http, stop_on_signals
@@ -103,7 +104,7 @@ async def running(
             await server.start()
         client = ReplayClient(open_redis(config.redis_url), config.run.id)
         stack.push_async_callback(client.aclose)
-        buffer = _Buffer(client, limits, config.redis_url)
+        buffer = _Buffer(client, limits, config.redis_url, config.replay.bias_warning)
         await buffer.prepare()
         stack.enter_context(exported(buffer.snapshot))
         lineage = LineageFiles(config.checkpoint_folder / FOLDER)
@@ -135,11 +136,14 @@ async def _until_stopped(stop: asyncio.Event, scorer: Coroutine[Any, Any, None],
 class _Buffer:
     """The run on its server, made again with the functions should the server come back without them."""
 
-    def __init__(self, client: ReplayClient, limits: Limits, url: str) -> None:
+    def __init__(self, client: ReplayClient, limits: Limits, url: str, bias_warning: float | None = None) -> None:
+        """`bias_warning`: standard deviations of selection bias to warn of (`replay.bias_warning`)."""
         self.snapshot = Snapshot()
         self._client = client
         self._limits = limits
         self._url = url
+        self._bias_warning = bias_warning
+        self._warned: set[Quantity] = set()
         self._trouble: str | None = None
 
     async def trouble(self) -> str | None:
@@ -155,9 +159,11 @@ class _Buffer:
         while True:
             try:
                 self.snapshot.stats = await self._client.stats()
+                self.snapshot.meters = await self._client.bias()
+                await self._warn_of_bias(self.snapshot.meters)
                 self._trouble = None
             except ReplayUnavailable as error:
-                self.snapshot.stats = None
+                self.snapshot.stats = self.snapshot.meters = None
                 if self._trouble is None:
                     _log.warning("%s; waiting for it", error)
                 self._trouble = str(error)
@@ -165,6 +171,15 @@ class _Buffer:
                 with contextlib.suppress(ReplayUnavailable):
                     await self.prepare()
             await asyncio.sleep(_LOOK_S)
+
+    async def _warn_of_bias(self, meters: Mapping[Moment, Meter]) -> None:
+        """Say so, once, when the bias of a quantity goes beyond the limit."""
+        found = beyond(skews(meters), self._bias_warning)
+        for skew in found:
+            if skew.quantity not in self._warned:
+                _log.warning("selection bias: %s (replay.bias_warning %s)", skew, self._bias_warning)
+                await self._client.tell("selection bias", {"quantity": skew.quantity, "message": str(skew)})
+        self._warned = {skew.quantity for skew in found}
 
 
 async def _keep_up(server: EmbeddedServer) -> None:

@@ -214,6 +214,8 @@ class Loop:
         began = self._tools.clock()
         learnt = await self._tools.torch(lambda: self._tools.lead.step(step, shares))
         ended = self._tools.clock()
+        if masked := int(learnt["masked_tokens"]):
+            await self._call(lambda: replay.masked(step, self._standing.timeline, masked))
         self._ledger.record(step, reservation.groups, [group.order for group in groups])
         origins = await self._tools.torch(self._tools.lead.origins)
         await asyncio.to_thread(self._tools.lineage.write, step, groups, origins)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+import pytest
+from rich.console import Console
 
+from headrace.cli.status import show
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.bias import Distribution, Meter, beyond, skews
 from headrace.trajectory import Score
 from tests.integration.replay.helpers import (
     enqueue,
+    eventually,
     generate,
     healthy_replica,
     make_trajectory,
@@ -21,6 +27,7 @@ from tests.integration.replay.helpers import (
     rewind,
     tighten,
 )
+from tests.integration.replay.test_server import config_of, serving
 
 # Lengths and rewards of four groups of two, with sums that floats hold exactly.
 LENGTHS = (1, 2, 3, 8, 100, 128, 4096, 5000)
@@ -228,3 +235,53 @@ async def test_what_is_trained_is_compared_with_what_was_generated(replay: Repla
     assert beyond([length, reward], 0.99) == [length]
     assert beyond([length, reward], 1.0) == []
     assert beyond([length, reward], None) == []
+
+
+async def test_the_service_warns_once_and_shows_the_bias_wherever_people_look(
+    replay: ReplayClient, limits: Limits, redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await tighten(replay, limits, prompts_per_step=100, max_age=4)
+    await make(replay, await healthy_replica(replay), [4] * 200 + [12] * 200, [0.0, 1.0] * 200)
+    await reserve(replay, 0)
+    await replay.commit(1, (await replay.state()).timeline)
+    config = config_of(tmp_path, redis_url=redis_url, bias_warning=0.9)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"id": replay.run_id})})
+    async with serving(config) as (http, _):
+
+        async def shown() -> bool:
+            return "headrace_replay_selection_bias{" in (await http.get("/metrics")).text
+
+        await eventually(shown)
+        before = (await replay.redis.info("commandstats"))["cmdstat_fcall"]["calls"]
+
+        async def looked_again() -> bool:
+            return (await replay.redis.info("commandstats"))["cmdstat_fcall"]["calls"] > before + 6
+
+        await eventually(looked_again)  # and it is still biased
+        metrics = (await http.get("/metrics")).text
+        told = (await http.get("/v1/bias")).json()
+    for line in (
+        'headrace_replay_selection_bias{quantity="length"} -1.0',
+        'headrace_replay_selection_bias{quantity="reward"} 0.0',
+        'headrace_replay_trajectories_total{moment="generated"} 400.0',
+        'headrace_replay_trajectory_length_tokens_bucket{le="4.0",moment="generated"} 200.0',
+        'headrace_replay_trajectory_length_tokens_bucket{le="16.0",moment="generated"} 400.0',
+        'headrace_replay_trajectory_length_tokens_sum{moment="trained"} 800.0',
+        'headrace_replay_trajectory_reward_bucket{le="0.0",moment="trained"} 100.0',
+        'headrace_replay_trajectory_reward_mean{moment="trained"} 0.5',
+    ):
+        assert line in metrics
+    assert told["meters"]["generated"]["length"]["mean"] == 8
+    assert told["meters"]["generated"]["length"]["buckets"][0] == [4, 200]
+    assert told["meters"]["failed"]["reward"] == {"count": 0, "mean": None, "deviation": None, "buckets": []}
+    assert told["skews"][0] == {"quantity": "length", "deviations": -1, "trained": 4, "generated": 8}
+    said = "length of what is trained is 4 on average, of what was generated 8: -1.00 standard deviations"
+    events = [fields for _, fields in await replay.events("0", 1.0) if fields["kind"] == "selection bias"]
+    assert [(event["quantity"], event["message"]) for event in events] == [("length", said)]
+    assert [said in record.getMessage() for record in caplog.records if "bias" in record.getMessage()] == [True]
+
+    console = Console(file=io.StringIO(), width=60)
+    show(console, await replay.state(), [], await replay.bias(), 0.9)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert f"bias          {said}" in lines
+    assert any(line.startswith("trained       200 trajectories, length 4 ± 0, reward 0.5 ± 0.5") for line in lines)
