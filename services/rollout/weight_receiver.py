@@ -75,6 +75,11 @@ class WeightReceiver:
         self.seconds: dict[str, float] = {}
         self.difference: float | None = None  # of the last probe to the trainer's, in nats
 
+    @property
+    def weights(self) -> tuple[str, int] | None:
+        """(timeline, version) of what the engine computes with, if it was verified."""
+        return self._held
+
     def holds(self, epoch: Epoch) -> bool:
         """Whether the engine already computes with the epoch's weights, verified: no need to drain or to pause."""
         return self._held == (epoch.timeline, epoch.version)

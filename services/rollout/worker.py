@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.config import Config
-from headrace.errors import Fenced, HeadraceError, ReplayUnavailable, Surplus
+from headrace.errors import Fenced, HeadraceError, InvalidCall, ReplayUnavailable, Surplus
 from headrace.replay import Epoch, HeartbeatReply, Lease, ReplayClient, ReplicaState
 from headrace.trajectory import Trajectory
 from services.rollout import decisions
@@ -188,7 +188,17 @@ class Worker:
                 self._refit = asyncio.create_task(self._take_part(epoch))
             case LeaseGroups(count):
                 for lease in await self._replay.lease(self.replica, count):
+                    if (lease.timeline, lease.version) != self.receiver.weights:
+                        self._distrust(f"the fleet counts it at version {lease.version} of timeline {lease.timeline}")
+                        return
                     self._groups[lease.token] = (lease, asyncio.create_task(self._generate_group(lease)))
+
+    def _distrust(self, reason: str) -> None:
+        """What the buffer says of this replica's weights is not so: its server lost writes (a failover, a power cut). Nothing of theirs
+        could be handed in; the next turn enters the fleet again, which passes the leases on and costs no group an attempt."""
+        self.status.torn = f"{reason}, which holds {self.receiver.weights}: the buffer lost writes"
+        log.warning("replica %s: %s", self.replica, self.status.torn)
+        self._changed.set()
 
     def _reap(self) -> None:
         """Forget what has ended; what ended by an error that the replica can't outlive is raised here."""
@@ -266,6 +276,9 @@ class Worker:
         if isinstance(cause, Fenced):
             log.info("group %s: %s", lease.group.id, cause)
             return "lost"
+        if isinstance(cause, InvalidCall) and await self._is_ahead():
+            self._distrust(str(cause))
+            return "returned"
         log.error("group %s", lease.group.id, exc_info=cause)
         reason = f"{type(cause).__name__}: {cause}"
         # what vLLM refuses before it tries (a token outside the vocabulary, …) no replica can generate
@@ -276,6 +289,11 @@ class Worker:
             else:
                 await self._retry(partial(self._replay.release, lease, reason, failed=True))
         return "rejected" if refused else "failed"
+
+    async def _is_ahead(self) -> bool:
+        """Whether this replica holds weights of which the buffer does not know the step that made them."""
+        weights = self.receiver.weights
+        return weights is not None and weights[1] > (await self._retry(self._replay.state)).next_step
 
     async def _generate_one(self, lease: Lease, index: int) -> None:
         if self._leaving:
