@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +138,13 @@ def test_the_ended_are_read_from_the_buffer_s_bitmap(places: set[int]) -> None:
     assert list(orders_of(Ended(len(places), 0, bytes(bitmap)))) == sorted(places)
     with pytest.raises(ServiceError, match=f"holds the places of {len(places)}"):
         orders_of(Ended(len(places), 1, bytes(bitmap)))
+
+
+def test_the_ledger_of_prompts_trained_in_any_order_stays_small() -> None:
+    """A bit a place at the most, where half of them are trained."""
+    places = sorted(random.Random(1).sample(range(1_000_000), 500_000))
+    assert len(Orders(places).encode()) < 1_000_000 / 8 * 1.1
+    assert len(Orders(range(1_000_000)).encode()) < 1000
 
 
 def test_law_1_the_ledger_refuses_a_prompt_that_comes_again() -> None:
