@@ -143,6 +143,12 @@ async def contents(replay: ReplayClient) -> dict[bytes, object]:
     return held
 
 
+async def payload_bytes(replay: ReplayClient) -> int:
+    """Bytes of all trajectories that the server holds of this run: what `bytes` must say once no lease may add to it."""
+    keys = [key async for key in replay.redis.scan_iter(match=f"hr:{{{replay.run_id}}}:*:p:*")]
+    return sum([await replay.redis.strlen(key) for key in keys])
+
+
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
     """Return once `condition` holds; the test's own time limit ends it otherwise."""
     while not await condition():  # noqa: ASYNC110 - what is awaited happens in the server

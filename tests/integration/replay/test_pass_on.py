@@ -20,6 +20,7 @@ from tests.integration.replay.helpers import (
     healthy_replica,
     make_group,
     make_trajectory,
+    payload_bytes,
     push_all,
     refit,
     reserve,
@@ -197,6 +198,10 @@ async def test_law_2_age_what_is_over_age_for_the_next_step_starts_over(
         assert (lease.missing, lease.prefixes, group["pushed"], group["scored"]) == ((0, 1), {}, 0, 0)
         assert "oldest" not in group
     assert lease.group.id == lost.group.id
+    await push_all(replay, lease)
+    await score_all(replay)
+    assert (await group_of(replay, lease))["state"] == "ready"
+    assert (await replay.stats())["bytes"] == await payload_bytes(replay)
 
 
 async def test_law_2_age_a_rewind_starts_over_what_was_passed_on(replay: ReplayClient) -> None:

@@ -17,6 +17,7 @@ from tests.integration.replay.helpers import (
     healthy_replica,
     make_group,
     make_trajectory,
+    payload_bytes,
     push_all,
     refit,
     refusals,
@@ -152,6 +153,7 @@ async def test_law_7_a_trajectory_that_fails_for_good_costs_one_of_the_redundant
     await score(replay, [2, 3])
     group = await replay.group(lease.group.id) or {}
     assert (group["state"], [t["index"] for t in group["trajectories"]]) == ("ready", [2, 3])
+    assert (await replay.stats())["bytes"] == await payload_bytes(replay)
 
 
 async def test_law_7_the_group_fails_with_the_trajectory_that_leaves_it_fewer_than_n(replay: ReplayClient) -> None:
