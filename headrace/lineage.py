@@ -35,7 +35,8 @@ NAME = re.compile(r"step_(0|[1-9][0-9]*)-([A-Za-z0-9_-]+)\.jsonl\.gz")
 
 @dataclasses.dataclass(frozen=True)
 class TokenRange:
-    """Completion tokens `[start, end)`: the replica that sampled them, and the weights it held then."""
+    """Completion tokens `[start, end)`: the replica that sampled them, and the weights it held then. Tokens that the environment wrote
+    between turns are in no range."""
 
     start: int
     end: int
@@ -91,18 +92,24 @@ def origin_of(trajectory: Trajectory, score: Score | None, advantage: float | No
         index=trajectory.index,
         attempt=trajectory.attempt,
         tokens=trajectory.completion_token_ids.size,
-        ranges=tuple(
-            TokenRange(max(s.start, start), min(s.end, end), replica, s.version)
-            for replica, start, end in trajectory.written
-            for s in trajectory.spans
-            if s.start < end and start < s.end
-        ),
+        ranges=tuple(_ranges(trajectory)),
         finish_reason=trajectory.finish_reason,
         environment=score.environment if score else None,
         build=score.build if score else None,
         reward=score.reward if score else None,
         advantage=advantage,
     )
+
+
+def _ranges(trajectory: Trajectory) -> Iterator[TokenRange]:
+    """Where writer and weights stay the same; of several turns, without what the environment wrote between them."""
+    turns = trajectory.turns or ((0, trajectory.completion_token_ids.size),)
+    for replica, begun, left in trajectory.written:
+        for span in trajectory.spans:
+            for first, last in turns:
+                start, end = max(begun, span.start, first), min(left, span.end, last)
+                if start < end:
+                    yield TokenRange(start, end, replica, span.version)
 
 
 def with_timelines(origin: Origin, timeline_of: TimelineOf) -> Origin:
