@@ -30,7 +30,6 @@ FinishReason = Literal["stop", "length"]
 Message = dict[str, Any]
 
 LANES = ("train", "validation")
-STATUSES = ("SCORED", "FAILED", "TIMED_OUT", "INVALID")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,16 +299,36 @@ class Score:
 
     @classmethod
     def decode(cls, data: bytes) -> Score:
-        m = Reader(data, "score")
+        try:
+            record = _UNPACK_SCORE(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            Reader(data, "score")
+            raise CodecError(f"score: {error}") from error
         return cls(
-            status=m.choice("status", STATUSES),
-            reward=None if m.fields.get("reward") is None else m.number("reward"),
-            components=m.numbers("components"),
-            metadata=m.get("metadata", dict),
-            message=m.get("message", str),
-            environment=m.get("environment", str),
-            build=m.get("build", str),
+            record.status,
+            record.reward,
+            record.components,
+            record.metadata,
+            record.message,
+            record.environment,
+            record.build,
         )
+
+
+class _ScoreRecord(msgspec.Struct):
+    """A score as it is written."""
+
+    schema: Literal[1]
+    status: Literal["SCORED", "FAILED", "TIMED_OUT", "INVALID"]
+    components: dict[str, float]
+    metadata: dict[str, Any]
+    message: str
+    environment: str
+    build: str
+    reward: float | None = None
+
+
+_UNPACK_SCORE = msgspec.msgpack.Decoder(_ScoreRecord).decode
 
 
 def _pack(fields: Mapping[str, Any]) -> bytes:
@@ -372,10 +391,6 @@ class Reader:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise self._refuse(name, "a finite number")
         return float(value)
-
-    def numbers(self, name: str) -> dict[str, float]:
-        reader = Reader(self.get(name, dict), f"{self.what}.{name}")
-        return {key: reader.number(key) for key in reader.fields}
 
     def choice(self, name: str, allowed: tuple[str, ...]) -> Any:
         value = self.fields.get(name)

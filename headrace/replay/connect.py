@@ -30,6 +30,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from headrace.errors import ConfigError, ReplayDenied
 
 CONNECTIONS = 32
+# Replies are megabytes of payloads; what asyncio takes from the socket at a time.
+READ_BYTES = 256 * 1024
 _TIMEOUTS = {"socket_connect_timeout": 5.0, "socket_timeout": 30.0}
 _TLS_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 _SENTINEL = re.compile(r"sentinel://(?P<login>[^@/]*@)?(?P<hosts>[^/?]+)/(?P<service>[^/?]+)(?P<rest>.*)")
@@ -177,6 +179,7 @@ def _settings(retries: int) -> dict[str, Any]:
         "timeout": 60.0,
         "retry": retry,
         "retry_on_error": [RedisConnectionError, RedisTimeoutError],
+        "socket_read_size": READ_BYTES,
         **_TIMEOUTS,
     }
 
