@@ -1,7 +1,8 @@
 """A trainer as a process, with one fault injected. Arguments: the configuration as JSON, the fault (`none`, or `name:version`).
 
 Each fault is SIGKILL at one point: after `reserve` has answered, between the last file of a checkpoint and its rename, between its
-publication and `commit`, in the middle of a broadcast of weights, and on rank 1 before it reads its share of a step.
+publication and `commit`, in the middle of a broadcast of weights, on rank 1 before it reads its share of a step, after a part of a
+refill, and between a refill and the word that it is done.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from headrace.config import Config
 from headrace.errors import HeadraceError
 from headrace.replay import ReplayClient, Reservation
 from headrace.service import die_with_parent
+from headrace.trajectory import Group
 from services.trainer.checkpoint import Checkpoints, State
 from services.trainer.main import Makers, main, open_sender
 
@@ -43,6 +45,20 @@ class DyingReplay(ReplayClient):
         if version == self.before_commit:
             die()
         await super().commit(version, timeline)
+
+
+class DyingRefill(ReplayClient):
+    async def enqueue(self, groups: Sequence[Group], timeline: str, refill: bool = False) -> int:
+        if not refill:
+            return await super().enqueue(groups, timeline)
+        await super().enqueue(groups[:1], timeline, refill=True)
+        die()
+        return 0
+
+
+class DyingAfterRefill(ReplayClient):
+    async def refilled(self, timeline: str) -> None:
+        die()
 
 
 class DyingReader(ReplayClient):
@@ -90,6 +106,10 @@ def makers(fault: str, version: int) -> Makers:
         return Makers(replay=type("Replay", (DyingReplay,), {"after_reserve": version}).connect)
     if fault == "before_commit":
         return Makers(replay=type("Replay", (DyingReplay,), {"before_commit": version}).connect)
+    if fault == "in_refill":
+        return Makers(replay=DyingRefill.connect)
+    if fault == "before_refilled":
+        return Makers(replay=DyingAfterRefill.connect)
     if fault == "rank_1_reads":
         return Makers(replay=DyingReader.connect)
     if fault == "in_checkpoint":
