@@ -1,6 +1,6 @@
 """Trajectories a second through the buffer, beside raw pipelined SET and GET of the same bytes on the same server.
 
-    python -m benchmarks.replay [--bytes N] [--steps N] [--redis-url URL]
+    python -m benchmarks.replay [--bytes N] [--steps N] [--batch GROUPSxTRAJECTORIES] [--redis-url URL]
 
 The buffer takes each trajectory from a replica (push), hands it to a scorer and takes the score (take, score), hands it to the
 trainer (reserve, read) and frees it (commit): one write and two reads of the payload, every law of the state machine checked.
@@ -10,6 +10,9 @@ GET for the trainer, UNLINK. Rounds of both alternate, so that a busy machine sl
 The calls that are timed take and give records, raw commands take and give bytes. So there are two limits: raw commands and the codec
 together, beside the buffer; and raw commands alone, beside the buffer less what the codec takes (and, stricter than like for
 like, beside the whole).
+
+Last, the trainer's side of a large step (512 groups of 16): `reserve`, which checks every law for each group, and `read`, which gives
+records, beside raw GETs of the same bytes, and beside the GETs with the codec.
 """
 
 from __future__ import annotations
@@ -62,6 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", type=int, default=16 * 1024, help="of one trajectory")
     parser.add_argument("--steps", type=int, default=20, help=f"rounds of {PROMPTS} groups of {GENERATIONS}")
+    parser.add_argument("--batch", default="512x16", help="groups x trajectories of the large step; 0x0 leaves it out")
     parser.add_argument("--redis-url", help="a server of yours; without it one is started for the run")
     args = parser.parse_args()
     asyncio.run(_run(args))
@@ -92,7 +96,10 @@ async def _compare(url: str, args: argparse.Namespace) -> None:
             payload_bytes = len(trajectories[0].encode())
             await _raw_round(redis, trajectories, watch)
         await replay.aclose()
-    _print(watch, payload_bytes)
+        _print(watch, payload_bytes)
+        groups, generations = map(int, args.batch.split("x"))
+        if groups:
+            await _large_step(url, redis, groups, generations, args.bytes)
 
 
 async def _buffer_round(replay: ReplayClient, replica: str, step: int, size: int, watch: Stopwatch) -> list[Trajectory]:
@@ -123,6 +130,53 @@ async def _buffer_round(replay: ReplayClient, replica: str, step: int, size: int
         await replay.commit(step + 1, timeline)
     await _refit(replay, replica, step + 1)
     return [trajectory for _, trajectory in items]
+
+
+async def _large_step(url: str, redis: Redis, groups: int, generations: int, size: int) -> None:
+    """A step of `groups` x `generations`; five readings of it beside five of the same bytes by raw GETs, in turn."""
+    replay = ReplayClient(open_redis(url), f"benchmark-{secrets.token_hex(4)}")
+    limits = dataclasses.replace(_limits(), prompts_per_step=groups, generations_per_prompt=generations)
+    timeline = (await replay.open_run(limits)).timeline
+    replica = await _healthy_replica(replay)
+    prompts = [dataclasses.replace(_group(i, size // BYTES_A_TOKEN), n=generations) for i in range(groups)]
+    await replay.enqueue(prompts, timeline)
+    while leases := await replay.lease(replica, 256):
+        for lease in leases:
+            await replay.push_many([(lease, _trajectory(lease, index, size)) for index in range(generations)])
+    while jobs := await replay.take_scoring("scorer", 256):
+        await replay.score_many([(job, Score("SCORED", 1.0)) for job in jobs])
+    watch = Stopwatch()
+    for _ in range(5):
+        with watch.time("reserve"):  # from the second time on a repeat, which gives the same batch
+            batch = await replay.reserve(0, timeline)
+        assert isinstance(batch, Reservation)
+        keys = [t.key for t in batch.trajectories]
+        with watch.time("read"):
+            pairs = await replay.read(keys)
+        assert len(pairs) == groups * generations
+        del pairs
+        with watch.time("raw GET"):
+            values = await _pipelined(redis, [("GET", key) for key in keys])
+        with watch.time("decode"):
+            for value in values:
+                Trajectory.decode(value)
+        del values
+    await replay.aclose()
+    first = watch.seconds["reserve"][0]
+    whole, raw = first + watch.median("read"), watch.median("raw GET")
+    table = Table(title=f"The trainer's batch: {groups} groups of {generations}, {size:,} bytes a trajectory")
+    for column in ("what", "s", "of raw GETs"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for name, seconds in (
+        ("raw GETs, pipelines of 64", raw),
+        ("decode", watch.median("decode")),
+        ("reserve", first),
+        ("read", watch.median("read")),
+        ("reserve and read", whole),
+    ):
+        table.add_row(name, f"{seconds:.3f}", f"{seconds / raw:.2f}")
+    table.add_row("reserve and read, beside raw GETs and decode", "", f"{whole / (raw + watch.median('decode')):.2f}")
+    Console(width=100).print(table)
 
 
 async def _raw_round(redis: Redis, trajectories: Sequence[Trajectory], watch: Stopwatch) -> None:
