@@ -279,7 +279,7 @@ class Worker:
         if isinstance(cause, InvalidCall) and await self._is_ahead():
             self._distrust(str(cause))
             return "returned"
-        log.error("group %s", lease.group.id, exc_info=cause)
+        log.error("group %s: no trajectory", lease.group.id, exc_info=cause)
         reason = f"{type(cause).__name__}: {cause}"
         # what vLLM refuses before it tries (a token outside the vocabulary, …) no replica can generate
         refused = isinstance(cause, VLLMClientError)

@@ -207,7 +207,7 @@ local function pass_on(run, group, cause, counted, reason)
   redis.call('ZADD', run.base .. 'orphans', group.ticket, group.id)
   redis.call('ZADD', run.base .. 'leases', group.deadline, group.id)
   due_at(run, group.deadline)
-  event(run, 'passed on', 'group', group.id, 'cause', cause, 'reason', words(reason))
+  event(run, 'passed_on', 'group', group.id, 'cause', cause, 'reason', words(reason))
   wake(run, 'work')
   return nil
 end
