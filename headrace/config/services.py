@@ -22,7 +22,9 @@ class Run(Section):
 
 class Replay(Section):
     redis_url: str | None = Field(
-        None, description="a Redis >= 7 or Valkey server; null starts an embedded one with the replay service"
+        None,
+        description="a Redis >= 7 or Valkey server: redis://host:port/0, rediss:// for TLS, sentinel://host:port,host:port/SERVICE, "
+        "unix:///path; null starts an embedded one with the replay service",
     )
     redis_host: str = Field("127.0.0.1", description="where the embedded server listens")
     redis_port: int = Field(6390, ge=1, le=65535, description="port of the embedded server")
