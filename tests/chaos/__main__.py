@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from tests.chaos import runs
+from tests.chaos.plan import Topology
 
 IN_A_RUN = 25
 
@@ -38,7 +39,7 @@ def main() -> int:
     bad = 0
     for number, first in enumerate(range(0, options.faults, IN_A_RUN)):
         seed, faults = options.seed + number, min(IN_A_RUN, options.faults - first)
-        topology = options.server or ("external" if seed % 2 else "embedded")
+        topology: Topology = options.server or ("external" if seed % 2 else "embedded")
         place = folder / f"seed-{seed}"
         place.mkdir(parents=True)
         verdict = runs.run(seed, faults, topology, model.absolute(), place.absolute())

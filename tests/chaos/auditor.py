@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.chaos.evidence import ENDS, Batch, Evidence, Group, group_id, read
+from tests.chaos.evidence import ENDS, Batch, Evidence, Group, Line, group_id, read
 
 Law = Callable[[Evidence], Iterator[str]]
 
@@ -212,9 +212,9 @@ def _order(id_: str) -> int:
     return int(id_.rpartition("-")[2])
 
 
-def _surviving(e: Evidence) -> list:
+def _surviving(e: Evidence) -> list[Line]:
     """Train lines that no later rewind took back."""
-    kept: list = []
+    kept: list[Line] = []
     for line in e.lines:
         if line.kind == "rewind":
             kept = [k for k in kept if k.step < line.step]

@@ -13,7 +13,6 @@ import dataclasses
 import json
 import logging
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -25,94 +24,29 @@ from typing import TypeVar, cast
 
 import msgpack
 
+from tests.chaos.configuration import HOSTS, HTTP, LEASE_S, RUN, configuration, write_problems
 from tests.chaos.faults import Faults
-from tests.chaos.network import SUBNET, Network
+from tests.chaos.network import Network
 from tests.chaos.plan import Fault, Shape, Topology, make_plan, make_shape
 from tests.chaos.processes import Process, until
-from tests.chaos.servers import ADDRESS, PORT, Embedded, External, Servers
+from tests.chaos.servers import PORT, Embedded, External, Servers
 from tests.chaos.watch import Away, Buffer, Glance, writing_checkpoint
 
 log = logging.getLogger("chaos")
 
 T = TypeVar("T")
 
-RUN = "chaos"
-LEASE_S = 3.0
 LOOK_S = 0.008
 PHASE_DEADLINE_S = 240.0
 END_DEADLINE_S = 240.0
-_HOSTS = {"replay": 4, "reward": 5, "environment": 6, "rollout-1": 7, "rollout-2": 8, "trainer": 9}
 _LATE = "rollout-2"
 _EXITS = (1, 75)  # something to mend, or the buffer is away
 _MOST_CRASHES = 3
 _DISK = "size=128m"
-_HTTP = 8390
 
 
 class ChaosError(Exception):
     """The run did not go as the plan needs it to: no verdict on the laws is possible."""
-
-
-def configuration(shape: Shape, model: Path, folder: Path, problems: Path) -> str:
-    """The run's YAML."""
-    address = {name: f"{SUBNET}.{host}" for name, host in _HOSTS.items()}
-    server = (
-        f"redis_url: redis://{ADDRESS}:{PORT}/0" if shape.topology == "external" else f"redis_host: {address['replay']}"
-    )
-    ahead = f"ahead_steps: {shape.max_age + 1}" if shape.policy != "ordered" else ""
-    return f"""
-run: {{id: {RUN}, dir: {folder}/runs}}
-grpo:
-  num_prompts_per_step: {shape.prompts_per_step}
-  num_generations_per_prompt: {shape.generations}
-  use_leave_one_out_baseline: false
-  use_dynamic_sampling: {str(shape.dynamic_sampling).lower()}
-  val_period: 0
-  async_grpo:
-    enabled: true
-    max_trajectory_age_steps: {shape.max_age}
-    staleness_policy: {shape.policy}
-    {ahead}
-    in_flight_weight_updates: {str(shape.in_flight).lower()}
-loss_fn: {{reference_policy_kl_penalty: 0}}
-policy:
-  model_name: {model}
-  precision: float32
-  max_total_sequence_length: 96
-  train_micro_batch_size: 8
-  generation: {{max_new_tokens: 48, vllm_cfg: {{kv_cache_memory_bytes: 67108864}}}}
-data:
-  shuffle: false
-  train: {{data_path: {problems}, env_name: paced}}
-env:
-  paced: {{target: "{address["environment"]}:50400", timeout_s: 10}}
-replay:
-  {server}
-  redis_port: {PORT}
-  host: {address["replay"]}
-  port: {_HTTP}
-  lease_s: {LEASE_S}
-  group_deadline_s: 40
-  scoring_deadline_s: 12
-  redundant_generations: {shape.redundant}
-  max_attempts: 12
-  max_scoring_attempts: 12
-rollout: {{max_concurrent_groups: 4, heartbeat_s: 0.5, dead_after_s: {LEASE_S}, save_partial_tokens: 16}}
-reward: {{host: {address["reward"]}, http_port: {_HTTP}, workers: 1}}
-trainer: {{host: {address["trainer"]}, port: {_HTTP}, num_threads: 1, fleet_deadline_s: 150}}
-weight_channel: {{host: {address["trainer"]}, timeout_s: 8}}
-checkpointing: {{save_period: {shape.save_period}, keep_top_k: 3, metric_name: null}}
-"""
-
-
-def write_problems(path: Path, shape: Shape, seed: int) -> None:
-    """One problem a line, no two alike; some fail at first, a few always, and of some all answers are worth the same."""
-    rng = random.Random(f"problems {seed}")
-    flat = 5 if shape.dynamic_sampling else 0
-    with path.open("w") as file:
-        for index in range(shape.prompts):
-            mood = rng.choices(("fine", "flaky", "poison", "flat"), (90, 7, 3, flat))[0]
-            file.write(json.dumps({"input": f"{index}+{rng.randint(10, 99)}", "output": "0", "mood": mood}) + "\n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +79,8 @@ class Driver:
             place.mkdir(parents=True)
             subprocess.run(["mount", "-t", "tmpfs", "-o", _DISK, "tmpfs", str(place)], check=True)
         network = Network()
-        addresses = {name: network.add(name, host) for name, host in _HOSTS.items()}
-        self._processes = {name: self._service(name, network, addresses, config) for name in _HOSTS}
+        addresses = {name: network.add(name, host) for name, host in HOSTS.items()}
+        self._processes = {name: self._service(name, network, addresses, config) for name in HOSTS}
         self.servers: Servers
         if shape.topology == "embedded":
             self.servers = Embedded(self._processes["replay"], addresses["replay"], disk)
@@ -155,7 +89,6 @@ class Driver:
         self._buffer = Buffer(self.servers.address, PORT, RUN)
         self._faults = Faults(seed, network, self.servers, self._processes, addresses, self._checkpoints)
         self._addresses = addresses
-        self._rng = random.Random(f"driver {seed}")
         self._glance: Glance | None = None
 
     def _service(self, name: str, network: Network, addresses: dict[str, str], config: Path) -> Process:
@@ -279,7 +212,7 @@ class Driver:
             return await self._replica() is not None
         if fault.target == "server":
             return self.servers.up()
-        return await _answers(self._addresses[fault.target], _HTTP)
+        return await _answers(self._addresses[fault.target], HTTP)
 
     async def _replica(self) -> str | None:
         """A rollout service that generates, of several any."""

@@ -78,8 +78,8 @@ def make_plan(seed: int, faults: int, topology: Topology, lease_s: float) -> lis
     decks = {target: _Deck(rng, [k for k in KINDS[target] if _applies(k, topology)]) for target in TARGETS}
     pairs: list[tuple[Target, Phase]] = []
     while len(pairs) < faults:
-        targets, phases, turns = (rng.sample(all_, 5) for all_ in (TARGETS, PHASES, range(5)))
-        for turn in turns:
+        targets, phases = rng.sample(TARGETS, 5), rng.sample(PHASES, 5)
+        for turn in rng.sample(range(5), 5):
             pairs += [(target, phases[(place + turn) % 5]) for place, target in enumerate(targets)]
     plan = []
     for number, (target, phase) in enumerate(pairs[:faults]):
