@@ -71,6 +71,20 @@ class Policy:
         ids = np.concatenate([it.prompt_token_ids, it.completion_token_ids])
         return float(np.abs(self.logprobs(ids, version)[it.prompt_token_ids.size - 1 :] - it.logprobs).max())
 
+    def difference_by_span(self, it: Trajectory) -> float:
+        """Largest |log-probability difference| of the completion's tokens to those under the weights that their spans name."""
+        ids = np.concatenate([it.prompt_token_ids, it.completion_token_ids])
+        start = it.prompt_token_ids.size - 1
+        return max(
+            float(
+                np.abs(
+                    self.logprobs(ids, span.version)[start + span.start : start + span.end]
+                    - it.logprobs[span.start : span.end]
+                ).max()
+            )
+            for span in it.spans
+        )
+
 
 class Process:
     """`headrace rollout` as its user starts it."""

@@ -50,7 +50,7 @@ async def fleet(redis_url: str, tiny_model: Path, tmp_path_factory: pytest.TempP
     settings = {
         "run": {"id": run_id, "dir": str(folder)},
         "replay": {"redis_url": redis_url},
-        "rollout": {"heartbeat_s": 0.5, "max_concurrent_groups": 4},
+        "rollout": {"heartbeat_s": 0.5, "max_concurrent_groups": 4, "save_partial_tokens": 64},
         "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
         "policy": {
             "model_name": str(tiny_model),
@@ -227,7 +227,7 @@ async def test_a_replica_killed_while_it_generates_leaves_no_orphan_and_its_grou
 ) -> None:
     os.kill(second.popen.pid, signal.SIGSTOP)  # so that the first takes the group
     group = await fleet.enqueue(long=True)
-    await eventually(first.generating)
+    await eventually(lambda: _saved(fleet, group))
     assert (await fleet.replay.group(group))["replica"] == first.replica
     engine = [os.pidfd_open(pid) for pid in first.children()]
     assert engine
@@ -239,8 +239,29 @@ async def test_a_replica_killed_while_it_generates_leaves_no_orphan_and_its_grou
     # the second may have been counted as dead meanwhile; then it needs the weights again
     await fleet.refit(0)
     trajectories = await fleet.pushed(group)
-    assert {it.attempt for it in trajectories} == {2}
-    assert first.replica not in {it.replica for it in trajectories}
+    assert len(trajectories) == 2
+    for it in trajectories:
+        # the second went on where the first had saved it
+        (one, start, cut), (other, begin, end) = it.writers
+        assert (it.attempt, one, start) == (1, first.replica, 0)
+        assert cut == begin >= 64
+        assert (other, end) == (it.replica, it.completion_token_ids.size)
+        assert other != first.replica
+        assert fleet.policy.difference(it, 0) < 1e-4
+    assert await second.metric("headrace_rollout_tokens_taken_over_total") == sum(
+        it.writers[0][2] for it in trajectories
+    )
+
+
+async def _saved(fleet: Fleet, group: str) -> bool:
+    """Whether all its trajectories have been saved unfinished."""
+    it = await fleet.replay.group(group)
+    return it is not None and it.get("saves") == it["n"]
+
+
+async def _without_lease(fleet: Fleet, group: str) -> dict[str, Any] | None:
+    it = await fleet.replay.group(group)
+    return it if it is not None and it["state"] == "open" and it["replica"] == "" else None
 
 
 def _ended(descriptor: int) -> None:
@@ -272,32 +293,69 @@ async def test_a_refit_in_flight_marks_the_tokens_of_either_version(fleet: Fleet
 async def test_weights_that_fail_their_proof_take_what_was_running_with_them(fleet: Fleet, second: Process) -> None:
     await fleet.train_step()
     group = await fleet.enqueue(long=True)
-    await eventually(second.generating)
+    await eventually(lambda: _saved(fleet, group))
     fleet.policy.train()
     report = await fleet.refit(2, wrong_by=0.5)
     assert report.verified == ()
-    returned = await fleet.group(group, "queued", "scoring")
-    assert returned["state"] == "queued"
+    returned = await eventually(lambda: _without_lease(fleet, group))
     assert returned["failures"] == 0
     assert not returned["trajectories"]
+    # what was saved before that refit stays, and nothing that was sampled after it
+    assert (returned["saves"], returned.get("newest")) == (2, None)
     assert (await second.http.get("/readyz")).status_code == 503
     body = {"prompt": [3, 4], "max_tokens": 2}
     assert (await second.http.post("/v1/completions", json=body)).status_code == 503
     report = await fleet.refit(2)
     assert len(report.verified) == 1
-    assert {span.version for it in await fleet.pushed(group) for span in it.spans} == {2}
+    for it in await fleet.pushed(group):
+        assert [span.version for span in it.spans] == [1, 2]
+        assert it.spans[0].end == it.writers[0][2]
+        assert fleet.policy.difference_by_span(it) < 1e-4
     assert (await second.http.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_a_replica_whose_proof_the_server_lost_proves_itself_again(fleet: Fleet, second: Process) -> None:
+    """After a failover or a torn append-only file the buffer goes by weights that the replica no longer has."""
+    version = (await fleet.replay.state()).next_step
+    assert len((await fleet.refit(version)).verified) == 1
+    (healthy,) = [it for it in await fleet.replay.replicas() if it.state == "HEALTHY"]
+    incarnation = (await fleet.replay.state()).incarnation
+    key = f"hr:{{{fleet.replay.run_id}}}:{incarnation}:r:{healthy.id}"
+    await fleet.replay.redis.hset(key, "version", version - 1)
+    group = await fleet.enqueue()
+
+    async def entered() -> bool:
+        return any(it.state == "STALE" and it.id != healthy.id for it in await fleet.replay.replicas())
+
+    await eventually(entered)
+    assert len((await fleet.refit(version)).verified) == 1
+    assert {span.version for it in await fleet.pushed(group) for span in it.spans} == {version}
+    waited = await fleet.replay.group(group)
+    assert (waited["failures"], waited["attempt"]) in ((0, 1), (0, 2))
 
 
 async def test_sigterm_hands_the_leases_back_without_costing_an_attempt(fleet: Fleet, second: Process) -> None:
     group = await fleet.enqueue(long=True)
     await eventually(second.generating)
+    replica = (await fleet.replay.group(group))["replica"]
     children = [os.pidfd_open(pid) for pid in second.children()]
     second.popen.terminate()
     assert await second.ended() == 0
     for descriptor in children:
         await asyncio.to_thread(_ended, descriptor)
     returned = await fleet.replay.group(group)
-    assert (returned["state"], returned["failures"]) == ("queued", 0)
+    assert (returned["state"], returned["replica"], returned["failures"]) == ("open", "", 0)
+    # what it had begun is there for the next
+    heir = "heir"
+    await fleet.replay.register(heir, {})
+    version = (await fleet.replay.epoch()).version
+    await fleet.replay.open_epoch("inheritance", version, fleet.timeline, {})
+    await fleet.replay.acknowledge(heir, "inheritance")
+    await fleet.replay.begin_epoch("inheritance", {})
+    assert await fleet.replay.verify(heir, "inheritance", 0.0, 1e-4)
+    lease = next(it for it in await fleet.replay.lease(heir, 4) if it.group.id == group)
+    assert (lease.attempt, lease.missing, sorted(lease.prefixes)) == (1, (0, 1), [0, 1])
+    assert {it.written[-1][0] for it in lease.prefixes.values()} == {replica}
+    await fleet.replay.deregister(heir)
     assert not [it for it in await fleet.replay.replicas() if it.state != "DEAD"]
     assert "no trajectory" not in second.log.read_text()
