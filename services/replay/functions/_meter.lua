@@ -32,11 +32,26 @@ local function sums_of(run, moment)
   return run.meters[moment]
 end
 
+-- Values of a quantity are counted as they come, and added up once, by `add_up`: a call sees the same ones over and over.
 local function measure(sums, quantity, value)
-  add(sums, quantity .. ':n', 1)
-  add(sums, quantity .. ':sum', value)
-  add(sums, quantity .. ':squares', value * value)
-  add(sums, quantity .. bucket(value), 1)
+  local values = sums.values or {}
+  sums.values = values
+  local seen = values[quantity] or {}
+  values[quantity] = seen
+  seen[value] = (seen[value] or 0) + 1
+end
+
+local function add_up(sums)
+  local values = sums.values or {}
+  sums.values = nil
+  for quantity, seen in pairs(values) do
+    for value, times in pairs(seen) do
+      add(sums, quantity .. ':n', times)
+      add(sums, quantity .. ':sum', times * value)
+      add(sums, quantity .. ':squares', times * value * value)
+      add(sums, quantity .. bucket(value), times)
+    end
+  end
 end
 
 -- Trajectories of which nothing is known.
@@ -79,6 +94,7 @@ end
 
 local function flush_meters(run)
   for moment, sums in pairs(run.meters or {}) do
+    add_up(sums)
     local key, fields, written = run.key .. ':m:' .. moment, {}, {}
     for field in pairs(sums) do fields[#fields + 1] = field end
     for i, value in ipairs(redis.call('HMGET', key, unpack(fields))) do
