@@ -144,6 +144,33 @@ async def test_every_other_function_is_refused(opened: EmbeddedServer, role: str
                     await client._wire.call(name)
 
 
+FORBIDDEN = {
+    "replay": ("reserve", "rewind", "restore", "commit", "enqueue", "lease", "push", "verify"),
+    "trainer": ("lease", "push", "score", "take_scoring", "verify", "register", "open_run"),
+    "rollout": (
+        "reserve",
+        "rewind",
+        "restore",
+        "commit",
+        "enqueue",
+        "close",
+        "score",
+        "take_scoring",
+        "open_epoch",
+        "open_run",
+    ),
+    "reader": ("reserve", "rewind", "restore", "commit", "enqueue", "lease", "push", "score", "register", "open_run"),
+}
+
+
+@pytest.mark.parametrize("role", acl.ROLES)
+async def test_no_role_does_what_another_is_there_for(opened: EmbeddedServer, role: str) -> None:
+    async with connected(opened, role) as client:
+        for name in FORBIDDEN[role]:
+            with pytest.raises(ReplayDenied, match=f"may not do FCALL hr_{name} "):
+                await client._wire.call(name)
+
+
 OUTSIDE = [
     ("FLUSHALL",),
     ("FLUSHDB",),
