@@ -100,7 +100,11 @@ def test_a_writer_that_dies_leaves_no_half_file_to_readers(tmp_path: Path) -> No
     assert [step for step, _ in files.files()] == [0]
 
 
-@pytest.mark.parametrize("damage", [b"not gzip", gzip.compress(b'{"schema":2}\n'), gzip.compress(b"x" * 999)[:-9]])
+@pytest.mark.parametrize(
+    "damage",
+    [b"not gzip", gzip.compress(b'{"schema":2}\n'), gzip.compress(b"x" * 999)[:-9]],
+    ids=["no archive", "another schema", "cut off"],
+)
 def test_a_damaged_file_is_named(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "step_0-one.jsonl.gz").write_bytes(damage)
     with pytest.raises(CodecError, match=r"step_0-one\.jsonl\.gz: not a lineage file"):
