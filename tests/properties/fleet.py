@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from headrace.errors import Fenced, InvalidCall, LeaseLost, NotVerified, ReplayError, WrongTimeline
+from headrace.errors import Fenced, InvalidCall, LeaseLost, NotVerified, ReplayError, Surplus, WrongTimeline
 from headrace.replay import HeartbeatReply, Lease
 from headrace.trajectory import Trajectory
 from tests.properties.model import Core
 from tests.properties.records import Announced, Held, Member, Piece
+
+Take = Callable[[Lease, Trajectory], ReplayError | None]
 
 
 def milliseconds(seconds: float) -> int:
@@ -42,7 +44,7 @@ class Fleet(Core):
         self.expire()
         state = self.state_of(replica)
         lost = set(seen.lost)
-        assert lost <= set(tokens)
+        assert set(seen.complete) <= lost <= set(tokens)
         for token in tokens:
             held = next((held for held in self.groups.values() if held.token == token), None)
             if state == "DEAD" or held is None:
@@ -50,11 +52,13 @@ class Fleet(Core):
             elif held.state == "open" and held.replica == replica:
                 assert token not in lost, f"{token} is valid, and the heartbeat of {replica} is told that it is lost"
                 held.lease_end = min(self.now + milliseconds(self.limits.lease_s), held.deadline)
+            elif held.surplus:
+                assert token in seen.complete, f"{held.id} is complete, and what is generated under {token} is surplus"
         if state != "DEAD":
             self.members[replica].due = self.now + milliseconds(self.limits.replica_dead_s)
         newest = (self.epoch_now.id, self.epoch_now.state) if self.epoch_now else None
         assert newest == ((seen.epoch.id, seen.epoch.state) if seen.epoch else None)
-        return HeartbeatReply(state, self.timeline, seen.lost, seen.epoch)  # type: ignore[arg-type]
+        return HeartbeatReply(state, self.timeline, seen.lost, seen.epoch, seen.complete)  # type: ignore[arg-type]
 
     # -- epochs
 
@@ -148,9 +152,13 @@ class Fleet(Core):
         prompts = limits.prompts_per_step
         return (version + ahead + 1) * prompts - prompts * self.next_step - len(self.in_flight())
 
+    def started(self, held: Held) -> int:
+        """Trajectories that a lease starts."""
+        return held.group.n + (self.limits.redundant if held.lane == "train" else 0)
+
     def fits(self, held: Held) -> bool:
         """Memory: a group over the bound is let in alone; payloads of trained steps go first, the oldest step first."""
-        if self.bytes == 0 or self.bytes + held.worst <= self.limits.max_bytes:
+        if self.bytes == 0 or self.bytes + held.worst * self.started(held) <= self.limits.max_bytes:
             return True
         trained = [h for h in self.train("reserved", "trained") if h.step is not None and not h.evicted]
         steps = {h.step for h in trained if h.step < max(self.committed, self.next_step - 1)}  # type: ignore[operator]
@@ -166,6 +174,11 @@ class Fleet(Core):
             self.refuse(NotVerified)
         assert isinstance(seen, list), seen
         version, left = self.members[replica].version, list(seen)
+        orphans = sorted((h for h in self.groups.values() if h.orphaned), key=_ticket)
+        for held in orphans[:most]:
+            assert left, f"{replica} could go on with {held.id}, and was not given it"
+            self._hand_on(held, replica, left.pop(0))
+            most -= 1
         for lane in ("validation", "train"):
             queue = sorted((h for h in self.groups.values() if (h.lane, h.state) == (lane, "queued")), key=_order)
             room = most if lane == "validation" else min(most, self.room(version))
@@ -179,25 +192,48 @@ class Fleet(Core):
         return seen
 
     def _grant(self, held: Held, replica: str, version: int, lease: Lease) -> None:
-        limits = self.limits
         held.attempt += 1
-        ends = min(milliseconds(limits.lease_s), milliseconds(limits.group_deadline_s))
-        assert (lease.group.encode(), lease.attempt, lease.version) == (held.group.encode(), held.attempt, version)
-        assert (lease.timeline, lease.incarnation) == (self.timeline, self.incarnation)
-        assert milliseconds(lease.expires_in_s) == ends
-        assert lease.token not in self.tokens, "a token is never used twice"
-        self.tokens.add(lease.token)
+        self._check_lease(held, version, lease)
+        assert (lease.count, lease.missing, lease.prefixes) == (self.started(held), tuple(range(lease.count)), {})
         if held.lane == "train":
             assert lease.ticket > self.last_ticket, "tickets are taken in order"
             self.last_ticket = held.ticket = lease.ticket
         else:
+            held.ticket = -1
             assert lease.ticket == -1
-        held.state, held.token, held.replica = "open", lease.token, replica
-        held.deadline, held.lease_end = self.now + milliseconds(limits.group_deadline_s), self.now + ends
+        held.state, held.token, held.replica, held.count = "open", lease.token, replica, lease.count
+        held.deadline = self.now + milliseconds(self.limits.group_deadline_s)
+        held.lease_end = min(self.now + milliseconds(self.limits.lease_s), held.deadline)
+
+    def _hand_on(self, held: Held, replica: str, lease: Lease) -> None:
+        """The group goes on where it was: what could not be trained any more starts over."""
+        if held.lane == "train":
+            held.pieces = {i: p for i, p in held.pieces.items() if self._trainable(p.trajectory)}
+            held.saved = {i: prefix for i, prefix in held.saved.items() if self._trainable(prefix)}
+        self._check_lease(held, self.members[replica].version, lease)
+        missing = [i for i in range(held.count) if i not in held.pieces and i not in held.dropped]
+        assert (lease.count, list(lease.missing), lease.ticket) == (held.count, missing, held.ticket)
+        prefixes = {index: prefix.encode() for index, prefix in lease.prefixes.items()}
+        assert prefixes == {index: prefix.encode() for index, prefix in held.saved.items()}
+        held.token, held.replica = lease.token, replica
+        held.lease_end = min(self.now + milliseconds(self.limits.lease_s), held.deadline)
+
+    def _trainable(self, trajectory: Trajectory) -> bool:
+        return self.lawful(trajectory.oldest_version, trajectory.newest_version)
+
+    def _check_lease(self, held: Held, version: int, lease: Lease) -> None:
+        ends = min(self.limits.lease_s, self.limits.group_deadline_s)
+        assert (lease.group.encode(), lease.attempt, lease.version) == (held.group.encode(), held.attempt, version)
+        assert (lease.timeline, lease.incarnation, lease.expires_in_s) == (self.timeline, self.incarnation, ends)
+        assert lease.token not in self.tokens, "a token is never used twice"
+        self.tokens.add(lease.token)
 
     def release(self, lease: Lease, reason: str, failed: bool, seen: object) -> None:
         held = self._of_lease(lease)
-        self.requeue(held, "failed" if failed else "returned", counted=failed)
+        if failed:
+            self.requeue(held, "failed", counted=True)
+        else:
+            self.pass_on(held, "returned", counted=False)
 
     def reject(self, lease: Lease, reason: str, seen: object) -> None:
         self.end(self._of_lease(lease), "failed")
@@ -212,6 +248,12 @@ class Fleet(Core):
     # -- trajectories
 
     def push_many(self, items: Sequence[tuple[Lease, Trajectory]], seen: object) -> list[ReplayError | None]:
+        return self._hand_in(items, self._push)
+
+    def save_many(self, items: Sequence[tuple[Lease, Trajectory]], seen: object) -> list[ReplayError | None]:
+        return self._hand_in(items, self._save)
+
+    def _hand_in(self, items: Sequence[tuple[Lease, Trajectory]], take: Take) -> list[ReplayError | None]:
         """One call a fence."""
         fences: dict[tuple[str, str], list[int]] = {}
         for place, (lease, _) in enumerate(items):
@@ -220,29 +262,61 @@ class Fleet(Core):
         for fence, places in fences.items():
             self.expire()
             for place in places:
-                answers[place] = self._push(fence, *items[place])
+                if fence != (self.timeline, self.incarnation):
+                    answers[place] = self.refusal(WrongTimeline(""))
+                else:
+                    answers[place] = take(*items[place])
         return answers
 
-    def _push(self, fence: tuple[str, str], lease: Lease, trajectory: Trajectory) -> ReplayError | None:
-        if fence != (self.timeline, self.incarnation):
-            return self.refusal(WrongTimeline(""))
+    def _objection(self, lease: Lease, trajectory: Trajectory) -> ReplayError | None:
         held = self.groups.get(lease.group.id)
         if held is None or held.token != lease.token:
             return self.refusal(LeaseLost(""))
-        if trajectory.index in held.pieces:
-            return None  # the same again
         if held.state != "open":
-            return self.refusal(LeaseLost(""))
-        if trajectory.index >= held.group.n or trajectory.newest_version > self.next_step:
+            return self.refusal(Surplus(""))
+        if trajectory.index >= held.count or trajectory.newest_version > self.next_step:
             return self.refusal(InvalidCall(""))
-        held.pieces[trajectory.index] = Piece(trajectory, len(trajectory.encode()), self.now)
-        if held.complete:
-            held.state = "scoring"
-            self.settle(held)
         return None
 
-    def settle(self, held: Held) -> None:
-        raise NotImplementedError
+    def _push(self, lease: Lease, trajectory: Trajectory) -> ReplayError | None:
+        held, index = self.groups.get(lease.group.id), trajectory.index
+        if held and held.token == lease.token and (index in held.pieces or index in held.dropped):
+            return None  # the same again
+        error = self._objection(lease, trajectory)
+        if error is None and held is not None:
+            held.pieces[index] = Piece(trajectory, len(trajectory.encode()), self.now)
+            held.saved.pop(index, None)
+            if held.generated:
+                held.state = "scoring"
+        return error
+
+    def _save(self, lease: Lease, trajectory: Trajectory) -> ReplayError | None:
+        held, index = self.groups.get(lease.group.id), trajectory.index
+        error = self._objection(lease, trajectory)
+        if error is None and held is not None and index not in held.pieces and index not in held.dropped:
+            before = held.saved.get(index)
+            if before is None or before.completion_token_ids.size < trajectory.completion_token_ids.size:
+                held.saved[index] = trajectory
+        return error
+
+    def abandon(self, lease: Lease, index: int, reason: str, seen: object) -> bool:
+        held = self._of_lease(lease)
+        if index >= held.count:
+            self.refuse(InvalidCall)
+        if index in held.pieces or index in held.dropped:
+            return True
+        if len(held.dropped) >= held.count - held.group.n:
+            self.requeue(held, "failed", counted=True)
+            return False
+        held.dropped.add(index)
+        held.saved.pop(index, None)
+        if held.generated:
+            held.state = "scoring"
+        return True
+
+
+def _ticket(held: Held) -> int:
+    return -1 if held.ticket is None else held.ticket
 
 
 def _order(held: Held) -> int:

@@ -62,14 +62,17 @@ class Model(Fleet):
             piece.reward = score.reward
             self.settle(held)
         elif score.status == "INVALID":
-            self.end(held, "failed")
+            self.drop(held, job.trajectory.index)
         else:
-            self.retry_scoring(held, piece)
+            self.retry_scoring(held, job.trajectory.index)
         return None
 
     def settle(self, held: Held) -> None:
-        if not held.scored or held.state != "scoring":
+        """The first n that are scored are the group; what else was started is surplus."""
+        if len(held.scored) < held.group.n:
             return
+        held.surplus = not held.generated
+        held.pieces, held.saved = held.scored, {}
         if held.lane == "validation":
             held.state = "evaluated"
             return
@@ -88,14 +91,9 @@ class Model(Fleet):
 
     # -- batches
 
-    def lawful(self, held: Held, step: int) -> bool:
-        """Law 2: no token newer than the weights; the oldest within the age bound (`mask`: the newest; the others leave the loss)."""
-        age = step - (held.newest if self.limits.staleness_policy == "mask" else held.oldest)
-        return age <= self.limits.max_age and held.newest <= step
-
     def unlawful(self) -> list[str]:
         """Groups that may not be trained at the next step: whether `reserve` sends them back now or later is its own affair."""
-        return [held.id for held in self.train("ready") if not self.lawful(held, self.next_step)]
+        return [held.id for held in self.train("ready") if not self.lawful(held.oldest, held.newest)]
 
     def reserve(self, step: int, timeline: str, sent_back: set[str], seen: object) -> object:
         """`sent_back`: those of `unlawful` that the server has requeued."""
@@ -106,7 +104,7 @@ class Model(Fleet):
         if step != self.next_step:
             self.refuse(WrongStep)
         for held in self.train("ready"):
-            if held.id in sent_back or (held.step == step and not self.lawful(held, step)):
+            if held.id in sent_back or (held.step == step and not self.lawful(held.oldest, held.newest)):
                 self.requeue(held, "over_age", counted=False)
         kept = self.of_step(step, "ready")
         prompts = self.limits.prompts_per_step
@@ -130,9 +128,11 @@ class Model(Fleet):
         """What fills the holes: `ordered` the lowest tickets, all ready; else the lowest tickets among the ready. None: wait."""
         line = self.line()
         if self.limits.staleness_policy != "ordered":
-            line = [held for held in line if held.state == "ready" and self.lawful(held, step)]
+            line = [held for held in line if held.state == "ready" and self.lawful(held.oldest, held.newest)]
         line = line[:need]
-        whole = len(line) == need and all(held.state == "ready" and self.lawful(held, step) for held in line)
+        whole = len(line) == need and all(
+            held.state == "ready" and self.lawful(held.oldest, held.newest) for held in line
+        )
         return line if whole else None
 
     def _wait(self, step: int, need: int, sent_back: set[str], seen: object) -> Waiting:
@@ -140,7 +140,7 @@ class Model(Fleet):
         ready = [held for held in line if held.state == "ready"]
         lowest = line[:need] if self.limits.staleness_policy == "ordered" else ready
         count = sum(held.state == "ready" for held in lowest)
-        stuck = [held.id for held in lowest if held.state == "ready" and not self.lawful(held, step)]
+        stuck = [held.id for held in lowest if held.state == "ready" and not self.lawful(held.oldest, held.newest)]
         if count >= need or self.limits.staleness_policy != "ordered":
             assert not stuck, f"{stuck} can never be trained, and block the line"
         most = self.limits.max_scored_per_step

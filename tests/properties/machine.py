@@ -88,6 +88,7 @@ settings_of_runs = st.builds(
     retain=st.integers(0, 2),
     filter=st.booleans(),
     max_scored=st.sampled_from([0, 0, 2, 4]),
+    redundant=st.sampled_from([0, 0, 1, 2]),
 )
 
 
@@ -105,10 +106,10 @@ class Everyone(RuleBasedStateMachine):
         self.jobs: list[ScoringJob] = []
         self.epochs: list[str] = []
         self.pushed: list[tuple[Lease, Trajectory]] = []
-        self.history: list[tuple[Any, ...]] = []
         self.held_back: list[tuple[Any, ...]] = []
         self.saved = Ended()
         self.world: World | None = None
+        self.broken = False
 
     @initialize(setting=settings_of_runs)
     def open(self, setting: Setting) -> None:
@@ -121,7 +122,11 @@ class Everyone(RuleBasedStateMachine):
     # -- how calls are made
 
     def run(self, call: Any) -> Any:
-        return self.runner.run(call)
+        try:
+            return self.runner.run(call)
+        except BaseException:
+            self.broken = True
+            raise
 
     @property
     def model(self) -> Any:
@@ -140,9 +145,6 @@ class Everyone(RuleBasedStateMachine):
         if how == "again":
             self.run(self.world.call(name, *args))
         seen = self.run(self.world.call(name, *args, echo=how == "echo"))
-        # a call that makes its own nonce is another call each time, and a refill is the affair of its moment
-        if name not in ("lease", "take_scoring", "enqueue"):
-            self.history = [*self.history[-40:], (name, *args)]
         return None if isinstance(seen, HeadraceError) else seen
 
     @precondition(lambda self: self.held_back)
@@ -150,10 +152,11 @@ class Everyone(RuleBasedStateMachine):
     def what_was_held_back_arrives(self, which: int) -> None:
         self.call(*self.held_back.pop(which % len(self.held_back)))
 
-    @precondition(lambda self: self.history)
+    @precondition(lambda self: self.world and self.world.delivered)
     @rule(which=st.integers(0, 40))
     def an_earlier_call_arrives_again(self, which: int) -> None:
-        self.call(*self.history[-1 - which % len(self.history)])
+        assert self.world
+        self.run(self.world.deliver_again(which))
 
     def replica(self, which: int) -> str:
         return f"replica-{which % REPLICAS}"
@@ -163,7 +166,7 @@ class Everyone(RuleBasedStateMachine):
 
     # -- the trainer
 
-    @rule(count=st.integers(1, 4), overlap=st.integers(0, 2), late=lateness, how=promptly)
+    @rule(count=st.integers(1, 4), overlap=st.sampled_from([0, 0, 1, 2, -1]), late=lateness, how=promptly)
     def enqueue(self, count: int, overlap: int, late: int, how: str) -> None:
         # a trainer takes up prompts where the buffer says it stands
         first = max(0, self.model.enqueued + 1 - overlap)
@@ -187,8 +190,8 @@ class Everyone(RuleBasedStateMachine):
         trained = {group for ids in self.world.ledger.values() for group in ids}
         missing = [g for g in self.made[: self.model.enqueued + 1] if g.id not in trained]
         timeline = self.model.timeline
-        for batch in itertools.batched(missing, 60) if hasattr(itertools, "batched") else [missing[:60]]:
-            self.call("enqueue", list(batch), timeline, True, how=how)
+        for start in range(0, len(missing), 60):
+            self.call("enqueue", missing[start : start + 60], timeline, True, how=how)
         if finish:
             self.call("refilled", timeline, how=how)
 
@@ -311,11 +314,11 @@ class Everyone(RuleBasedStateMachine):
     def lease(self, which: int, most: int) -> None:
         self.leases += self.call("lease", self.replica(which), most) or []
 
-    def trajectory(self, lease: Lease, index: int, versions: str) -> Trajectory:
+    def trajectory(self, lease: Lease, index: int, versions: str, length: int = 4) -> Trajectory:
         """No two are of the same tokens. `versions`: of the lease; with a refit in its middle; older than they may be."""
         first = lease.version - (versions == "old")
         span = {"plain": [lease.version], "refit": [lease.version, lease.version + 1]}.get(versions, [max(0, first)])
-        plain = make_trajectory(lease, index, span)
+        plain = make_trajectory(lease, index, span, length)
         tokens = np.full_like(plain.completion_token_ids, int(self.name(), 16))
         return dataclasses.replace(plain, completion_token_ids=tokens)
 
@@ -342,7 +345,7 @@ class Everyone(RuleBasedStateMachine):
         items = [
             (lease, self.trajectory(lease, index, versions))
             for lease in self.leases[-count:]
-            for index in range(skip if count == 1 else 0, lease.group.n)
+            for index in range(skip if count == 1 else 0, lease.count)
         ]
         self.call("push_many", items, how=how)
 
@@ -358,6 +361,27 @@ class Everyone(RuleBasedStateMachine):
             self.call("reject", lease, "too long", how=how)
         else:
             self.call("release", lease, "why not", why == "failed", how=how)
+
+    @precondition(lambda self: self.leases)
+    @rule(
+        newest=st.integers(1, 2),
+        length=st.integers(1, 3),
+        versions=st.sampled_from(["plain", "plain", "refit", "old"]),
+        how=deliveries,
+    )
+    def save(self, newest: int, length: int, versions: str, how: str) -> None:
+        """What replicas have begun."""
+        items = [
+            (lease, self.trajectory(lease, index, versions, length))
+            for lease in self.leases[-newest:]
+            for index in range(lease.count)
+        ]
+        self.call("save_many", items, how=how)
+
+    @precondition(lambda self: self.leases)
+    @rule(which=st.integers(0, 6), index=some, how=deliveries)
+    def abandon(self, which: int, index: int, how: str) -> None:
+        self.call("abandon", self.leases[-1 - which % len(self.leases)], index, "no", how=how)
 
     # -- scorers
 
@@ -394,7 +418,7 @@ class Everyone(RuleBasedStateMachine):
             (lease, self.trajectory(lease, index, "plain"))
             for lease in self.leases
             if lease.token in open_tokens
-            for index in range(lease.group.n)
+            for index in range(lease.count)
         ]
         if items:
             self.call("push_many", items)
@@ -423,7 +447,7 @@ class Everyone(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            if self.world:
+            if self.world and not self.broken:
                 self.drain()
         finally:
             if self.world:

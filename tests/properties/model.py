@@ -11,11 +11,11 @@ from __future__ import annotations
 import collections
 from typing import NoReturn
 
-from headrace.errors import InvalidCall, LeaseLost, ReplayError, WrongTimeline
+from headrace.errors import InvalidCall, LeaseLost, ReplayError, WrongStep, WrongTimeline
 from headrace.replay import Limits
 from headrace.replay.trainer import worst_case_bytes
 from headrace.trajectory import Group
-from tests.properties.records import IN_FLIGHT, Announced, Held, Member, Piece
+from tests.properties.records import IN_FLIGHT, Announced, Held, Member
 
 # A dead replica stays on the list this long.
 REMEMBER_DEAD_MS = 600_000
@@ -97,7 +97,8 @@ class Core:
             self.gone[held.lane, state] += 1
 
     def end(self, held: Held, state: str) -> None:
-        held.state, held.token, held.step, held.pieces = state, None, None, {}
+        held.start_over()
+        held.state = state
         if held.lane == "train" and state in ("failed", "filtered"):
             self.ended.add(held.group.order)
 
@@ -107,27 +108,54 @@ class Core:
         if counted and held.failures >= self.limits.max_attempts:
             self.end(held, "failed")
             return
-        held.state, held.token, held.step, held.pieces, held.evicted = "queued", None, None, {}, False
+        held.start_over()
+        held.state = "queued"
 
-    def retry_scoring(self, held: Held, piece: Piece) -> None:
+    def pass_on(self, held: Held, cause: str, *, counted: bool) -> None:
+        """The lease is lost; the group keeps its place, its attempt, its deadline and what it has, for whoever leases it next."""
+        if held.failures + counted >= self.limits.max_attempts:
+            self.requeue(held, cause, counted=counted)
+            return
+        self.requeues[cause] += 1
+        held.failures += counted
+        held.token, held.replica, held.lease_end = None, "", held.deadline
+
+    def retry_scoring(self, held: Held, index: int) -> None:
         """The trajectory waits for a scorer again, unless its attempts are used up."""
-        piece.token = None
+        piece = held.pieces[index]
+        piece.token, piece.since = None, self.now
         if piece.attempts >= self.limits.max_scoring_attempts:
+            self.drop(held, index)
+
+    def drop(self, held: Held, index: int) -> None:
+        """A trajectory failed for good: the group fails with it, unless others were started beyond n."""
+        if len(held.dropped) >= held.count - held.group.n:
             self.end(held, "failed")
         else:
-            piece.since = self.now
+            del held.pieces[index]
+            held.dropped.add(index)
+
+    def lawful(self, oldest: int, newest: int) -> bool:
+        """Law 2, for tokens of these versions at the next step: none newer than the weights; the oldest within the age bound (`mask`: the
+        newest; those over it leave the loss)."""
+        age = self.next_step - (newest if self.limits.staleness_policy == "mask" else oldest)
+        return age <= self.limits.max_age and newest <= self.next_step
 
     # -- time
 
     def expire(self) -> None:
         """What every call that may write does first: leases, then scorers, then replicas whose time has passed."""
         for held in list(self.groups.values()):
-            if held.state == "open" and held.lease_end <= self.now:
-                self.requeue(held, "deadline" if held.deadline <= self.now else "lease", counted=True)
+            if held.state != "open" or held.lease_end > self.now:
+                continue
+            if held.deadline <= self.now:
+                self.requeue(held, "deadline", counted=not held.orphaned)
+            else:
+                self.pass_on(held, "lease", counted=True)
         for held in self.groups.values():
-            for piece in list(held.pieces.values()):
+            for index, piece in list(held.pieces.items()):
                 if held.state != "failed" and piece.taken and piece.deadline <= self.now:
-                    self.retry_scoring(held, piece)
+                    self.retry_scoring(held, index)
         self._expire_replica()
 
     def _expire_replica(self) -> None:
@@ -146,7 +174,7 @@ class Core:
     def take_back(self, replica: str, cause: str, *, counted: bool) -> None:
         for held in self.groups.values():
             if held.state == "open" and held.replica == replica:
-                self.requeue(held, cause, counted=counted)
+                self.pass_on(held, cause, counted=counted)
 
     def next_due(self) -> int | None:
         """The nearest time at which something happens by itself."""
@@ -168,10 +196,14 @@ class Core:
             fresh = (refill or group.order > self.enqueued) and group.order not in self.ended
             if group.lane == "validation" or fresh:
                 new[group.id] = group
+        # a feeder goes on where it left off
+        ahead = [group.order for group in new.values() if group.lane == "train" and group.order > self.enqueued]
+        if ahead and min(ahead) > self.enqueued + 1:
+            self.refuse(WrongStep)
         if self.closed and any(group.lane == "train" for group in new.values()):
             self.refuse(InvalidCall)
         for group in new.values():
-            worst = worst_case_bytes(group.n, group.prompt_token_ids.size, group.sampling.max_new_tokens)
+            worst = worst_case_bytes(1, group.prompt_token_ids.size, group.sampling.max_new_tokens)
             self.groups[group.id] = Held(group, worst)
             if group.lane == "train":
                 self.enqueued = max(self.enqueued, group.order)

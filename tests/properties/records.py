@@ -38,7 +38,10 @@ class Held:
     """A group that the buffer knows."""
 
     group: Group
-    worst: int  # bytes that its lease sets aside
+    worst: int  # bytes that one of its trajectories may take
+    count: int = 0  # trajectories started under its newest lease
+    dropped: set[int] = dataclasses.field(default_factory=set)  # those of them that failed for good
+    surplus: bool = False  # complete without some that may still be generated
     state: str = "queued"
     attempt: int = 0
     failures: int = 0
@@ -48,6 +51,7 @@ class Held:
     lease_end: int = 0
     deadline: int = 0
     pieces: dict[int, Piece] = dataclasses.field(default_factory=dict)
+    saved: dict[int, Trajectory] = dataclasses.field(default_factory=dict)  # what was begun of others
     step: int | None = None  # reserved or trained for it, or kept for it by a rewind
     evicted: bool = False
 
@@ -60,16 +64,27 @@ class Held:
         return self.group.lane
 
     @property
+    def orphaned(self) -> bool:
+        """Its lease was lost, and it waits for a replica that goes on with it."""
+        return self.state == "open" and self.token is None
+
+    @property
     def pinned(self) -> bool:
         return self.state == "ready" and self.step is not None
 
     @property
-    def complete(self) -> bool:
-        return len(self.pieces) == self.group.n
+    def generated(self) -> bool:
+        """Nothing more will come under this lease."""
+        return len(self.pieces) + len(self.dropped) == self.count
 
     @property
-    def scored(self) -> bool:
-        return self.complete and all(piece.reward is not None for piece in self.pieces.values())
+    def scored(self) -> dict[int, Piece]:
+        return {index: piece for index, piece in self.pieces.items() if piece.reward is not None}
+
+    def start_over(self) -> None:
+        """Nothing of this attempt is kept."""
+        self.token, self.step, self.evicted, self.surplus = None, None, False, False
+        self.pieces, self.dropped, self.saved, self.replica = {}, set(), {}, ""
 
     @property
     def oldest(self) -> int:
@@ -83,7 +98,7 @@ class Held:
     def bytes(self) -> int:
         """What it counts for in the run's memory: its worst case while leased, then what came."""
         if self.state == "open":
-            return self.worst
+            return self.worst * self.count
         return sum(piece.size for piece in self.pieces.values()) if self.state in HOLDING else 0
 
 

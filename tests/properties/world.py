@@ -17,19 +17,32 @@ from tests.properties.records import Held
 # Client's method -> the model's, where they differ.
 NAMES = {"refuse": "refuse_epoch", "ended": "groups_ended"}
 
+# Calls that change nothing when they come again, and say nothing that their caller has to hear.
+IDEMPOTENT = {
+    *("enqueue", "close", "commit", "rewind", "restore", "refilled", "drop_validation"),
+    *("open_epoch", "acknowledge", "begin_epoch", "verify", "refuse", "end_epoch", "register", "deregister"),
+    *("push_many", "save_many", "release", "reject", "abandon", "score_many", "release_scoring"),
+}
+
 
 class Echo(Wire):
     """A wire on which, while `on`, the server gets every call twice, as after a reply that was lost; the second is answered."""
 
     on = False
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.sent: list[list[tuple[Any, ...]]] = []
+
     async def command(self, *command: Any) -> Any:
+        self.sent.append([command])
         if self.on:
             with contextlib.suppress(HeadraceError):  # the caller of the first one never hears
                 await super().command(*command)
         return await super().command(*command)
 
     async def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
+        self.sent.append(commands)
         if self.on:
             with contextlib.suppress(HeadraceError):  # the caller of the first one never hears
                 await super().pipeline(commands)
@@ -44,6 +57,7 @@ class World:
         self.wire = self.client._wire = Echo(self.client.redis, run_id)
         self.ledger: dict[int, tuple[str, ...]] = {}  # step -> groups, in the history of the surviving weights
         self.calls = 0
+        self.delivered: list[tuple[str, tuple[Any, ...], list[list[tuple[Any, ...]]]]] = []
 
     async def open(self, limits: Limits) -> None:
         await self.client.redis.set(CLOCK, START_MS)
@@ -65,9 +79,11 @@ class World:
         """The answer, or the refusal, on which both agree. `echo`: the server gets the call twice."""
         before = {held.id: _seen_of(held) for held in self.model.groups.values()}
         timeline, unlawful = self.model.timeline, self.model.unlawful()
-        self.wire.on = echo
+        self.wire.on, self.wire.sent = echo, []
         seen = await _outcome(getattr(self.client, name), name, args)
         self.wire.on = False
+        if name in IDEMPOTENT and not (name == "enqueue" and args[2]):
+            self.delivered = [*self.delivered[-40:], (name, args, self.wire.sent)]
         if name == "reserve":
             args = (*args, {group for group in unlawful if await self._state(group) == "queued"})
         for _ in range(echo):
@@ -79,6 +95,20 @@ class World:
         after = {held.id: _seen_of(held) for held in self.model.groups.values()}
         await self.compare([group for group in before | after if before.get(group) != after.get(group)])
         return seen
+
+    async def deliver_again(self, which: int) -> None:
+        """The very commands of an earlier call arrive once more, however late; nobody waits for an answer."""
+        name, args, sent = self.delivered[-1 - which % len(self.delivered)]
+        before = {held.id: _seen_of(held) for held in self.model.groups.values()}
+        timeline = self.model.timeline
+        for commands in sent:
+            with contextlib.suppress(HeadraceError):
+                await Wire.pipeline(self.wire, commands)
+        self._expected(name, args, None)
+        self.calls += 1
+        await self._history(name, None, timeline != self.model.timeline)
+        after = {held.id: _seen_of(held) for held in self.model.groups.values()}
+        await self.compare([group for group in before | after if before.get(group) != after.get(group)])
 
     def _expected(self, name: str, args: tuple[Any, ...], seen: Any) -> Any:
         try:
@@ -132,6 +162,7 @@ class World:
         assert (stats["requeues"] or {}) == dict(model.requeues)
         assert stats["bytes"] == model.bytes
         assert stats["leases"] == sum(held.state == "open" for held in model.groups.values())
+        assert stats["line"] == len(model.line())
         pieces = [piece for held in model.groups.values() for piece in held.pieces.values()]
         waiting = sum(piece.waits for piece in pieces), sum(piece.taken for piece in pieces)
         assert (stats["scoring"]["waiting"], stats["scoring"]["taken"]) == waiting
@@ -167,7 +198,8 @@ class World:
         await self.compare(list(self.model.groups))
         groups = self.model.groups.values()
         pieces = [piece for held in groups for piece in held.pieces.values()]
-        kept = {"p": len(pieces), "s": sum(piece.reward is not None for piece in pieces), "d": len(groups)}
+        saved = sum(len(held.saved) for held in groups)
+        kept = {"p": len(pieces) + saved, "s": sum(piece.reward is not None for piece in pieces), "d": len(groups)}
         found = dict.fromkeys(kept, 0)
         async for key in self.client.redis.scan_iter(match=f"hr:{{{self.client.run_id}}}:*", count=1000):
             kind = key.decode().split(":")[3:4]
@@ -179,7 +211,7 @@ class World:
 
 def _seen_of(held: Held) -> tuple[object, ...]:
     pieces = tuple((index, piece.reward) for index, piece in sorted(held.pieces.items()))
-    return (held.state, held.attempt, held.failures, held.step, pieces)
+    return (held.state, held.token, held.attempt, held.failures, held.step, pieces)
 
 
 async def _outcome(method: Any, name: str, args: tuple[Any, ...]) -> Any:

@@ -11,7 +11,10 @@ local function save(run, entry)
   local group = load_group(run, entry.id)
   local code, message = lease_refusal(run, entry, group)
   if not code then code, message = record_refusal(run, entry, group) end
-  if code then return code, message end
+  if code then
+    unstage(entry, group and redis.call('HGET', group.key, 'q' .. entry.index))
+    return code, message
+  end
   local pushed, dropped, saved =
     unpack(redis.call('HMGET', group.key, 'p' .. entry.index, 'x' .. entry.index, 'q' .. entry.index))
   local nonce, length = string.match(saved or '', '^(%S+) (%d+)')
@@ -42,10 +45,10 @@ register('hr_save', nil, function(run, args)
     local code, message
     if foreign then
       code, message = 'HR_TIMELINE', 'a rewind or restore has ended the timeline of group ' .. entry.id
+      redis.call('UNLINK', entry.payload)
     else
       code, message = save(run, entry)
     end
-    if code then redis.call('UNLINK', entry.payload) end
     reply[i] = code and refuse_entry(run, code, message) or ''
   end
   return reply
