@@ -18,24 +18,17 @@ from services.replay import library
 
 _COMMAND = re.compile(r"redis\.call\('([A-Z]+)'")
 _READER = re.compile(r"^register_reader\(", re.MULTILINE)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 # Of the commands inside functions, those that change nothing.
-_READS = {
-    *(
-        "exists",
-        "get",
-        "getbit",
-        "hexists",
-        "hget",
-        "hgetall",
-        "hmget",
-        "lindex",
-        "llen",
-        "lrange",
-        "scard",
-        "sismember",
-    ),
-    *("smembers", "srandmember", "sscan", "time", "zcard", "zcount", "zrange", "zrangebyscore", "zrevrange", "zscore"),
-}
+_READS = _names(
+    "exists get getbit hexists hget hgetall hmget lindex llen lrange scard sismember smembers "
+    "srandmember sscan time zcard zcount zrange zrangebyscore zrevrange zscore"
+)
 _EVERYONE = ("ping", "info", "get", "mget", "xrange", "xrevrange", "xread", "subscribe", "unsubscribe")
 _SWEEP = ("smembers", "srem", "scan", "unlink")
 
@@ -48,42 +41,18 @@ class Role:
     commands: tuple[str, ...] = ()
 
 
+# Functions that change something, by who calls them.
+_REPLAY = "open_run take_scoring release_scoring score"
+_TRAINER = (
+    "rewind restore refilled enqueue close reserve commit masked evaluated drop_validation "
+    "open_epoch begin_epoch end_epoch"
+)
+_ROLLOUT = "register deregister heartbeat lease push save release abandon acknowledge verify refuse"
+
 ROLES = {
-    "replay": Role(("open_run", "take_scoring", "release_scoring", "score"), ("function|load", "set", *_SWEEP)),
-    "trainer": Role(
-        (
-            *(
-                "rewind",
-                "restore",
-                "refilled",
-                "enqueue",
-                "close",
-                "reserve",
-                "commit",
-                "masked",
-                "evaluated",
-                "drop_validation",
-            ),
-            *("open_epoch", "begin_epoch", "end_epoch"),
-        ),
-        ("set", "xadd", *_SWEEP),
-    ),
-    "rollout": Role(
-        (
-            "register",
-            "deregister",
-            "heartbeat",
-            "lease",
-            "push",
-            "save",
-            "release",
-            "abandon",
-            "acknowledge",
-            "verify",
-            "refuse",
-        ),
-        ("set",),
-    ),
+    "replay": Role(_names(_REPLAY), ("function|load", "set", *_SWEEP)),
+    "trainer": Role(_names(_TRAINER), ("set", "xadd", *_SWEEP)),
+    "rollout": Role(_names(_ROLLOUT), ("set",)),
     "reader": Role(),
 }
 
@@ -115,7 +84,7 @@ def _rights(run_id: str, role: str) -> Iterable[str]:
     functions = functions_of(role)
     inside = {word.lower() for name in (*library.SHARED, *functions) for word in _COMMAND.findall(_text(name))}
     if role == "reader":
-        inside &= _READS
+        inside &= set(_READS)
     commands = inside.union(_EVERYONE, *(one.commands for one in _parts(role)))
     others = "%R~" if role == "reader" else "~"
     current = "~" if role in ("replay", "up") else "%R~"
