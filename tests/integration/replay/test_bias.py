@@ -145,8 +145,15 @@ async def test_a_step_that_is_taken_back_counts_once_unless_it_is_made_anew(
     await replay.lease(replica, 1)
     assert (await replay.held_batch(2))[0] == [3]
     assert (await replay.bias())["trained"].trajectories == 12
-    await replay.commit(4, state.timeline)
-    assert (await replay.bias())["trained"].trajectories == 16
+    # a rewind has them made anew: these are other trajectories
+    await tighten(replay, limits, max_age=4)
+    state = await rewind(replay, 2)
+    await refit(replay, 2, [replica])
+    await generate(replay, replica)
+    trained = {group for step in range(2, 6) for group in (await reserve(replay, step)).groups}
+    assert trained == {f"e0-train-{order}" for order in range(4, 12)}
+    await replay.commit(6, state.timeline)
+    assert (await replay.bias())["trained"].trajectories == 12 + 16
 
 
 async def test_expired_and_masked_trajectories_are_metered_with_their_ages(
