@@ -417,7 +417,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="that are measured")
     parser.add_argument("--warm-up", type=int, default=8, help="steps before these")
     parser.add_argument("--age", type=int, default=4, help="max_trajectory_age_steps")
-    parser.add_argument("--ahead", type=int, default=8, help="ahead_steps of drop and mask")
+    parser.add_argument("--ahead", type=int, help="ahead_steps of drop and mask; takes --age without it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--policy", choices=POLICIES, action="append", help="may be given several times; all without it"
