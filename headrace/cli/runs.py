@@ -62,6 +62,9 @@ def save(config: Config) -> Path:
     path = config.run_folder.absolute() / SAVED
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
+    fresh.unlink(missing_ok=True)
+    # an address with a password is for its owner alone
+    fresh.touch(mode=0o600 if "@" in (config.replay.redis_url or "") else 0o666)
     fresh.write_text(dump(config), encoding="utf-8")
     fresh.rename(path)
     return path

@@ -35,6 +35,13 @@ def test_a_run_goes_on_with_what_may_change(tmp_path: Path) -> None:
         runs.prepare(file, ["grpo.seed=7"])
 
 
+def test_a_saved_password_is_for_its_owner_alone(tmp_path: Path) -> None:
+    run = {"id": "x", "dir": str(tmp_path)}
+    for url, others in (("redis://host/0", True), ("redis://me:secret@host/0", False), ("redis://host/0", True)):
+        saved = runs.save(Config.model_validate({"run": run, "replay": {"redis_url": url}}))
+        assert bool(saved.stat().st_mode & 0o044) == others
+
+
 def test_ports_that_others_must_know_are_settled() -> None:
     values = {"port": 0}
     config = Config.model_validate(
