@@ -22,7 +22,7 @@ SEED ?= 1
 # One thread each: the engine and the trainer work side by side, and a second thread on a busy core makes both slower.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test chaos lint format proto bench docs clean
+.PHONY: help setup demo test chaos lint format proto properties bench docs clean
 
 help:
 	@echo "make setup   install everything into $(VENV)"
@@ -33,6 +33,7 @@ help:
 	@echo "make format  format the code"
 	@echo "make proto   generate headrace/v1 from proto/"
 	@echo "make docs    generate the configuration reference"
+	@echo "make properties  drive the buffer and its model through 200,000 random calls (CALLS=...)"
 	@echo "make bench   run the benchmarks"
 	@echo "make clean   remove $(VENV), caches, and the demo's model and runs"
 
@@ -82,6 +83,11 @@ proto: $(STAMP)
 
 docs: $(STAMP)
 	$(PY) scripts/generate_reference.py
+
+# Nightly: half an hour. `make test` makes 10,000 of these calls.
+CALLS ?= 200000
+properties: $(STAMP)
+	HEADRACE_PROPERTIES_CALLS=$(CALLS) $(BIN)/pytest tests/properties
 
 bench: $(STAMP)
 	$(PY) -m benchmarks.replay

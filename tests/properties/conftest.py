@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -10,11 +11,22 @@ from services.replay.embedded import EmbeddedServer
 from tests.conftest import free_port
 from tests.properties import clock
 
+# The server that comes with the package, and the oldest that is supported.
+SERVERS = {"valkey": None, "redis-7.0": shutil.which("redis-server")}
+
+
+@pytest.fixture(scope="session", params=SERVERS)
+def server_kind(request: pytest.FixtureRequest) -> str:
+    if request.param != "valkey" and SERVERS[request.param] is None:
+        pytest.skip("no redis-server is installed")
+    return str(request.param)
+
 
 @pytest.fixture(scope="session")
-def clocked_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real Valkey with the buffer's functions, whose clock the test sets. Its own: the clock is the whole server's."""
-    server = EmbeddedServer(tmp_path_factory.mktemp("replay"), "127.0.0.1", free_port(), appendfsync="no")
+def clocked_url(server_kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real server with the buffer's functions, whose clock the test sets. Its own: the clock is the whole server's."""
+    folder, binary = tmp_path_factory.mktemp("replay"), SERVERS[server_kind]
+    server = EmbeddedServer(folder, "127.0.0.1", free_port(), appendfsync="no", binary=binary)
 
     async def start() -> None:
         await server.start()

@@ -133,6 +133,11 @@ class Everyone(RuleBasedStateMachine):
         assert self.world
         return self.world.model
 
+    @property
+    def calls(self) -> int:
+        """Made so far."""
+        return self.world.calls if self.world else 0
+
     def name(self) -> str:
         return f"{next(self.names):06x}"
 
@@ -426,6 +431,30 @@ class Everyone(RuleBasedStateMachine):
         while jobs := self.call("take_scoring", "scorer", 64):
             scores = [Score("SCORED", float(job.trajectory.index if differ else 1)) for job in jobs]
             self.call("score_many", list(zip(jobs, scores, strict=True)))
+
+    @rule(
+        groups=st.integers(1, 4),
+        versions=st.sampled_from(["plain", "plain", "refit", "old"]),
+        differ=st.sampled_from([True, True, False]),
+        train=st.sampled_from([True, True, False]),
+    )
+    def a_round(self, groups: int, versions: str, differ: bool, train: bool) -> None:
+        """What the pipeline does when nothing goes wrong."""
+        if not self.model.closed:
+            self.enqueue(groups, 0, 0, "once")
+        if (
+            not self.model.healthy(self.replica(0))
+            or self.model.members[self.replica(0)].version < self.model.next_step
+        ):
+            self.refit([0])
+        leases = self.call("lease", self.replica(0), 8) or []
+        self.leases += leases
+        items = [(lease, self.trajectory(lease, index, versions)) for lease in leases for index in lease.missing]
+        if items:
+            self.call("push_many", items)
+        self.finish_everything(differ)
+        if train:
+            self.call("reserve", self.model.next_step, self.model.timeline)
 
     # -- time, and the service
 
