@@ -199,6 +199,7 @@ class Model(Fleet):
         """With the call that frees what the rewind committed."""
         self.expire()
         if timeline != self.timeline:
+            self.require_unused(timeline)
             if version > self.next_step:
                 self.refuse(WrongStep)
             if version < self.committed:
@@ -206,6 +207,7 @@ class Model(Fleet):
             else:
                 self._commit(version)
             self._reopen(version)
+            self.used.add(self.timeline)
             self.next_step, self.closed, self.timeline = version, False, timeline
             self.timelines = [entry for entry in self.timelines if entry[1] < version] + [(timeline, version)]
             self.scored_since = self.filtered_since = 0
@@ -246,6 +248,8 @@ class Model(Fleet):
     ) -> RunState:
         self.expire()
         if incarnation != self.incarnation:
+            self.require_unused(incarnation, timeline)
+            self.used |= {self.timeline, self.incarnation}
             self.begin(timeline, incarnation, version, version, enqueued)
             self.refill = True
             self.gone["train", "trained"] = version * self.limits.prompts_per_step

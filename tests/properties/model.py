@@ -28,6 +28,7 @@ class Core:
         self.limits = limits
         self.now = now
         self.refusals: collections.Counter[str] = collections.Counter()
+        self.used: set[str] = set()  # timelines and incarnations that have ended
         self.begin(timeline, incarnation, 0, -1, -1)
 
     def begin(self, timeline: str, incarnation: str, next_step: int, committed: int, enqueued: int) -> None:
@@ -86,6 +87,11 @@ class Core:
 
     def require_timeline(self, timeline: str) -> None:
         if timeline != self.timeline:
+            self.refuse(WrongTimeline)
+
+    def require_unused(self, *names: str) -> None:
+        """However late a rewind or restore arrives, it never begins again what has ended."""
+        if self.used & set(names):
             self.refuse(WrongTimeline)
 
     # -- moves

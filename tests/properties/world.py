@@ -105,7 +105,9 @@ class World:
         for commands in sent:
             with contextlib.suppress(HeadraceError):
                 await Wire.pipeline(self.wire, commands)
-        self._expected(name, args, None)
+        refused = isinstance(self._expected(name, args, None), HeadraceError)
+        if name == "rewind" and refused and len(sent) > 1:  # its second half comes by itself
+            self._expected("commit", args, None)
         self.calls += 1
         await self._history(name, None, timeline != self.model.timeline)
         after = {held.id: _seen_of(held) for held in self.model.groups.values()}

@@ -45,6 +45,18 @@ end
 -- Timelines that are remembered: a checkpoint from before the oldest of them is restored instead of rewound to.
 local TIMELINES = 256
 
+-- Law 4: names of timelines and incarnations are never used twice. A rewind or restore that arrives late, after another has ended what it
+-- started, is refused: it would take the run back to where it was then.
+local function require_unused(run, nonce)
+  if redis.call('SISMEMBER', run.key .. ':used', nonce) == 1 then
+    refuse('HR_TIMELINE', show(nonce) .. ' was used before, and has ended; make a new nonce')
+  end
+end
+
+local function retire(run, nonce)
+  redis.call('SADD', run.key .. ':used', nonce)
+end
+
 -- The weights go on from `version` on the timeline `timeline`: those that began at it or later are abandoned.
 local function begin_timeline(run, version, timeline)
   local key = run.base .. 'timelines'

@@ -22,7 +22,8 @@
 --   refusals    hash    code -> calls refused (law 4)      requeues   hash    cause -> groups requeued, passed on
 --   replicas    zset    replicas by the time they are due  r:<id>     hash    a replica; h:<id> set of groups it holds
 --   epoch       hash    the newest membership epoch        members    hash    replica -> what it did in that epoch
--- Of all incarnations: `events` and `metrics` (streams), `m:<moment>` (hashes, see _meter.lua), `old` (set of incarnations to be swept), channels `wake:<what>`.
+-- Of all incarnations: `events` and `metrics` (streams), `m:<moment>` (hashes, see _meter.lua), `old` (set of incarnations to be swept), `used` (set of timelines and
+-- incarnations that have ended), channels `wake:<what>`.
 
 local LIMITS = {
   'prompts_per_step', 'generations_per_prompt', 'max_age', 'max_attempts', 'max_scoring_attempts',

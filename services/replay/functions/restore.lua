@@ -4,7 +4,7 @@
 -- KEYS     the run
 -- ARGV     version, timeline, incarnation (new nonces), highest order taken (-1: none), groups failed, groups filtered, bitmap of both
 -- Returns  the run's state, msgpack
--- Errors   HR_INVALID
+-- Errors   HR_TIMELINE: this timeline or incarnation has ended; HR_INVALID
 
 -- The groups that ended, as the checkpoint knows them.
 local function take_over_ended(run, failed, filtered, bitmap)
@@ -18,9 +18,10 @@ register('hr_restore', 7, function(run, args)
   local enqueued = args[4] == '-1' and -1 or natural(args[4], 'highest order taken')
   local failed, filtered = natural(args[5], 'groups failed'), natural(args[6], 'groups filtered')
   if incarnation == run.incarnation then return cmsgpack.pack(run_state(run)) end
-  if redis.call('SISMEMBER', run.key .. ':old', incarnation) == 1 then
-    refuse('HR_INVALID', 'incarnation ' .. show(incarnation) .. ' was used before; make a new nonce')
-  end
+  require_unused(run, incarnation)
+  require_unused(run, timeline)
+  retire(run, run.incarnation)
+  retire(run, run.timeline)
   redis.call('SADD', run.key .. ':old', run.incarnation)
   run.deltas, run.bytes_delta = {}, 0
   run.timeline, run.incarnation, run.base = timeline, incarnation, run.key .. ':' .. incarnation .. ':'

@@ -2,7 +2,7 @@
 -- KEYS     the run
 -- ARGV     version, timeline (a new nonce)
 -- Returns  the run's state, msgpack
--- Errors   HR_STEP: the buffer lost what led to the checkpoint; HR_INVALID
+-- Errors   HR_STEP: the buffer lost what led to the checkpoint; HR_TIMELINE: this timeline has ended; HR_INVALID
 --
 -- Commits reserved steps < version; or, for a checkpoint older than the newest, takes back what was committed from it on: `committed` is
 -- `version` again, and the run wants a `refill` of the groups it no longer holds. Reopens steps >= version: groups without a token newer than `version` keep their step, the
@@ -72,6 +72,7 @@ end
 register('hr_rewind', 2, function(run, args)
   local version, timeline = natural(args[1], 'version'), name(args[2], 'timeline')
   if timeline == run.timeline then return cmsgpack.pack(run_state(run)) end
+  require_unused(run, timeline)
   if version > run.next_step then
     refuse('HR_STEP', 'rewind to version ' .. version .. ', but only steps below ' .. run.next_step ..
       ' were reserved here: the buffer lost writes; use restore')
@@ -87,6 +88,7 @@ register('hr_rewind', 2, function(run, args)
   set(run, 'next_step', version)
   set(run, 'closed', 0)
   redis.call('UNLINK', run.base .. 'since')
+  retire(run, run.timeline)
   set(run, 'timeline', timeline)
   begin_timeline(run, version, timeline)
   event(run, 'rewound', 'version', version, 'timeline', timeline)
