@@ -40,6 +40,7 @@ def test_the_buffer_does_what_the_model_says(server_kind: str, clocked_url: str)
             deadline=None,
             database=None,
             print_blob=True,
+            report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
             phases=[Phase.generate, Phase.shrink],
         ),
