@@ -55,7 +55,8 @@ class TrainerCalls(Calls):
 
     async def enqueue(self, groups: Sequence[Group], timeline: str, refill: bool = False) -> int:
         """Append to the queue of each group's lane; returns how many were new. A group at or below `enqueued` order, or known
-        by id, or among those that ended, is not new (idempotent). `refill` takes groups at or below `enqueued` as well. Raises
+        by id, or among those that ended, is not new (idempotent). `refill` takes groups at or below `enqueued` as well,
+        while the state says `refill`. Raises
         `WrongTimeline`, and `WrongStep` for groups beyond the next order: the server lost the writes of those in between."""
         if self._incarnation is None:
             await self.state()

@@ -199,7 +199,7 @@ class Core:
         for group in sorted(groups, key=lambda group: group.order):
             if group.id in self.groups or group.id in new:
                 continue
-            fresh = (refill or group.order > self.enqueued) and group.order not in self.ended
+            fresh = ((refill and self.refill) or group.order > self.enqueued) and group.order not in self.ended
             if group.lane == "validation" or fresh:
                 new[group.id] = group
         # a feeder goes on where it left off

@@ -2,7 +2,7 @@
 -- KEYS     the run
 -- ARGV     timeline, incarnation, refill (0/1: take orders at or below the watermark), then for each group: id, lane, order, n, worst-case bytes, nonce of the
 --          record staged at d:<nonce> with a time to live
--- Returns  how many were new. A train group is new if its order is past the watermark `enqueued` (any order under refill) and
+-- Returns  how many were new. A train group is new if its order is past the watermark `enqueued` (any order while the run wants a refill) and
 --          not in `ended`, and its id unknown; a validation group if its id is unknown.
 -- Errors   HR_TIMELINE, HR_STEP (train groups that leave out some after `enqueued`), HR_INVALID (malformed; record not staged; new train
 --          groups after close; refill while steps are being freed)
@@ -68,7 +68,8 @@ register('hr_enqueue', nil, function(run, args)
   local count = entries(args, 3, 6, BATCH)
   require_timeline(run, args[1])
   require_incarnation(run, args[2])
-  local refill = choice(args[3], {['0'] = true, ['1'] = true}, 'refill') == '1'
+  -- one that arrives late, after `refilled`, brings nothing back: what it names may have been trained and freed since (law 1)
+  local refill = choice(args[3], {['0'] = true, ['1'] = true}, 'refill') == '1' and run.refill == 1
   -- their groups are still known, and soon they are not
   if refill and redis.call('EXISTS', run.base .. 'trash') == 1 then
     refuse('HR_INVALID', 'a refill while trained steps are still being freed; call commit until nothing is left')
