@@ -68,7 +68,7 @@ lint: $(STAMP)
 	$(BIN)/hadolint deploy/Dockerfile
 
 test: lint
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(TESTS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 chaos: $(STAMP)
 	$(PY) -m tests.chaos --faults $(FAULTS) --seed $(SEED)

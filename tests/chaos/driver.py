@@ -29,7 +29,7 @@ from tests.chaos.faults import Faults
 from tests.chaos.network import Network
 from tests.chaos.plan import Fault, Shape, Topology, make_plan, make_shape
 from tests.chaos.processes import Process, until
-from tests.chaos.servers import PORT, Embedded, External, Servers
+from tests.chaos.servers import PAIR, PORT, Embedded, External, Servers
 from tests.chaos.watch import Away, Buffer, Glance, writing_checkpoint
 
 log = logging.getLogger("chaos")
@@ -74,8 +74,9 @@ class Driver:
         write_problems(problems, shape, seed)
         config = folder / "run.yaml"
         config.write_text(configuration(shape, model, folder, problems))
-        disk = self._run / "replay" if shape.topology == "embedded" else folder / "servers"
-        for place in (self._checkpoints, disk):
+        embedded, external = self._run / "replay", folder / "servers"
+        disks = [embedded] if shape.topology == "embedded" else [external / name for name in PAIR]
+        for place in (self._checkpoints, *disks):
             place.mkdir(parents=True)
             subprocess.run(["mount", "-t", "tmpfs", "-o", _DISK, "tmpfs", str(place)], check=True)
         network = Network()
@@ -83,9 +84,9 @@ class Driver:
         self._processes = {name: self._service(name, network, addresses, config) for name in HOSTS}
         self.servers: Servers
         if shape.topology == "embedded":
-            self.servers = Embedded(self._processes["replay"], addresses["replay"], disk)
+            self.servers = Embedded(self._processes["replay"], addresses["replay"], embedded)
         else:
-            self.servers = External(network, os.environ, disk)
+            self.servers = External(network, os.environ, external)
         self._buffer = Buffer(self.servers.address, PORT, RUN)
         self._faults = Faults(seed, network, self.servers, self._processes, addresses, self._checkpoints)
         self._addresses = addresses

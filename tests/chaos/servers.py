@@ -17,6 +17,8 @@ from tests.chaos.processes import Process, child_named
 
 PORT = 6379
 ADDRESS = f"{SUBNET}.10"
+# The machines of an external server and its replica.
+PAIR = ("redis-a", "redis-b")
 
 
 class Servers(Protocol):
@@ -31,7 +33,8 @@ class Servers(Protocol):
         """Where the server runs that is in charge."""
 
     @property
-    def disk(self) -> Path: ...
+    def disk(self) -> Path:
+        """What the server in charge writes its files to."""
 
     def up(self) -> bool: ...
 
@@ -80,24 +83,24 @@ class Embedded:
 
 
 class External:
-    """`redis-server` on two machines. Either may be the primary; the other copies it, and comes back as its replica."""
+    """`redis-server` on two machines, each with a disk of its own, a folder under `folder` that is there. Either may be the primary; the
+    other copies it, and comes back as its replica."""
 
     def __init__(self, network: Network, environ: Mapping[str, str], folder: Path) -> None:
         self.address = ADDRESS
         self.port = PORT
-        self.disk = folder
+        self._folder = folder
         self._network = network
-        self._own = {name: network.add(name, host) for name, host in (("redis-a", 2), ("redis-b", 3))}
+        self._own = {name: network.add(name, host) for host, name in enumerate(PAIR, 2)}
         self.processes = {name: Process(name, [], environ, folder.parent / f"{name}.log") for name in self._own}
-        self._primary, self._replica = "redis-a", "redis-b"
+        self._primary, self._replica = PAIR
         for name in self._own:
-            (folder / name).mkdir()
             self._set_role(name)
         network.give_address(ADDRESS, self._primary)
 
     def _set_role(self, name: str) -> None:
         settings = {
-            "port": str(PORT), "bind": "0.0.0.0", "protected-mode": "no", "dir": str(self.disk / name), "appendonly": "yes",
+            "port": str(PORT), "bind": "0.0.0.0", "protected-mode": "no", "dir": str(self._folder / name), "appendonly": "yes",
             "save": "", "maxmemory-policy": "noeviction", "repl-diskless-sync-delay": "0",
         }  # fmt: skip
         words = [word for key, value in settings.items() for word in (f"--{key}", value)]
@@ -108,6 +111,10 @@ class External:
     @property
     def machine(self) -> str:
         return self._primary
+
+    @property
+    def disk(self) -> Path:
+        return self._folder / self._primary
 
     def up(self) -> bool:
         return self.processes[self._primary].pid is not None
