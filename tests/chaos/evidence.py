@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import itertools
 import json
 import re
 import zlib
@@ -193,14 +194,16 @@ def _lineage(path: Path) -> Batch:
             Group(
                 group["group"],
                 group["order"],
-                tuple(
-                    Trajectory(t["index"], tuple(r["version"] for r in t["ranges"]), t["reward"])
-                    for t in group["trajectories"]
-                ),
+                tuple(Trajectory(t["index"], written_by(t["ranges"]), t["reward"]) for t in group["trajectories"]),
             )
             for group in groups
         ),
     )
+
+
+def written_by(ranges: list[dict[str, Any]]) -> tuple[int, ...]:
+    """Versions of the weights, in the order of the tokens. Two replicas may have written under the same, one after the other."""
+    return tuple(version for version, _ in itertools.groupby(r["version"] for r in ranges))
 
 
 def _observed(line: dict[str, Any], problems: list[dict[str, Any]]) -> Batch:

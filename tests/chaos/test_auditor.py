@@ -24,6 +24,7 @@ from tests.chaos.evidence import (
     group_id,
     read,
     right_reward,
+    written_by,
 )
 
 FIRST, SECOND = "first", "second"  # timelines: the trainer was killed once, and went on from version 2
@@ -330,3 +331,9 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
     assert evidence.counts == {"trained": 1}
     assert evidence.lost_writes == (5.0,)
     assert evidence.closed
+
+
+def test_a_trajectory_that_was_passed_on_is_of_the_weights_its_spans_name() -> None:
+    """Two replicas wrote it under the same weights, and a refit came later."""
+    ranges = [{"version": 7, "replica": "a"}, {"version": 7, "replica": "b"}, {"version": 8, "replica": "b"}]
+    assert written_by(ranges) == (7, 8)
