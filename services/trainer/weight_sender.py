@@ -9,17 +9,26 @@ neither drained nor paused for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import torch
 
 from headrace.config import Config
-from headrace.errors import ServiceError, WeightChannelAborted, WeightChannelError
+from headrace.errors import (
+    Fenced,
+    InvalidCall,
+    ReplayUnavailable,
+    ServiceError,
+    WeightChannelAborted,
+    WeightChannelError,
+    WrongTimeline,
+)
 from headrace.replay import Epoch, ReplayClient
 from headrace.trajectory import Float32, Int32
 from headrace.weights import membership
@@ -101,8 +110,8 @@ class WeightSender:
 
         Returns when each member has verified, refused or died, or a deadline has passed; whether that is good enough is the
         caller's to decide. Also the way to bring replicas that came late to the current version. Raises `WrongTimeline` and
-        `ReplayUnavailable` from the buffer, `ServiceError` if another trainer opens epochs or the backend can't be had here,
-        `ValueError` if `source` does not yield what its metadata says.
+        `ReplayUnavailable` from the buffer, the latter too if the buffer's server lost the epoch (another refit opens a new one),
+        `ServiceError` if the backend can't be had here, `ValueError` if `source` does not yield what its metadata says.
         """
         manifest = Manifest.of(source.metadata(), self._config.bucket_bytes)
         progress = _Progress(version, timeline, source, manifest, probe_ids, probe_logprobs)
@@ -128,12 +137,15 @@ class WeightSender:
         """One epoch. Returns it and whether it ran to its end (True also when nobody came)."""
         epoch = await self._gather(progress)
         if not epoch.acknowledged:
-            ended = await self._replay.end_epoch(epoch.id, aborted=True)
+            with _not_lost(epoch.id):
+                ended = await self._replay.end_epoch(epoch.id, aborted=True)
             return dataclasses.replace(ended, members=(), verified=()), True
         rendezvous = await self._rendezvous(epoch, progress)
-        epoch = await self._replay.begin_epoch(epoch.id, rendezvous.encode())
+        with _not_lost(epoch.id):
+            epoch = await self._replay.begin_epoch(epoch.id, rendezvous.encode())
         complete = await self._transfer(epoch, rendezvous, progress) and await self._await_proofs(epoch, progress)
-        ended = await self._replay.end_epoch(epoch.id, aborted=not complete)
+        with _not_lost(epoch.id):
+            ended = await self._replay.end_epoch(epoch.id, aborted=not complete)
         progress.refused.update(ended.refused)
         progress.excluded |= membership.at_fault(ended)
         if set(ended.verified) != set(ended.members):
@@ -150,7 +162,7 @@ class WeightSender:
             if left <= 0:
                 break
             await self._replay.wait_epoch(min(left, GLANCE_S))
-            epoch = await self._current(epoch.id)
+            epoch = await self._current(epoch.id, "announced")
         _add(progress.seconds, "acknowledge", started)
         return epoch
 
@@ -184,7 +196,7 @@ class WeightSender:
                 await asyncio.wait((task,), timeout=GLANCE_S)
                 if task.done():
                     break
-                if gone := membership.lost(await self._current(epoch.id), await self._replay.replicas()):
+                if gone := membership.lost(await self._current(epoch.id, "transfer"), await self._replay.replicas()):
                     logger.warning("the transfer of version %d lost %s", progress.version, sorted(gone))
                     self._drop_group()  # again at the next glance, if the group was not there yet
             await task
@@ -193,11 +205,19 @@ class WeightSender:
             self._drop_group()
             return False
         except BaseException:
-            self._drop_group()
+            await self._give_up(task)
             raise
         finally:
             _add(progress.seconds, "transfer", started)
         return True
+
+    async def _give_up(self, broadcast: asyncio.Task[None]) -> None:
+        """Return once its thread has ended: the next attempt makes a group of its own, and there is room for one."""
+        while not broadcast.done():
+            self._drop_group()  # again, if the group was not there yet
+            await asyncio.wait((broadcast,), timeout=GLANCE_S)
+        broadcast.exception()  # of no use any more
+        self._drop_group()
 
     def _broadcast(self, members: tuple[str, ...], rendezvous: Rendezvous, progress: _Progress) -> None:
         """On a thread: form the group unless it is the one there is, then send."""
@@ -227,7 +247,7 @@ class WeightSender:
         """Wait until every member has verified, refused or died; False if the transfer turns out not to have reached them all."""
         started = time.monotonic()
         while True:
-            epoch, fleet = await self._current(epoch.id), await self._replay.replicas()
+            epoch, fleet = await self._current(epoch.id, "transfer"), await self._replay.replicas()
             if membership.dead(epoch, fleet):
                 self._drop_group()  # it may have died before it passed the bytes on: free those who wait for them
             left = started + self._config.timeout_s - time.monotonic()
@@ -237,10 +257,10 @@ class WeightSender:
         _add(progress.seconds, "verify", started)
         return not membership.interrupted(epoch)
 
-    async def _current(self, epoch_id: str) -> Epoch:
+    async def _current(self, epoch_id: str, state: Literal["announced", "transfer"]) -> Epoch:
         epoch = await self._replay.epoch()
-        if epoch is None or epoch.id != epoch_id:
-            raise ServiceError("another trainer opened an epoch of this run; stop one of them")
+        if epoch is None or (epoch.id, epoch.state) != (epoch_id, state):
+            raise _lost(epoch_id)
         return epoch
 
     def _device(self, backend: str) -> torch.device:
@@ -257,6 +277,22 @@ class WeightSender:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+
+@contextlib.contextmanager
+def _not_lost(epoch_id: str) -> Iterator[None]:
+    """The body moves this epoch on: a buffer that knows it refuses only what is of another timeline."""
+    try:
+        yield
+    except WrongTimeline:
+        raise
+    except (Fenced, InvalidCall) as error:
+        raise _lost(epoch_id) from error
+
+
+def _lost(epoch_id: str) -> ReplayUnavailable:
+    """Nobody but this trainer opens epochs of its timeline. Where another has taken the run over, the next call names the timeline."""
+    return ReplayUnavailable(f"its server lost what it was told of epoch {epoch_id}; the weights are sent again")
 
 
 def _add(seconds: dict[str, float], phase: str, started: float) -> None:
