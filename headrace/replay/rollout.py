@@ -48,15 +48,17 @@ class RolloutCalls(ChannelCalls):
 
         Raises `NotVerified` unless the replica is HEALTHY.
         """
-        reply = await self._wire.call("lease", replica, max_groups, secrets.token_hex(8))
-        timeline, incarnation, expires_ms, version = reply[:4]
-        entries = reply[4:]
+        return await self._read_leases(await self._wire.call("lease", replica, max_groups, secrets.token_hex(8)))
+
+    async def _read_leases(self, reply: Sequence[Any]) -> list[Lease]:
+        timeline, incarnation, version, *entries = reply
         records = await self._fetch([entry[1] for entry in entries])
         leases = []
         begun = await self._begun(
-            [(entry[0], entry[2], index, key) for entry in entries for index, key in pairs(entry[7])]
+            [(entry[0], entry[2], index, key) for entry in entries for index, key in pairs(entry[8])]
         )
-        for (group_id, _, token, attempt, ticket, count, missing, _), record in zip(entries, records, strict=True):
+        for entry, record in zip(entries, records, strict=True):
+            group_id, _, token, ends_in_ms, attempt, ticket, count, missing, _ = entry
             if record is None:  # dropped since: the lease is void
                 continue
             try:
@@ -72,7 +74,7 @@ class RolloutCalls(ChannelCalls):
                 version=version,
                 timeline=timeline.decode(),
                 incarnation=incarnation.decode(),
-                expires_in_s=expires_ms / 1000,
+                expires_in_s=ends_in_ms / 1000,
                 count=count,
                 missing=tuple(missing) or tuple(range(count)),
                 prefixes=begun.get(token, {}),

@@ -17,7 +17,11 @@ from headrace.trajectory import Group, Score
 class ScoringCalls(Calls):
     async def take_scoring(self, scorer: str, max_trajectories: int) -> list[ScoringJob]:
         """Pushed trajectories waiting for a score, oldest first, until `scoring_deadline_s` from now."""
-        reply = await self._wire.call("take_scoring", scorer, max_trajectories, secrets.token_hex(8))
+        return await self._read_jobs(
+            await self._wire.call("take_scoring", scorer, max_trajectories, secrets.token_hex(8))
+        )
+
+    async def _read_jobs(self, reply: Sequence[Any]) -> list[ScoringJob]:
         taken = [
             Taken(group_id.decode(), int(index), payload, record, token.decode(), attempt)
             for group_id, index, payload, record, token, attempt in zip(*[iter(reply)] * 6, strict=True)

@@ -193,6 +193,7 @@ class Fleet(Core):
 
     def _grant(self, held: Held, replica: str, version: int, lease: Lease) -> None:
         held.attempt += 1
+        held.deadline = self.now + milliseconds(self.limits.group_deadline_s)
         self._check_lease(held, version, lease)
         assert (lease.count, lease.missing, lease.prefixes) == (self.started(held), tuple(range(lease.count)), {})
         if held.lane == "train":
@@ -201,9 +202,7 @@ class Fleet(Core):
         else:
             held.ticket = -1
             assert lease.ticket == -1
-        held.state, held.token, held.replica, held.count = "open", lease.token, replica, lease.count
-        held.deadline = self.now + milliseconds(self.limits.group_deadline_s)
-        held.lease_end = min(self.now + milliseconds(self.limits.lease_s), held.deadline)
+        held.state, held.replica, held.count = "open", replica, lease.count
 
     def _hand_on(self, held: Held, replica: str, lease: Lease) -> None:
         """The group goes on where it was: what could not be trained any more starts over."""
@@ -215,18 +214,18 @@ class Fleet(Core):
         assert (lease.count, list(lease.missing), lease.ticket) == (held.count, missing, held.ticket)
         prefixes = {index: prefix.encode() for index, prefix in lease.prefixes.items()}
         assert prefixes == {index: prefix.encode() for index, prefix in held.saved.items()}
-        held.token, held.replica = lease.token, replica
-        held.lease_end = min(self.now + milliseconds(self.limits.lease_s), held.deadline)
+        held.replica = replica
 
     def _trainable(self, trajectory: Trajectory) -> bool:
         return self.lawful(trajectory.oldest_version, trajectory.newest_version)
 
     def _check_lease(self, held: Held, version: int, lease: Lease) -> None:
-        ends = min(self.limits.lease_s, self.limits.group_deadline_s)
         assert (lease.group.encode(), lease.attempt, lease.version) == (held.group.encode(), held.attempt, version)
-        assert (lease.timeline, lease.incarnation, lease.expires_in_s) == (self.timeline, self.incarnation, ends)
+        assert (lease.timeline, lease.incarnation) == (self.timeline, self.incarnation)
         assert lease.token not in self.tokens, "a token is never used twice"
         self.tokens.add(lease.token)
+        held.token, held.lease_end = lease.token, min(self.now + milliseconds(self.limits.lease_s), held.deadline)
+        assert lease.expires_in_s == (held.lease_end - self.now) / 1000
 
     def release(self, lease: Lease, reason: str, failed: bool, seen: object) -> None:
         held = self._of_lease(lease)

@@ -59,7 +59,7 @@ local function load_run(keys)
   for i = #FIELDS - #WORDS + 1, #FIELDS do run[FIELDS[i]] = values[i] end
   run.base = key .. ':' .. run.incarnation .. ':'
   run.now = server_ms()
-  run.deltas, run.waking, run.first_due = {}, {}, run.due
+  run.deltas, run.waking, run.first_due, run.first_ticket = {}, {}, run.due, run.tickets
   return run
 end
 
@@ -78,6 +78,13 @@ end
 -- Something falls due at `time`: the first call after it looks (see _due.lua).
 local function due_at(run, time)
   if time < run.due then run.due = time end
+end
+
+-- A number that no earlier call was given: a place in line, and what makes a token another one each time (law 4), even if the call that
+-- asks for it is delivered twice, however late, under the same nonce.
+local function take_ticket(run)
+  run.tickets = run.tickets + 1
+  return run.tickets - 1
 end
 
 local function set(run, field, value)
@@ -100,6 +107,7 @@ local function flush(run)
   end
   if run.bytes_delta and run.bytes_delta ~= 0 then redis.call('HINCRBY', run.key, 'bytes', run.bytes_delta) end
   if run.due ~= run.first_due then redis.call('HSET', run.key, 'due', run.due) end
+  if run.tickets ~= run.first_ticket then redis.call('HSET', run.key, 'tickets', run.tickets) end
   for channel in pairs(run.waking) do redis.call('PUBLISH', run.key .. ':wake:' .. channel, '1') end
 end
 

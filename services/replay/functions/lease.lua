@@ -2,7 +2,7 @@
 -- allow.
 -- KEYS     the run
 -- ARGV     replica, most groups, nonce (tokens are made of it)
--- Returns  timeline, incarnation, milliseconds until the leases end, version, then for each group: {id, record key, token,
+-- Returns  timeline, incarnation, version, then for each group: {id, record key, token, milliseconds until the lease ends,
 --          attempt, ticket (-1: validation), trajectories of the group, indices to
 --          generate (none: all), and of those that another replica has begun: index, payload key, …}
 -- Errors   HR_NOT_VERIFIED: the replica is not HEALTHY on this timeline; HR_INVALID
@@ -48,23 +48,32 @@ local function extent(run, group)
   return count, math.ceil(group.worst * count / group.n)
 end
 
-local function grant(run, group, replica, version, token, count, worst)
-  local ticket = -1
-  if group.lane == 'train' then
-    ticket = run.tickets
-    run.tickets = ticket + 1
-    redis.call('ZADD', run.base .. 'line', ticket, group.id)
-  end
-  local deadline = run.now + run.group_deadline_ms
+local function lease_token(nonce, number, group)
+  return nonce .. '-' .. number .. '/' .. group.id
+end
+
+-- The group is the replica's until its lease ends; returns in how many milliseconds that is.
+local function hold_lease(run, group, replica, deadline)
   local ends = math.min(run.now + run.lease_ms, deadline)
-  redis.call('HSET', group.key, 'state', 'open', 'token', token, 'replica', replica, 'attempt', group.attempt + 1,
-    'ticket', ticket, 'deadline', deadline, 'held', worst, 'leased', run.now, 'version', version, 'count', count, 'dropped', 0, 'saves', 0)
-  hold(run, group, worst)
   redis.call('ZADD', run.base .. 'leases', ends, group.id)
   redis.call('SADD', run.base .. 'h:' .. replica, group.id)
   due_at(run, ends)
+  return ends - run.now
+end
+
+local function grant(run, group, replica, version, nonce, count, worst)
+  local number, ticket = take_ticket(run), -1
+  if group.lane == 'train' then
+    ticket = number
+    redis.call('ZADD', run.base .. 'line', ticket, group.id)
+  end
+  local token, deadline = lease_token(nonce, number, group), run.now + run.group_deadline_ms
+  redis.call('HSET', group.key, 'state', 'open', 'token', token, 'replica', replica, 'attempt', group.attempt + 1,
+    'ticket', ticket, 'deadline', deadline, 'held', worst, 'leased', run.now, 'version', version, 'count', count, 'dropped', 0, 'saves', 0)
+  hold(run, group, worst)
   move(run, group.lane, 'queued', 'open')
-  return ticket
+  local ends_in = hold_lease(run, group, replica, deadline)
+  return {group.id, run.base .. 'd:' .. group.record, token, ends_in, group.attempt + 1, ticket, count, {}, {}}
 end
 
 -- Whether tokens of these versions could not be trained at the next step.
@@ -138,15 +147,12 @@ local function hand_on(run, most, replica, nonce, reply)
   for _, id in ipairs(ids) do
     local group = load_group(run, id)
     if group.lane == 'train' then sift_pushed(run, group) end
-    local token = nonce .. '-' .. (#reply) .. '/' .. id
+    local token = lease_token(nonce, take_ticket(run), group)
     local indices, prefixes = missing(run, group)
     redis.call('HSET', group.key, 'token', token, 'replica', replica)
-    redis.call('SADD', run.base .. 'h:' .. replica, id)
-    local ends = math.min(run.now + run.lease_ms, group.deadline)
-    redis.call('ZADD', run.base .. 'leases', ends, id)
-    due_at(run, ends)
+    local ends_in = hold_lease(run, group, replica, group.deadline)
     reply[#reply + 1] =
-      {id, run.base .. 'd:' .. group.record, token, group.attempt, group.ticket, group.count, indices, prefixes}
+      {id, run.base .. 'd:' .. group.record, token, ends_in, group.attempt, group.ticket, group.count, indices, prefixes}
   end
   if #ids > 0 then redis.call('ZREM', run.base .. 'orphans', unpack(ids)) end
   return #ids
@@ -158,10 +164,8 @@ local function lease_from(run, lane, most, replica, version, nonce, reply)
     local group = load_group(run, id)
     local count, worst = extent(run, group)
     if not fits(run, worst) then break end
-    local token = nonce .. '-' .. (#reply) .. '/' .. id
-    local ticket = grant(run, group, replica, version, token, count, worst)
     granted = granted + 1
-    reply[#reply + 1] = {id, run.base .. 'd:' .. group.record, token, group.attempt + 1, ticket, count, {}, {}}
+    reply[#reply + 1] = grant(run, group, replica, version, nonce, count, worst)
   end
   if granted > 0 then redis.call('ZREMRANGEBYRANK', queue_of(run, lane), 0, granted - 1) end
   return granted
@@ -175,8 +179,7 @@ register('hr_lease', 3, function(run, args)
     refuse('HR_NOT_VERIFIED', 'replica ' .. replica .. ' holds no verified weights of this timeline; it may not lease')
   end
   version = tonumber(version)
-  local reply = {run.timeline, run.incarnation, math.min(run.lease_ms, run.group_deadline_ms), version}
-  local tickets = run.tickets
+  local reply = {run.timeline, run.incarnation, version}
   most = most - hand_on(run, most, replica, nonce, reply)
   most = most - lease_from(run, 'validation', most, replica, version, nonce, reply)
   local reserved = run.prompts_per_step * run.next_step
@@ -184,6 +187,5 @@ register('hr_lease', 3, function(run, args)
   local steps = run.staleness_policy == 'ordered' and run.max_age or run.ahead_steps
   local room = (version + steps + 1) * run.prompts_per_step - reserved - ahead
   lease_from(run, 'train', math.min(most, room), replica, version, nonce, reply)
-  if run.tickets ~= tickets then set(run, 'tickets', run.tickets) end
   return reply
 end)

@@ -39,11 +39,11 @@ local function take(run, id, indices, token, reply)
 end
 
 register('hr_take_scoring', 3, function(run, args)
-  local token = name(args[3], 'nonce') .. '/' .. name(args[1], 'scorer')
+  local scorer, nonce = name(args[1], 'scorer'), name(args[3], 'nonce')
   local most = math.min(positive(args[2], 'most trajectories'), BATCH)
   local members = redis.call('ZRANGE', run.base .. 'unscored', 0, most - 1)
   if #members == 0 then return {} end
-  local reply, taken = {}, {}
+  local reply, taken, token = {}, {}, nonce .. '-' .. take_ticket(run) .. '/' .. scorer
   for _, group in ipairs(by_group(members)) do take(run, group.id, group.indices, token, reply) end
   local deadline = run.now + run.scoring_deadline_ms
   for i, member in ipairs(members) do taken[2 * i - 1], taken[2 * i] = deadline, member end
