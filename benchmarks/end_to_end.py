@@ -13,17 +13,13 @@ left out.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import random
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from headrace.service import die_with_parent
+from benchmarks.peer import free_port, peer_environment, peer_python, process, run
 from services.trainer.data import arithmetic
 from services.trainer.models import tiny
 
@@ -42,8 +38,6 @@ HERE = Path(__file__).parent
 PROMPTS, GENERATIONS, TOKENS = 8, 8, 64
 WARM_UP = 5
 LATENCIES_S = (0.0, 0.01)
-TIMEOUT_S = 900
-PEER = ("torch==2.13.0", "trl==1.16.*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,27 +100,12 @@ def make_model(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def peer_python(console: Console) -> Path:
-    """The Python of an environment that holds TRL, made on first use."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headrace" / "trl-1.16"
-    python = cache / "bin" / "python"
-    complete = cache / "complete"
-    if not complete.exists():
-        console.print(f"installing {' and '.join(PEER)} in {cache} …")
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(cache)], check=True)
-        for requirement in PEER:  # torch first: what comes after must not bring another one
-            subprocess.run([str(python), "-m", "pip", "install", "--quiet", requirement], check=True)
-        complete.touch()
-    return python
-
-
 def run_peer(python: Path, folder: Path, steps: int, threads: int, latency_s: float) -> Row:
     problems = folder / "problems.json"
     pairs = islice(arithmetic.training_pairs(2, random.Random(1)), PROMPTS * steps)
     problems.write_text(json.dumps([[{"role": "user", "content": arithmetic.text(pair)}] for pair in pairs]))
     words = [python, HERE / "end_to_end_peer.py", folder / "model", problems, steps, threads, latency_s]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = run([str(word) for word in words], environment)
+    done = run([str(word) for word in words], peer_environment(threads))
     return Row("TRL 1.16", str(threads), latency_s, mean_step(json.loads(done.splitlines()[-1])))
 
 
@@ -181,42 +160,6 @@ def pipeline_config(folder: Path, run_id: str, steps: int, environment_port: int
         "trainer": {"num_threads": 1, "device": "cpu"},
         "checkpointing": {"save_period": 1_000_000, "metric_name": None},
     }
-
-
-def run(command: list[str], environment: dict[str, str]) -> str:
-    """Its standard output. Raises `SystemExit` with its last words if it fails or takes too long."""
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=TIMEOUT_S,
-            check=False,
-            preexec_fn=die_with_parent,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise SystemExit(f"{command} took more than {TIMEOUT_S} s") from error
-    if done.returncode != 0:
-        raise SystemExit(f"{command} failed with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
-    return done.stdout
-
-
-@contextlib.contextmanager
-def process(command: list[str]) -> Iterator[None]:
-    child = subprocess.Popen(command, preexec_fn=die_with_parent)
-    try:
-        yield
-    finally:
-        child.terminate()
-        child.wait(timeout=30)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def mean_step(ends: list[float]) -> float:
