@@ -150,7 +150,7 @@ async def open_run(config: Config, redis_url: str, run_id: str) -> ReplayClient:
         prompts_per_step=1,
         generations_per_prompt=1,
         max_age=0,
-        staleness_policy=config.grpo.async_grpo.staleness_policy,
+        staleness_policy=config.algorithm.asynchrony.staleness_policy,
         max_attempts=1,
         max_scoring_attempts=1,
         lease_s=r.lease_s,

@@ -28,9 +28,9 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
 
 def age_bound(config: Config) -> str:
     """What the age policy bounds and promises, in one line."""
-    grpo = config.grpo
-    age, policy = grpo.max_age, grpo.async_grpo.staleness_policy
-    ahead = f"at most {(grpo.ahead_steps + 1) * grpo.num_prompts_per_step} groups ahead of the trainer"
+    algorithm = config.algorithm
+    age, policy = algorithm.max_age, algorithm.asynchrony.staleness_policy
+    ahead = f"at most {(algorithm.ahead_steps + 1) * algorithm.num_prompts_per_step} groups ahead of the trainer"
     bound = f"a trajectory trained at step t has no token older than weights t - {age}"
     if policy == "drop":
         return f"drop: {bound}; {ahead}, trained as they get ready; one over age by then is generated again"

@@ -61,7 +61,7 @@ class Pipeline:
         self.config = config
         self.view = view
         self.services = services(config, saved)
-        self.picture = Picture(run_id=config.run_folder.name, max_steps=config.grpo.max_num_steps)
+        self.picture = Picture(run_id=config.run_folder.name, max_steps=config.algorithm.max_num_steps)
         self.supervisor = Supervisor(child_environ(os.environ), view.tell)
 
     async def run(self) -> Picture:

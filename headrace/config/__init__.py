@@ -4,6 +4,7 @@ Precedence: command line > environment (`HEADRACE_GRPO__NUM_PROMPTS_PER_STEP`) >
 """
 
 from headrace.config.load import load
+from headrace.config.loss import LossFn, ValueLossFn
 from headrace.config.root import Config
 
-__all__ = ["Config", "load"]
+__all__ = ["Config", "LossFn", "ValueLossFn", "load"]

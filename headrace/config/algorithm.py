@@ -1,15 +1,16 @@
-"""`grpo` and `loss_fn`: keys, meanings and defaults as users of NeMo RL know them."""
+"""`grpo`, and what it shares with `ppo`: keys, meanings and defaults as users of NeMo RL know them."""
 
 from __future__ import annotations
 
-from typing import Literal
+import abc
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from headrace.config.base import Section
 
 
-class AsyncGRPO(Section):
+class Asynchrony(Section):
     """How far generation may run ahead of training."""
 
     enabled: bool = Field(False, description="false is strict on-policy: age 0")
@@ -33,6 +34,24 @@ class AsyncGRPO(Section):
         False, description="after an in-flight refit, recompute the KV cache of running requests with the new weights"
     )
 
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Asynchrony:
+        if self.ahead_steps is not None and self.staleness_policy == "ordered":
+            raise ValueError(
+                f"ahead_steps {self.ahead_steps} with staleness_policy ordered, which never runs further ahead than "
+                "max_trajectory_age_steps: leave it out, or choose drop or mask"
+            )
+        if self.ahead_steps is not None and self.ahead_steps < self.max_age:
+            raise ValueError(
+                f"ahead_steps {self.ahead_steps} is below max_trajectory_age_steps {self.max_age}; raise it"
+            )
+        return self
+
+    @property
+    def max_age(self) -> int:
+        """A: the age bound in force, in trainer steps."""
+        return self.max_trajectory_age_steps if self.enabled else 0
+
 
 class RewardScaling(Section):
     """`target_min + (clamp(r, source_min, source_max) - source_min) / (source_max - source_min) * (target_max - target_min)`"""
@@ -46,25 +65,21 @@ class RewardScaling(Section):
     @model_validator(mode="after")
     def _ranges(self) -> RewardScaling:
         if self.source_min >= self.source_max:
-            raise ValueError(
-                f"grpo.reward_scaling.source_min {self.source_min} is not below source_max {self.source_max}"
-            )
+            raise ValueError(f"source_min {self.source_min} is not below source_max {self.source_max}")
         if self.target_min == self.target_max:
-            raise ValueError(
-                f"grpo.reward_scaling.target_min and target_max are both {self.target_min}: every reward would be the same"
-            )
+            raise ValueError(f"target_min and target_max are both {self.target_min}: every reward would be the same")
         return self
 
 
-class GRPO(Section):
+class Algorithm(Section):
+    """What `grpo` and `ppo` share: which batches a step trains on, and when the run validates and ends."""
+
+    name: ClassVar[str]  # of the section
+
     num_prompts_per_step: int = Field(32, ge=1, description="P: groups in a trainer step")
     num_generations_per_prompt: int = Field(16, ge=1, description="n: trajectories in a group")
     max_num_epochs: int = Field(1, ge=1, description="passes over the training prompts")
     max_num_steps: int = Field(1_000_000, ge=1, description="stop after this many trainer steps")
-    normalize_rewards: bool = Field(True, description="divide advantages by the group's standard deviation")
-    use_leave_one_out_baseline: bool = Field(
-        True, description="baseline and deviation from the group's other trajectories"
-    )
     val_period: int = Field(10, ge=0, description="validate every this many steps; 0 never does")
     val_at_start: bool = Field(False, description="validate before the first step")
     val_at_end: bool = Field(False, description="validate after the last step")
@@ -81,27 +96,38 @@ class GRPO(Section):
         1.0, gt=0, description="with dynamic sampling: a generated batch is this times num_prompts_per_step groups"
     )
     reward_scaling: RewardScaling = RewardScaling()
+    overlong_filtering: bool = Field(
+        False,
+        description="completions that were cut off at the length limit stay out of the loss, not out of the baseline",
+    )
+    seq_logprob_error_threshold: float | None = Field(
+        None,
+        gt=0,
+        description="trajectories whose mean of exp |generation - training log-probability| is above this leave the loss",
+    )
+    skip_reference_policy_logprobs_calculation: bool = Field(
+        False, description="load no reference policy; it is never loaded where nothing uses it"
+    )
     seed: int = Field(42, ge=0, description="order of prompts, initial states, sampling")
-    async_grpo: AsyncGRPO = AsyncGRPO()
 
     @model_validator(mode="after")
-    def _keys_agree(self) -> GRPO:
+    def _dynamic_sampling_agrees(self) -> Algorithm:
         if self.batch_multiplier != 1 and not self.use_dynamic_sampling:
             raise ValueError(
-                f"grpo.batch_multiplier {self.batch_multiplier} without grpo.use_dynamic_sampling: set it to 1, or turn "
+                f"batch_multiplier {self.batch_multiplier} without use_dynamic_sampling: set it to 1, or turn "
                 "dynamic sampling on"
             )
-        ahead = self.async_grpo.ahead_steps
-        if ahead is not None and self.async_grpo.staleness_policy == "ordered":
-            raise ValueError(
-                f"grpo.async_grpo.ahead_steps {ahead} with staleness_policy ordered, which never runs further ahead than "
-                "max_trajectory_age_steps: leave it out, or choose drop or mask"
-            )
-        if ahead is not None and ahead < self.max_age:
-            raise ValueError(
-                f"grpo.async_grpo.ahead_steps {ahead} is below max_trajectory_age_steps {self.max_age}; raise it"
-            )
         return self
+
+    @property
+    @abc.abstractmethod
+    def asynchrony(self) -> Asynchrony:
+        """How far generation may run ahead."""
+
+    @property
+    def batch_size(self) -> int:
+        """P times n: trajectories in a trainer step."""
+        return self.num_prompts_per_step * self.num_generations_per_prompt
 
     @property
     def generation_batch(self) -> float:
@@ -111,28 +137,26 @@ class GRPO(Section):
     @property
     def ahead_steps(self) -> int:
         """How many steps generation may run ahead of training."""
-        ahead = self.async_grpo.ahead_steps
+        ahead = self.asynchrony.ahead_steps
         return self.max_age if ahead is None else ahead
 
     @property
     def max_age(self) -> int:
         """A: the age bound in force, in trainer steps."""
-        return self.async_grpo.max_trajectory_age_steps if self.async_grpo.enabled else 0
+        return self.asynchrony.max_age
 
 
-class LossFn(Section):
-    """The clipped policy-gradient loss; formulae in `services/trainer/loss.py`."""
+class GRPO(Algorithm):
+    """Group-relative policy optimisation: no value model, advantages from the other trajectories of a prompt."""
 
-    reference_policy_kl_penalty: float = Field(0.01, ge=0, description="beta; 0 loads no reference policy")
-    reference_policy_kl_type: Literal["k3"] = Field("k3", description="estimator of KL(policy || reference)")
-    kl_input_clamp_value: float | None = Field(20.0, gt=0, description="bound on |ref - curr| inside the KL term")
-    kl_output_clamp_value: float | None = Field(10.0, gt=0, description="bound on a token's KL term")
-    ratio_clip_min: float = Field(0.2, ge=0, le=1, description="the ratio is clipped below at 1 - this")
-    ratio_clip_max: float = Field(0.2, ge=0, description="the ratio is clipped above at 1 + this")
-    use_importance_sampling_correction: bool = Field(
-        False, description="weigh each token by exp(prev - behaviour log-probability)"
+    name: ClassVar[str] = "grpo"
+
+    normalize_rewards: bool = Field(True, description="divide advantages by the group's standard deviation")
+    use_leave_one_out_baseline: bool = Field(
+        True, description="baseline and deviation from the group's other trajectories"
     )
-    prev_logprobs_source: Literal["recompute", "generation"] = Field(
-        "recompute",
-        description="the ratio's denominator: the trainer's log-probabilities at the start of the step, or the behaviour policy's",
-    )
+    async_grpo: Asynchrony = Asynchrony()
+
+    @property
+    def asynchrony(self) -> Asynchrony:
+        return self.async_grpo

@@ -40,7 +40,7 @@ def load(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[str, 
         keys, value = _override(override)
         _put(values, keys, value, override)
         origins[keys] = _COMMAND_LINE
-    # a section whose keys are all commented out
+    # `grpo=null` makes room for `ppo`
     values = {key: value for key, value in values.items() if value is not None}
     try:
         return Config.model_validate(values)
@@ -67,7 +67,8 @@ def _file(path: Path) -> dict[str, Any]:
     for key in values:
         if not isinstance(key, str):
             raise ConfigError(f"{path}: the key {key!r} is not text; put it in quotes")
-    return values
+    # a section whose keys are all commented out
+    return {key: {} if value is None else value for key, value in values.items()}
 
 
 class _Settings(Config, BaseSettings):

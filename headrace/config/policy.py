@@ -7,23 +7,12 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from headrace.config.base import Section
+from headrace.config.optimizer import Optimizer, Scheduler
 
 
 class Tokenizer(Section):
     name: str | None = Field(None, description="directory or name; null takes policy.model_name")
     chat_template_kwargs: dict[str, Any] = Field({}, description="passed to apply_chat_template")
-
-
-class OptimizerArgs(Section):
-    lr: float = Field(5e-6, gt=0)
-    weight_decay: float = Field(0.01, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-
-
-class Optimizer(Section):
-    name: Literal["torch.optim.AdamW"] = "torch.optim.AdamW"
-    kwargs: OptimizerArgs = OptimizerArgs()
 
 
 class VllmConfig(Section):
@@ -58,6 +47,9 @@ class Policy(Section):
     model_name: str = Field("Qwen/Qwen2.5-1.5B", description="a Hugging Face causal language model: directory or name")
     tokenizer: Tokenizer = Tokenizer()
     max_total_sequence_length: int = Field(512, ge=2, description="prompt and completion together, in tokens")
+    train_global_batch_size: int | None = Field(
+        None, ge=1, description="trajectories in an optimizer step; must divide a batch, and null takes all of it"
+    )
     train_micro_batch_size: int = Field(4, ge=1, description="sequences in a forward and backward pass")
     logprob_batch_size: int | None = Field(
         None, ge=1, description="sequences in a forward-only pass; null takes train_micro_batch_size"
@@ -65,6 +57,7 @@ class Policy(Section):
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     max_grad_norm: float = Field(1.0, gt=0)
     optimizer: Optimizer = Optimizer()
+    scheduler: Scheduler = Field([])
     generation: Generation = Generation()
 
     @model_validator(mode="after")

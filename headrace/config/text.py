@@ -60,8 +60,7 @@ def parse(text: str, where: str) -> Any:
 
 
 def dump(config: Section) -> str:
-    """`config` as YAML that `load` reads back as an equal configuration; every key is written out."""
-    text: str = yaml.dump(
-        config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True
-    )
+    """`config` as YAML that `load` reads back as an equal configuration; every key is written out, of `grpo` or `ppo` the one there is."""
+    sections = {name: section for name, section in config.model_dump(mode="json").items() if section is not None}
+    text: str = yaml.dump(sections, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
     return text

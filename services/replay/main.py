@@ -37,24 +37,24 @@ def main(config: Config) -> None:
 
 def limits_of(config: Config) -> Limits:
     """What the configuration says to the state machine. Raises `ConfigError` if no two batches fit into `replay.max_bytes`."""
-    grpo, replay, generation = config.grpo, config.replay, config.policy.generation
+    algorithm, replay, generation = config.algorithm, config.replay, config.policy.generation
     longest = config.policy.max_total_sequence_length - generation.max_new_tokens
     # one batch in training, the next on its way
     needed = (
         2
-        * grpo.num_prompts_per_step
-        * worst_case_bytes(grpo.num_generations_per_prompt, longest, generation.max_new_tokens)
+        * algorithm.num_prompts_per_step
+        * worst_case_bytes(algorithm.num_generations_per_prompt, longest, generation.max_new_tokens)
     )
     if needed > replay.max_bytes:
         raise ConfigError(
-            f"replay.max_bytes {replay.max_bytes} can't hold two batches of {grpo.num_prompts_per_step} x "
-            f"{grpo.num_generations_per_prompt} trajectories; set it to at least {needed}"
+            f"replay.max_bytes {replay.max_bytes} can't hold two batches of {algorithm.num_prompts_per_step} x "
+            f"{algorithm.num_generations_per_prompt} trajectories; set it to at least {needed}"
         )
     return Limits(
-        prompts_per_step=grpo.num_prompts_per_step,
-        generations_per_prompt=grpo.num_generations_per_prompt,
-        max_age=grpo.max_age,
-        staleness_policy=grpo.async_grpo.staleness_policy,
+        prompts_per_step=algorithm.num_prompts_per_step,
+        generations_per_prompt=algorithm.num_generations_per_prompt,
+        max_age=algorithm.max_age,
+        staleness_policy=algorithm.asynchrony.staleness_policy,
         max_attempts=replay.max_attempts,
         max_scoring_attempts=replay.max_scoring_attempts,
         lease_s=replay.lease_s,
@@ -62,20 +62,20 @@ def limits_of(config: Config) -> Limits:
         scoring_deadline_s=replay.scoring_deadline_s,
         replica_dead_s=config.rollout.dead_after_s,
         max_bytes=replay.max_bytes,
-        ahead_steps=grpo.ahead_steps,
+        ahead_steps=algorithm.ahead_steps,
         redundant=replay.redundant_generations,
-        filter_equal=grpo.use_dynamic_sampling,
-        reward_min=grpo.reward_scaling.source_min if grpo.reward_scaling.enabled else None,
-        reward_max=grpo.reward_scaling.source_max if grpo.reward_scaling.enabled else None,
-        max_scored_per_step=most_scored(config) if grpo.use_dynamic_sampling else 0,
+        filter_equal=algorithm.use_dynamic_sampling,
+        reward_min=algorithm.reward_scaling.source_min if algorithm.reward_scaling.enabled else None,
+        reward_max=algorithm.reward_scaling.source_max if algorithm.reward_scaling.enabled else None,
+        max_scored_per_step=most_scored(config) if algorithm.use_dynamic_sampling else 0,
         retain_steps=replay.retain_steps,
     )
 
 
 def most_scored(config: Config) -> int:
     """Groups that dynamic sampling may score for one step: `dynamic_sampling_max_gen_batches` batches."""
-    grpo = config.grpo
-    return int(grpo.dynamic_sampling_max_gen_batches * grpo.generation_batch)
+    algorithm = config.algorithm
+    return int(algorithm.dynamic_sampling_max_gen_batches * algorithm.generation_batch)
 
 
 async def _serve(config: Config, limits: Limits) -> None:

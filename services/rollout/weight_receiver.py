@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 def keeps_stale_kv(config: Config) -> bool:
     """Whether running requests go on with the KV cache of older weights after a refit."""
-    grpo = config.grpo.async_grpo
-    return grpo.in_flight_weight_updates and not grpo.recompute_kv_cache_after_weight_updates
+    asynchrony = config.algorithm.asynchrony
+    return asynchrony.in_flight_weight_updates and not asynchrony.recompute_kv_cache_after_weight_updates
 
 
 def engine_arguments(config: Config) -> dict[str, Any]:

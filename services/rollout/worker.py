@@ -151,7 +151,7 @@ class Worker:
             refitting=self._refit is not None,
             torn=self.status.torn is not None,
             holds_weights=reply.epoch is not None and self.receiver.holds(reply.epoch),
-            in_flight_updates=self._config.grpo.async_grpo.in_flight_weight_updates,
+            in_flight_updates=self._config.algorithm.asynchrony.in_flight_weight_updates,
             max_groups=self._config.rollout.max_concurrent_groups,
         )
 

@@ -53,11 +53,11 @@ class Plan:
     @classmethod
     def of(cls, config: Config, *, can_validate: bool) -> Plan:
         return cls(
-            last_version=config.grpo.max_num_steps,
+            last_version=config.algorithm.max_num_steps,
             save_period=config.checkpointing.save_period if config.checkpointing.enabled else None,
-            val_period=config.grpo.val_period if can_validate else None,
-            val_at_start=config.grpo.val_at_start,
-            val_at_end=config.grpo.val_at_end,
+            val_period=config.algorithm.val_period if can_validate else None,
+            val_at_start=config.algorithm.val_at_start,
+            val_at_end=config.algorithm.val_at_end,
             fleet_deadline_s=config.trainer.fleet_deadline_s,
             validation_deadline_s=config.trainer.validation_deadline_s,
         )

@@ -20,7 +20,6 @@ from headrace.replay import End, ReplayClient, Replica, Reservation, Waiting
 from headrace.trajectory import Float32, Group, Int32
 from headrace.weights.probe import choose_token_ids
 from services.trainer import decisions
-from services.trainer.advantages import batch_advantages
 from services.trainer.checkpoint import ENDED, TRAINED, Checkpoints, State
 from services.trainer.decisions import Action, Plan, Retry, RunningValidation, View
 from services.trainer.feeder import Feeder
@@ -33,7 +32,7 @@ from services.trainer.start import Standing
 from services.trainer.threads import TorchThread
 from services.trainer.validation import Validation
 from services.trainer.weight_sender import RefitReport, WeightSource
-from services.trainer.worker import Lead, Weights, assign
+from services.trainer.worker import Lead, Weights, advantages_of, assign
 
 log = logging.getLogger(__name__)
 
@@ -195,19 +194,23 @@ class Loop:
         try:
             return await self._call(lambda: self._tools.replay.reserve(self._version, self._standing.timeline))
         except SamplingStarved as error:
-            limit = self._config.grpo.dynamic_sampling_max_gen_batches
+            algorithm = self._config.algorithm
+            key, limit = (
+                f"{algorithm.name}.dynamic_sampling_max_gen_batches",
+                algorithm.dynamic_sampling_max_gen_batches,
+            )
             raise ServiceError(
-                f"step {self._version}: {error}; raise grpo.dynamic_sampling_max_gen_batches {limit}, or use prompts and rewards "
+                f"step {self._version}: {error}; raise {key} {limit}, or use prompts and rewards "
                 "that tell a prompt's completions apart"
             ) from error
 
     async def _train(self, reservation: Reservation) -> None:
         replay, step = self._tools.replay, self._version
         groups = await self._call(lambda: replay.read_groups(reservation.groups))
-        check_batch(reservation, groups, self._config.grpo.num_prompts_per_step)
+        check_batch(reservation, groups, self._config.algorithm.num_prompts_per_step)
         shares = assign(
             reservation,
-            batch_advantages([t.reward for t in reservation.trajectories], len(groups), self._config.grpo),
+            advantages_of(self._config, [t.reward for t in reservation.trajectories], len(groups)),
             [group.loss_multiplier for group in groups for _ in range(group.n)],
             self._tools.lead.ranks,
         )
@@ -227,8 +230,8 @@ class Loop:
         )
         truncated = learnt.pop("truncated")
         metrics = {**learnt, **batch_metrics(reservation, [g.task_name for g in groups], truncated, timing)}
-        if self._config.grpo.use_dynamic_sampling:
-            metrics |= sampling_metrics(reservation, self._config.grpo.generation_batch)
+        if self._config.algorithm.use_dynamic_sampling:
+            metrics |= sampling_metrics(reservation, self._config.algorithm.generation_batch)
         metrics["validation_wait_time"] = self._seconds[Action.AWAIT_VALIDATION]
         metrics["checkpoint_time"] = self._seconds[Action.CHECKPOINT]
         self._reward = metrics["reward"]

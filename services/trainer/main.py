@@ -181,8 +181,8 @@ async def _go_on(config: Config, tools: Tools, standing: Standing) -> bool:
 
 
 def _feeder(config: Config, replay: ReplayClient, patience: Patience, standing: Standing, prompts: Prompts) -> Feeder:
-    grpo = config.grpo
-    demand = Demand.of(grpo.num_prompts_per_step, grpo.ahead_steps, grpo.max_num_steps, prompts.total)
+    algorithm = config.algorithm
+    demand = Demand.of(algorithm.num_prompts_per_step, algorithm.ahead_steps, algorithm.max_num_steps, prompts.total)
     return Feeder(replay, patience, standing.timeline, demand, prompts.train)
 
 

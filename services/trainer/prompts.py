@@ -16,9 +16,9 @@ class Prompts:
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self._train, held_out = load_problems(config.data)
-        self._held_out = held_out[: config.grpo.max_val_samples]
-        grpo = config.grpo
-        self._order = PromptOrder(len(self._train), grpo.seed, config.data.shuffle, grpo.max_num_epochs)
+        self._held_out = held_out[: config.algorithm.max_val_samples]
+        algorithm = config.algorithm
+        self._order = PromptOrder(len(self._train), algorithm.seed, config.data.shuffle, algorithm.max_num_epochs)
         self._prompter = Prompter(config, tokenizer)
         self._lock = threading.Lock()
 

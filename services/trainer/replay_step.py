@@ -15,12 +15,11 @@ from headrace.errors import ServiceError
 from headrace.lineage import FOLDER, LineageFiles
 from headrace.replay import ReplayClient, Reservation
 from headrace.trajectory import Group, Score, Trajectory
-from services.trainer.advantages import batch_advantages
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.loop import check_batch
 from services.trainer.metrics import Line, read_journal, surviving
 from services.trainer.ranks import Ranks
-from services.trainer.worker import Worker, assign
+from services.trainer.worker import Worker, advantages_of, assign
 
 COMPARED = ("loss", "grad_norm", "reward")
 # Differences count in proportion to what was logged, but not to less than this: the loss of an on-policy step is about 0.
@@ -56,7 +55,7 @@ async def main(config: Config, replay: ReplayClient, step: int) -> Replayed:
         raise ServiceError(_missing(step, set(held), set(lines), versions))
     _check_history(config, lines[step], reservation)
     groups = await replay.read_groups(reservation.groups)
-    check_batch(reservation, groups, config.grpo.num_prompts_per_step)
+    check_batch(reservation, groups, config.algorithm.num_prompts_per_step)
     keys = [t.key for t in reservation.trajectories]
     payloads = dict(zip(keys, await replay.read(keys), strict=True))
     checkpoint = checkpoints.path(step) if step in checkpoints.published() else None
@@ -80,7 +79,7 @@ def _recompute(
 ) -> dict[str, float]:
     rewards = [t.reward for t in reservation.trajectories]
     multipliers = [group.loss_multiplier for group in groups for _ in range(group.n)]
-    (share,) = assign(reservation, batch_advantages(rewards, len(groups), config.grpo), multipliers, 1)
+    (share,) = assign(reservation, advantages_of(config, rewards, len(groups)), multipliers, 1)
     worker = Worker(config, Ranks(0, 1), lambda keys: [payloads[key] for key in keys])
     worker.load(None if checkpoint is None else str(checkpoint))
     return {**worker.evaluate(reservation.step, share), "reward": sum(rewards) / len(rewards)}

@@ -19,6 +19,7 @@ from headrace.errors import HeadraceError, ServiceError
 from headrace.lineage import Origin, origin_of
 from headrace.replay import Reservation
 from headrace.trajectory import Float32, Score, Trajectory
+from services.trainer.advantages import batch_advantages
 from services.trainer.batch import mask_old_tokens, split_across_ranks
 from services.trainer.learner import Learner, Sample
 from services.trainer.ranks import Ranks
@@ -51,6 +52,13 @@ def assign(
         ]
         for share in shares
     ]
+
+
+def advantages_of(config: Config, rewards: Sequence[float], groups: int) -> list[float]:
+    """Of a batch of `groups` groups of equal size, one after the other."""
+    if config.grpo is None:
+        raise ServiceError("ppo: this build trains grpo alone; give a file with grpo")
+    return batch_advantages(rewards, groups, config.grpo)
 
 
 def law_broken(
@@ -135,7 +143,7 @@ class Worker:
 
     def _samples(self, step: int, share: Sequence[Assignment]) -> tuple[list[Sample], int, int]:
         """This rank's share, how many of its completions were truncated, and how many of its tokens are over age."""
-        max_age, policy = self._config.grpo.max_age, self._config.grpo.async_grpo.staleness_policy
+        max_age, policy = self._config.algorithm.max_age, self._config.algorithm.asynchrony.staleness_policy
         read = self._read([assignment.key for assignment in share])
         samples, masked = [], 0
         self._origins = []

@@ -60,7 +60,7 @@ def audit(run: Path, arguments: Sequence[str], steps: int) -> None:
     checkpoints = Checkpoints(config.checkpoint_folder, config.checkpointing)
     newest = checkpoints.newest()
     assert newest == steps
-    batch = config.grpo.num_prompts_per_step
+    batch = config.algorithm.num_prompts_per_step
     trained = Orders.decode(checkpoints.file(newest, TRAINED))
     assert len(trained) == steps * batch, "every step trained whole groups, none twice"
     for version in checkpoints.published():
@@ -68,7 +68,7 @@ def audit(run: Path, arguments: Sequence[str], steps: int) -> None:
             assert len(groups) == len(set(groups)) == batch, f"step {step}"
     train = {line["step"]: line["metrics"] for line in journal(run) if line["kind"] == "train"}
     assert sorted(train) == list(range(steps))
-    assert all(metrics["age_max"] <= config.grpo.max_age for metrics in train.values())
+    assert all(metrics["age_max"] <= config.algorithm.max_age for metrics in train.values())
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -148,4 +148,4 @@ def test_a_run_killed_with_its_supervisor_leaves_no_orphan_and_goes_on(tmp_path:
     assert train == list(range(steps))
     config = load(DEMO, arguments)
     trained = Checkpoints(config.checkpoint_folder, config.checkpointing).file(steps, TRAINED)
-    assert len(Orders.decode(trained)) == steps * config.grpo.num_prompts_per_step
+    assert len(Orders.decode(trained)) == steps * config.algorithm.num_prompts_per_step

@@ -35,7 +35,7 @@ class Prompter:
         )
 
     def train_group(self, problem: Problem, order: int, epoch: int) -> Group:
-        n = self._config.grpo.num_generations_per_prompt
+        n = self._config.algorithm.num_generations_per_prompt
         name = f"e{epoch}-train-{problem.index}"
         return self._group(problem, name, "train", order, n, self._config.policy.generation.temperature)
 

@@ -27,7 +27,7 @@ def first_prompt(trainer: Trainer) -> int:  # noqa: F811
     """Index in the data set of the problem that is asked first."""
     config = trainer.config
     problems, _ = load_problems(config.data)
-    _, place = PromptOrder(len(problems), config.grpo.seed, config.data.shuffle, 1)[0]
+    _, place = PromptOrder(len(problems), config.algorithm.seed, config.data.shuffle, 1)[0]
     return problems[place].index
 
 
@@ -125,7 +125,7 @@ async def test_law_2_age_mask_trains_on_the_tokens_that_are_young_enough(
         assert metrics["total_valid_tokens"] + metrics["masked_tokens"] == tokens
     assert any(metrics["masked_tokens"] for metrics in train.values())
     assert (await replay.bias())["masked"].tokens == sum(metrics["masked_tokens"] for metrics in train.values())
-    assert max(metrics["age_max"] for metrics in train.values()) > trainer.config.grpo.max_age
+    assert max(metrics["age_max"] for metrics in train.values()) > trainer.config.algorithm.max_age
 
 
 class UnevenReplica(SmallReplica):

@@ -141,7 +141,7 @@ def check_history(trainer: Trainer, steps: int = STEPS) -> list[str]:
     lines = surviving(trainer.journal())
     train = [line for line in lines if line.kind == "train"]
     assert [line.step for line in train] == list(range(steps)), trainer.said()
-    assert all(line.metrics["age_max"] <= trainer.config.grpo.max_age for line in train)
+    assert all(line.metrics["age_max"] <= trainer.config.algorithm.max_age for line in train)
     checkpoints = trainer.checkpoints()
     ledger: dict[int, list[str]] = {}
     for version in checkpoints.published():

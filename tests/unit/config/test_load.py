@@ -45,10 +45,10 @@ def refusal(file: Path, *overrides: str, environ: dict[str, str] | None = None) 
 
 def test_command_line_over_environment_over_file_over_defaults(file: Path) -> None:
     key, variable = "grpo.num_prompts_per_step", {"HEADRACE_GRPO__NUM_PROMPTS_PER_STEP": "6"}
-    assert load(file, environ={}).grpo.num_prompts_per_step == 4
-    assert load(file, environ=variable).grpo.num_prompts_per_step == 6
-    assert load(file, [f"{key}=8"], variable).grpo.num_prompts_per_step == 8
-    assert load(file, environ={}).grpo.seed == Config().grpo.seed
+    assert load(file, environ={}).algorithm.num_prompts_per_step == 4
+    assert load(file, environ=variable).algorithm.num_prompts_per_step == 6
+    assert load(file, [f"{key}=8"], variable).algorithm.num_prompts_per_step == 8
+    assert load(file, environ={}).algorithm.seed == Config().algorithm.seed
 
 
 def test_sources_are_merged_key_by_key(file: Path) -> None:
@@ -60,7 +60,7 @@ def test_sources_are_merged_key_by_key(file: Path) -> None:
 
 
 def test_the_last_override_of_a_key_wins(file: Path) -> None:
-    assert load(file, ["grpo.seed=1", "grpo.seed=2"], {}).grpo.seed == 2
+    assert load(file, ["grpo.seed=1", "grpo.seed=2"], {}).algorithm.seed == 2
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_text_stays_text_where_text_is_wanted(file: Path) -> None:
 
 
 def test_other_variables_are_left_alone(file: Path) -> None:
-    assert load(file, [], {"HF_TOKEN": "secret", "GRPO__SEED": "3"}).grpo.seed == Config().grpo.seed
+    assert load(file, [], {"HF_TOKEN": "secret", "GRPO__SEED": "3"}).algorithm.seed == Config().algorithm.seed
 
 
 def test_an_empty_file_and_an_empty_section_are_the_defaults(tmp_path: Path) -> None:
@@ -116,7 +116,10 @@ def test_what_show_prints_loads_as_the_same_configuration(file: Path, tmp_path: 
     ("override", "near"),
     [
         ("grpo.num_prompt_per_step=8", "did you mean grpo.num_prompts_per_step?"),
-        ("policy.optimizer.kwargs.learning_rate=8", "policy.optimizer.kwargs has betas, eps, lr, weight_decay"),
+        (
+            "policy.optimizer.kwargs.learning_rate=8",
+            "policy.optimizer.kwargs has betas, eps, foreach, fused, lr, weight_decay",
+        ),
         ("grpo.max_trajectory_age_steps=3", "did you mean grpo.async_grpo.max_trajectory_age_steps?"),
         ("grpoo.seed=3", "did you mean grpo?"),
         ("env.adder.typ=math", "did you mean env.adder.type?"),
