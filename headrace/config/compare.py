@@ -37,6 +37,7 @@ FREE = (
     "ppo.critic_ppo_epochs",
     "ppo.policy_training_start_step",
     "loss_fn",
+    "value_loss_fn",
     "policy.train_global_batch_size",
     "policy.train_micro_batch_size",
     "policy.logprob_batch_size",

@@ -20,7 +20,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from headrace.config.algorithm import LossFn
+from headrace.config.loss import LossFn
 
 EPSILON = 1e-8  # keeps an empty batch from dividing by zero, as in the reference
 

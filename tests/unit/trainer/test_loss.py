@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.config.algorithm import LossFn
+from headrace.config.loss import LossFn
 from services.trainer.loss import EXTREMES, MEANS, LossParts, TokenLogprobs, clipped_policy_loss
 
 torch.set_num_threads(1)

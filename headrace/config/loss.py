@@ -1,0 +1,192 @@
+"""`loss_fn` and `value_loss_fn`: keys, meanings and defaults as users of NeMo RL know them; formulae in `services/trainer/losses`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from headrace.config.base import Section
+
+
+class LossFn(Section):
+    """The policy's loss; formulae in `services/trainer/losses`."""
+
+    # what the loss is averaged over
+    token_level_loss: bool = Field(
+        True,
+        description="mean over all tokens (DAPO); false: mean over sequences of each one's mean (GRPO's paper, GSPO)",
+    )
+    constant_length: int | None = Field(
+        None, ge=1, description="sum over tokens, divided by sequences times this constant (Dr. GRPO); null does not"
+    )
+
+    # the ratio between the policy and the one before the update
+    prev_logprobs_source: Literal["recompute", "generation"] = Field(
+        "recompute",
+        description="the ratio's denominator: the trainer's log-probabilities at the start of the step, or the behaviour policy's",
+    )
+    proximal: Literal["recompute", "interpolate"] | None = Field(
+        None,
+        description="decoupled PPO: clip against a proximal policy and weigh tokens by exp(proximal - behaviour log-probability); "
+        "the proximal policy is the trainer's at the start of the step, or is interpolated by age without a pass for it",
+    )
+    sequence_level_importance_ratios: bool = Field(
+        False, description="ratios and importance weights of whole sequences (GSPO); needs token_level_loss false"
+    )
+    force_on_policy_ratio: bool = Field(
+        False, description="ratio 1, with its gradient; needs one optimizer step a batch"
+    )
+    disable_ppo_ratio: bool = Field(False, description="log-probabilities in place of ratios (REINFORCE, RLOO)")
+    use_cispo: bool = Field(
+        False, description="the clipped ratio weighs the log-probability, without a gradient (CISPO)"
+    )
+    ratio_clip_min: float = Field(0.2, ge=0, le=1, description="the ratio is clipped below at 1 - this")
+    ratio_clip_max: float = Field(0.2, ge=0, description="the ratio is clipped above at 1 + this")
+    ratio_clip_c: float | None = Field(
+        None, gt=1, description="dual clip: bound on the ratio where the advantage is negative; null has none"
+    )
+    probability_difference_mask: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="drops the policy term of a token whose probability is already further than this from the behaviour policy's in "
+        "the direction the advantage pushes (DPPO; it comes on top of the ratio's clip, which ratio_clip_min 1 and a large "
+        "ratio_clip_max open); null drops none",
+    )
+
+    # what corrects for the policy that sampled
+    use_importance_sampling_correction: bool = Field(
+        False, description="weigh each token by exp(prev - behaviour log-probability)"
+    )
+    sequence_is_aggregation: Literal["mean", "sum"] = Field(
+        "mean", description="a sequence's importance weight is exp of the mean, or of the sum, over its tokens"
+    )
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = Field(
+        None,
+        description="importance weights outside the bounds are clamped (tis), set to 0 (icepop), or set to 0 in sequences whose "
+        "geometric mean is outside (seq-mask-tis)",
+    )
+    truncated_importance_sampling_ratio: float | None = Field(None, gt=0, description="upper bound; needs a type")
+    truncated_importance_sampling_ratio_min: float | None = Field(
+        None, ge=0, description="lower bound; needs a type, and null is 0 for tis"
+    )
+
+    # what holds the policy near the reference policy
+    reference_policy_kl_penalty: float = Field(0.01, ge=0, description="beta; 0 loads no reference policy")
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = Field(
+        "k3",
+        description="estimator of KL(policy || reference): -d, d²/2 or exp(d) - 1 - d, with d = reference - policy",
+    )
+    kl_input_clamp_value: float | None = Field(20.0, gt=0, description="bound on |d| inside the KL term")
+    kl_output_clamp_value: float | None = Field(10.0, gt=0, description="bound on a token's KL term")
+    use_on_policy_kl_approximation: bool = Field(
+        False, description="weigh the KL term by exp(policy - behaviour log-probability)"
+    )
+    use_kl_in_reward: bool = Field(
+        False,
+        description="the KL penalty is taken from the rewards of tokens (Reinforce++, PPO), not added to the loss",
+    )
+
+    positive_example_nll_weight: float = Field(
+        0.0, ge=0, description="mu: negative log-likelihood of sequences with a reward above 0 (VAPO)"
+    )
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> LossFn:
+        for problem in (*self._ratio_problems(), *self._importance_problems()):
+            raise ValueError(problem)
+        return self
+
+    def _ratio_problems(self) -> Iterator[str]:
+        if self.constant_length is not None and not self.token_level_loss:
+            yield (
+                f"constant_length {self.constant_length} with token_level_loss false, which divides by each sequence's own "
+                "length: leave one of them out"
+            )
+        if self.sequence_level_importance_ratios and self.token_level_loss:
+            yield "sequence_level_importance_ratios true with token_level_loss true: set token_level_loss false"
+        if self.use_cispo:
+            for key in (
+                "disable_ppo_ratio",
+                "force_on_policy_ratio",
+                "sequence_level_importance_ratios",
+                "ratio_clip_c",
+            ):
+                if getattr(self, key):
+                    yield (
+                        f"use_cispo true with {key} {_shown(getattr(self, key))}: CISPO weighs log-probabilities by each "
+                        "token's clipped ratio; leave one of them out"
+                    )
+            if not self.token_level_loss:
+                yield "use_cispo true with token_level_loss false: set token_level_loss true"
+        for key in ("disable_ppo_ratio", "force_on_policy_ratio"):
+            if self.proximal and getattr(self, key):
+                yield f"proximal {self.proximal} with {key} true, which has no ratio to clip: leave one of them out"
+        if self.prev_logprobs_source == "generation":
+            for key in ("proximal", "force_on_policy_ratio"):
+                if value := getattr(self, key):
+                    yield (
+                        f"prev_logprobs_source generation with {key} {_shown(value)}: each names another denominator of the "
+                        "ratio; leave one of them out"
+                    )
+
+    def _importance_problems(self) -> Iterator[str]:
+        if self.use_importance_sampling_correction and self.prev_logprobs_source == "generation":
+            yield (
+                "use_importance_sampling_correction true with prev_logprobs_source generation: the ratio already corrects for "
+                "the behaviour policy; choose one"
+            )
+        kind = self.truncated_importance_sampling_type
+        high, low = self.truncated_importance_sampling_ratio, self.truncated_importance_sampling_ratio_min
+        if kind is None:
+            for suffix, bound in (("ratio", high), ("ratio_min", low)):
+                if bound is not None:
+                    yield (
+                        f"truncated_importance_sampling_{suffix} {bound} without truncated_importance_sampling_type: set a type "
+                        "(tis, icepop, seq-mask-tis), or leave the bound out"
+                    )
+            return
+        name = f"truncated_importance_sampling_type {kind}"
+        if not self.weighs_by_importance:
+            yield f"{name} without importance weights: set use_importance_sampling_correction true"
+        if high is None:
+            yield f"{name} without truncated_importance_sampling_ratio, its upper bound: give one"
+        if low is None and kind != "tis":
+            yield f"{name} without truncated_importance_sampling_ratio_min, its lower bound: give one"
+        if high is not None and low is not None and low > high:
+            yield (
+                f"truncated_importance_sampling_ratio_min {low} is above truncated_importance_sampling_ratio {high}: exchange "
+                "them"
+            )
+        if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
+            yield (
+                f"{name} with sequence_level_importance_ratios true: it masks sequences by the weights of their tokens; choose "
+                "tis or icepop"
+            )
+
+    @property
+    def weighs_by_importance(self) -> bool:
+        """Whether importance weights multiply the policy term: asked for, or part of decoupled PPO."""
+        return self.use_importance_sampling_correction or self.proximal is not None
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the loss has a KL term, and so needs a reference policy."""
+        return self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
+
+
+class ValueLossFn(Section):
+    """The value model's loss: half the squared error, clipped as in PPO; formula in `services/trainer/losses/value.py`."""
+
+    scale: float = Field(0.4, gt=0, description="factor of the whole loss")
+    cliprange: float | None = Field(
+        0.2,
+        gt=0,
+        description="values further than this from those at the start of the step are clipped to it; null does not",
+    )
+
+
+def _shown(value: object) -> object:
+    return "true" if value is True else value
