@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from headrace.config.algorithm import GRPO, Algorithm
 from headrace.config.base import Section
 from headrace.config.data import Data, Env
+from headrace.config.logger import Logger
 from headrace.config.loss import LossFn, ValueLossFn
 from headrace.config.policy import Policy
 from headrace.config.ppo import PPO
@@ -33,6 +34,7 @@ class Config(Section):
     trainer: Trainer = Trainer()
     weight_channel: WeightChannel = WeightChannel()
     checkpointing: Checkpointing = Checkpointing()
+    logger: Logger = Logger()
 
     @model_validator(mode="before")
     @classmethod
@@ -45,12 +47,8 @@ class Config(Section):
     def _sections_agree(self) -> Config:
         _check_one_algorithm(self)
         _check_batches(self)
-        grpo = self.grpo
-        if grpo is not None and grpo.num_generations_per_prompt < 2 and grpo.use_leave_one_out_baseline:
-            raise ValueError(
-                "grpo.num_generations_per_prompt 1 with grpo.use_leave_one_out_baseline true: "
-                "a group of one has no others to take a baseline from; use 2 or more"
-            )
+        _check_estimator(self)
+        _check_shaping(self)
         for source in (*self.data.train, *self.data.validation):
             if source.env_name is None or source.env_name not in self.env:
                 known = ", ".join(sorted(self.env)) or "none"
@@ -82,6 +80,11 @@ class Config(Section):
         return self.value.train_global_batch_size or self.policy_batch
 
     @property
+    def max_response_length(self) -> int:
+        """Tokens from which on `reward_shaping` takes the whole overlong penalty."""
+        return self.algorithm.reward_shaping.max_response_length or self.policy.max_total_sequence_length
+
+    @property
     def run_folder(self) -> Path:
         """Folder of this run. Raises if the run has no id yet (`headrace up` makes one before it starts anything)."""
         if self.run.id is None:
@@ -97,6 +100,12 @@ class Config(Section):
     def checkpoint_folder(self) -> Path:
         folder = self.checkpointing.checkpoint_dir
         return Path(folder) if folder else self.run_folder / "checkpoints"
+
+    @property
+    def log_folder(self) -> Path:
+        """Where the trainer keeps what trackers, samples and alarms leave. Raises as `run_folder` does."""
+        folder = self.logger.log_dir
+        return Path(folder) / self.run_folder.name if folder else self.run_folder / "logs"
 
 
 def _check_one_algorithm(config: Config) -> None:
@@ -119,3 +128,43 @@ def _check_batches(config: Config) -> None:
                 f"({algorithm.name}.num_prompts_per_step {algorithm.num_prompts_per_step} x num_generations_per_prompt "
                 f"{algorithm.num_generations_per_prompt}); give a divisor, or null for one optimizer step a batch"
             )
+
+
+def _check_estimator(config: Config) -> None:
+    estimator, algorithm, loss = config.algorithm.adv_estimator, config.algorithm, config.loss_fn
+    key = f"{algorithm.name}.adv_estimator.name {estimator.name}"
+    grpo = config.grpo
+    if (
+        grpo is not None
+        and grpo.num_generations_per_prompt < 2
+        and grpo.leaves_one_out
+        and estimator.name in ("grpo", "gdpo")
+    ):
+        raise ValueError(
+            "grpo.num_generations_per_prompt 1 with grpo.use_leave_one_out_baseline true: "
+            "a group of one has no others to take a baseline from; use 2 or more"
+        )
+    if estimator.name == "opd":
+        raise ValueError(
+            f"{key}: distillation needs a teacher policy, and this build has none; choose grpo, gdpo or reinforce_plus_plus"
+        )
+    if loss.use_kl_in_reward and estimator.name not in ("reinforce_plus_plus", "gae"):
+        raise ValueError(
+            f"loss_fn.use_kl_in_reward true with {key}, which has no rewards of tokens to take it from: set it false, or choose "
+            "grpo.adv_estimator.name reinforce_plus_plus or ppo.adv_estimator.name gae"
+        )
+    if grpo is not None and grpo.adv_estimator.kl_to_go and not loss.kl_in_reward:
+        raise ValueError(
+            "grpo.adv_estimator.kl_to_go true without a KL penalty in the rewards: set loss_fn.use_kl_in_reward true and "
+            "loss_fn.reference_policy_kl_penalty above 0, or leave kl_to_go out"
+        )
+
+
+def _check_shaping(config: Config) -> None:
+    shaping, name = config.algorithm.reward_shaping, config.algorithm.name
+    longest = config.max_response_length
+    if shaping.enabled and shaping.stop_properly_penalty_coef is None and shaping.overlong_buffer_length > longest:
+        raise ValueError(
+            f"{name}.reward_shaping.overlong_buffer_length {shaping.overlong_buffer_length} is more than max_response_length "
+            f"{longest} (null takes policy.max_total_sequence_length): an empty completion would be overlong; lower it"
+        )
