@@ -1,0 +1,150 @@
+"""How a model's weights are moved: torch's optimizer, a schedule of its rate, clipped gradients; and both in a checkpoint.
+
+The rate is a function of how many trainer steps trained the model, so a schedule needs no state but that count: after a resume the
+schedule of the configuration, which may have changed since, is gone through again, number by number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import lr_scheduler
+
+from headrace.config.optimizer import NAMESPACE, Optimizer, Schedule
+from headrace.errors import ServiceError
+
+CLASSES: dict[str, type[optim.AdamW] | type[optim.Adam]] = {
+    "torch.optim.AdamW": optim.AdamW,
+    "torch.optim.Adam": optim.Adam,
+}
+
+
+class LearningRate:
+    """The rate by number of steps, as torch's own schedulers give it from `base` on."""
+
+    def __init__(self, base: float, schedule: Sequence[Schedule], section: str) -> None:
+        """Raises `ServiceError` naming `section` for arguments that torch refuses."""
+        self._steps = 0
+        self._carrier = optim.SGD([torch.zeros(1)], base)  # what torch's schedulers act on
+        self._scheduler: lr_scheduler.LRScheduler | None = None
+        named = [item for item in schedule if item.name is not None]
+        try:
+            parts = [_scheduler(self._carrier, item) for item in named]
+            if len(parts) > 1:
+                with _quiet():
+                    milestones = schedule[-1].milestones or []
+                    self._scheduler = lr_scheduler.SequentialLR(self._carrier, parts, milestones)  # type: ignore[arg-type]
+            elif parts:
+                self._scheduler = parts[0]
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            names = ", ".join(str(item.name) for item in named)
+            raise ServiceError(f"{section}.scheduler: torch refuses {names} ({error}); correct its kwargs") from error
+
+    @property
+    def value(self) -> float:
+        return float(self._carrier.param_groups[0]["lr"])
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    def advance(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self._steps += 1
+            if self._scheduler is not None:
+                with _quiet():
+                    self._carrier.step()
+                    self._scheduler.step()
+
+
+class Trained:
+    """A model whose weights are moved. With several ranks every method is a collective."""
+
+    def __init__(
+        self, model: nn.Module, settings: Optimizer, schedule: Sequence[Schedule], max_grad_norm: float, section: str
+    ) -> None:
+        """`section` is what errors call it: `policy` or `value`. Raises `ServiceError` for a schedule that torch refuses."""
+        self._model = model
+        self._settings = settings
+        self._schedule = schedule
+        self._section = section
+        self._max_grad_norm = max_grad_norm
+        self._rate = LearningRate(settings.kwargs.lr, schedule, section)
+        self._optimizer = CLASSES[settings.name](model.parameters(), **self._arguments())
+
+    @property
+    def lr(self) -> float:
+        """The rate of the next optimizer step."""
+        return self._rate.value
+
+    def norm(self) -> float:
+        """2-norm of all gradients together, before they are clipped."""
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self._model.parameters() if p.grad is not None])
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def move(self, norm: float) -> None:
+        """One optimizer step along gradients of 2-norm `norm`, which are clipped to `max_grad_norm` and forgotten."""
+        torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), self._max_grad_norm, torch.tensor(norm))
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate.value
+        self._optimizer.step()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self._optimizer.zero_grad()
+
+    def trainer_step_done(self) -> None:
+        """The schedule goes on: a trainer step, of however many optimizer steps, has trained this model."""
+        self._rate.advance()
+
+    def state(self, *, moments: bool) -> dict[str, Any]:
+        """What a checkpoint holds besides the weights: `scheduled`, and with `moments` the optimizer's own state."""
+        state: dict[str, Any] = {"scheduled": self._rate.steps}
+        # asking an optimizer that never stepped for its state counts as a step
+        if moments and self._optimizer.state:
+            state["optimizer"] = get_optimizer_state_dict(self._model, self._optimizer)
+        return state
+
+    def empty_state(self, *, moments: bool) -> dict[str, Any]:
+        """What `torch.distributed.checkpoint` reads into; shapes and keys are those of `state`."""
+        state: dict[str, Any] = {"scheduled": 0}
+        if moments:
+            state["optimizer"] = get_optimizer_state_dict(self._model, self._optimizer)
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over what `state` gave; rate, betas and the rest are the configuration's, which may have changed since."""
+        if "optimizer" in state:
+            set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
+        for group in self._optimizer.param_groups:
+            group.update(self._arguments())
+        self._rate = LearningRate(self._settings.kwargs.lr, self._schedule, self._section)
+        self._rate.advance(int(state["scheduled"]))
+
+    def _arguments(self) -> dict[str, Any]:
+        arguments = self._settings.kwargs.model_dump()
+        if arguments["fused"] is None:
+            arguments["fused"] = not arguments["foreach"]
+        return arguments
+
+
+def _scheduler(carrier: optim.Optimizer, item: Schedule) -> lr_scheduler.LRScheduler:
+    assert item.name is not None
+    made: lr_scheduler.LRScheduler = getattr(lr_scheduler, item.name.removeprefix(NAMESPACE))(carrier, **item.kwargs)
+    return made
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """SequentialLR calls its parts in a way that torch itself calls deprecated, and says so at each milestone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The epoch parameter in", category=UserWarning)
+        yield
