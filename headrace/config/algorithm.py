@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from headrace.config.advantages import AdvEstimator, PPOAdvEstimator, RewardScaling, RewardShaping
 from headrace.config.base import Section
 
 
@@ -53,24 +54,6 @@ class Asynchrony(Section):
         return self.max_trajectory_age_steps if self.enabled else 0
 
 
-class RewardScaling(Section):
-    """`target_min + (clamp(r, source_min, source_max) - source_min) / (source_max - source_min) * (target_max - target_min)`"""
-
-    enabled: bool = False
-    source_min: float = 0.0
-    source_max: float = 1.0
-    target_min: float = 0.0
-    target_max: float = 1.0
-
-    @model_validator(mode="after")
-    def _ranges(self) -> RewardScaling:
-        if self.source_min >= self.source_max:
-            raise ValueError(f"source_min {self.source_min} is not below source_max {self.source_max}")
-        if self.target_min == self.target_max:
-            raise ValueError(f"target_min and target_max are both {self.target_min}: every reward would be the same")
-        return self
-
-
 class Algorithm(Section):
     """What `grpo` and `ppo` share: which batches a step trains on, and when the run validates and ends."""
 
@@ -96,13 +79,17 @@ class Algorithm(Section):
         1.0, gt=0, description="with dynamic sampling: a generated batch is this times num_prompts_per_step groups"
     )
     reward_scaling: RewardScaling = RewardScaling()
+    reward_shaping: RewardShaping = RewardShaping()
+    adv_estimator: AdvEstimator | PPOAdvEstimator
     overlong_filtering: bool = Field(
         False,
         description="completions that were cut off at the length limit stay out of the loss, not out of the baseline",
     )
+    advantage_clip_low: float | None = Field(None, allow_inf_nan=False, description="no advantage is below this")
+    advantage_clip_high: float | None = Field(None, allow_inf_nan=False, description="no advantage is above this")
     seq_logprob_error_threshold: float | None = Field(
         None,
-        gt=0,
+        ge=1,
         description="trajectories whose mean of exp |generation - training log-probability| is above this leave the loss",
     )
     skip_reference_policy_logprobs_calculation: bool = Field(
@@ -116,6 +103,15 @@ class Algorithm(Section):
             raise ValueError(
                 f"batch_multiplier {self.batch_multiplier} without use_dynamic_sampling: set it to 1, or turn "
                 "dynamic sampling on"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _clips_agree(self) -> Algorithm:
+        low, high = self.advantage_clip_low, self.advantage_clip_high
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                f"advantage_clip_low {low} is not below advantage_clip_high {high}: every advantage would be the same"
             )
         return self
 
@@ -155,8 +151,21 @@ class GRPO(Algorithm):
     use_leave_one_out_baseline: bool = Field(
         True, description="baseline and deviation from the group's other trajectories"
     )
+    adv_estimator: AdvEstimator = AdvEstimator()
     async_grpo: Asynchrony = Asynchrony()
 
     @property
     def asynchrony(self) -> Asynchrony:
         return self.async_grpo
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether the estimators `grpo` and `gdpo` divide by the group's standard deviation."""
+        own = self.adv_estimator.normalize_rewards
+        return self.normalize_rewards if own is None else own
+
+    @property
+    def leaves_one_out(self) -> bool:
+        """Whether the estimators `grpo` and `gdpo` compare a trajectory with the others of its group alone."""
+        own = self.adv_estimator.use_leave_one_out_baseline
+        return self.use_leave_one_out_baseline if own is None else own

@@ -172,6 +172,11 @@ class LossFn(Section):
         return self.use_importance_sampling_correction or self.proximal is not None
 
     @property
+    def kl_in_reward(self) -> bool:
+        """Whether advantage estimators take a KL penalty from the rewards, and so need a reference policy."""
+        return self.reference_policy_kl_penalty > 0 and self.use_kl_in_reward
+
+    @property
     def kl_in_loss(self) -> bool:
         """Whether the loss has a KL term, and so needs a reference policy."""
         return self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward

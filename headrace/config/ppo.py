@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
+from headrace.config.advantages import PPOAdvEstimator
 from headrace.config.algorithm import Algorithm, Asynchrony
 
 
@@ -25,6 +26,7 @@ class PPO(Algorithm):
     policy_training_start_step: int = Field(
         0, ge=0, description="the first step that trains the policy; those before it train the value model alone"
     )
+    adv_estimator: PPOAdvEstimator = PPOAdvEstimator()
     async_ppo: Asynchrony = Asynchrony()
 
     @model_validator(mode="after")
