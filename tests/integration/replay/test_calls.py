@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 
 import msgpack
 import pytest
 from redis.exceptions import ResponseError
 
-from headrace.errors import (
-    CodecError,
-    ConfigError,
-    Fenced,
-    InvalidCall,
-    LeaseLost,
-    NotVerified,
-    ReplayError,
-    ReplayUnavailable,
-    WrongTimeline,
-)
-from headrace.replay import Limits, ReplayClient, Reservation
-from headrace.replay.wire import open_redis
+from headrace.errors import CodecError, InvalidCall, LeaseLost
+from headrace.replay import Limits, ReplayClient
 from headrace.trajectory import Score
 from services.replay import library
 from tests.integration.replay.helpers import (
@@ -29,11 +17,9 @@ from tests.integration.replay.helpers import (
     enqueue,
     generate,
     healthy_replica,
-    make_group,
     make_trajectory,
     nonce,
     push_all,
-    refit,
     refusals,
     reserve,
     rewind,
@@ -236,187 +222,3 @@ async def test_a_record_that_can_not_be_read_fails_its_group(replay: ReplayClien
     ((letter),) = (await replay.stats())["failed"]
     assert letter["group"] == "bad"
     assert "missing" in letter["reason"]
-
-
-async def test_deregister_gives_back_and_leaves(replay: ReplayClient) -> None:
-    await enqueue(replay, range(4))
-    replica = await healthy_replica(replay)
-    (lease, *_) = await replay.lease(replica, 3)
-    await replay.deregister(replica)
-    assert (await replay.state()).counts == {"queued": 1, "open": 3}
-    assert (await replay.stats())["leases"] == 3  # by their deadlines
-    assert await replay.replicas() == []
-    assert (await replay.group(lease.group.id) or {})["failures"] == 0
-    assert (await replay.heartbeat(replica, [lease.token])).lost == (lease.token,)
-
-
-async def test_epoch_from_announcement_to_done(replay: ReplayClient) -> None:
-    assert await replay.epoch() is None
-    timeline = (await replay.state()).timeline
-    one, two, mute = "one", "two", "mute"
-    for replica in (one, two, mute):
-        await replay.register(replica, {"pid": 1})
-    assert (await replay.heartbeat(one, [])).epoch is None
-    epoch = await replay.open_epoch("e1", 4, timeline, {"port": 1, "names": ["w"]})
-    assert (epoch.state, epoch.members, epoch.rendezvous) == (
-        "announced",
-        (mute, one, two),
-        {"port": 1, "names": ["w"]},
-    )
-    assert await replay.open_epoch("e1", 4, timeline, {}) == epoch
-    assert (await replay.heartbeat(one, [])).epoch == epoch
-    for replica in (one, two, two):
-        await replay.acknowledge(replica, "e1")
-    with pytest.raises(InvalidCall, match="not begun"):
-        await replay.end_epoch("e1", aborted=False)
-    epoch = await replay.begin_epoch("e1", {"port": 2})
-    assert (epoch.state, epoch.members, epoch.acknowledged) == ("transfer", (one, two), (one, two))
-    assert await replay.begin_epoch("e1", {"port": 3}) == epoch
-    assert (await replay.heartbeat(one, [])).epoch == epoch
-    with pytest.raises(Fenced):
-        await replay.acknowledge(mute, "e1")
-    with pytest.raises(Fenced):
-        await replay.verify(mute, "e1", 0.0, 1e-3)
-    assert await replay.verify(one, "e1", 1e-5, 1e-3)
-    await replay.refuse(two, "e1", "out of memory")
-    epoch = await replay.end_epoch("e1", aborted=False)
-    assert (epoch.state, epoch.verified, epoch.refused) == ("done", (one,), {two: "out of memory"})
-    assert await replay.end_epoch("e1", aborted=True) == epoch
-    states = {replica.id: (replica.state, replica.version) for replica in await replay.replicas()}
-    assert states == {one: ("HEALTHY", 4), two: ("STALE", -1), mute: ("STALE", -1)}
-    with pytest.raises(Fenced):
-        await replay.acknowledge(one, "e0")
-    # a rewind ends the epoch and every replica's health
-    await rewind(replay, 0)
-    with pytest.raises(WrongTimeline):
-        await replay.end_epoch("e1", aborted=True)
-    assert {replica.state for replica in await replay.replicas()} == {"STALE"}
-
-
-async def test_from_the_transfer_on_nobody_is_healthy_until_it_verifies(replay: ReplayClient) -> None:
-    await enqueue(replay, range(8))
-    member, absent = nonce(), nonce()
-    for replica in (member, absent):
-        await replay.register(replica, {})
-    await refit(replay, 0, [member, absent])
-    timeline = (await replay.state()).timeline
-    await replay.open_epoch("next", 0, timeline, {})
-    await replay.acknowledge(member, "next")
-    assert len(await replay.lease(absent, 1)) == 1
-    await replay.begin_epoch("next", {})
-    for replica in (member, absent):
-        with pytest.raises(NotVerified):
-            await replay.lease(replica, 1)
-    await replay.verify(member, "next", 0.0, 1e-3)
-    assert len(await replay.lease(member, 1)) == 1
-    await replay.end_epoch("next", aborted=False)
-    with pytest.raises(NotVerified):
-        await replay.lease(absent, 1)
-
-
-async def test_validation_is_dropped_with_its_leases(replay: ReplayClient) -> None:
-    timeline = (await replay.state()).timeline
-    groups = [make_group(i, n=1, lane="validation", group_id=f"v{i}") for i in range(600)]
-    assert await replay.enqueue(groups, timeline) == 600
-    assert await replay.enqueue(groups, timeline) == 0
-    replica = await healthy_replica(replay)
-    pushed, leased = await replay.lease(replica, 2)
-    await replay.push(pushed, make_trajectory(pushed, 0))
-    await score_all(replay)
-    await replay.drop_validation(timeline)
-    stats = await replay.stats()
-    assert {k: v for k, v in stats["counts"]["validation"].items() if v} == {"evaluated": 1, "unused": 599}
-    assert (stats["bytes"], stats["leases"]) == (0, 0)
-    with pytest.raises(LeaseLost):
-        await replay.push(leased, make_trajectory(leased, 0))
-    with pytest.raises(InvalidCall, match="validation lane"):
-        await replay.evaluated(["v0"])
-    assert await replay.enqueue(groups[:1], timeline) == 1
-    await rewind(replay, 0)
-    assert await replay.lease(await healthy_replica(replay), 2) == []
-
-
-async def test_restore_starts_from_the_checkpoint_alone(replay: ReplayClient) -> None:
-    await enqueue(replay, range(8))
-    replica = await healthy_replica(replay)
-    await generate(replay, replica)
-    await reserve(replay, 0)
-    with pytest.raises(ReplayError, match="use restore"):
-        await rewind(replay, 5)
-    old = (await replay.state()).incarnation
-    state = await replay.restore(5, nonce(), nonce(), enqueued=11)
-    assert [key async for key in replay.redis.scan_iter(match=f"hr:{{{replay.run_id}}}:{old}:*")] == []
-    # those the ledger does not hold come again, then new ones
-    assert await replay.enqueue([make_group(10), make_group(11)], state.timeline) == 0
-    assert await replay.enqueue([make_group(10), make_group(11)], state.timeline, refill=True) == 2
-    assert await replay.enqueue([make_group(12)], state.timeline) == 1
-    counts = (await replay.state()).counts
-    assert {name: count for name, count in counts.items() if count} == {"trained": 10, "queued": 3}
-    replica = await healthy_replica(replay, version=5)
-    await generate(replay, replica)
-    assert (await reserve(replay, 5)).groups == ("e0-train-10", "e0-train-11")
-
-
-async def test_leftovers_come_back_when_the_run_goes_on(replay: ReplayClient) -> None:
-    await enqueue(replay, range(3))
-    timeline = (await replay.state()).timeline
-    await replay.close(timeline)
-    replica = await healthy_replica(replay)
-    await generate(replay, replica)
-    await reserve(replay, 0)
-    await replay.reserve(1, timeline)
-    with pytest.raises(InvalidCall, match="closed"):
-        await replay.enqueue([make_group(3)], timeline)
-    state = await rewind(replay, 1)
-    assert (state.closed, state.counts["queued"], state.counts["unused"]) == (False, 1, 0)
-    await enqueue(replay, [3])
-    await refit(replay, 1, [replica])
-    await generate(replay, replica)
-    assert isinstance(await replay.reserve(1, state.timeline), Reservation)
-
-
-async def test_two_trainers_can_not_both_go_on(replay: ReplayClient, redis_url: str) -> None:
-    other = await ReplayClient.connect(redis_url, replay.run_id)
-    first, second = await rewind(replay, 0), await rewind(other, 0)
-    with pytest.raises(WrongTimeline):
-        await replay.reserve(0, first.timeline)
-    await other.close(second.timeline)
-    await other.aclose()
-
-
-async def test_connect_says_what_is_missing(redis_url: str, replay: ReplayClient) -> None:
-    with pytest.raises(ReplayUnavailable, match="no run nowhere"):
-        await ReplayClient.connect(redis_url, "nowhere", timeout_s=0.2)
-    with pytest.raises(ReplayUnavailable, match="can't be reached"):
-        await ReplayClient.connect("redis://127.0.0.1:1/0", "x", timeout_s=0.2)
-    with pytest.raises(ConfigError, match="can't be used"):
-        await ReplayClient.connect("http://127.0.0.1", "x", timeout_s=0.2)
-    client = await ReplayClient.connect(redis_url)
-    assert client.run_id == replay.run_id
-    await client.aclose()
-
-
-async def test_a_wake_up_ends_a_wait(replay: ReplayClient, redis_url: str, limits: Limits) -> None:
-    """Waits end by the call that makes them worthwhile; a second's poll alone would make these four take four."""
-    other = ReplayClient(open_redis(redis_url), replay.run_id)
-    await other.open_run(limits)
-    for wait in (other.wait_work, other.wait_ready, other.wait_scoring, other.wait_epoch):
-        await wait(5.0)  # opens the subscription and drains what it brought
-        await wait(0.01)
-    replica = nonce()
-
-    async def woken(channel: str) -> None:
-        await asyncio.wait_for(other._wakeups._events[channel].wait(), 30)
-        other._wakeups._events[channel].clear()
-
-    await replay.register(replica, {})
-    await woken("epoch")
-    await refit(replay, 0, [replica])
-    await enqueue(replay, [0])
-    await woken("work")
-    (lease,) = await replay.lease(replica, 1)
-    await push_all(replay, lease)
-    await woken("scoring")
-    await score_all(replay)
-    await woken("ready")
-    await other.aclose()

@@ -1,0 +1,173 @@
+"""Law 4: a call under what is no longer valid is refused, and changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.errors import Fenced, InvalidCall, LeaseLost, NotVerified, WrongStep, WrongTimeline
+from headrace.replay import Limits, ReplayClient
+from headrace.trajectory import Score
+from tests.integration.replay.helpers import (
+    contents,
+    enqueue,
+    eventually,
+    generate,
+    healthy_replica,
+    make_group,
+    make_trajectory,
+    nonce,
+    push_all,
+    refusals,
+    reserve,
+    rewind,
+    tighten,
+)
+
+
+async def test_law_4_fencing_an_expired_lease_may_not_push(replay: ReplayClient, limits: Limits) -> None:
+    await enqueue(replay, range(2))
+    replica = await healthy_replica(replay)
+    await tighten(replay, limits, lease_s=0.05)
+    (lease,) = await replay.lease(replica, 1)
+    await eventually(lambda: _is_queued(replay, lease.group.id))
+    before = await contents(replay)
+    for call in (
+        replay.push(lease, make_trajectory(lease, 0)),
+        replay.release(lease, "late", failed=True),
+        replay.reject(lease, "late"),
+    ):
+        with pytest.raises(LeaseLost):
+            await call
+    assert await contents(replay) == before
+    assert (await refusals(replay))["HR_LEASE_LOST"] == 3
+
+
+async def _is_queued(replay: ReplayClient, group_id: str) -> bool:
+    await replay.heartbeat("nobody", [])  # any call ends what is due
+    group = await replay.group(group_id)
+    return group is not None and group["state"] == "queued"
+
+
+async def test_law_4_fencing_a_second_lease_ends_the_first(replay: ReplayClient) -> None:
+    await enqueue(replay, range(2))
+    replica = await healthy_replica(replay)
+    (lease,) = await replay.lease(replica, 1)
+    await replay.push(lease, make_trajectory(lease, 0))
+    await replay.release(lease, "engine died", failed=True)
+    (again,) = await replay.lease(replica, 1)
+    assert (again.group.id, again.attempt) == (lease.group.id, 2)
+    before = await contents(replay)
+    with pytest.raises(LeaseLost):
+        await replay.push(lease, make_trajectory(lease, 0))
+    assert await contents(replay) == before
+    with pytest.raises(InvalidCall, match="attempt"):
+        await replay.push(again, make_trajectory(lease, 0))
+
+
+async def test_law_4_fencing_another_timeline(replay: ReplayClient) -> None:
+    await enqueue(replay, range(4))
+    replica = await healthy_replica(replay)
+    leases = await replay.lease(replica, 3)
+    await push_all(replay, leases[0])
+    (job, _) = await replay.take_scoring("scorer", 64)
+    old = leases[0].timeline
+    epoch = nonce()
+    await replay.open_epoch(epoch, 0, old, {})
+    await rewind(replay, 0)
+    before = await contents(replay)
+    for call, error in (
+        (replay.push(leases[1], make_trajectory(leases[1], 0)), WrongTimeline),
+        (replay.release(leases[1], "drain", failed=True), WrongTimeline),
+        (replay.score(job, Score("SCORED", 1.0)), LeaseLost),
+        (replay.reserve(0, old), WrongTimeline),
+        (replay.commit(0, old), WrongTimeline),
+        (replay.enqueue([make_group(9)], old), WrongTimeline),
+        (replay.close(old), WrongTimeline),
+        (replay.drop_validation(old), WrongTimeline),
+        (replay.open_epoch(nonce(), 0, old, {}), WrongTimeline),
+        (replay.acknowledge(replica, epoch), WrongTimeline),
+        (replay.lease(replica, 1), NotVerified),
+    ):
+        with pytest.raises(error):
+            await call
+    after = await contents(replay)
+    # a record staged for a refused enqueue goes by its time to live
+    assert {key: value for key, value in after.items() if key in before} == before
+    assert all(value[1] > 0 for key, value in after.items() if key not in before)  # type: ignore[index]
+    assert sum((await refusals(replay)).values()) == 11
+
+
+async def test_law_4_fencing_another_incarnation(replay: ReplayClient) -> None:
+    await enqueue(replay, range(4))
+    replica = await healthy_replica(replay)
+    (lease,) = await replay.lease(replica, 1)
+    state = await replay.restore(3, nonce(), nonce(), enqueued=3)
+    assert (state.next_step, state.committed, state.enqueued, state.counts) == (3, 3, 3, {"trained": 6})
+    before = await contents(replay)
+    for call in (replay.push(lease, make_trajectory(lease, 0)), replay.release(lease, "drain", failed=False)):
+        with pytest.raises(WrongTimeline):
+            await call
+    with pytest.raises(NotVerified):
+        await replay.lease(replica, 1)
+    assert await contents(replay) == before
+    assert (await replay.heartbeat(replica, [lease.token])).state == "DEAD"
+
+
+async def test_law_4_fencing_steps_are_reserved_and_committed_in_turn(replay: ReplayClient) -> None:
+    timeline = (await replay.state()).timeline
+    await enqueue(replay, range(8))
+    await generate(replay, await healthy_replica(replay))
+    before = await contents(replay)
+    for call in (
+        replay.reserve(1, timeline),
+        replay.commit(1, timeline),
+        replay.rewind(1, nonce()),
+    ):
+        with pytest.raises(WrongStep):
+            await call
+    assert await contents(replay) == before
+    first = await reserve(replay, 0)
+    assert await reserve(replay, 0) == first  # the reply was lost: the same batch again
+    await reserve(replay, 1)
+    with pytest.raises(WrongStep, match="the next step is 2"):
+        await replay.reserve(0, timeline)
+    await replay.commit(2, timeline)
+    with pytest.raises(WrongStep):
+        await replay.reserve(1, timeline)
+    assert (await refusals(replay))["HR_STEP"] == 5
+
+
+async def test_law_4_fencing_only_a_verified_replica_leases(replay: ReplayClient) -> None:
+    await enqueue(replay, range(4))
+    replica, late = nonce(), nonce()
+    timeline = (await replay.state()).timeline
+    with pytest.raises(NotVerified):
+        await replay.lease(replica, 1)
+    await replay.register(replica, {})
+    with pytest.raises(NotVerified):
+        await replay.lease(replica, 1)
+    epoch = nonce()
+    await replay.open_epoch(epoch, 0, timeline, {})
+    await replay.register(late, {})
+    with pytest.raises(Fenced):
+        await replay.acknowledge(late, epoch)
+    with pytest.raises(Fenced):
+        await replay.verify(replica, epoch, 0.0, 1e-3)  # not begun
+    await replay.acknowledge(replica, epoch)
+    await replay.begin_epoch(epoch, {})
+    for bad in (2e-3, float("nan"), float("inf")):
+        assert not await replay.verify(replica, epoch, bad, 1e-3)
+        with pytest.raises(Fenced):
+            await replay.verify(replica, epoch, 0.0, 1e-3)  # torn out: the next epoch
+        with pytest.raises(NotVerified):
+            await replay.lease(replica, 1)
+        await replay.end_epoch(epoch, aborted=False)
+        epoch = nonce()
+        await replay.open_epoch(epoch, 0, timeline, {})
+        await replay.acknowledge(replica, epoch)
+        await replay.begin_epoch(epoch, {})
+    assert await replay.verify(replica, epoch, 1e-4, 1e-3)
+    assert len(await replay.lease(replica, 1)) == 1
+    await replay.register(replica, {})  # started again: new to the fleet
+    with pytest.raises(NotVerified):
+        await replay.lease(replica, 1)

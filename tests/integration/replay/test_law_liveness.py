@@ -1,0 +1,199 @@
+"""Laws 6 and 7: nothing that hangs or fails stalls the run, and a failure never becomes a reward."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.errors import LeaseLost, NotVerified
+from headrace.replay import Limits, ReplayClient, Waiting
+from headrace.trajectory import Score
+from tests.integration.replay.helpers import (
+    enqueue,
+    eventually,
+    generate,
+    healthy_replica,
+    make_group,
+    make_trajectory,
+    nonce,
+    push_all,
+    refit,
+    reserve,
+    rewind,
+    tighten,
+    total,
+)
+
+
+async def test_law_6_liveness_heartbeats_renew_a_lease(replay: ReplayClient) -> None:
+    await enqueue(replay, range(2))
+    replica = await healthy_replica(replay)
+    (lease,) = await replay.lease(replica, 1)
+    leases = f"hr:{{{replay.run_id}}}:{lease.incarnation}:leases"
+    before = await replay.redis.zscore(leases, lease.group.id)
+
+    async def renewed() -> bool:
+        assert (await replay.heartbeat(replica, [lease.token])).lost == ()
+        return await replay.redis.zscore(leases, lease.group.id) > before
+
+    await eventually(renewed)
+    # another replica's heartbeat does not
+    assert (await replay.heartbeat(nonce(), [lease.token])).lost == (lease.token,)
+
+
+async def test_law_6_liveness_no_heartbeat_renews_past_the_absolute_deadline(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    await enqueue(replay, range(2))
+    replica = await healthy_replica(replay)
+    await tighten(replay, limits, lease_s=3600.0, group_deadline_s=0.5)
+    (lease,) = await replay.lease(replica, 1)
+
+    async def lost() -> bool:
+        return (await replay.heartbeat(replica, [lease.token])).lost == (lease.token,)
+
+    await eventually(lost)
+    assert (await replay.stats())["requeues"] == {"deadline": 1}
+    assert (await replay.group(lease.group.id) or {})["failures"] == 1
+
+
+async def test_law_6_liveness_a_poison_group_ends_as_failed(replay: ReplayClient, limits: Limits) -> None:
+    await enqueue(replay, range(3))
+    replica = await healthy_replica(replay)
+    for attempt in (1, 2, 3):
+        (lease,) = await replay.lease(replica, 1)
+        assert (lease.group.order, lease.attempt) == (0, attempt)
+        await replay.release(lease, "the engine refused it", failed=True)
+    stats = await replay.stats()
+    assert stats["failed"] == [
+        {"group": "e0-train-0", "lane": "train", "reason": "the engine refused it (attempt 3 of 3)"}
+    ]
+    await generate(replay, replica)
+    assert (await reserve(replay, 0)).groups == ("e0-train-1", "e0-train-2")
+
+
+async def test_law_6_liveness_giving_back_costs_no_attempt(replay: ReplayClient) -> None:
+    await enqueue(replay, range(2))
+    replica = await healthy_replica(replay)
+    for _ in range(5):
+        (lease,) = await replay.lease(replica, 1)
+        await replay.release(lease, "drain", failed=False)
+        assert (await replay.group(lease.group.id) or {})["failures"] == 0
+    assert (await replay.state()).counts == {"queued": 1, "open": 1}
+
+
+async def test_law_6_liveness_a_dead_replica_gives_its_groups_back(replay: ReplayClient, limits: Limits) -> None:
+    await enqueue(replay, range(4))
+    await tighten(replay, limits, replica_dead_s=0.3)
+    replica = await healthy_replica(replay)
+    leases = await replay.lease(replica, 3)
+    await replay.push(leases[0], make_trajectory(leases[0], 0))
+
+    async def dead() -> bool:
+        await replay.heartbeat("nobody", [])
+        return (await replay.replicas())[0].state == "DEAD"
+
+    await eventually(dead)
+    assert (await replay.state()).counts == {"queued": 1, "open": 3}
+    reply = await replay.heartbeat(replica, [lease.token for lease in leases])
+    assert reply.state == "DEAD"
+    assert reply.lost == tuple(lease.token for lease in leases)
+    with pytest.raises(NotVerified):
+        await replay.lease(replica, 1)
+    assert {lease.group.id for lease in await replay.lease(await healthy_replica(replay), 3)} == {
+        lease.group.id for lease in leases
+    }
+
+
+async def test_law_6_liveness_a_hung_scorer_costs_an_attempt_and_then_the_group(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    await enqueue(replay, [0])
+    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    await push_all(replay, lease)
+    await tighten(replay, limits, scoring_deadline_s=0.05)
+    attempts = []
+
+    async def failed() -> bool:
+        jobs = await replay.take_scoring("hung", 64)
+        attempts.extend(job.scoring_attempt for job in jobs if job.trajectory.index == 0)
+        return (await replay.state()).counts.get("failed") == 1
+
+    await eventually(failed)
+    assert attempts == [1, 2, 3]
+    assert "no answer from the scorer" in (await replay.stats())["failed"][0]["reason"]
+
+
+async def test_law_6_liveness_leases_wait_for_memory_and_a_checkpoint_is_reached(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    await enqueue(replay, range(20))
+    replica = await healthy_replica(replay)
+    (lease,) = await replay.lease(replica, 1)
+    worst = (await replay.stats())["bytes"]
+    await tighten(replay, limits, max_bytes=max(int(2.5 * worst), 1))
+    assert len(await replay.lease(replica, 64)) == 1  # the third would not fit
+    await push_all(replay, lease)  # complete: the unused part of its reservation is free again
+    assert (await replay.stats())["bytes"] < 2 * worst
+    await rewind(replay, 0)
+    await tighten(replay, limits, max_bytes=int(2.01 * worst))
+    # trained but uncommitted payloads fill the bound; the oldest go, so that the run reaches its checkpoint
+    for step in range(7):
+        await refit(replay, step, [replica])
+        while isinstance(await replay.reserve(step, (await replay.state()).timeline), Waiting):
+            assert await generate(replay, replica)
+    events = [fields["kind"] for _, fields in await replay.events("0", 0.1)]
+    assert "evicted" in events
+    # a rewind has them made again
+    await rewind(replay, 0)
+    assert await total(replay) == 20
+    await refit(replay, 0, [replica])
+    await generate(replay, replica)
+    assert (await reserve(replay, 0)).groups == ("e0-train-0", "e0-train-1")
+
+
+@pytest.mark.parametrize("status", ["FAILED", "TIMED_OUT"])
+async def test_law_7_failure_is_not_zero_tried_again_then_failed(replay: ReplayClient, status: str) -> None:
+    await enqueue(replay, [0])
+    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    await push_all(replay, lease)
+    await replay.score((await replay.take_scoring("scorer", 1))[0], Score("SCORED", 1.0))
+    for attempt in (1, 2, 3):
+        (job,) = await replay.take_scoring("scorer", 64)
+        assert job.scoring_attempt == attempt
+        await replay.score(job, Score(status, message="the sandbox is down"))  # type: ignore[arg-type]
+    assert await replay.take_scoring("scorer", 64) == []
+    group = await replay.group("e0-train-0")
+    assert group is not None
+    assert (group["state"], group["trajectories"]) == ("failed", [])
+    assert "the sandbox is down" in group["reason"]
+    with pytest.raises(LeaseLost):
+        await replay.score(job, Score("SCORED", 1.0))
+
+
+async def test_law_7_failure_is_not_zero_invalid_fails_at_once(replay: ReplayClient) -> None:
+    groups = [make_group(0, n=1, lane="validation", group_id="e0-validation-v0-0"), make_group(0)]
+    await replay.enqueue(groups, (await replay.state()).timeline)
+    for lease in await replay.lease(await healthy_replica(replay), 2):
+        await push_all(replay, lease)
+    for job in await replay.take_scoring("scorer", 64):
+        if job.trajectory.index == 0:
+            await replay.score(job, Score("INVALID", message="no such task"))
+    assert (await replay.state()).counts["failed"] == 1
+    done, failed, pending = await replay.evaluated(["e0-validation-v0-0"])
+    assert (done, pending) == ([], 0)
+    assert failed == {"e0-validation-v0-0": "scoring refused: INVALID: no such task"}
+
+
+async def test_law_7_failure_is_not_zero_unreadable_bytes_fail_the_group(replay: ReplayClient) -> None:
+    await enqueue(replay, [0])
+    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    await push_all(replay, lease)
+    group = await replay.group(lease.group.id)
+    assert group is not None
+    await replay.redis.set(group["trajectories"][1]["key"], b"\x00garbage")
+    jobs = await replay.take_scoring("scorer", 64)
+    assert [job.trajectory.index for job in jobs] == [0]
+    group = await replay.group(lease.group.id)
+    assert group is not None
+    assert group["state"] == "failed"
+    assert "trajectory" in group["reason"]
