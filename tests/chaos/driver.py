@@ -24,6 +24,7 @@ from typing import TypeVar, cast
 
 import msgpack
 
+from headrace.replay.wire import keeping_cancellation
 from tests.chaos.configuration import HOSTS, HTTP, LEASE_S, RUN, configuration, write_problems
 from tests.chaos.faults import Faults
 from tests.chaos.network import Network
@@ -260,7 +261,10 @@ class Driver:
     async def _try(self, look: Callable[[], Awaitable[T]]) -> T | None:
         """None while the server does not answer."""
         try:
-            return await look()
+            with (
+                keeping_cancellation()
+            ):  # else a look that is given up at a deadline, or at the end, may go on for ever
+                return await look()
         except Away:
             return None
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Protocol
 
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
+from headrace.replay.wire import keeping_cancellation
 from tests.chaos.network import SUBNET, Network
 from tests.chaos.processes import Process, child_named
 
@@ -152,9 +154,10 @@ class External:
         async with Redis(host=self._own[self._replica], port=PORT, socket_timeout=2.0) as redis:
             while True:
                 try:
-                    if (await redis.info("replication")).get("master_link_status") == "up":
-                        return
-                except OSError:
+                    with keeping_cancellation():
+                        if (await redis.info("replication")).get("master_link_status") == "up":
+                            return
+                except (RedisError, OSError):  # it starts, or copies its data
                     pass
                 await asyncio.sleep(0.1)
 
