@@ -33,10 +33,17 @@ A value comes from the first of these that gives it:
 1. the command line: `grpo.num_prompts_per_step=8` (YAML values; `data.train.0.size=100` is an item of a list),
 2. the environment: `HEADRACE_GRPO__NUM_PROMPTS_PER_STEP=8` (text for a scalar, YAML for a list or a mapping, `null` for none),
 3. the file,
-4. the default.
+4. the files it builds on: `defaults: base.yaml`, or a list of which the later win, relative to the file that says so; these
+   may build on others,
+5. the default.
 
-Mappings are merged key by key, lists are replaced whole. A key that doesn't exist is an error that names the nearest one that
-does, in all three places; so is a variable that starts with `HEADRACE_` and names no section.
+Mappings are merged key by key, lists are replaced whole; `_override_: true` in a mapping makes it replace the inherited one, and
+a section that is null takes the inherited one out. `${section.key}` is the value of another key, `${.key}` of one beside it,
+`${oc.env:NAME,default}` of a variable; `${add:a,b}`, `sub`, `mul`, `div` and `max` take two numbers, and all of these may be
+nested. They are resolved after the command line, so an override reaches what follows from it. `\\${` is the text `${`.
+
+A key that doesn't exist is an error that names the nearest one that does, in all of these places; so is a variable that starts
+with `HEADRACE_` and names no section.
 
 `headrace up` with the `run.id` of an earlier run goes on with it. Keys marked **fixed** may not differ from the earlier
 run's then: they decide what its weights and prompts are.

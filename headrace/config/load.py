@@ -1,10 +1,12 @@
 """Reading a configuration: file, environment and command line become one checked `Config`.
 
-Precedence: command line > environment > file > defaults. Mappings are merged key by key, lists are replaced whole.
+Precedence: command line > environment > file > the files it names by `defaults` > built-in defaults. Mappings are merged key
+by key, lists are replaced whole. Interpolations are resolved last, so that an override reaches every value made from it.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,8 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from headrace.config.explain import explain, nearest
+from headrace.config.inherit import Inherited, read
+from headrace.config.interpolate import expressions, resolve
 from headrace.config.root import Config
 from headrace.config.text import parse
 from headrace.errors import ConfigError
@@ -29,9 +33,11 @@ def load(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[str, 
     """Read the run's YAML at `path` under `overrides` (`section.key=value`, YAML values) and `HEADRACE_SECTION__KEY` variables.
 
     A variable's value is text for a scalar key, YAML for a list or a mapping, and `null` for none; `environ` None takes the
-    process's own. Raises `ConfigError`, one line a problem, naming the key, the value and, for an unknown key, the nearest known one.
+    process's own (`${oc.env:NAME}` always reads that). Raises `ConfigError`, one line a problem, naming the key, the value and,
+    for an unknown key, the nearest known one.
     """
-    values = _file(Path(path))
+    inherited = read(Path(path))
+    values = copy.deepcopy(inherited.values)
     origins: dict[Keys, str] = {}
     for keys, value in _environment(os.environ if environ is None else environ):
         _put(values, keys, value, "__".join((PREFIX + keys[0].upper(), *(key.upper() for key in keys[1:]))))
@@ -40,35 +46,14 @@ def load(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[str, 
         keys, value = _override(override)
         _put(values, keys, value, override)
         origins[keys] = _COMMAND_LINE
+    written = expressions(values)
+    values = resolve(values, Config().model_dump(mode="json"))
     # `grpo=null` makes room for `ppo`
     values = {key: value for key, value in values.items() if value is not None}
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explain(error, lambda keys: _origin(origins, keys))) from error
-
-
-def _file(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: can't read the configuration ({error.strerror}); give the path of a YAML file"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not text in UTF-8 (byte {error.start}); give the path of a YAML file") from error
-    values = parse(text, str(path))
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path}: a {type(values).__name__}, not a mapping; write sections like `grpo:` with keys below them"
-        )
-    for key in values:
-        if not isinstance(key, str):
-            raise ConfigError(f"{path}: the key {key!r} is not text; put it in quotes")
-    # a section whose keys are all commented out
-    return {key: {} if value is None else value for key, value in values.items()}
+        raise ConfigError(explain(error, lambda keys: _origin(origins, inherited, written, keys))) from error
 
 
 class _Settings(Config, BaseSettings):
@@ -132,6 +117,9 @@ def _put(values: dict[str, Any], keys: Keys, value: Any, given: str) -> None:
             here[slot] = value
         elif isinstance(here, list) or isinstance(here.get(slot), dict | list):
             here = here[slot]
+        elif isinstance(here.get(slot), str) and "${" in here[slot]:
+            at = ".".join(keys[: depth + 1])
+            raise ConfigError(f"{given}: {at} is {here[slot]!r:.60}, which has no keys of its own; give {at} whole")
         else:
             here[slot] = {}
             here = here[slot]
@@ -139,10 +127,16 @@ def _put(values: dict[str, Any], keys: Keys, value: Any, given: str) -> None:
             raise ConfigError(f"{given}: {'.'.join(keys[: depth + 1])} is {here!r:.60}, which has no keys")
 
 
-def _origin(origins: Mapping[Keys, str], keys: Keys) -> str:
-    """Where the value at `keys` was given, if not in the file."""
-    for given, origin in origins.items():
-        shorter = min(len(given), len(keys))
-        if given[:shorter] == keys[:shorter]:
-            return f" ({origin})"
-    return ""
+def _origin(origins: Mapping[Keys, str], inherited: Inherited, written: Mapping[Keys, str], keys: Keys) -> str:
+    """Where the value at `keys` was given, if not in the asked file, and the interpolation it came from, if any."""
+    where = [origin for given, origin in origins.items() if _overlap(given, keys)][:1]
+    if not where and (file := inherited.source(keys)):
+        where = [str(file)]
+    if keys in written:
+        where.append(written[keys])
+    return f" ({', '.join(where)})" if where else ""
+
+
+def _overlap(given: Keys, keys: Keys) -> bool:
+    shorter = min(len(given), len(keys))
+    return given[:shorter] == keys[:shorter]

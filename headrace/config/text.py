@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from headrace.config.base import Section
+from headrace.config.interpolate import escape
 from headrace.errors import ConfigError
 
 _FLOAT = re.compile(
@@ -45,6 +46,10 @@ class _Loader(yaml.SafeLoader):
 
 class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _resolvers(yaml.SafeDumper)
+
+
+# text with `${` in it would be read as an interpolation
+_Dumper.add_representer(str, lambda dumper, text: dumper.represent_str(escape(text)))
 
 
 def parse(text: str, where: str) -> Any:

@@ -1,0 +1,120 @@
+"""`defaults:` in a configuration file: the files it builds on, and how they are merged.
+
+`defaults` is one path or a list, relative to the file that says it. Later files win over earlier ones and the file itself over
+all of them. Mappings are merged key by key; lists and scalars are replaced whole. A mapping that contains `_override_: true`
+replaces the inherited one instead. A section that is null is taken out of what was inherited (`grpo: null` makes room for
+`ppo`); where nothing was inherited it is a section whose keys are all commented out, and empty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from headrace.config.text import parse
+from headrace.errors import ConfigError
+
+DEFAULTS = "defaults"
+OVERRIDE = "_override_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Inherited:
+    """`values`: the merged mapping. `files`: what each file gave itself, in the order they were merged; the asked one is last."""
+
+    values: dict[str, Any]
+    files: tuple[tuple[Path, dict[str, Any]], ...]
+
+    def source(self, keys: tuple[str, ...]) -> Path | None:
+        """The file that gave the value at `keys`; None if no file did, or the asked one."""
+        for path, own in reversed(self.files):
+            if _gives(own, keys):
+                return None if path == self.files[-1][0] else path
+        return None
+
+
+def read(path: Path) -> Inherited:
+    """The file at `path` over the files that it names by `defaults`. Raises `ConfigError` naming the file at fault."""
+    return _read(path, ())
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> Inherited:
+    if path.resolve() in (file.resolve() for file in above):
+        chain = " -> ".join(str(file) for file in (*above, path))
+        raise ConfigError(f"{DEFAULTS}: {path} builds on itself: {chain}; take {DEFAULTS} out of one of these files")
+    own = _mapping(path, above)
+    files: list[tuple[Path, dict[str, Any]]] = []
+    values: dict[str, Any] = {}
+    for base in _bases(own.pop(DEFAULTS, None), path):
+        inherited = _read(base, (*above, path))
+        values = merge(values, inherited.values, f"{base}: ")
+        files += inherited.files
+    values = merge(values, {key: value for key, value in own.items() if value is not None}, f"{path}: ")
+    for section in (key for key, value in own.items() if value is None):
+        # null takes an inherited section out; else it is one whose keys are all commented out
+        if values.pop(section, None) is None:
+            values[section] = {}
+    return Inherited(values, (*files, (path, own)))
+
+
+def merge(base: dict[str, Any], over: dict[str, Any], where: str = "") -> dict[str, Any]:
+    """`over` merged into `base`. `where` begins the message of an `_override_` that is neither true nor false."""
+    merged = dict(base)
+    for key, value in over.items():
+        if not isinstance(value, dict):
+            merged[key] = value
+            continue
+        mark = value.get(OVERRIDE, False)
+        if not isinstance(mark, bool):
+            raise ConfigError(f"{where}{key}.{OVERRIDE}: {mark!r:.60} is neither true nor false; give one of them")
+        old = merged.get(key)
+        inner = {name: item for name, item in value.items() if name != OVERRIDE}
+        merged[key] = merge(old if isinstance(old, dict) and not mark else {}, inner, f"{where}{key}.")
+    return merged
+
+
+def _bases(value: Any, path: Path) -> list[Path]:
+    names = [value] if isinstance(value, str) else value
+    if names is None:
+        return []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"{path}: {DEFAULTS}: {value!r:.60} is neither a path nor a list of paths; name YAML files")
+    return [path.parent / name for name in names]
+
+
+def _mapping(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """What is written in one file. Raises `ConfigError` if it can't be read or is no mapping of sections."""
+    wanted = f" ({DEFAULTS} of {above[-1]}, relative to that file)" if above else ""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: can't read the configuration ({error.strerror}){wanted}; give the path of a YAML file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: not text in UTF-8 (byte {error.start}){wanted}; give the path of a YAML file"
+        ) from error
+    values = parse(text, str(path))
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path}: a {type(values).__name__}, not a mapping; write sections like `grpo:` with keys below them"
+        )
+    for key in values:
+        if not isinstance(key, str):
+            raise ConfigError(f"{path}: the key {key!r} is not text; put it in quotes")
+    return values
+
+
+def _gives(values: Any, keys: tuple[str, ...]) -> bool:
+    """Whether `values` has `keys`, or something whole (a list, a scalar) above them."""
+    for key in keys:
+        if not isinstance(values, dict):
+            return values is not None
+        if key not in values:
+            return False
+        values = values[key]
+    return True
