@@ -14,6 +14,8 @@ from headrace.config.base import Section
 
 OF_GRPO = ("grpo", "gdpo", "reinforce_plus_plus", "opd")
 OF_PPO = ("gae", "raw_reward")
+# of both, those that give tokens rewards of their own, from which a KL penalty can be taken
+KL_IN_REWARD = ("reinforce_plus_plus", "gae")
 
 
 class RewardScaling(Section):

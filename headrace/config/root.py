@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from headrace.config.advantages import KL_IN_REWARD
 from headrace.config.algorithm import GRPO, Algorithm
 from headrace.config.base import Section
 from headrace.config.data import Data, Env
@@ -148,7 +149,7 @@ def _check_estimator(config: Config) -> None:
         raise ValueError(
             f"{key}: distillation needs a teacher policy, and this build has none; choose grpo, gdpo or reinforce_plus_plus"
         )
-    if loss.use_kl_in_reward and estimator.name not in ("reinforce_plus_plus", "gae"):
+    if loss.use_kl_in_reward and estimator.name not in KL_IN_REWARD:
         raise ValueError(
             f"loss_fn.use_kl_in_reward true with {key}, which has no rewards of tokens to take it from: set it false, or choose "
             "grpo.adv_estimator.name reinforce_plus_plus or ppo.adv_estimator.name gae"
