@@ -48,6 +48,7 @@ class Config(Section):
     def _sections_agree(self) -> Config:
         _check_one_algorithm(self)
         _check_batches(self)
+        _check_loss(self)
         _check_estimator(self)
         _check_shaping(self)
         for source in (*self.data.train, *self.data.validation):
@@ -129,6 +130,26 @@ def _check_batches(config: Config) -> None:
                 f"({algorithm.name}.num_prompts_per_step {algorithm.num_prompts_per_step} x num_generations_per_prompt "
                 f"{algorithm.num_generations_per_prompt}); give a divisor, or null for one optimizer step a batch"
             )
+
+
+def _check_loss(config: Config) -> None:
+    algorithm, loss = config.algorithm, config.loss_fn
+    if loss.force_on_policy_ratio and config.policy_batch != algorithm.batch_size:
+        raise ValueError(
+            f"loss_fn.force_on_policy_ratio true with policy.train_global_batch_size {config.policy_batch} of the "
+            f"{algorithm.batch_size} trajectories of a batch: from the second optimizer step on the ratio is not 1; set one of "
+            "them to false or null"
+        )
+    if loss.force_on_policy_ratio and config.ppo is not None and config.ppo.ppo_epochs > 1:
+        raise ValueError(
+            f"loss_fn.force_on_policy_ratio true with ppo.ppo_epochs {config.ppo.ppo_epochs}: from the second epoch on the ratio "
+            "is not 1; set force_on_policy_ratio false or ppo_epochs 1"
+        )
+    if algorithm.skip_reference_policy_logprobs_calculation and loss.reference_policy_kl_penalty > 0:
+        raise ValueError(
+            f"{algorithm.name}.skip_reference_policy_logprobs_calculation true with loss_fn.reference_policy_kl_penalty "
+            f"{loss.reference_policy_kl_penalty}, which needs a reference policy: set one of them to false or 0"
+        )
 
 
 def _check_estimator(config: Config) -> None:

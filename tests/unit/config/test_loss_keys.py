@@ -1,0 +1,140 @@
+"""Keys of `loss_fn` and `value_loss_fn` that contradict each other or other sections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.config import LossFn, ValueLossFn, load
+from headrace.config.text import dump
+from headrace.errors import ConfigError
+
+TIS = {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}
+ICEPOP = {
+    "truncated_importance_sampling_type": "icepop",
+    "truncated_importance_sampling_ratio": 5.0,
+    "truncated_importance_sampling_ratio_min": 0.5,
+}
+IS = {"use_importance_sampling_correction": True}
+GSPO = {"token_level_loss": False, "sequence_level_importance_ratios": True}
+
+
+def overrides(keys: dict[str, object]) -> list[str]:
+    return [f"loss_fn.{key}={'null' if value is None else str(value).lower()}" for key, value in keys.items()]
+
+
+def given(tmp_path: Path, text: str = "") -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        ({"sequence_level_importance_ratios": True}, "token_level_loss"),
+        ({"use_cispo": True, "disable_ppo_ratio": True}, "disable_ppo_ratio"),
+        ({"use_cispo": True, "force_on_policy_ratio": True}, "force_on_policy_ratio"),
+        ({"use_cispo": True, **GSPO}, "sequence_level_importance_ratios"),
+        ({"use_cispo": True, "ratio_clip_c": 3.0}, "ratio_clip_c 3.0"),
+        ({"use_cispo": True, "token_level_loss": False}, "token_level_loss"),
+        (TIS, "use_importance_sampling_correction"),
+        ({**IS, "truncated_importance_sampling_type": "tis"}, "truncated_importance_sampling_ratio"),
+        ({**IS, "truncated_importance_sampling_ratio": 2.0}, "truncated_importance_sampling_type"),
+        ({**IS, "truncated_importance_sampling_ratio_min": 0.5}, "truncated_importance_sampling_type"),
+        ({**IS, **ICEPOP, "truncated_importance_sampling_ratio_min": None}, "truncated_importance_sampling_ratio_min"),
+        ({**IS, **ICEPOP, "truncated_importance_sampling_ratio_min": 6.0}, "ratio_min 6.0 is above"),
+        (
+            {**IS, **ICEPOP, "truncated_importance_sampling_type": "seq-mask-tis", **GSPO},
+            "sequence_level_importance_ratios",
+        ),
+        ({**IS, "prev_logprobs_source": "generation"}, "prev_logprobs_source generation"),
+        ({"proximal": "interpolate", "prev_logprobs_source": "generation"}, "proximal interpolate"),
+        ({"force_on_policy_ratio": True, "prev_logprobs_source": "generation"}, "force_on_policy_ratio"),
+        ({"proximal": "recompute", "disable_ppo_ratio": True}, "disable_ppo_ratio"),
+        ({"proximal": "recompute", "force_on_policy_ratio": True}, "force_on_policy_ratio"),
+        ({"constant_length": 100, "token_level_loss": False}, "constant_length 100"),
+        ({"ratio_clip_c": 1.0}, "ratio_clip_c"),
+        ({"truncated_importance_sampling_ratio": 0.0}, "truncated_importance_sampling_ratio"),
+        ({"reference_policy_kl_type": "k4"}, "'k1', 'k2' or 'k3'"),
+        ({"probability_difference_mask": 1.0}, "probability_difference_mask"),
+    ],
+    ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "+".join(value),
+)
+def test_keys_that_contradict_each_other_are_one_line_that_names_them(
+    tmp_path: Path, keys: dict[str, object], names: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(given(tmp_path), overrides(keys), {})
+    message = str(error.value)
+    assert message.startswith("loss_fn")
+    assert names in message
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        GSPO,
+        {"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": 5.0, **IS},
+        {**IS, **TIS},
+        {"proximal": "interpolate", **TIS},
+        {**IS, **ICEPOP, "force_on_policy_ratio": True},
+        {"constant_length": 1024},
+        {"disable_ppo_ratio": True},
+        {"ratio_clip_max": ".inf", "ratio_clip_min": 1.0, "probability_difference_mask": 0.2},
+    ],
+    ids=lambda keys: "+".join(keys),
+)
+def test_published_recipes_and_ours_are_accepted_and_come_back_from_the_file(
+    tmp_path: Path, keys: dict[str, object]
+) -> None:
+    config = load(given(tmp_path), overrides(keys), {})
+    assert load(given(tmp_path, dump(config)), [], {}) == config
+
+
+def test_decoupled_ppo_weighs_by_importance_without_being_told() -> None:
+    assert LossFn(proximal="interpolate").weighs_by_importance
+    assert LossFn(use_importance_sampling_correction=True).weighs_by_importance
+    assert not LossFn().weighs_by_importance
+
+
+def test_the_kl_penalty_is_in_the_loss_or_in_the_reward() -> None:
+    assert LossFn().kl_in_loss
+    assert not LossFn(reference_policy_kl_penalty=0).kl_in_loss
+    assert not LossFn(use_kl_in_reward=True).kl_in_loss
+
+
+def test_the_value_loss_can_go_without_a_clip() -> None:
+    assert ValueLossFn(cliprange=None).cliprange is None
+    with pytest.raises(ValueError, match="cliprange"):
+        ValueLossFn(cliprange=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 4}\npolicy: {train_global_batch_size: 8}",
+            "loss_fn.force_on_policy_ratio true with policy.train_global_batch_size 8 of the 16 trajectories",
+        ),
+        ("ppo: {ppo_epochs: 2}", "loss_fn.force_on_policy_ratio true with ppo.ppo_epochs 2"),
+    ],
+    ids=["batch", "epochs"],
+)
+def test_a_ratio_forced_to_1_needs_one_optimizer_step_a_batch(tmp_path: Path, text: str, said: str) -> None:
+    path = given(tmp_path, text)
+    load(path, [], {})
+    with pytest.raises(ConfigError) as error:
+        load(path, ["loss_fn.force_on_policy_ratio=true"], {})
+    assert str(error.value).startswith(said)
+
+
+def test_a_skipped_reference_policy_leaves_no_penalty(tmp_path: Path) -> None:
+    path = given(tmp_path, "grpo: {skip_reference_policy_logprobs_calculation: true}")
+    with pytest.raises(
+        ConfigError, match=r"loss_fn\.reference_policy_kl_penalty 0\.01, which needs a reference policy"
+    ):
+        load(path, [], {})
+    load(path, ["loss_fn.reference_policy_kl_penalty=0"], {})
