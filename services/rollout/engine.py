@@ -36,10 +36,9 @@ def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -
     `overrides` replace vLLM's engine arguments one by one. Call it from the main thread: the engine's processes end when the
     thread that started them does.
 
-    Raises `ServiceError`, in one line with the remedy: no such model, not a generating model, too little memory, no such
-    device; and for vLLM's `EngineDeadError` inside the context, with what the engine's process said last.
+    Raises `ServiceError`, in one line with the remedy: not a generating model, too little memory, no such device; and
+    for vLLM's `EngineDeadError` inside the context, with what the engine's process said last.
     """
-    check_model_path(config.policy.model_name)
     with tempfile.TemporaryDirectory(prefix="headrace-engine-") as folder:
         report = Path(folder) / "errors"
         prepare_environment(config, report)
@@ -54,20 +53,6 @@ def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -
             ) from error
         finally:
             engine.shutdown()
-
-
-def check_model_path(name: str) -> None:
-    """Refuse a directory that holds no model before anything heavy starts; a name is left to the hub."""
-    path = Path(name)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ServiceError(
-                f"policy.model_name: {name} has no config.json; give the directory of a Hugging Face causal language model"
-            )
-    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ServiceError(
-            f"policy.model_name: there is no directory {name}; give an existing one, or a name on the hub"
-        )
 
 
 def prepare_environment(config: Config, report: Path) -> None:

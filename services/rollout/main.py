@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from headrace.config import Config
 from headrace.config.services import Rollout
+from headrace.model_name import check_model_name
 from headrace.replay import ReplayClient
 from headrace.service import bind, serve_http, stop_on_signals
-from services.rollout.engine import check_model_path, running_engine
+from services.rollout.engine import running_engine
 from services.rollout.http import build_app
 from services.rollout.metrics import exported
 from services.rollout.worker import Worker
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 def main(config: Config) -> None:
     """Returns on SIGTERM or SIGINT, its leases handed back. Raises `HeadraceError` for what a person must mend."""
-    check_model_path(config.policy.model_name)
     _leave_on_signals()
+    check_model_name(config.policy.model_name)
     with closing(bind(config.rollout.host, config.rollout.port, "rollout.port")) as sock, asyncio.Runner() as runner:
         replay = runner.run(ReplayClient.connect(config.redis_url, config.run.id))
         try:

@@ -14,6 +14,7 @@ from typing import TypeVar
 from headrace.config import Config
 from headrace.errors import ReplayUnavailable, ServiceError, WrongStep, WrongTimeline
 from headrace.lineage import FOLDER
+from headrace.model_name import check_model_name
 from headrace.replay import ReplayClient
 from headrace.service import EXIT_STOPPED, bind, create_app, die_with_parent, serve_http, stop_on_signals
 from headrace.trajectory import Score, Trajectory
@@ -27,6 +28,7 @@ from services.trainer.prompts import Prompts
 from services.trainer.ranks import Ranks, join_ranks
 from services.trainer.start import Standing, lost_writes, take_up
 from services.trainer.threads import TorchThread
+from services.trainer.throughput import Meter
 from services.trainer.weight_sender import WeightSender
 from services.trainer.worker import Lead, Worker, dismiss, follow
 
@@ -59,6 +61,7 @@ def main(config: Config, makers: Makers | None = None) -> None:
     """Train until the last step or the last prompt. Raises `HeadraceError` for what a person must mend, and `SystemExit` with
     `EXIT_STOPPED` when a signal came first: nobody may take a stopped run for a finished one."""
     makers = makers or Makers()
+    check_model_name(config.policy.model_name)
     if "LOCAL_RANK" in os.environ:
         die_with_parent()
     with join_ranks(config) as ranks:
@@ -126,6 +129,7 @@ async def _train(
         checkpoints = makers.checkpoints(config)
         newest = checkpoints.newest()
         await torch_thread(lambda: lead.load(None if newest is None else str(checkpoints.path(newest))))
+        meter = await torch_thread(lambda: Meter.of(config))
         prompts = await asyncio.to_thread(Prompts, config, lead.learner.tokenizer)
         standing = await take_up(replay, patience, checkpoints, config.run.id or "")
         feeder = _feeder(config, replay, patience, standing, prompts)
@@ -147,6 +151,7 @@ async def _train(
             gauges,
             prompts,
             feeder,
+            meter,
             phase,
             stop,
         )

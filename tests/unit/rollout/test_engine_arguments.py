@@ -11,29 +11,11 @@ import pytest
 from headrace.config import Config
 from headrace.errors import ServiceError
 from services.rollout import child, engine
-from services.rollout.engine import check_model_path, device_problem, engine_arguments, explain, prepare_environment
+from services.rollout.engine import device_problem, engine_arguments, explain, prepare_environment
 
 
 def config(**vllm_cfg: Any) -> Config:
     return Config.model_validate({"policy": {"generation": {"vllm_cfg": vllm_cfg}}})
-
-
-def test_a_directory_without_config_json_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ServiceError, match=r"policy\.model_name: .* has no config\.json"):
-        check_model_path(str(tmp_path))
-    (tmp_path / "config.json").write_text("{}")
-    check_model_path(str(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["/no/such/model", "./no-such-model", "~/no-such-model", "models/no/such"])
-def test_a_path_that_is_not_there_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ServiceError, match=r"policy\.model_name: there is no directory") as caught:
-        check_model_path(name)
-    assert name in str(caught.value)
-
-
-def test_a_name_on_the_hub_is_not_taken_for_a_path() -> None:
-    check_model_path("Qwen/Qwen2.5-1.5B")
 
 
 def test_log_probabilities_are_those_tokens_are_drawn_with() -> None:

@@ -1,0 +1,92 @@
+"""A model that isn't there is refused by its name, and in time; one on the hub is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import ServiceError
+from headrace.model_name import check_model_name
+
+CHECK = "import sys; from headrace.model_name import check_model_name; check_model_name(sys.argv[1])"
+
+
+def test_a_directory_without_config_json_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ServiceError, match=r"policy\.model_name: .* has no config\.json"):
+        check_model_name(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    check_model_name(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/no/such/model", "./no-such-model", "~/no-such-model", "models/no/such", "models/", "my model", "models--tiny"],
+)
+def test_what_no_model_of_the_hub_can_be_named_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ServiceError, match=r"policy\.model_name: there is no directory") as caught:
+        check_model_name(name)
+    assert name in str(caught.value)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As the hub answers for the one model that it has."""
+
+    def do_HEAD(self) -> None:
+        there = self.path == "/models/real/resolve/main/config.json"
+        self.send_response(200 if there else 404)
+        for name, value in (
+            {"ETag": '"e"', "X-Repo-Commit": "c" * 40} if there else {"X-Error-Code": "RepoNotFound"}
+        ).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", "2" if there else "0")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        self.wfile.write(b"{}")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def complaint(name: str, home: Path, **environ: str) -> str:
+    """What the check says of `name` in a process of its own, which reads the hub's settings at its start; empty if nothing."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, name],
+        env={**kept, "HF_HOME": str(home), **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.stderr.splitlines()[-1] if done.returncode else ""
+
+
+def test_a_model_of_the_hub_is_taken_and_once_it_is_there_the_hub_may_be_away(hub: str, tmp_path: Path) -> None:
+    assert "nor does the hub give a model" in complaint("models/tiny", tmp_path, HF_ENDPOINT=hub)
+    assert complaint("models/real", tmp_path, HF_ENDPOINT=hub) == ""
+    assert complaint("models/real", tmp_path, HF_HUB_OFFLINE="1") == ""
+
+
+def test_offline_a_name_that_is_in_no_cache_is_refused_with_that_reason(tmp_path: Path) -> None:
+    said = complaint("models/tiny", tmp_path, HF_HUB_OFFLINE="1")
+    assert "policy.model_name: there is no directory models/tiny here" in said
+    assert "offline mode is enabled" in said
