@@ -68,8 +68,8 @@ class PlainView:
             self.tell(f"step {step}: validation accuracy {_number(metrics, 'accuracy', '.3f')}")
         else:
             self.tell(
-                f"step {step}: reward {_number(metrics, 'reward', '.3f')}, age {_number(metrics, 'age_mean', '.1f')}, "
-                f"{_number(metrics, 'tokens_per_sec', '.0f')} tokens/s, {_number(metrics, 'step_time', '.2f')} s"
+                f"step {step}: reward {_number(metrics, 'reward', '.3f')}, age {_number(metrics, 'avg_trajectory_age', '.1f')}, "
+                f"{_number(metrics, 'performance/tokens_per_sec', '.0f')} tokens/s, {_number(metrics, 'timing/train/total_step_time', '.2f')} s"
             )
 
     def show(self, picture: Picture) -> None:
@@ -123,9 +123,9 @@ def _steps(picture: Picture) -> Table:
             f"{step}/{picture.max_steps}",
             _number(train, "reward", ".3f"),
             _number(validation, "accuracy", ".3f"),
-            _number(train, "age_mean", ".1f"),
-            _number(train, "tokens_per_sec", ".0f"),
-            _number(train, "step_time", ".2f"),
+            _number(train, "avg_trajectory_age", ".1f"),
+            _number(train, "performance/tokens_per_sec", ".0f"),
+            _number(train, "timing/train/total_step_time", ".2f"),
         )
     return table
 

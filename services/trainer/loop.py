@@ -24,12 +24,19 @@ from services.trainer.checkpoint import ENDED, TRAINED, Checkpoints, State
 from services.trainer.decisions import Action, Plan, Retry, RunningValidation, View
 from services.trainer.feeder import Feeder
 from services.trainer.lineage import Lineage
-from services.trainer.metrics import Gauges, Journal, Timing, batch_metrics, sampling_metrics, surviving
+from services.trainer.metrics import Gauges, Journal, batch_metrics, sampling_metrics, surviving, total_lengths
 from services.trainer.patience import Patience
 from services.trainer.plot import draw_curve
 from services.trainer.prompts import Prompts
 from services.trainer.start import Standing
 from services.trainer.threads import TorchThread
+from services.trainer.throughput import (
+    Devices,
+    Meter,
+    StepTimes,
+    efficiency_metrics,
+    timing_metrics,
+)
 from services.trainer.validation import Validation
 from services.trainer.weight_sender import RefitReport, WeightSource
 from services.trainer.worker import Lead, Weights, advantages_of, assign
@@ -72,6 +79,7 @@ class Tools:
     gauges: Gauges
     prompts: Prompts
     feeder: Feeder
+    meter: Meter
     phase: Phase
     stop: asyncio.Event
     clock: Callable[[], float] = time.monotonic
@@ -115,6 +123,7 @@ class Loop:
         self._reward: float | None = None
         self._healthy_at = self._step_began = tools.clock()
         self._seconds: dict[Action, float] = defaultdict(float)
+        self._generating = 0  # live replicas, when they were last looked at
 
     @property
     def reserved(self) -> int:
@@ -127,6 +136,7 @@ class Loop:
             if self._feeding.done():
                 self._feeding.result()
             fleet = await self._call(self._tools.replay.replicas)
+            self._generating = len(decisions.alive(fleet))
             await self._look_at_validation()
             decision = decisions.decide(self._plan, self._view(fleet))
             began = self._tools.clock()
@@ -159,9 +169,10 @@ class Loop:
                 case Action.WAIT:
                     await self._wait()
                     self._reply = None
-            self._seconds[decision.action] += self._tools.clock() - began
-            if decision.action is Action.TRAIN:
-                self._begin_step()
+            if decision.action is Action.TRAIN:  # a step ends where its metrics are taken, in `_end_step`
+                self._healthy_at = self._tools.clock()
+            else:
+                self._seconds[decision.action] += self._tools.clock() - began
 
     def _view(self, fleet: Sequence[Replica]) -> View:
         now, timeline = self._tools.clock(), self._standing.timeline
@@ -206,6 +217,7 @@ class Loop:
 
     async def _train(self, reservation: Reservation) -> None:
         replay, step = self._tools.replay, self._version
+        began = self._tools.clock()
         groups = await self._call(lambda: replay.read_groups(reservation.groups))
         check_batch(reservation, groups, self._config.algorithm.num_prompts_per_step)
         shares = assign(
@@ -214,40 +226,50 @@ class Loop:
             [group.loss_multiplier for group in groups for _ in range(group.n)],
             self._tools.lead.ranks,
         )
-        began = self._tools.clock()
+        learning = self._tools.clock()
         learnt = await self._tools.torch(lambda: self._tools.lead.step(step, shares))
-        ended = self._tools.clock()
+        learning = self._tools.clock() - learning
         if masked := int(learnt["masked_tokens"]):
             await self._call(lambda: replay.masked(step, self._standing.timeline, masked))
         self._ledger.record(step, reservation.groups, [group.order for group in groups])
         origins = await self._tools.torch(self._tools.lead.origins)
         await asyncio.to_thread(self._tools.lineage.write, step, groups, origins)
-        timing = Timing(
-            step=ended - self._step_began,
-            wait=self._seconds[Action.WAIT] + self._seconds[Action.RESERVE],
-            train=ended - began,
-            refit=self._seconds[Action.REFIT],
-        )
         truncated = learnt.pop("truncated")
-        metrics = {**learnt, **batch_metrics(reservation, [g.task_name for g in groups], truncated, timing)}
+        metrics = {**learnt, **batch_metrics(reservation, groups, truncated)}
         if self._config.algorithm.use_dynamic_sampling:
             metrics |= sampling_metrics(reservation, self._config.algorithm.generation_batch)
-        metrics["validation_wait_time"] = self._seconds[Action.AWAIT_VALIDATION]
-        metrics["checkpoint_time"] = self._seconds[Action.CHECKPOINT]
+        metrics |= self._end_step(began, learning, total_lengths(reservation, groups))
         self._reward = metrics["reward"]
         self._version = step + 1
         self._offered, self._reply, self._probe, self._retries = False, None, None, {}
         self._tools.feeder.nudge()
         log.info(
             "step %d: reward %.3f, loss %.4g, age %.1f, %.0f tokens/s, %.2f s",
-            step, metrics["reward"], metrics["loss"], metrics["age_mean"], metrics["tokens_per_sec"], timing.step,
+            step, metrics["reward"], metrics["loss"], metrics["avg_trajectory_age"],
+            metrics["performance/tokens_per_sec"], metrics["timing/train/total_step_time"],
         )  # fmt: skip
         await self._publish("train", step, metrics)
 
-    def _begin_step(self) -> None:
-        self._step_began = self._tools.clock()
-        self._healthy_at = self._step_began
+    def _end_step(self, began: float, learning: float, lengths: Sequence[int]) -> dict[str, float]:
+        """Where the time since the last step went, this one's training having begun at `began`; the next step begins here."""
+        now = self._tools.clock()
+        spent = self._seconds
+        times = StepTimes(
+            total=now - self._step_began,
+            training=now - began,
+            policy_training=learning,
+            buffer_starvation=spent[Action.WAIT] + spent[Action.RESERVE],
+            refit_bubble=spent[Action.REFIT],
+            validation=spent[Action.AWAIT_VALIDATION] + spent[Action.VALIDATE] + spent[Action.ABANDON_VALIDATION],
+            checkpoint=spent[Action.CHECKPOINT],
+        )
+        self._step_began = now
         self._seconds.clear()
+        devices = Devices(
+            self._tools.lead.ranks, self._generating * self._config.policy.generation.vllm_cfg.tensor_parallel_size
+        )
+        timing = timing_metrics(times)
+        return timing | efficiency_metrics(times) | self._tools.meter.performance(timing, lengths, devices)
 
     async def _checkpoint(self) -> None:
         """Publish, then let the buffer forget what led here: in this order nothing is lost, whatever dies in between."""

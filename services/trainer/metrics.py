@@ -24,48 +24,45 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from headrace.errors import ServiceError
 from headrace.replay import Reservation
+from headrace.trajectory import Group
 
 Kind = Literal["train", "validation", "rewind"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Seconds of one step: since the step before it ended, in `reserve`, in the learner, and in the refit before it."""
+def batch_metrics(reservation: Reservation, groups: Sequence[Group], truncated: float) -> dict[str, float]:
+    """What a batch was like: rewards as the environments gave them, ages in steps, lengths in tokens.
 
-    step: float
-    wait: float
-    train: float
-    refit: float
-
-
-def batch_metrics(reservation: Reservation, tasks: Sequence[str], truncated: float, timing: Timing) -> dict[str, float]:
-    """What a batch was like: rewards as the environments gave them, ages in steps, lengths in tokens, times in seconds.
-
-    `tasks` names the task of each group; where a batch mixes several, each one's mean reward is `reward/<task>`.
-    `tokens_per_sec` counts completion tokens over the whole step.
+    `groups` are the batch's, in its order; where they are of several tasks, each one's mean reward is `reward/<task>`.
     """
     batch = reservation.trajectories
+    group_of = dict(zip(reservation.groups, groups, strict=True))
     ages = np.array([reservation.step - t.oldest_version for t in batch])
-    rewards = np.array([t.reward for t in batch])
-    tokens = sum(t.length for t in batch)
+    completions = np.array([t.length for t in batch])
+    lengths = np.array(total_lengths(reservation, groups))
     metrics = {
-        "reward": float(rewards.mean()),
-        "age_mean": float(ages.mean()),
-        "age_max": float(ages.max()),
-        "tokens_per_sec": tokens / timing.step if timing.step > 0 else 0.0,
-        "step_time": timing.step,
-        "wait_time": timing.wait,
-        "train_time": timing.train,
-        "refit_time": timing.refit,
-        "mean_gen_tokens_per_sample": tokens / len(batch),
+        "reward": float(np.mean([t.reward for t in batch])),
+        "avg_trajectory_age": float(ages.mean()),
+        "max_trajectory_age": float(ages.max()),
+        "mean_prompt_length": float((lengths - completions).mean()),
+        "mean_gen_tokens_per_sample": float(completions.mean()),
+        "min_gen_tokens_per_sample": float(completions.min()),
+        "max_gen_tokens_per_sample": float(completions.max()),
+        "mean_total_tokens_per_sample": float(lengths.mean()),
+        "total_num_tokens": float(lengths.sum()),
         "truncation_rate": truncated / len(batch),
     }
-    task_of = dict(zip(reservation.groups, tasks, strict=True))
-    if len(set(tasks)) > 1:
-        for task in sorted(set(tasks)):
-            mine = [t.reward for t in batch if task_of[t.group_id] == task]
+    tasks = {group.task_name for group in groups}
+    if len(tasks) > 1:
+        for task in sorted(tasks):
+            mine = [t.reward for t in batch if group_of[t.group_id].task_name == task]
             metrics[f"reward/{task}"] = float(np.mean(mine))
     return metrics
+
+
+def total_lengths(reservation: Reservation, groups: Sequence[Group]) -> list[int]:
+    """Tokens of prompt and completion of each trajectory of a batch."""
+    prompts = {group.id: group.prompt_token_ids.size for group in groups}
+    return [prompts[t.group_id] + t.length for t in reservation.trajectories]
 
 
 def sampling_metrics(reservation: Reservation, generation_batch: float) -> dict[str, float]:

@@ -137,7 +137,7 @@ def read(folder: Path) -> Evidence:
         checkpoints=tuple(sorted(map(_checkpoint, (folder / "archive").glob("step_*")), key=lambda c: c.version)),
         lineage=tuple(sorted(map(_lineage, (folder / "lineage").glob("step_*.jsonl.gz")), key=lambda b: b.step)),
         lines=tuple(
-            Line(line["kind"], line["step"], line["timeline"], line["time"], line["metrics"].get("age_max"))
+            Line(line["kind"], line["step"], line["timeline"], line["time"], line["metrics"].get("max_trajectory_age"))
             for line in _lines(folder / "metrics.jsonl")
         ),
         observed=tuple(_observed(line, problems) for line in _lines(folder / "observed.jsonl")),

@@ -292,7 +292,7 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
             "exits": [{"name": "trainer", "code": 0, "by_us": False, "last_words": "", "time": 9.0}],
         },
         "problems.jsonl": {"input": "1+2", "output": "0", "mood": "fine"},
-        "metrics.jsonl": {"kind": "train", "step": 0, "timeline": "t", "time": 3.0, "metrics": {"age_max": 0.0}},
+        "metrics.jsonl": {"kind": "train", "step": 0, "timeline": "t", "time": 3.0, "metrics": {"max_trajectory_age": 0.0}},
         "observed.jsonl": {
             "timeline": "t", "incarnation": "s", "step": 0,
             "groups": [{"id": "e0-train-0", "order": 0, "trajectories": [

@@ -68,7 +68,7 @@ def audit(run: Path, arguments: Sequence[str], steps: int) -> None:
             assert len(groups) == len(set(groups)) == batch, f"step {step}"
     train = {line["step"]: line["metrics"] for line in journal(run) if line["kind"] == "train"}
     assert sorted(train) == list(range(steps))
-    assert all(metrics["age_max"] <= config.algorithm.max_age for metrics in train.values())
+    assert all(metrics["max_trajectory_age"] <= config.algorithm.max_age for metrics in train.values())
 
 
 def leftovers(folder: Path) -> list[str]:

@@ -125,7 +125,7 @@ async def test_law_2_age_mask_trains_on_the_tokens_that_are_young_enough(
         assert metrics["total_valid_tokens"] + metrics["masked_tokens"] == tokens
     assert any(metrics["masked_tokens"] for metrics in train.values())
     assert (await replay.bias())["masked"].tokens == sum(metrics["masked_tokens"] for metrics in train.values())
-    assert max(metrics["age_max"] for metrics in train.values()) > trainer.config.algorithm.max_age
+    assert max(metrics["max_trajectory_age"] for metrics in train.values()) > trainer.config.algorithm.max_age
 
 
 class UnevenReplica(SmallReplica):

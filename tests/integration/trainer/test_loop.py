@@ -141,7 +141,7 @@ def check_history(trainer: Trainer, steps: int = STEPS) -> list[str]:
     lines = surviving(trainer.journal())
     train = [line for line in lines if line.kind == "train"]
     assert [line.step for line in train] == list(range(steps)), trainer.said()
-    assert all(line.metrics["age_max"] <= trainer.config.algorithm.max_age for line in train)
+    assert all(line.metrics["max_trajectory_age"] <= trainer.config.algorithm.max_age for line in train)
     checkpoints = trainer.checkpoints()
     ledger: dict[int, list[str]] = {}
     for version in checkpoints.published():
@@ -205,7 +205,7 @@ async def test_a_run_trains_every_step_and_leaves_metrics_checkpoints_and_a_curv
     assert (trainer.config.run_folder / "curve.png").read_bytes().startswith(b"\x89PNG")
     published = [(kind, step) for _, kind, step, _ in await replay.metrics()]
     assert published.count(("train", 3)) == 1
-    wanted = "reward loss grad_norm lr age_mean age_max tokens_per_sec step_time wait_time train_time refit_time"
+    wanted = "reward loss grad_norm lr avg_trajectory_age max_trajectory_age performance/train_fp_utilization"
     wanted += " total_valid_tokens mean_gen_tokens_per_sample truncation_rate token_mult_prob_error gen_kl_error"
     wanted += " sampling_importance_ratio approx_entropy probs_ratio kl_penalty"
     assert set(wanted.split()) <= trainer.journal()[-2].metrics.keys() | trainer.journal()[-1].metrics.keys()

@@ -13,7 +13,7 @@ def picture() -> Picture:
     picture = Picture(run_id="adder", max_steps=30)
     picture.take("1-0", "validation", 0, {"accuracy": 0.37})
     for step in range(4):
-        picture.take(f"2-{step}", "train", step, {"reward": 0.5 + step / 10, "age_mean": 1.0, "tokens_per_sec": 900.0})
+        picture.take(f"2-{step}", "train", step, {"reward": 0.5 + step / 10, "avg_trajectory_age": 1.0, "performance/tokens_per_sec": 900.0})
     picture.services = [ServiceLine("rollout-1", "ready", 2, "weights 3, 8 groups")]
     picture.counts = {"queued": 7, "failed": 0}
     return picture
@@ -67,7 +67,7 @@ def test_the_plain_view_says_each_change_of_state_once_and_no_refit() -> None:
     for state in ("starting", "starting", "ready", UPDATING, "ready", "restarting"):
         now.services = [ServiceLine("rollout-1", state, 0, "")]
         view.show(now)
-    view.metrics("train", 3, {"reward": 0.5, "age_mean": 1.0, "tokens_per_sec": 900.0, "step_time": 1.5})
+    view.metrics("train", 3, {"reward": 0.5, "avg_trajectory_age": 1.0, "performance/tokens_per_sec": 900.0, "timing/train/total_step_time": 1.5})
     view.metrics("validation", 5, {"accuracy": 0.9})
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
         "rollout-1: starting",

@@ -19,7 +19,7 @@ from services.trainer.checkpoint import State
 from services.trainer.feeder import Demand, Feed, next_feed
 from services.trainer.ledger import Ledger, Orders, orders_of
 from services.trainer.loop import check_batch
-from services.trainer.metrics import Gauges, Journal, Line, Timing, batch_metrics, sampling_metrics, surviving
+from services.trainer.metrics import Gauges, Journal, Line, batch_metrics, sampling_metrics, surviving, total_lengths
 from services.trainer.patience import Patience
 from services.trainer.plot import draw_curve
 from services.trainer.start import Restore, Rewind, Standing, choose_start, lost_writes
@@ -251,11 +251,15 @@ def test_every_trajectory_goes_to_one_rank_with_its_own_advantage() -> None:
 
 
 def test_batch_metrics_say_what_the_batch_was_like() -> None:
-    metrics = batch_metrics(reservation("a", "b"), ["sums", "words"], truncated=1.0, timing=Timing(2.0, 0.5, 1.0, 0.25))
+    batch, groups = reservation("a", "b"), [group("a", task="sums"), group("b", task="words")]
+    metrics = batch_metrics(batch, groups, truncated=1.0)
     assert metrics["reward"] == 0.5
     assert metrics["reward/sums"] == 0.5
-    assert (metrics["age_mean"], metrics["age_max"]) == (1.0, 1.0)
-    assert metrics["tokens_per_sec"] == (1 + 2 + 11 + 12) / 2.0
+    assert (metrics["avg_trajectory_age"], metrics["max_trajectory_age"]) == (1.0, 1.0)
+    prompt = groups[0].prompt_token_ids.size
+    assert metrics["mean_prompt_length"] == prompt
+    assert metrics["total_num_tokens"] == 1 + 2 + 11 + 12 + 4 * prompt == sum(total_lengths(batch, groups))
+    assert (metrics["min_gen_tokens_per_sample"], metrics["max_gen_tokens_per_sample"]) == (1, 12)
     assert metrics["truncation_rate"] == 0.25
 
 
