@@ -1,4 +1,4 @@
-"""Micro-batches: samples sorted by length, padded on the right, with only the tokens that count picked out."""
+"""What a rank trains on: samples, what is wrong with one, and how a batch is split over the ranks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from headrace.trajectory import Float32, Int32, Span, UInt8
+from services.trainer.rows import TokenSequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,29 +31,14 @@ class Sample:
         return self.prompt_token_ids.size + self.completion_token_ids.size
 
     @property
+    def tokens(self) -> TokenSequence:
+        """As rows take it: the tokens that count are those of the policy."""
+        return TokenSequence(self.prompt_token_ids, self.completion_token_ids, self.loss_mask)
+
+    @property
     def weight(self) -> float:
         """Sum of the token weights M: what the sample adds to T."""
         return float(self.loss_mask.sum()) * self.loss_multiplier
-
-
-@dataclasses.dataclass(frozen=True)
-class MicroBatch:
-    """B padded rows and the N tokens of them that count.
-
-    `input_ids` [B, S] int64, padded on the right: under a causal mask no token sees the padding, so it needs no mask of its
-    own. Per counted token, [N]: `positions` int64, where in the flattened [B * S] its logits lie (one place before the
-    token); `targets` int64; `gen`, `advantages` and `mask` (loss mask times loss multiplier) float32.
-    """
-
-    input_ids: Tensor
-    positions: Tensor
-    targets: Tensor
-    gen: Tensor
-    advantages: Tensor
-    mask: Tensor
-
-    def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(**{f.name: getattr(self, f.name).to(device) for f in dataclasses.fields(self)})
 
 
 def mask_old_tokens(loss_mask: UInt8, spans: Sequence[Span], oldest: int) -> UInt8:
@@ -87,44 +71,6 @@ def problem_with(sample: Sample) -> str | None:
     return None
 
 
-def micro_batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
-    """Samples that have a token that counts, longest first, at most `size` together: little padding, memory's peak at once."""
-    counted = sorted((s for s in samples if s.weight > 0), key=lambda s: s.length, reverse=True)
-    return [counted[i : i + size] for i in range(0, len(counted), size)]
-
-
-def pad(samples: Sequence[Sample]) -> MicroBatch:
-    """One micro-batch. No samples make a batch of one padding token that counts nothing, for a rank that only keeps pace."""
-    width = max((s.length for s in samples), default=1)
-    input_ids = np.zeros((max(len(samples), 1), width), dtype=np.int64)
-    positions, targets, gen, advantages, mask = [], [], [], [], []
-    for row, sample in enumerate(samples):
-        prompt = sample.prompt_token_ids.size
-        input_ids[row, :prompt] = sample.prompt_token_ids
-        input_ids[row, prompt : sample.length] = sample.completion_token_ids
-        counted = np.flatnonzero(sample.loss_mask)
-        positions.append(row * width + prompt - 1 + counted)
-        targets.append(sample.completion_token_ids[counted])
-        gen.append(sample.behaviour_logprobs[counted])
-        advantages.append(np.full(counted.size, sample.advantage))
-        mask.append(np.full(counted.size, sample.loss_multiplier))
-    return MicroBatch(
-        torch.from_numpy(input_ids),
-        _flat(positions, np.int64),
-        _flat(targets, np.int64),
-        _flat(gen, np.float32),
-        _flat(advantages, np.float32),
-        _flat(mask, np.float32),
-    )
-
-
-def probe_batch(token_ids: Int32) -> MicroBatch:
-    """The batch that asks for the log-probability of every token but the first."""
-    first, rest = token_ids[:1], token_ids[1:]
-    ones = np.ones(rest.size, dtype=np.uint8)
-    return pad([Sample(first, rest, np.zeros(rest.size, dtype=np.float32), ones, 0.0, 1.0)])
-
-
 def split_across_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Indices for each rank: counts differ by at most one, lengths are dealt longest first, back and forth."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -132,7 +78,3 @@ def split_across_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
         turn, seat = divmod(place, ranks)
         shares[seat if turn % 2 == 0 else ranks - 1 - seat].append(index)
     return [sorted(share) for share in shares]
-
-
-def _flat(parts: list[np.ndarray], dtype: type) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.empty(0, dtype), *parts]).astype(dtype))

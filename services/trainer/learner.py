@@ -29,6 +29,8 @@ from services.trainer.batch import Sample
 from services.trainer.checkpoint import cannot_write
 from services.trainer.loss import EXTREMES, MEANS, LossParts, TokenLogprobs, clipped_policy_loss
 from services.trainer.policy import Policy, load_tokenizer
+from services.trainer.projection import Warp
+from services.trainer.rows import Layout, MicroBatch, TokenSequence, build, join, plan
 
 __all__ = ["Learner", "Sample"]
 
@@ -53,11 +55,15 @@ class Learner:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self.version = 0
         self.tokenizer = load_tokenizer(config)
+        self._layout = Layout.of(config.policy, training=True)
+        self._warp = Warp.of(config.policy.generation)
         self._policy = Policy(config, checkpoint / "policy" if checkpoint else None)
         penalised = config.loss_fn.reference_policy_kl_penalty > 0
         self._reference = Policy(config, trainable=False) if penalised else None
         arguments = config.policy.optimizer.kwargs
-        self._optimizer = torch.optim.AdamW(self._policy.model.parameters(), **arguments.model_dump(), fused=True)
+        self._optimizer = torch.optim.AdamW(
+            self._policy.model.parameters(), **{**arguments.model_dump(), "fused": not arguments.foreach}
+        )
         if checkpoint:
             self._load_training_state(checkpoint / "training")
 
@@ -87,9 +93,10 @@ class Learner:
 
     def probe(self, token_ids: Int32) -> Float32:
         """Log-probabilities [L - 1] of `token_ids[1:]` given what precedes each, at temperature 1, under the weights as they are."""
+        whole = TokenSequence(token_ids[:1], token_ids[1:], np.ones(token_ids.size - 1, np.uint8))
+        rows = build([whole], MicroBatch((((0,),),)), self._layout).to(self._policy.device)
         with torch.no_grad():
-            logprobs = self._policy.logprobs(batches.probe_batch(token_ids).to(self._policy.device))
-        return logprobs.cpu().numpy()
+            return self._policy.logprobs(rows, Warp()).curr.cpu().numpy()
 
     def weight_metadata(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Name in a Hugging Face checkpoint, dtype and full shape of every weight, in the order of `iter_weights`."""
@@ -143,7 +150,7 @@ class Learner:
         if "optimizer" in state:
             set_optimizer_state_dict(self._policy.model, self._optimizer, state["optimizer"])  # type: ignore[arg-type]
             for group in self._optimizer.param_groups:  # the configuration may have changed since
-                group.update(self._config.policy.optimizer.kwargs.model_dump())
+                group.update(self._config.policy.optimizer.kwargs.model_dump(exclude={"fused", "foreach"}))
 
     def _gradients(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Gradients of the loss on every parameter, not clipped; the metrics of the step they are for."""
@@ -160,10 +167,14 @@ class Learner:
 
     def _accumulate(self, samples: Sequence[Sample], tokens: float) -> tuple[dict[str, float], dict[str, float]]:
         """Gradients of the global loss on every parameter; global means and extremes."""
-        own = batches.micro_batches(samples, self._config.policy.train_micro_batch_size)
+        sequences = [sample.tokens for sample in samples if sample.weight > 0]
+        counted = [sample for sample in samples if sample.weight > 0]
+        own = plan(sequences, self._layout)
         # every pass is a collective under FSDP: ranks with fewer micro-batches keep pace with empty ones
         rounds = int(self._reduce(torch.tensor([float(len(own))]), dist.ReduceOp.MAX)[0])
-        parts = [self._backward(own[i] if i < len(own) else [], tokens) for i in range(max(rounds, 1))]
+        parts = [
+            self._backward(counted, own[i] if i < len(own) else MicroBatch(), tokens) for i in range(max(rounds, 1))
+        ]
         means = self._reduce(torch.stack([p.means for p in parts]).sum(0), dist.ReduceOp.SUM)
         extremes = torch.stack([p.extremes for p in parts])
         low = self._reduce(extremes[:, 0::2].amin(0), dist.ReduceOp.MIN).tolist()
@@ -173,20 +184,28 @@ class Learner:
         finite = [x if tokens > 0 else -1.0 for x in values]
         return dict(zip(MEANS, means.tolist(), strict=True)), dict(zip(EXTREMES, finite, strict=True))
 
-    def _backward(self, samples: Sequence[Sample], tokens: float) -> LossParts:
+    def _backward(self, samples: Sequence[Sample], batch: MicroBatch, tokens: float) -> LossParts:
         """Add the gradients of one micro-batch."""
-        loss_fn, temperature = self._config.loss_fn, self._config.policy.generation.temperature
-        batch = batches.pad(samples).to(self._policy.device)
+        loss_fn = self._config.loss_fn
+        rows = build([sample.tokens for sample in samples], batch, self._layout).to(self._policy.device)
+        gen, advantages, mask = (
+            torch.from_numpy(join(batch, arrays)).float().to(self._policy.device)
+            for arrays in (
+                [s.behaviour_logprobs[s.loss_mask > 0] for s in samples],
+                [np.full(s.tokens.policy_tokens, s.advantage) for s in samples],
+                [np.full(s.tokens.policy_tokens, s.loss_multiplier) for s in samples],
+            )
+        )
         ref = None
         if self._reference:
             with torch.no_grad():
-                ref = self._reference.logprobs(batch, temperature)
-        curr = self._policy.logprobs(batch, temperature)
+                ref = self._reference.logprobs(rows, self._warp.unfiltered).curr
+        curr = self._policy.logprobs(rows, self._warp).curr
         # one optimizer step a batch: the log-probabilities at the start of the step are those of this very pass
         start = curr.detach()
-        prev = batch.gen if loss_fn.prev_logprobs_source == "generation" else start
-        logprobs = TokenLogprobs(curr, prev, batch.gen, ref, start)
-        parts = clipped_policy_loss(loss_fn, logprobs, batch.advantages, batch.mask, tokens)
+        prev = gen if loss_fn.prev_logprobs_source == "generation" else start
+        logprobs = TokenLogprobs(curr, prev, gen, ref, start)
+        parts = clipped_policy_loss(loss_fn, logprobs, advantages, mask, tokens)
         (parts.loss * self._ranks).backward()  # FSDP averages over ranks; the loss is a sum
         return parts
 
@@ -230,7 +249,8 @@ class Learner:
         guilty = []
         for rank, count in enumerate(counts):
             for index in range(count):
-                parts = self._backward([samples[index]] if rank == self._rank else [], tokens)
+                batch = MicroBatch((((index,),),)) if rank == self._rank else MicroBatch()
+                parts = self._backward(samples, batch, tokens)
                 alone = float(self._reduce(parts.loss.detach().double(), dist.ReduceOp.SUM))
                 if not (math.isfinite(alone) and math.isfinite(self._gradient_norm())):
                     guilty.append(f"sample {index} of rank {rank}")

@@ -20,10 +20,12 @@ from transformers import (
 )
 
 from headrace.errors import ServiceError
-from services.trainer.batch import Sample, pad
+from services.trainer.batch import Sample
 from services.trainer.learner import Learner
 from services.trainer.loss import TokenLogprobs, clipped_policy_loss
 from services.trainer.policy import Policy
+from services.trainer.projection import Warp
+from services.trainer.rows import Layout, MicroBatch, Rows, build
 
 SMALL: dict[str, Any] = {
     "vocab_size": 20,
@@ -53,6 +55,12 @@ def architectures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+def rows(batch: list[Sample]) -> Rows:
+    """One micro-batch of all of `batch`, in its order."""
+    layout = Layout(mode="padded", sequences=64, tokens=None, algorithm="", multiple=1, share_prompts=False)
+    return build([s.tokens for s in batch], MicroBatch(tuple(((i,),) for i in range(len(batch)))), layout)
+
+
 def plain_logprobs(folder: Path, sample: Sample, temperature: float) -> torch.Tensor:
     """Every completion token's log-probability from a forward of the whole sequence alone, with all its logits."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -80,7 +88,7 @@ def test_logprobs_equal_a_plain_transformers_forward(
 ) -> None:
     batch = samples(6)
     with torch.no_grad():
-        found = Policy(config(architectures[name])).logprobs(pad(batch), temperature)
+        found = Policy(config(architectures[name])).logprobs(rows(batch), Warp(temperature)).curr
     expected = torch.cat(
         [plain_logprobs(architectures[name], s, temperature)[torch.from_numpy(s.loss_mask).bool()] for s in batch]
     )
@@ -99,12 +107,14 @@ def test_probe_equals_a_full_forward_at_temperature_one(tiny_model: Path) -> Non
 
 def test_only_positions_that_count_go_through_the_vocabulary_projection(tiny_model: Path) -> None:
     policy = Policy(config(tiny_model))
-    rows = []
-    policy.model.get_output_embeddings().register_forward_hook(lambda *hook: rows.append(hook[2].shape[0]))
+    projected = []
+    policy.model.get_output_embeddings().register_forward_hook(
+        lambda *hook: projected.append(hook[2].shape[:-1].numel())
+    )
     batch = samples(6)
     with torch.no_grad():
-        policy.logprobs(pad(batch))
-    assert rows == [sum(int(s.loss_mask.sum()) for s in batch)]
+        policy.logprobs(rows(batch), Warp())
+    assert projected == [sum(int(s.loss_mask.sum()) for s in batch)]
 
 
 def test_a_preference_is_learnt_and_the_loss_falls(tiny_model: Path) -> None:
@@ -140,17 +150,19 @@ def test_gradient_is_that_of_the_loss_over_the_whole_batch(tiny_model: Path, sou
     metrics = Learner(settings).step(batch)
 
     policy = Policy(settings)
-    whole = pad(batch)
-    curr = policy.logprobs(whole)
-    with torch.no_grad():
-        prev = policy.logprobs(whole) if source == "recompute" else whole.gen
-    logprobs = TokenLogprobs(curr, prev, whole.gen)
-    parts = clipped_policy_loss(settings.loss_fn, logprobs, whole.advantages, whole.mask, float(whole.mask.sum()))
+    whole, own = rows(batch), [s.loss_mask > 0 for s in batch]
+    gen = torch.from_numpy(np.concatenate([s.behaviour_logprobs[m] for s, m in zip(batch, own, strict=True)]))
+    advantages = torch.tensor([s.advantage for s in batch])[whole.sequence]
+    mask = torch.tensor([s.loss_multiplier for s in batch])[whole.sequence]
+    curr = policy.logprobs(whole, Warp()).curr
+    prev = curr.detach() if source == "recompute" else gen
+    logprobs = TokenLogprobs(curr, prev, gen)
+    parts = clipped_policy_loss(settings.loss_fn, logprobs, advantages, mask, float(mask.sum()))
     parts.loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in policy.model.parameters()])
     assert metrics["loss"] == pytest.approx(parts.loss.item(), abs=1e-6)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-    assert metrics["total_valid_tokens"] == float(whole.mask.sum())
+    assert metrics["total_valid_tokens"] == float(mask.sum())
 
 
 @pytest.mark.parametrize("size", [1, 3, 64])

@@ -2,7 +2,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,9 +9,6 @@ from headrace.trajectory import Span
 from services.trainer.batch import (
     Sample,
     mask_old_tokens,
-    micro_batches,
-    pad,
-    probe_batch,
     problem_with,
     split_across_ranks,
 )
@@ -29,18 +25,6 @@ def sample(prompt: list[int], completion: list[int], mask: list[int] | None = No
     )
 
 
-def test_rows_are_padded_on_the_right_and_only_counted_tokens_are_picked() -> None:
-    batch = pad([sample([1, 2], [3, 4, 5], [1, 0, 1]), sample([6], [7], multiplier=0.5)])
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]
-    # each token is predicted one place before it
-    assert batch.positions.tolist() == [1, 3, 5]
-    assert batch.targets.tolist() == [3, 5, 7]
-    assert batch.gen.tolist() == [-1, -3, -1]
-    assert batch.advantages.tolist() == [2.5] * 3
-    assert batch.mask.tolist() == [1, 1, 0.5]
-    assert batch.gen.dtype == batch.mask.dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     ("oldest", "expected"), [(2, [1, 0, 1, 1, 1]), (3, [0, 0, 1, 1, 1]), (4, [0, 0, 0, 1, 1]), (6, [0] * 5)]
 )
@@ -52,39 +36,7 @@ def test_law_2_tokens_over_age_leave_the_loss_and_its_token_count(oldest: int, e
     assert young.tolist() == expected
     masked = sample([1, 2], [3, 4, 5, 6, 7], expected)
     assert masked.weight == sum(expected)
-    assert pad([masked]).targets.tolist() == [
-        token for token, counts in zip([3, 4, 5, 6, 7], expected, strict=True) if counts
-    ]
-
-
-def test_an_empty_batch_keeps_pace_and_counts_nothing() -> None:
-    batch = pad([])
-    assert batch.input_ids.shape == (1, 1)
-    assert batch.positions.numel() == batch.mask.numel() == 0
-
-
-def test_probe_asks_for_every_token_but_the_first() -> None:
-    batch = probe_batch(np.array([5, 6, 7], np.int32))
-    assert batch.input_ids.tolist() == [[5, 6, 7]]
-    assert batch.positions.tolist() == [0, 1]
-    assert batch.targets.tolist() == [6, 7]
-
-
-lengths = st.lists(st.integers(1, 30), max_size=20)
-
-
-@given(lengths=lengths, size=st.integers(1, 6))
-def test_micro_batches_hold_every_counted_sample_once_longest_first(lengths: list[int], size: int) -> None:
-    samples = [sample([1], [2] * n) for n in lengths]
-    found = micro_batches(samples, size)
-    flat = [s for batch in found for s in batch]
-    assert sorted(map(id, flat)) == sorted(map(id, samples))
-    assert [s.length for s in flat] == sorted((s.length for s in samples), reverse=True)
-    assert all(0 < len(batch) <= size for batch in found)
-
-
-def test_samples_without_a_token_that_counts_cost_no_pass() -> None:
-    assert micro_batches([sample([1], [2, 3], [0, 0]), sample([1], [2], multiplier=0.0)], 4) == []
+    assert masked.tokens.policy.tolist() == expected
 
 
 @given(lengths=st.lists(st.integers(1, 500), max_size=40), ranks=st.integers(1, 5))
