@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from headrace.config.inherit import merge
 from headrace.config.interpolate import MISSING, Keys
 
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
@@ -31,7 +32,8 @@ def evaluate(
     problems = [_problem(keys, text, error) for keys, text in expressions.items() if (error := _unreadable(text))]
     if problems:
         return {}, problems
-    whole = OmegaConf.merge(OmegaConf.create(dict(defaults)), OmegaConf.create(values))
+    # not OmegaConf's merge: a single data set may be given as a mapping where the default is a list
+    whole = OmegaConf.create(merge(dict(defaults), values))
     results: dict[Keys, Any] = {}
     for keys, text in expressions.items():
         try:

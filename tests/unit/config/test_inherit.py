@@ -193,6 +193,15 @@ def test_a_key_that_no_file_gives_has_its_default(tmp_path: Path) -> None:
     assert loaded(path).policy.generation.max_new_tokens == Config().policy.max_total_sequence_length - 2
 
 
+def test_a_single_data_set_that_is_no_list_stands_beside_interpolations(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        run="grpo: {max_val_samples: '${data.train.size}'}\nenv: {math: {}}\n"
+        "data: {train: {dataset_name: arithmetic, size: 40, env_name: math}}",
+    )
+    assert loaded(path).algorithm.max_val_samples == 40
+
+
 def test_sections_and_lists_can_be_referred_to_whole(tmp_path: Path) -> None:
     path = write(
         tmp_path,
