@@ -1,0 +1,190 @@
+"""Every recipe in `examples/*_arithmetic.yaml` as `headrace up` runs it, with several seeds: accuracy against steps, in one picture.
+
+    python -m benchmarks.recipes --model models/tiny [--seeds 3] [--recipe NAME …] [--jobs 1] [--out FOLDER] [KEY=VALUE …]
+
+Each run is the whole pipeline with the recipe's own steps, sizes and age bound; only the seed, the model's path and the ports are set, and
+whatever KEY=VALUE says. What has been measured is kept in `recipes.json` in FOLDER; a run found there is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.peer import free_port, run
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+BASE = "grpo"  # the recipe that the others build on
+REWARD, ACCURACY = "#4477aa", "#cc6677"
+COLUMNS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """One run: (step, mean training reward) and (version, greedy accuracy on the held-out problems)."""
+
+    recipe: str
+    seed: int
+    rewards: tuple[tuple[int, float], ...]
+    accuracies: tuple[tuple[int, float], ...]
+
+    def line(self) -> str:
+        (_, first), (last, end) = self.accuracies[0], self.accuracies[-1]
+        return f"{self.recipe}, seed {self.seed}: held-out accuracy {first:.2f} -> {end:.2f} at step {last}"
+
+
+def recipes() -> dict[str, Path]:
+    """Configurations by the recipe's name, the base first."""
+    others = sorted(EXAMPLES.glob("*_arithmetic.yaml"))
+    return {
+        BASE: EXAMPLES / "arithmetic_tiny.yaml",
+        **{path.stem.removesuffix("_arithmetic"): path for path in others},
+    }
+
+
+def main() -> None:
+    known = recipes()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="what `headrace model tiny` wrote")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--recipe", action="append", choices=list(known), help="only this one; may be given several times"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="pipelines at a time, about two cores each")
+    parser.add_argument("--out", type=Path, default=Path("runs") / "recipes")
+    parser.add_argument("override", nargs="*", metavar="KEY=VALUE", help="changes every run")
+    arguments = parser.parse_args()
+    if not (arguments.model / "config.json").is_file():
+        parser.error(
+            f"--model {arguments.model}: no model there; make one with `headrace model tiny {arguments.model}`"
+        )
+    console = Console()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    kept = arguments.out / "recipes.json"
+    curves = read(kept)
+    done = {(curve.recipe, curve.seed) for curve in curves}
+    chosen = arguments.recipe or list(known)
+    # seed by seed: an interrupted benchmark has something of every recipe
+    wanted = [(name, seed) for seed in range(arguments.seeds) for name in chosen if (name, seed) not in done]
+    with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+        running = [
+            pool.submit(measure, name, known[name], arguments.model, seed, arguments.override) for name, seed in wanted
+        ]
+        for future in concurrent.futures.as_completed(running):
+            curves.append(future.result())
+            console.print(curves[-1].line())
+            kept.write_text(json.dumps([dataclasses.asdict(curve) for curve in curves]))
+            draw(curves, arguments.out / "recipes.png")
+    console.print(table(curves))
+    console.print(f"picture: {arguments.out / 'recipes.png'}")
+
+
+def read(path: Path) -> list[Curve]:
+    if not path.exists():
+        return []
+    return [
+        Curve(c["recipe"], c["seed"], _pairs(c["rewards"]), _pairs(c["accuracies"]))
+        for c in json.loads(path.read_text())
+    ]
+
+
+def _pairs(values: Iterable[Sequence[float]]) -> tuple[tuple[int, float], ...]:
+    return tuple((int(step), float(value)) for step, value in values)
+
+
+def measure(recipe: str, config: Path, model: Path, seed: int, overrides: Sequence[str]) -> Curve:
+    section = "ppo" if recipe in ("ppo", "vapo") else "grpo"
+    with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder:
+        words = [
+            f"run.dir={folder}",
+            "run.id=recipe",
+            f"policy.model_name={model}",
+            f"{section}.seed={seed}",
+            "checkpointing.save_period=1000000",
+            f"replay.redis_port={free_port()}",
+            "replay.port=0",
+            f"reward.port={free_port()}",
+            *overrides,
+        ]
+        run([sys.executable, "-m", "headrace.cli", "up", str(config), *words], dict(os.environ))
+        journal = (Path(folder) / "recipe" / "metrics.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in journal]
+    return Curve(
+        recipe,
+        seed,
+        _pairs((line["step"], line["metrics"]["reward"]) for line in lines if line["kind"] == "train"),
+        _pairs((line["step"], line["metrics"]["accuracy"]) for line in lines if line["kind"] == "validation"),
+    )
+
+
+def draw(curves: Sequence[Curve], path: Path) -> None:
+    """A panel a recipe: each seed pale, the mean of the seeds strong."""
+    names = [name for name in recipes() if any(curve.recipe == name for curve in curves)]
+    rows = -(-len(names) // COLUMNS)
+    figure = Figure(figsize=(4 * COLUMNS, 3 * rows), dpi=130, layout="constrained")
+    panels = figure.subplots(rows, COLUMNS, sharey=True, squeeze=False).ravel()
+    for name, axes in zip(names, panels, strict=False):
+        panel(axes, name, [curve for curve in curves if curve.recipe == name])
+    for axes in panels[len(names) :]:
+        axes.set_visible(False)
+    panels[0].legend(loc="lower right", frameon=False, fontsize=9)
+    figure.savefig(path)
+
+
+def panel(axes: Axes, name: str, mine: Sequence[Curve]) -> None:
+    for curve in mine:
+        axes.plot(*zip(*curve.rewards, strict=True), color=REWARD, lw=0.7, alpha=0.3)
+        axes.plot(*zip(*curve.accuracies, strict=True), color=ACCURACY, lw=0.7, alpha=0.3)
+    axes.plot(*mean([curve.rewards for curve in mine]), color=REWARD, lw=1.5, label="training reward")
+    axes.plot(
+        *mean([curve.accuracies for curve in mine]), color=ACCURACY, lw=2, marker="o", ms=3, label="held-out accuracy"
+    )
+    axes.set_title(f"{name.replace('_', ' ')} ({len(mine)} seeds)", loc="left", fontsize=11)
+    axes.set_ylim(0, 1.05)
+    axes.set_xlabel("step", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#dddddd", lw=0.8)
+    axes.set_axisbelow(True)
+
+
+def mean(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list[float]]:
+    """Of the steps that every seed has."""
+    by_step = [dict(curve) for curve in curves]
+    shared = sorted(set(by_step[0]).intersection(*by_step[1:]))
+    return shared, [statistics.fmean(curve[step] for curve in by_step) for step in shared]
+
+
+def table(curves: Sequence[Curve]) -> Table:
+    made = Table(title="greedy accuracy on 400 held-out sums: mean and range over seeds", title_justify="left")
+    for heading in ("recipe", "seeds", "before", "step 10", "step 20", "end", "steps"):
+        made.add_column(heading, justify="left" if heading == "recipe" else "right")
+    for name in recipes():
+        mine = [curve for curve in curves if curve.recipe == name]
+        if not mine:
+            continue
+        at = [dict(curve.accuracies) for curve in mine]
+        last = max(at[0])
+        cells = [spread([curve[step] for curve in at if step in curve]) for step in (0, 10, 20, last)]
+        made.add_row(name, str(len(mine)), *cells, str(last))
+    return made
+
+
+def spread(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):.2f} ({min(values):.2f}-{max(values):.2f})" if values else "-"
+
+
+if __name__ == "__main__":
+    main()
