@@ -23,6 +23,8 @@ def show(config: ConfigArgument, overrides: Overrides = None) -> None:
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Exit with 0 if the configuration can be used, else say what is wrong with it."""
     loaded = load(config, overrides or ())
+    for warning in loaded.warnings:
+        typer.echo(f"warning: {warning}", err=True)
     typer.echo(f"{config}: valid; {age_bound(loaded)}")
 
 

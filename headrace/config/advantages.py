@@ -58,11 +58,11 @@ class RewardShaping(Section):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Keys that were given and do nothing, because `stop_properly_penalty_coef` is."""
+        """Keys with a value of their own that do nothing, because `stop_properly_penalty_coef` takes their place."""
         if not self.enabled or self.stop_properly_penalty_coef is None:
             return ()
         overlong = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
-        return tuple(key for key in overlong if key in self.model_fields_set and getattr(self, key) is not None)
+        return tuple(key for key in overlong if getattr(self, key) != type(self).model_fields[key].default)
 
 
 class AdvEstimator(Section):

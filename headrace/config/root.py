@@ -87,6 +87,16 @@ class Config(Section):
         return self.algorithm.reward_shaping.max_response_length or self.policy.max_total_sequence_length
 
     @property
+    def warnings(self) -> list[str]:
+        """What can be used, but hardly as it was meant: one line each."""
+        section = f"{self.algorithm.name}.reward_shaping"
+        return [
+            f"{section}.{key} does nothing: stop_properly_penalty_coef takes the place of the overlong penalty; leave one of the "
+            "two out"
+            for key in self.algorithm.reward_shaping.ignored
+        ]
+
+    @property
     def run_folder(self) -> Path:
         """Folder of this run. Raises if the run has no id yet (`headrace up` makes one before it starts anything)."""
         if self.run.id is None:

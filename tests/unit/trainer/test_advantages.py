@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.config.algorithm import RewardScaling
-from services.trainer.advantages import group_advantages, scale_rewards
+from services.trainer.advantages import group_advantages
 
 BOTH = pytest.mark.parametrize("leave_one_out", [False, True])
 
@@ -97,20 +96,3 @@ def test_order_within_a_group_does_not_matter(rewards: list[list[float]], seed: 
 def test_bad_rewards_are_refused(bad: np.ndarray) -> None:
     with pytest.raises(ValueError, match=r"shape|not finite"):
         group_advantages(bad, leave_one_out=False, normalize=True)
-
-
-def test_rewards_are_scaled_as_nemo_rl_does() -> None:
-    scaling = RewardScaling(enabled=True, source_min=0.0, source_max=2.0, target_min=-1.0, target_max=1.0)
-    found = scale_rewards(np.array([[-5.0, 0.0], [0.5, 2.0], [1.0, 7.0]]), scaling)
-    np.testing.assert_allclose(found, [[-1.0, -1.0], [-0.5, 1.0], [0.0, 1.0]])
-
-
-def test_rewards_stay_as_they_are_unless_scaling_is_turned_on() -> None:
-    rewards_ = np.array([[-5.0, 7.0]])
-    assert scale_rewards(rewards_, RewardScaling(source_max=2.0)) is rewards_
-
-
-@pytest.mark.parametrize(("key", "value"), [("source_max", 0.0), ("target_max", 0.0)])
-def test_a_scaling_that_maps_all_rewards_to_one_is_refused(key: str, value: float) -> None:
-    with pytest.raises(ValueError, match=key):
-        RewardScaling.model_validate({"enabled": True, key: value})

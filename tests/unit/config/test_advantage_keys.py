@@ -1,0 +1,142 @@
+"""Reward shaping, estimators and clips: what contradicts what is refused, naming both keys and a remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headrace.cli.app import app
+from headrace.config import Config, load
+from headrace.errors import ConfigError
+
+
+def check(tmp_path: Path, *overrides: str) -> Config:
+    path = tmp_path / "run.yaml"
+    path.write_text("run: {}\n")
+    return load(path, overrides, {})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["grpo.reward_scaling.source_max=0"], r"grpo.reward_scaling: source_min 0.0 is not below source_max 0.0"),
+        (["grpo.reward_scaling.target_max=0"], "target_min and target_max are both 0.0"),
+        (
+            ["grpo.adv_estimator.name=gae"],
+            r"grpo.adv_estimator.name: gae is an estimator of ppo; write a `ppo` section",
+        ),
+        (
+            ["ppo.adv_estimator.name=gdpo"],
+            r"ppo.adv_estimator.name: gdpo is an estimator of grpo; write a `grpo` section",
+        ),
+        (["grpo.adv_estimator.name=opd"], "opd: distillation needs a teacher policy, and this build has none"),
+        (["grpo.adv_estimator.name=gspo"], "'gspo' should be 'grpo'"),
+        (["grpo.adv_estimator.reward_weights=[1,2]"], r"reward_weights \[1.0, 2.0\] with name grpo: only gdpo weighs"),
+        (
+            ["grpo.adv_estimator.name=gdpo", "grpo.adv_estimator.reward_weights=[1,.inf]"],
+            r"reward_weights \[1.0, inf\] are not all finite",
+        ),
+        (
+            ["grpo.adv_estimator.minus_baseline=false"],
+            "minus_baseline false with name grpo: it is of reinforce_plus_plus",
+        ),
+        (["grpo.adv_estimator.kl_to_go=true"], "kl_to_go true with name grpo: it is of reinforce_plus_plus alone"),
+        (
+            ["grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.kl_to_go=true"],
+            "kl_to_go true without a KL penalty in the rewards: set loss_fn.use_kl_in_reward true",
+        ),
+        (
+            ["loss_fn.use_kl_in_reward=true"],
+            "loss_fn.use_kl_in_reward true with grpo.adv_estimator.name grpo, which has no rewards of tokens",
+        ),
+        (
+            ["loss_fn.use_kl_in_reward=true", "ppo.adv_estimator.name=raw_reward"],
+            "loss_fn.use_kl_in_reward true with ppo.adv_estimator.name raw_reward",
+        ),
+        (
+            ["ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.length_adaptive_alpha=0.05"],
+            "length_adaptive_alpha 0.05 with name raw_reward, which takes no lambda",
+        ),
+        (["ppo.adv_estimator.gae_lambda=1.5"], "ppo.adv_estimator.gae_lambda: 1.5 should be less than or equal to 1"),
+        (
+            [
+                "grpo.num_generations_per_prompt=1",
+                "grpo.use_leave_one_out_baseline=false",
+                "grpo.adv_estimator.use_leave_one_out_baseline=true",
+            ],
+            "num_generations_per_prompt 1 with grpo.use_leave_one_out_baseline true",
+        ),
+        (
+            ["grpo.advantage_clip_low=2", "grpo.advantage_clip_high=-2"],
+            r"grpo: advantage_clip_low 2.0 is not below advantage_clip_high -2.0",
+        ),
+        (
+            ["grpo.seq_logprob_error_threshold=0.5"],
+            "grpo.seq_logprob_error_threshold: 0.5 should be greater than or equal to 1",
+        ),
+        (
+            ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.overlong_buffer_length=600"],
+            "grpo.reward_shaping.overlong_buffer_length 600 is more than max_response_length 512",
+        ),
+        (
+            ["grpo.reward_shaping.stop_properly_penalty_coef=2"],
+            "stop_properly_penalty_coef: 2 should be less than or equal to 1",
+        ),
+    ],
+)
+def test_what_cannot_go_together_is_refused(tmp_path: Path, overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check(tmp_path, *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["grpo.num_generations_per_prompt=1", "grpo.adv_estimator.name=reinforce_plus_plus"],
+        ["grpo.num_generations_per_prompt=1", "grpo.adv_estimator.use_leave_one_out_baseline=false"],
+        [
+            "grpo.adv_estimator.name=reinforce_plus_plus",
+            "grpo.adv_estimator.kl_to_go=true",
+            "loss_fn.use_kl_in_reward=true",
+        ],
+        ["ppo.adv_estimator.name=gae", "loss_fn.use_kl_in_reward=true"],
+        ["grpo.adv_estimator.name=gdpo", "grpo.adv_estimator.reward_weights=[1,0.5]", "grpo.use_dynamic_sampling=true"],
+        # the overlong buffer is not in force
+        [
+            "grpo.reward_shaping.enabled=true",
+            "grpo.reward_shaping.overlong_buffer_length=600",
+            "grpo.reward_shaping.stop_properly_penalty_coef=0.5",
+        ],
+        ["grpo.reward_shaping.overlong_buffer_length=600"],
+        ["ppo.reward_shaping.enabled=true", "ppo.reward_shaping.overlong_buffer_length=512"],
+    ],
+)
+def test_what_can_go_together_is_taken(tmp_path: Path, overrides: list[str]) -> None:
+    check(tmp_path, *overrides)
+
+
+def test_the_overlong_limit_is_the_context_unless_it_is_given(tmp_path: Path) -> None:
+    assert check(tmp_path, "policy.max_total_sequence_length=700").max_response_length == 700
+    assert check(tmp_path, "grpo.reward_shaping.max_response_length=80").max_response_length == 80
+
+
+def test_keys_that_do_nothing_are_warned_of(tmp_path: Path) -> None:
+    on = "grpo.reward_shaping.enabled=true"
+    coefficient = "grpo.reward_shaping.stop_properly_penalty_coef=0.5"
+    buffer = "grpo.reward_shaping.overlong_buffer_penalty=2"
+    assert check(tmp_path, on, coefficient).warnings == []
+    assert check(tmp_path, on, buffer).warnings == []
+    assert check(tmp_path, on, coefficient, buffer).warnings == [
+        "grpo.reward_shaping.overlong_buffer_penalty does nothing: stop_properly_penalty_coef takes the place of the overlong "
+        "penalty; leave one of the two out"
+    ]
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "grpo: {reward_shaping: {enabled: true, stop_properly_penalty_coef: 0.5, overlong_buffer_penalty: 2}}"
+    )
+    said = CliRunner().invoke(app, ["config", "check", str(path)])
+    assert said.exit_code == 0
+    assert said.stderr.startswith("warning: grpo.reward_shaping.overlong_buffer_penalty does nothing")
+    assert "valid" in said.stdout

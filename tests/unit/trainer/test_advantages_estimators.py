@@ -1,0 +1,370 @@
+"""Advantages of tokens against float64 references written from the formulae, over random batches and their extremes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.config import Config
+from headrace.config.advantages import AdvEstimator, PPOAdvEstimator
+from headrace.config.loss import LossFn
+from headrace.errors import ServiceError
+from services.trainer.advantages import Needs, Settings, explained_variance, needs
+from services.trainer.tokens import Float64
+from tests.unit.trainer.advantage_cases import Batch, batches, episode
+
+NO_KL = LossFn()
+KL = {
+    kind: LossFn(use_kl_in_reward=True, reference_policy_kl_penalty=0.3, reference_policy_kl_type=kind)
+    for kind in ("k1", "k2", "k3")
+}
+LOSSES = pytest.mark.parametrize("loss_fn", [NO_KL, *KL.values()], ids=["no-kl", *KL])
+Tokens = list[list[float]]
+
+
+def kl(policy: float, ref: float, kind: str) -> float:
+    d = min(max(ref - policy, -20.0), 20.0)
+    value = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[kind]
+    return min(max(value, -10.0), 10.0)
+
+
+def penalties(batch: Batch, loss_fn: LossFn) -> Tokens:
+    """beta times the divergence of every token, 0 where rewards do not pay for it."""
+    beta = loss_fn.reference_policy_kl_penalty if loss_fn.use_kl_in_reward else 0.0
+    return [
+        [beta * kl(p, r, loss_fn.reference_policy_kl_type) for p, r in zip(e.start, e.ref, strict=True)]
+        for e in batch.episodes
+    ]
+
+
+def whitened(batch: Batch, tokens: Tokens, scale: Callable[[float, int], float]) -> Tokens:
+    """Each token minus the weighted mean, times `scale(biased variance, tokens that weigh anything)`."""
+    weighed = [(x, e.multiplier) for xs, e in zip(tokens, batch.episodes, strict=True) for x in xs if e.multiplier > 0]
+    if not weighed:
+        return tokens
+    total = math.fsum(w for _, w in weighed)
+    mean = math.fsum(x * w for x, w in weighed) / total
+    variance = math.fsum(w * (x - mean) ** 2 for x, w in weighed) / total
+    return [[(x - mean) * scale(variance, len(weighed)) for x in xs] for xs in tokens]
+
+
+def biased(variance: float, count: int) -> float:
+    return 1 / math.sqrt(max(variance, 1e-8))
+
+
+def unbiased(variance: float, count: int) -> float:
+    return 1 / math.sqrt(variance * (count / (count - 1) if count > 1 else 1) + 1e-8)
+
+
+def check(found: Sequence[Float64], expected: Tokens) -> None:
+    assert [len(x) for x in found] == [len(x) for x in expected]
+    flat = np.array([x for xs in expected for x in xs])
+    np.testing.assert_allclose(np.concatenate([np.empty(0), *found]), flat, rtol=1e-6, atol=1e-6)
+
+
+def against_group(values: Sequence[float], i: int, leave_one_out: bool, normalize: bool) -> float:
+    peers = [x for j, x in enumerate(values) if j != i or not leave_one_out]
+    baseline = math.fsum(peers) / len(peers) if len(set(peers)) > 1 else peers[0]
+    advantage = values[i] - baseline
+    if normalize and len(set(peers)) > 1:
+        std = math.sqrt(math.fsum((x - baseline) ** 2 for x in peers) / (len(peers) - 1))
+        advantage /= std + 1e-6
+    return advantage
+
+
+@settings(max_examples=40)
+@given(batch=batches(least=2), leave_one_out=st.booleans(), normalize=st.booleans())
+def test_grpo_gives_every_token_its_trajectory_s_advantage(batch: Batch, leave_one_out: bool, normalize: bool) -> None:
+    found = batch.estimates(Settings(AdvEstimator(), normalize, leave_one_out), NO_KL)
+    expected = [
+        [against_group([e.reward for e in group], i, leave_one_out, normalize)] * e.length
+        for group in batch.groups()
+        for i, e in enumerate(group)
+    ]
+    check(found.advantages, expected)
+    assert found.returns is None
+
+
+@settings(max_examples=40)
+@given(batch=batches(least=2), leave_one_out=st.booleans(), normalize=st.booleans(), weighed=st.booleans())
+def test_gdpo_weighs_components_in_alphabetical_order_and_normalises_over_the_batch(
+    batch: Batch, leave_one_out: bool, normalize: bool, weighed: bool
+) -> None:
+    weights = [2.0, -0.5] if weighed else None
+    estimator = AdvEstimator(name="gdpo", reward_weights=weights)
+    totals = []
+    for group in batch.groups():
+        for i in range(len(group)):
+            parts = [
+                against_group([e.components[name] for e in group], i, leave_one_out, normalize)
+                for name in ("correct", "format")
+            ]
+            first, second = weights or (1.0, 1.0)
+            totals.append(first * parts[0] + second * parts[1])
+    mean = math.fsum(totals) / len(totals)
+    std = math.sqrt(math.fsum((x - mean) ** 2 for x in totals) / (len(totals) - 1))
+    found = batch.estimates(Settings(estimator, normalize, leave_one_out), NO_KL)
+    if std > 1e-9:
+        expected = [[(x - mean) / std] * e.length for x, e in zip(totals, batch.episodes, strict=True)]
+        check(found.advantages, expected)
+
+
+def test_gdpo_gives_no_advantage_where_no_component_tells_trajectories_apart() -> None:
+    components = {"correct": 0.1, "format": 0.7}
+    batch = Batch(tuple(episode(i, 3, components=components) for i in range(6)), 3)
+    found = batch.estimates(Settings(AdvEstimator(name="gdpo")), NO_KL)
+    np.testing.assert_array_equal(np.concatenate(found.advantages), np.zeros(18))
+
+
+@LOSSES
+@settings(max_examples=40)
+@given(batch=batches(), minus_baseline=st.booleans(), kl_to_go=st.booleans())
+def test_reinforce_plus_plus_is_the_reward_less_divergence_whitened(
+    loss_fn: LossFn, batch: Batch, minus_baseline: bool, kl_to_go: bool
+) -> None:
+    estimator = AdvEstimator(name="reinforce_plus_plus", minus_baseline=minus_baseline, kl_to_go=kl_to_go)
+    raw = []
+    for e, paid in zip(batch.episodes, penalties(batch, loss_fn), strict=True):
+        group = [peer.reward for peer in batch.groups()[e.group]]
+        base = math.fsum(group) / len(group) if minus_baseline else 0.0
+        raw.append([e.reward - base - (math.fsum(paid[t:]) if kl_to_go else paid[t]) for t in range(e.length)])
+    check(batch.estimates(Settings(estimator), loss_fn).advantages, whitened(batch, raw, biased))
+
+
+@settings(max_examples=40)
+@given(batch=batches(), normalize=st.booleans())
+def test_raw_reward_is_the_reward_whitened(batch: Batch, normalize: bool) -> None:
+    raw = [[e.reward] * e.length for e in batch.episodes]
+    estimator = PPOAdvEstimator(name="raw_reward", normalize_advantages=normalize)
+    found = batch.estimates(Settings(estimator), NO_KL)
+    check(found.advantages, whitened(batch, raw, biased) if normalize else raw)
+    assert found.returns is None
+
+
+def discounted_differences(rewards: list[float], values: Float64, gamma: float, lam: float) -> list[float]:
+    """`sum over l of (gamma lam)^l delta_{t+l}`, term by term."""
+    length = len(rewards)
+    following = [*values[1:], 0.0]
+    deltas = [rewards[t] + gamma * following[t] - values[t] for t in range(length)]
+    return [math.fsum((gamma * lam) ** (i - t) * deltas[i] for i in range(t, length)) for t in range(length)]
+
+
+@LOSSES
+@settings(max_examples=40)
+@given(
+    batch=batches(),
+    gamma=st.sampled_from([1.0, 0.9, 0.0]),
+    lam=st.sampled_from([0.95, 0.0, 1.0]),
+    of_value=st.sampled_from([None, 1.0]),
+    of_policy=st.sampled_from([None, 0.3]),
+    alpha=st.sampled_from([0.0, 0.05, 0.7]),
+    normalize=st.booleans(),
+)
+def test_gae_is_the_sum_of_discounted_differences_and_returns_add_the_values(
+    loss_fn: LossFn,
+    batch: Batch,
+    gamma: float,
+    lam: float,
+    of_value: float | None,
+    of_policy: float | None,
+    alpha: float,
+    normalize: bool,
+) -> None:
+    estimator = PPOAdvEstimator(
+        gae_gamma=gamma,
+        gae_lambda=lam,
+        gae_lambda_value=of_value,
+        gae_lambda_policy=of_policy,
+        length_adaptive_alpha=alpha,
+        normalize_advantages=normalize,
+    )
+    raw, returns = [], []
+    for e, paid in zip(batch.episodes, penalties(batch, loss_fn), strict=True):
+        rewards = [-p for p in paid]
+        if rewards:
+            rewards[-1] += e.reward
+        adaptive = 1 - 1 / max(alpha * e.length, 1)
+        for_policy = adaptive if alpha > 0 else lam if of_policy is None else of_policy
+        raw.append(discounted_differences(rewards, e.values, gamma, for_policy))
+        for_value = discounted_differences(rewards, e.values, gamma, lam if of_value is None else of_value)
+        returns.append([a + v for a, v in zip(for_value, e.values, strict=True)])
+    expected = whitened(batch, raw, unbiased) if normalize else raw
+    expected = [[a if e.multiplier > 0 else 0.0 for a in x] for x, e in zip(expected, batch.episodes, strict=True)]
+    found = batch.estimates(Settings(estimator), loss_fn)
+    check(found.advantages, expected)
+    check(found.returns or (), returns)
+
+
+def test_gae_without_discount_and_lambda_1_is_the_reward_less_the_value() -> None:
+    values = np.array([0.5, -1.0, 2.0])
+    batch = Batch((episode(reward=3.0, values=values),), 1)
+    estimator = PPOAdvEstimator(gae_lambda=1.0, normalize_advantages=False)
+    found = batch.estimates(Settings(estimator), NO_KL)
+    np.testing.assert_allclose(found.advantages[0], 3.0 - values)
+    np.testing.assert_allclose((found.returns or ())[0], [3.0, 3.0, 3.0])
+
+
+@settings(max_examples=40)
+@given(batch=batches())
+def test_opd_is_the_teacher_s_log_probability_less_the_policy_s(batch: Batch) -> None:
+    found = batch.estimates(Settings(AdvEstimator(name="opd"), leave_one_out=False), NO_KL)
+    expected = [[t - s for t, s in zip(e.ref, e.start, strict=True)] for e in batch.episodes]
+    check(found.advantages, expected)
+    flat = [x for xs in expected for x in xs]
+    gap = found.metrics["on_policy_distillation/teacher_student_logprob_gap_mean"]
+    assert gap == pytest.approx(math.fsum(flat) / len(flat) if flat else 0.0)
+
+
+ESTIMATORS = [
+    AdvEstimator(),
+    AdvEstimator(name="gdpo", reward_weights=[1.0, 0.3]),
+    AdvEstimator(name="reinforce_plus_plus"),
+    AdvEstimator(name="reinforce_plus_plus", kl_to_go=True),
+    AdvEstimator(name="opd"),
+    PPOAdvEstimator(length_adaptive_alpha=0.5, gae_lambda_value=1.0),
+    PPOAdvEstimator(name="raw_reward"),
+]
+EACH = pytest.mark.parametrize("estimator", ESTIMATORS, ids=[f"{i}-{e.name}" for i, e in enumerate(ESTIMATORS)])
+
+
+@EACH
+@settings(max_examples=40)
+@given(batch=batches(least=2), data=st.data())
+def test_any_split_over_ranks_gives_the_same_bits(
+    estimator: AdvEstimator | PPOAdvEstimator, batch: Batch, data: st.DataObject
+) -> None:
+    size = len(batch.episodes)
+    owners = data.draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
+    how = Settings(estimator, clip_high=2.0)
+    alone, shared = batch.estimates(how, KL["k3"]), batch.estimates(how, KL["k3"], owners)
+    assert alone.metrics == shared.metrics
+    for ours, theirs in zip(alone.advantages, shared.advantages, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    for ours, theirs in zip(alone.returns or (), shared.returns or (), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@EACH
+@settings(max_examples=40)
+@given(batch=batches(least=2))
+def test_tokens_over_age_are_seen_like_the_others(estimator: AdvEstimator | PPOAdvEstimator, batch: Batch) -> None:
+    young = Batch(tuple(dataclasses.replace(e, mask=np.ones(e.length, dtype=bool)) for e in batch.episodes), batch.n)
+    ours, theirs = (b.estimates(Settings(estimator), KL["k3"]) for b in (batch, young))
+    np.testing.assert_array_equal(np.concatenate(ours.advantages), np.concatenate(theirs.advantages))
+
+
+@EACH
+@settings(max_examples=40)
+@given(batch=batches(least=2), low=st.floats(-1, -0.1), high=st.floats(0.1, 1))
+def test_advantages_are_clamped_last_and_measured_as_they_are_trained_on(
+    estimator: AdvEstimator | PPOAdvEstimator, batch: Batch, low: float, high: float
+) -> None:
+    free = batch.estimates(Settings(estimator), KL["k3"])
+    found = batch.estimates(Settings(estimator, clip_low=low, clip_high=high), KL["k3"])
+    for clamped, before in zip(found.advantages, free.advantages, strict=True):
+        np.testing.assert_array_equal(clamped, np.minimum(np.maximum(before, low), high))
+    flat = np.concatenate(found.advantages)
+    expected = {
+        "advantages/mean": flat.mean() if flat.size else 0.0,
+        "advantages/std": flat.std(ddof=1) if flat.size > 1 else 0.0,
+        "advantages/min": flat.min() if flat.size else 0.0,
+        "advantages/max": flat.max() if flat.size else 0.0,
+    }
+    assert {name: found.metrics[name] for name in expected} == pytest.approx(expected, abs=1e-9)
+
+
+@EACH
+def test_the_names_of_metrics_do_not_depend_on_the_data(estimator: AdvEstimator | PPOAdvEstimator) -> None:
+    ones = {name: np.zeros(3) for name in ("start", "ref", "values")}
+    none = {name: np.zeros(0) for name in ("start", "ref", "values")}
+    components = {"correct": 0.0, "format": 1.0}
+    full = Batch(tuple(episode(i, 2, components=components, **ones) for i in range(4)), 2)
+    empty = Batch(tuple(episode(i, 2, components=components, length=0, multiplier=0.0, **none) for i in range(4)), 2)
+    names = [set(b.estimates(Settings(estimator), KL["k3"]).metrics) for b in (full, empty)]
+    assert names[0] == names[1]
+
+
+def test_the_share_of_trivial_baselines_is_measured() -> None:
+    rewards = [0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0]
+    batch = Batch(tuple(episode(i, 4, reward=float(r)) for i, r in enumerate(rewards)), 4)
+    found = batch.estimates(Settings(AdvEstimator(), leave_one_out=False), NO_KL).metrics
+    assert found["baseline_reward/pct_0"] == pytest.approx(100 / 3)
+    assert found["baseline_reward/pct_1"] == pytest.approx(100 / 3)
+    assert found["baseline_reward/pct_mixed"] == pytest.approx(100 / 3)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("owners", [(), (1, 0, 2, 1)], ids=["one-rank", "three-ranks"])
+def test_values_that_are_not_finite_are_an_error_that_every_rank_raises(value: float, owners: tuple[int, ...]) -> None:
+    values = [np.zeros(3), np.zeros(3), np.array([0.0, value, 0.0]), np.zeros(3)]
+    batch = Batch(tuple(episode(i, 2, values=v) for i, v in enumerate(values)), 2)
+    with pytest.raises(ServiceError, match="trajectory 2 of the batch: values that are not finite"):
+        batch.estimates(Settings(PPOAdvEstimator()), NO_KL, owners)
+
+
+def test_an_array_that_is_missing_or_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"trajectory 0: values of shape None for 3 tokens"):
+        Batch((episode(),), 1).estimates(Settings(PPOAdvEstimator()), NO_KL)
+    with pytest.raises(ValueError, match=r"trajectory 0: values of shape \(2,\) for 3 tokens"):
+        Batch((episode(values=np.zeros(2)),), 1).estimates(Settings(PPOAdvEstimator()), NO_KL)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "loss_fn", "expected"),
+    [
+        (AdvEstimator(), NO_KL, Needs(start=False, ref=False, values=False)),
+        (AdvEstimator(name="reinforce_plus_plus"), NO_KL, Needs(start=False, ref=False, values=False)),
+        (AdvEstimator(name="reinforce_plus_plus"), KL["k3"], Needs(start=True, ref=True, values=False)),
+        (
+            AdvEstimator(name="reinforce_plus_plus"),
+            LossFn(use_kl_in_reward=True, reference_policy_kl_penalty=0),
+            Needs(start=False, ref=False, values=False),
+        ),
+        (AdvEstimator(name="opd"), NO_KL, Needs(start=True, ref=True, values=False)),
+        (PPOAdvEstimator(), NO_KL, Needs(start=False, ref=False, values=True)),
+        (PPOAdvEstimator(), KL["k2"], Needs(start=True, ref=True, values=True)),
+        (PPOAdvEstimator(name="raw_reward"), NO_KL, Needs(start=False, ref=False, values=False)),
+    ],
+    ids=["grpo", "reinforce", "reinforce-kl", "reinforce-kl-of-weight-0", "opd", "gae", "gae-kl", "raw"],
+)
+def test_only_what_an_estimator_needs_has_to_be_there(
+    estimator: AdvEstimator | PPOAdvEstimator, loss_fn: LossFn, expected: Needs
+) -> None:
+    how = Settings(estimator, leave_one_out=False)
+    assert needs(how, loss_fn) == expected
+    asked = {name: np.zeros(3) for name, wanted in dataclasses.asdict(expected).items() if wanted}
+    Batch((episode(**asked),), 1).estimates(how, loss_fn)
+    for name in asked:
+        with pytest.raises(ValueError, match=name):
+            Batch((episode(**{**asked, name: None}),), 1).estimates(how, loss_fn)
+
+
+def test_settings_take_from_grpo_what_the_estimator_leaves_open() -> None:
+    grpo = {"normalize_rewards": False, "use_leave_one_out_baseline": True, "advantage_clip_high": 3.0}
+    own = {"adv_estimator": {"normalize_rewards": True, "use_leave_one_out_baseline": False}}
+    for section, expected in ((grpo, (False, True)), ({**grpo, **own}, (True, False))):
+        found = Settings.of(Config.model_validate({"grpo": section}).algorithm)
+        assert (found.normalize_rewards, found.leave_one_out, found.clip_low, found.clip_high) == (*expected, None, 3.0)
+    assert Settings.of(Config.model_validate({"ppo": {}}).algorithm).estimator == PPOAdvEstimator()
+
+
+@settings(max_examples=40)
+@given(pairs=st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=2))
+def test_explained_variance_is_one_less_the_share_of_variance_left(pairs: list[tuple[float, float]]) -> None:
+    returns, values = np.array(pairs).T
+    found = explained_variance(
+        {
+            "returns_mean": returns.mean(),
+            "returns_sq_mean": (returns**2).mean(),
+            "residual_sq_mean": ((returns - values) ** 2).mean(),
+            "values_mean": values.mean(),
+        }
+    )
+    if returns.var() > 1e-3:
+        assert found == pytest.approx(1 - (returns - values).var() / returns.var(), abs=1e-6)
