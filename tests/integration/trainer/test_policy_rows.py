@@ -1,0 +1,255 @@
+"""Whatever rows sequences are computed in, log-probabilities and gradients are those of each sequence alone."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_cases import config
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from headrace.errors import ServiceError
+from services.trainer.policy import Policy
+from services.trainer.projection import Warp
+from services.trainer.rows import Layout, MicroBatch, Rows, TokenSequence, build, join, plan
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 20,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 128,
+}
+MODES: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "dynamic": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 100, "sequence_length_round": 8}},
+    "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 64, "sequence_length_round": 16}},
+    "packed-first-fit": {
+        "sequence_packing": {"enabled": True, "train_mb_tokens": 100, "algorithm": "first_fit_decreasing"}
+    },
+    "shared": {"share_prompts": True},
+    "shared-dynamic": {"share_prompts": True, "dynamic_batching": {"enabled": True, "train_mb_tokens": 130}},
+    "shared-packed": {"share_prompts": True, "sequence_packing": {"enabled": True, "train_mb_tokens": 90}},
+    "chunked": {"logprob_chunk_size": 7},
+    "recomputed": {"activation_checkpointing": True},
+    "all": {
+        "share_prompts": True,
+        "sequence_packing": {"enabled": True, "train_mb_tokens": 128},
+        "logprob_chunk_size": 5,
+        "activation_checkpointing": True,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    torch.manual_seed(0)
+    made = {
+        "qwen2": Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+        "llama": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+        "mistral": MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)),
+        "qwen3_next": Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES, num_experts=2, num_experts_per_tok=1)),
+    }
+    folders = {}
+    for name, model in made.items():
+        folders[name] = tmp_path_factory.mktemp("models") / name
+        model.save_pretrained(folders[name])
+    return folders
+
+
+def groups(seed: int = 0) -> list[TokenSequence]:
+    """Groups of unequal completions, a lone sequence, one-token prompts and completions, tokens of an environment."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for size, prompt_length in ((5, 11), (1, 3), (3, 1), (4, 7)):
+        prompt = rng.integers(0, 20, prompt_length).astype(np.int32)
+        for i in range(size):
+            length = 1 if i == 0 else int(rng.integers(1, 17))
+            policy = (rng.random(length) < 0.8).astype(np.uint8)
+            policy[0 if i < 2 else -1] = 1
+            found.append(TokenSequence(prompt, rng.integers(0, 20, length).astype(np.int32), policy))
+    return [found[i] for i in rng.permutation(len(found))]
+
+
+def settings(model: Path, mode: dict[str, Any]) -> Any:
+    return config(model, policy={"train_micro_batch_size": 4, **mode})
+
+
+def weights_of(sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    return [rng.normal(size=s.policy_tokens) for s in sequences]
+
+
+def run(
+    model: Path, mode: dict[str, Any], sequences: Sequence[TokenSequence], warp: Warp
+) -> tuple[list[np.ndarray], dict[str, Tensor], int]:
+    """Log-probabilities of each sequence, the gradient of a random sum of them in float64, and the places that were computed."""
+    chosen = settings(model, mode)
+    policy = Policy(chosen)
+    policy.model.double()
+    layout = Layout.of(chosen.policy, training=True)
+    found: list[np.ndarray] = [np.empty(0)] * len(sequences)
+    places = 0
+    for batch in plan(sequences, layout):
+        rows = build(sequences, batch, layout)
+        places += rows.input_ids.numel()
+        values = policy.logprobs(rows, warp).curr
+        (values * torch.from_numpy(join(batch, weights_of(sequences)))).sum().backward()
+        for place, i in enumerate(batch.order):
+            found[i] = values[rows.sequence == place].detach().numpy()
+    gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+    return found, gradients, places
+
+
+def alone(model: Path, sequences: Sequence[TokenSequence]) -> tuple[list[np.ndarray], dict[str, Tensor]]:
+    """The same by transformers alone: each sequence whole in a batch of its own, with all its logits."""
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    found = []
+    for sequence, weights in zip(sequences, weights_of(sequences), strict=True):
+        ids = torch.from_numpy(np.concatenate([sequence.prompt, sequence.completion]).astype(np.int64))
+        logp = plain(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+        own = logp[sequence.prompt.size - 1 :][torch.from_numpy(sequence.policy).bool()]
+        (own * torch.from_numpy(weights)).sum().backward()
+        found.append(own.detach().numpy())
+    return found, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_layout_gives_each_sequence_s_own_log_probabilities_and_gradients(
+    models: dict[str, Path], name: str, mode: str
+) -> None:
+    sequences = groups()
+    expected, gradients = alone(models[name], sequences)
+    found, own, _ = run(models[name], MODES[mode], sequences, Warp())
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+    assert own.keys() == gradients.keys()
+    for key in gradients:
+        torch.testing.assert_close(own[key], gradients[key], atol=1e-5, rtol=1e-5, msg=key)
+
+
+def test_layouts_compute_fewer_places_than_padding(models: dict[str, Path]) -> None:
+    places = {mode: run(models["qwen2"], MODES[mode], groups(), Warp())[2] for mode in ("padded", "packed", "shared")}
+    assert places["packed"] < places["padded"]
+    assert places["shared"] < places["padded"]
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "packed", "shared", "shared-dynamic", "shared-packed"])
+def test_no_sequence_sees_padding_or_another_sequence(models: dict[str, Path], mode: str) -> None:
+    """Poison: every token of all but one sequence, and the padding, is replaced; that one's values stay as they are, to the bit."""
+    sequences = groups()
+    chosen = settings(models["qwen2"], MODES[mode])
+    policy, layout = Policy(chosen), Layout.of(chosen.policy, training=True)
+    for batch in plan(sequences, layout):
+        rows = build(sequences, batch, layout)
+        with torch.no_grad():
+            before = policy.logprobs(rows, Warp()).curr
+            for place, i in enumerate(batch.order):
+                poisoned = policy.logprobs(poison_all_but(rows, sequences, batch, i), Warp()).curr
+                own = rows.sequence == place
+                assert torch.equal(poisoned[own], before[own]), (mode, i)
+
+
+def poison_all_but(rows: Rows, sequences: Sequence[TokenSequence], batch: MicroBatch, kept: int) -> Rows:
+    ids = (rows.input_ids + 7) % 20
+    for r, row in enumerate(batch.rows):
+        for t, tree in enumerate(row):
+            for b, i in enumerate(tree, start=1):
+                if i == kept:
+                    mine = (rows.tree[r] == t) & ((rows.branch[r] == 0) | (rows.branch[r] == b))
+                    ids[r, mine] = rows.input_ids[r, mine]
+    return dataclasses.replace(rows, input_ids=ids)
+
+
+@pytest.mark.parametrize("mode", ["packed", "packed-first-fit"])
+def test_packed_rows_keep_a_sliding_window(models: dict[str, Path], mode: str) -> None:
+    sequences = groups()
+    expected, _ = alone(models["mistral"], sequences)
+    found, _, _ = run(models["mistral"], MODES[mode], sequences, Warp())
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "says"),
+    [
+        ("mistral", "shared", r"policy\.share_prompts true: MistralForCausalLM has layers of sliding_attention"),
+        ("qwen3_next", "shared", r"policy\.share_prompts true: Qwen3NextForCausalLM carries a state"),
+        ("qwen3_next", "packed", r"policy\.sequence_packing\.enabled true: Qwen3NextForCausalLM carries a state"),
+    ],
+)
+def test_a_model_that_would_mix_sequences_is_refused(models: dict[str, Path], name: str, mode: str, says: str) -> None:
+    with pytest.raises(ServiceError, match=says):
+        Policy(settings(models[name], MODES[mode]))
+
+
+def test_logits_of_a_chunk_alone_are_held(models: dict[str, Path]) -> None:
+    """In the forward and in the backward pass."""
+    chosen = settings(models["llama"], {"logprob_chunk_size": 6})
+    policy, layout = Policy(chosen), Layout.of(chosen.policy, training=True)
+    sequences = groups()
+    held = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        held.append(tuple(tensor.shape))
+        return tensor
+
+    projected = []
+    policy.model.lm_head.register_forward_hook(lambda *hook: projected.append(hook[2].shape[:-1].numel()))
+    rows = build(sequences, plan(sequences, layout)[0], layout)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        values = policy.logprobs(rows, Warp()).curr
+    chunks = len(projected)
+    values.sum().backward()
+    assert len(values) > 6
+    assert max(projected) == 6
+    assert len(projected) == 2 * chunks  # each computed again, alone
+    assert not [shape for shape in held if shape[-1:] == (20,) and shape[0] != 20]
+
+
+def test_entropy_is_that_of_the_distribution_sampled_from(models: dict[str, Path]) -> None:
+    chosen = settings(models["llama"], {"logprob_chunk_size": 6})
+    policy, layout = Policy(chosen), Layout.of(chosen.policy, training=True)
+    sequences = groups()
+    rows = build(sequences, plan(sequences, layout)[0], layout)
+    hidden = []
+    policy.model.lm_head.register_forward_hook(lambda *hook: hidden.append(hook[2][0].double()))
+    with torch.no_grad():
+        found = policy.logprobs(rows, Warp(0.7, top_k=5), entropy=True)
+    logits = torch.cat(hidden) / 0.7
+    top = logits.topk(5).values.log_softmax(-1)
+    torch.testing.assert_close(found.entropy.double(), -(top.exp() * top).sum(-1), atol=1e-5, rtol=0)
+    assert found.unfiltered is not None
+    assert policy.logprobs(rows, Warp(0.7)).entropy is None
+
+
+@pytest.mark.parametrize(("recompute", "forwards"), [(False, 1), (True, 2)])
+def test_activation_checkpointing_runs_each_layer_again(
+    models: dict[str, Path], recompute: bool, forwards: int
+) -> None:
+    chosen = settings(models["llama"], {"activation_checkpointing": recompute})
+    policy, layout = Policy(chosen), Layout.of(chosen.policy, training=True)
+    runs = []
+    policy.model.model.layers[0].mlp.register_forward_hook(lambda *_: runs.append(1))
+    sequences = groups()
+    policy.logprobs(build(sequences, plan(sequences, layout)[0], layout), Warp()).curr.sum().backward()
+    assert len(runs) == forwards
+    assert not policy.model.training
