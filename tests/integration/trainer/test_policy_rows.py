@@ -248,7 +248,7 @@ def test_activation_checkpointing_runs_each_layer_again(
     chosen = settings(models["llama"], {"activation_checkpointing": recompute})
     policy, layout = Policy(chosen), Layout.of(chosen.policy, training=True)
     runs = []
-    policy.model.model.layers[0].mlp.register_forward_hook(lambda *_: runs.append(1))
+    policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
     sequences = groups()
     policy.logprobs(build(sequences, plan(sequences, layout)[0], layout), Warp()).curr.sum().backward()
     assert len(runs) == forwards
