@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from headrace.config.base import Section
 from headrace.config.optimizer import Optimizer, Scheduler
@@ -33,7 +33,11 @@ class VllmConfig(Section):
 
 
 class Generation(Section):
-    max_new_tokens: int = Field(256, ge=1)
+    max_new_tokens: int = Field(
+        256,
+        ge=1,
+        description="a completion also ends where it and its prompt have policy.max_total_sequence_length tokens",
+    )
     temperature: float = Field(
         1.0, gt=0, description="also divides the training logits, so that ratios compare like with like"
     )
@@ -49,6 +53,11 @@ class Generation(Section):
     stop_token_ids: list[int] = Field([], description="besides the tokenizer's end token")
     stop_strings: list[str] = Field([])
     vllm_cfg: VllmConfig = VllmConfig()
+
+    @field_validator("top_k")
+    @classmethod
+    def _all_or_so_many(cls, top_k: int | None) -> int | None:
+        return top_k or None if top_k != -1 else None
 
 
 class DynamicBatching(Section):
@@ -100,15 +109,6 @@ class Policy(Section):
     optimizer: Optimizer = Optimizer()
     scheduler: Scheduler = Field([])
     generation: Generation = Generation()
-
-    @model_validator(mode="after")
-    def _room_for_a_prompt(self) -> Policy:
-        if self.generation.max_new_tokens >= self.max_total_sequence_length:
-            raise ValueError(
-                f"generation.max_new_tokens {self.generation.max_new_tokens} leaves no room for a prompt in "
-                f"max_total_sequence_length {self.max_total_sequence_length}"
-            )
-        return self
 
     @model_validator(mode="after")
     def _rows(self) -> Policy:

@@ -38,13 +38,10 @@ def main(config: Config) -> None:
 def limits_of(config: Config) -> Limits:
     """What the configuration says to the state machine. Raises `ConfigError` if no two batches fit into `replay.max_bytes`."""
     algorithm, replay, generation = config.algorithm, config.replay, config.policy.generation
-    longest = config.policy.max_total_sequence_length - generation.max_new_tokens
+    new = min(generation.max_new_tokens, config.policy.max_total_sequence_length - 1)
+    longest = config.policy.max_total_sequence_length - new
     # one batch in training, the next on its way
-    needed = (
-        2
-        * algorithm.num_prompts_per_step
-        * worst_case_bytes(algorithm.num_generations_per_prompt, longest, generation.max_new_tokens)
-    )
+    needed = 2 * algorithm.num_prompts_per_step * worst_case_bytes(algorithm.num_generations_per_prompt, longest, new)
     if needed > replay.max_bytes:
         raise ConfigError(
             f"replay.max_bytes {replay.max_bytes} can't hold two batches of {algorithm.num_prompts_per_step} x "
@@ -65,6 +62,7 @@ def limits_of(config: Config) -> Limits:
         ahead_steps=algorithm.ahead_steps,
         redundant=replay.redundant_generations,
         filter_equal=algorithm.use_dynamic_sampling,
+        filter_components=algorithm.adv_estimator.name == "gdpo",
         reward_min=algorithm.reward_scaling.source_min if algorithm.reward_scaling.enabled else None,
         reward_max=algorithm.reward_scaling.source_max if algorithm.reward_scaling.enabled else None,
         max_scored_per_step=most_scored(config) if algorithm.use_dynamic_sampling else 0,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 
 from headrace.config import Config
+from headrace.config.policy import Generation
 from headrace.errors import ConfigError
 from headrace.trajectory import Group, Int32, Lane, Sampling
 from services.trainer.data.problems import Problem
@@ -16,7 +18,7 @@ class Prompter:
     """Makes groups with the policy's tokenizer (a transformers tokenizer with a chat template).
 
     Raises `ConfigError` if the tokenizer has no chat template, and for a prompt that is longer than
-    `data.max_input_seq_length`, or than what `policy.max_total_sequence_length` leaves beside the new tokens.
+    `data.max_input_seq_length`, or that fills `policy.max_total_sequence_length`.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -30,22 +32,28 @@ class Prompter:
         generation = config.policy.generation
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._stop_token_ids = tuple(dict.fromkeys([*end, *generation.stop_token_ids]))
-        self._val_temperature = (
-            generation.temperature if generation.val_temperature is None else generation.val_temperature
+        self._sampling = Sampling(
+            temperature=generation.temperature,
+            max_new_tokens=generation.max_new_tokens,
+            stop_token_ids=self._stop_token_ids,
+            stop_strings=tuple(generation.stop_strings),
+            top_k=generation.top_k,
+            top_p=generation.top_p,
         )
+        self._val_sampling = _for_validation(self._sampling, generation)
 
     def train_group(self, problem: Problem, order: int, epoch: int) -> Group:
         n = self._config.algorithm.num_generations_per_prompt
         name = f"e{epoch}-train-{problem.index}"
-        return self._group(problem, name, "train", order, n, self._config.policy.generation.temperature)
+        return self._group(problem, name, "train", order, n, self._sampling)
 
     def validation_group(self, problem: Problem, version: int, position: int) -> Group:
         """The group that asks weights of `version` once for `problem`, which is at `position` of that validation."""
         name = f"v{version}-validation-{problem.index}"
-        return self._group(problem, name, "validation", position, 1, self._val_temperature)
+        return self._group(problem, name, "validation", position, 1, self._val_sampling)
 
-    def _group(self, problem: Problem, name: str, lane: Lane, order: int, n: int, temperature: float) -> Group:
-        generation = self._config.policy.generation
+    def _group(self, problem: Problem, name: str, lane: Lane, order: int, n: int, sampling: Sampling) -> Group:
+        tokens, context = self._tokens(problem), self._config.policy.max_total_sequence_length
         return Group(
             id=name,
             lane=lane,
@@ -53,16 +61,11 @@ class Prompter:
             task_name=problem.task_name,
             env_name=problem.env_name,
             messages=problem.messages,
-            prompt_token_ids=self._tokens(problem),
+            prompt_token_ids=tokens,
             extra_env_info=problem.extra_env_info,
             dataset_index=problem.index,
             n=n,
-            sampling=Sampling(
-                temperature=temperature,
-                max_new_tokens=generation.max_new_tokens,
-                stop_token_ids=self._stop_token_ids,
-                stop_strings=tuple(generation.stop_strings),
-            ),
+            sampling=dataclasses.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, context - tokens.size)),
         )
 
     def _tokens(self, problem: Problem) -> Int32:
@@ -74,15 +77,26 @@ class Prompter:
             **self._config.policy.tokenizer.chat_template_kwargs,
         )
         policy, limit = self._config.policy, self._config.data.max_input_seq_length
-        room = policy.max_total_sequence_length - policy.generation.max_new_tokens
         where = f"the prompt of {problem.task_name} problem {problem.index} has {len(ids)} tokens"
         if limit is not None and len(ids) > limit:
             raise ConfigError(
                 f"{where}, more than data.max_input_seq_length {limit}; raise it or leave the problem out"
             )
-        if len(ids) > room:
+        if len(ids) >= policy.max_total_sequence_length:
             raise ConfigError(
-                f"{where}, and policy.max_total_sequence_length {policy.max_total_sequence_length} leaves {room} beside "
-                f"policy.generation.max_new_tokens {policy.generation.max_new_tokens}; raise the one or lower the other"
+                f"{where}, and policy.max_total_sequence_length {policy.max_total_sequence_length} leaves no room for a "
+                "completion; raise it or leave the problem out"
             )
         return np.asarray(ids, dtype=np.int32)
+
+
+def _for_validation(sampling: Sampling, generation: Generation) -> Sampling:
+    """`sampling` with what `val_*` keys say instead, where they say something."""
+    changes: dict[str, Any] = {}
+    if generation.val_temperature is not None:
+        changes["temperature"] = generation.val_temperature
+    if generation.val_top_p is not None:
+        changes["top_p"] = generation.val_top_p
+    if generation.val_top_k is not None:
+        changes["top_k"] = generation.val_top_k if generation.val_top_k > 0 else None
+    return dataclasses.replace(sampling, **changes)

@@ -174,7 +174,6 @@ def test_a_mistake_in_data_default_is_said_once(file: Path) -> None:
         ("loss_fn.prev_logprobs_source=magic", "should be 'recompute' or 'generation'"),
         ("run.id='../up'", "run.id: '../up' string should match pattern"),
         ("grpo.num_generations_per_prompt=1", "grpo.num_generations_per_prompt 1 with grpo.use_leave_one_out_baseline true"),
-        ("policy.generation.max_new_tokens=512", "max_new_tokens 512 leaves no room for a prompt"),
         ("data.train.0.env_name=nobody", "env_name 'nobody' is not one of the environments under env (adder)"),
         ("env.other={}", "env.other: give `type`"),
         ("data.train.0.data_path=x", "data.train.0: dataset_name 'arithmetic' and data_path 'x': give one of them"),

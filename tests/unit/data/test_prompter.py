@@ -61,11 +61,17 @@ def test_a_prompt_that_fits_exactly_is_taken() -> None:
     )
 
 
-def test_a_prompt_longer_than_the_context_leaves_is_refused() -> None:
-    made = prompter(policy={"max_total_sequence_length": 12, "generation": {"max_new_tokens": 6}})
+@pytest.mark.parametrize(("context", "new"), [(13, 6), (12, 5), (8, 1), (600, 6)])
+def test_prompt_and_completion_end_with_the_context(context: int, new: int) -> None:
+    made = prompter(policy={"max_total_sequence_length": context, "generation": {"max_new_tokens": 6}})
+    assert made.train_group(PROBLEM, 0, 0).sampling.max_new_tokens == new
+
+
+def test_a_prompt_that_fills_the_context_is_refused() -> None:
+    made = prompter(policy={"max_total_sequence_length": 7, "generation": {"max_new_tokens": 6}})
     with pytest.raises(
         ConfigError,
-        match=r"prompt of arithmetic problem 7 has 7 tokens, and policy\.max_total_sequence_length 12 leaves 6",
+        match=r"prompt of arithmetic problem 7 has 7 tokens, and policy\.max_total_sequence_length 7 leaves no room",
     ):
         made.train_group(PROBLEM, 0, 0)
 
