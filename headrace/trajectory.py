@@ -43,13 +43,18 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the completions of a group are sampled. `temperature` 0 is greedy; `seed` makes trajectory i use `seed + i`."""
+    """How the completions of a group are sampled. `temperature` 0 is greedy; `seed` makes trajectory i use `seed + i`.
+
+    Of the probabilities at that temperature, `top_k` (None: all) keeps the largest, and `top_p` of those the fewest that sum to it.
+    """
 
     temperature: float
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int | None = None
+    top_k: int | None = None
+    top_p: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +111,9 @@ class Group:
                 stop_token_ids=tuple(sampling.list_of("stop_token_ids", int)),
                 stop_strings=tuple(sampling.list_of("stop_strings", str)),
                 seed=sampling.optional("seed", int),
+                top_k=sampling.optional("top_k", int),
+                # a group that was queued before there was top_p
+                top_p=1.0 if "top_p" not in sampling.fields else sampling.number("top_p"),
             ),
             loss_multiplier=m.number("loss_multiplier"),
         )

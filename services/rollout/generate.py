@@ -132,6 +132,8 @@ def sampling_params(sampling: Sampling, index: int, *, begun: int = 0, every: in
 
     return SamplingParams(
         temperature=sampling.temperature,
+        top_k=sampling.top_k or 0,
+        top_p=sampling.top_p,
         max_tokens=sampling.max_new_tokens - begun,
         stop_token_ids=list(sampling.stop_token_ids),
         stop=list(sampling.stop_strings),

@@ -37,8 +37,7 @@ class Warp:
     @classmethod
     def of(cls, generation: Generation) -> Warp:
         """As tokens are sampled for training."""
-        top_k = generation.top_k if generation.top_k is not None and generation.top_k > 0 else None
-        return cls(generation.temperature, top_k, generation.top_p)
+        return cls(generation.temperature, generation.top_k, generation.top_p)
 
     @property
     def filters(self) -> bool:

@@ -41,6 +41,23 @@ def test_validation_asks_once_at_its_own_temperature() -> None:
     assert unset.validation_group(PROBLEM, 3, 2).sampling.temperature == 0.7
 
 
+@pytest.mark.parametrize(
+    ("keys", "train", "validation"),
+    [
+        ({}, (None, 1.0), (None, 1.0)),
+        ({"top_k": -1, "val_top_p": 0.5}, (None, 1.0), (None, 0.5)),
+        ({"top_k": 20, "top_p": 0.9}, (20, 0.9), (20, 0.9)),
+        ({"top_k": 20, "top_p": 0.9, "val_top_k": -1, "val_top_p": 1.0}, (20, 0.9), (None, 1.0)),
+        ({"top_k": 20, "val_top_k": 3}, (20, 1.0), (3, 1.0)),
+    ],
+)
+def test_both_lanes_filter_as_configured(keys: dict[str, Any], train: Any, validation: Any) -> None:
+    made = prompter(policy={"generation": {"max_new_tokens": 6, **keys}})
+    found = [made.train_group(PROBLEM, 0, 0), made.validation_group(PROBLEM, 3, 2)]
+    assert [(g.sampling.top_k, g.sampling.top_p) for g in found] == [train, validation]
+    assert [Group.decode(g.encode()).sampling for g in found] == [g.sampling for g in found]
+
+
 def test_stops_join_the_tokenizers_end_and_the_configured() -> None:
     generation = {"max_new_tokens": 6, "stop_token_ids": [9, 1], "stop_strings": ["="]}
     sampling = prompter(policy={"generation": generation}).train_group(PROBLEM, 0, 0).sampling
