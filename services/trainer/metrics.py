@@ -136,13 +136,18 @@ def _parse(path: Path) -> Iterator[Line]:
     if not path.exists():
         return
     whole, _, _ = path.read_text().rpartition("\n")  # a writer may be in the middle of the last line
-    for number, text in enumerate(whole.splitlines(), start=1):
+    yield from parse_lines(whole, str(path))
+
+
+def parse_lines(text: str, where: str) -> Iterator[Line]:
+    """The lines of `text`. Raises `ServiceError` naming `where` and the first line that is not one of ours."""
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
-            fields: dict[str, Any] = json.loads(text)
+            fields: dict[str, Any] = json.loads(line)
             yield Line(**fields)
         except (ValueError, TypeError) as error:
             raise ServiceError(
-                f"{path}:{number}: not a line of metrics ({error}); remove it or move the file away"
+                f"{where}:{number}: not a line of metrics ({error}); remove it or move the file away"
             ) from error
 
 

@@ -1,0 +1,245 @@
+"""Trackers follow the journal: with their real libraries, on files; a fault is injected where one has to fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config import Config
+from headrace.errors import ServiceError
+from services.trainer.loggers.follower import Follower, counts
+from services.trainer.loggers.opening import followers
+from services.trainer.loggers.tracker import Entry, parameters
+from services.trainer.metrics import Journal
+from services.trainer.samples import SampleFiles
+
+LONG_S = 100.0
+
+
+def config_of(folder: Path, tracker: str, **settings: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"id": "adder", "dir": str(folder)},
+            "replay": {"redis_url": "redis://me:secret@host:6379/0"},
+            "logger": {f"{tracker}_enabled": True, **settings},
+        }
+    )
+
+
+def follow(config: Config, journal: Journal) -> None:
+    """One life of a trainer: its trackers get what there is, and are closed."""
+    found = followers(config, journal.path, SampleFiles(config.log_folder, 5))
+    for follower in found:
+        follower.start()
+        follower.ask_to_end(time.monotonic() + LONG_S)
+    for follower in found:
+        follower.join()
+        assert (follower.behind(), follower.failures) == (0, 0)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path / "adder" / "metrics.jsonl")
+
+
+def train(journal: Journal, step: int, loss: float) -> None:
+    journal.append("train", step, "t", {"loss": loss, "timing/train/total_step_time": 1.0})
+
+
+def two_lives(config: Config, journal: Journal) -> None:
+    """Three steps and a validation; then the trainer goes on from version 2 and makes step 2 anew."""
+    for step in range(3):
+        train(journal, step, step / 10)
+    journal.append("validation", 2, "t", {"accuracy": 0.5})
+    journal.append("validation", 3, "t", {"accuracy": 0.1})
+    follow(config, journal)
+    journal.append("rewind", 2, "u", {})
+    train(journal, 2, 7.0)
+    train(journal, 3, 8.0)
+    follow(config, journal)
+
+
+def test_tensorboard_shows_the_surviving_history_alone(tmp_path: Path, journal: Journal) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = config_of(tmp_path, "tensorboard")
+    two_lives(config, journal)
+    events = EventAccumulator(str(config.log_folder / "tensorboard"))
+    events.Reload()
+    loss = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert loss == [(0, 0.0), (1, pytest.approx(0.1)), (2, 7.0), (3, 8.0)]
+    assert [(event.step, event.value) for event in events.Scalars("validation/accuracy")] == [(2, 0.5)]
+    assert [event.step for event in events.Scalars("timing/train/total_step_time")] == [0, 1, 2, 3]
+    assert "_hparams_/session_start_info" in events.Tags()["tensors"] or events.SummaryMetadata("_hparams_/experiment")
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """The records of a file that W&B writes: LevelDB's log format (blocks of 32 KiB; crc, length and type before each chunk) behind
+    seven bytes of its own."""
+    data, place, whole = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        room = 32768 - place % 32768
+        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        if room < 7 or kind == 0:
+            place += room
+            continue
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last of several
+            yield whole
+            whole = b""
+
+
+def history(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(run, row) of what W&B wrote offline."""
+    from wandb.proto import wandb_internal_pb2 as pb
+
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        run = ""
+        for data in records(path):
+            record = pb.Record()
+            record.ParseFromString(data)
+            run = record.run.run_id or run
+            if record.HasField("history"):
+                items = record.history.item
+                yield run, {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def test_weights_and_biases_gets_every_line_in_one_run_without_a_network(
+    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = config_of(tmp_path, "wandb", num_val_samples_to_print=1)
+    two_lives(config, journal)
+    rows = list(history(config.log_folder))
+    assert len({run for run, _ in rows}) == 1
+    assert [(row["step"], row["train/loss"]) for _, row in rows if "train/loss" in row] == [
+        (0, 0.0),
+        (1, 0.1),
+        (2, 0.2),
+        (2, 7.0),
+        (3, 8.0),
+    ]
+    assert [row["_step"] for _, row in rows] == list(range(len(rows)))
+
+
+def test_mlflow_goes_on_with_its_run(tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = config_of(tmp_path, "mlflow")
+    two_lives(config, journal)
+    client = MlflowClient(f"sqlite:///{config.log_folder}/mlflow.db", registry_uri=tmp_path.as_uri())
+    (experiment,) = [e for e in client.search_experiments() if e.name == "headrace"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("adder", "FINISHED")
+    assert run.data.params["logger.mlflow_enabled"] == "true"
+    assert run.data.params["replay.redis_url"] == "redis://me:***@host:6379/0"
+    newest = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "train/loss")}
+    assert newest == {0: 0.0, 1: 0.1, 2: 7.0, 3: 8.0}
+    assert run.data.metrics["validation/accuracy"] in (0.5, 0.1)
+
+
+class Recorder:
+    """A tracker that fails when it is told to."""
+
+    def __init__(self, written: list[Entry], fails: Callable[[], bool]) -> None:
+        self.run_id = "r"
+        self._written, self._fails = written, fails
+        self._pending: list[Entry] = []
+
+    def rewind(self, step: int) -> None:
+        return
+
+    def write(self, entry: Entry) -> None:
+        if self._fails():
+            raise ConnectionError("no route to host")
+        self._pending.append(entry)
+
+    def flush(self) -> None:
+        self._written.extend(self._pending)
+        self._pending.clear()
+
+    def close(self) -> None:
+        return
+
+
+def test_law_a_tracker_that_fails_costs_the_run_nothing_and_gets_what_it_missed(
+    tmp_path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    written: list[Entry] = []
+    down, failed = threading.Event(), threading.Event()
+    down.set()
+
+    def fails() -> bool:
+        if down.is_set():
+            failed.set()
+        return down.is_set()
+
+    opened: list[str | None] = []
+
+    def make(run_id: str | None) -> Recorder:
+        opened.append(run_id)
+        return Recorder(written, fails)
+
+    follower = Follower("recorder", make, lambda line, entry: entry, journal.path, tmp_path / "logs")
+    follower.start()
+    for step in range(3):
+        train(journal, step, 0.0)
+        follower.nudge()
+    assert failed.wait(LONG_S)
+    down.clear()
+    follower.ask_to_end(time.monotonic() + LONG_S)
+    follower.join()
+    assert [entry.step for entry in written] == [0, 1, 2]
+    assert counts([follower]) == {"trackers/failures": float(follower.failures), "trackers/lines_behind": 0.0}
+    assert follower.failures >= 1
+    assert caplog.text.count("recorder can't be written to (ConnectionError: no route to host)") == 1
+    assert opened[0] is None
+    assert set(opened[1:]) == {"r"}
+
+
+def test_a_tracker_that_stays_away_is_said_and_its_lines_are_sent_at_the_next_start(
+    tmp_path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(journal, 0, 0.0)
+    gone = Follower(
+        "recorder", lambda run_id: Recorder([], lambda: True), lambda _, e: e, journal.path, tmp_path / "logs"
+    )
+    gone.start()
+    gone.ask_to_end(time.monotonic())
+    gone.join()
+    assert "recorder lacks 1 lines" in caplog.text
+    written: list[Entry] = []
+    back = Follower(
+        "recorder", lambda run_id: Recorder(written, lambda: False), lambda _, e: e, journal.path, tmp_path / "logs"
+    )
+    back.start()
+    back.ask_to_end(time.monotonic() + LONG_S)
+    back.join()
+    assert [entry.step for entry in written] == [0]
+
+
+def test_a_library_that_is_missing_is_named_with_its_extra(
+    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for tracker in ("tensorboard", "wandb", "mlflow"):
+        config = config_of(tmp_path, tracker)
+        with pytest.raises(ServiceError, match=rf"pip install 'headrace\[{tracker}\]'"):
+            followers(config, journal.path, SampleFiles(config.log_folder, 5))
+
+
+def test_no_password_leaves_the_machine(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "mlflow", mlflow={"tracking_uri": "https://me:secret@mlflow.example"})
+    shown = parameters(config)
+    assert "secret" not in json.dumps(shown)
+    assert shown["logger"]["mlflow"]["tracking_uri"] == "https://me:***@mlflow.example"
+    assert shown["policy"]["model_name"] == config.policy.model_name

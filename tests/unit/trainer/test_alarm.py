@@ -1,0 +1,113 @@
+"""When trainer and inference are said to disagree, in which words, and with which picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.config.logger import TrainInferenceAlarm
+from headrace.trajectory import Score, Span, Trajectory
+from services.trainer import alarm
+from services.trainer.samples import TrainingSample
+
+LIMITS = TrainInferenceAlarm()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "passed"),
+    [
+        ({"token_mult_prob_error": 1.05, "gen_kl_error": 0.01}, []),
+        ({"token_mult_prob_error": 1.051, "gen_kl_error": 0.0}, ["token_mult_prob_error"]),
+        ({"token_mult_prob_error": 1.0, "gen_kl_error": 0.011}, ["gen_kl_error"]),
+        ({"token_mult_prob_error": math.inf, "gen_kl_error": math.nan}, ["token_mult_prob_error", "gen_kl_error"]),
+        ({"loss": 1.0}, []),
+    ],
+    ids=["at the limits", "error", "divergence", "not finite", "not measured"],
+)
+def test_an_alarm_is_a_limit_that_was_passed(metrics: dict[str, float], passed: list[str]) -> None:
+    assert [excess.metric for excess in alarm.excesses(metrics, LIMITS)] == passed
+
+
+def test_a_limit_of_null_is_never_passed() -> None:
+    never = TrainInferenceAlarm(token_mult_prob_error=None, gen_kl_error=None)
+    assert alarm.excesses({"token_mult_prob_error": 99.0, "gen_kl_error": 99.0}, never) == []
+
+
+def test_of_a_streak_the_first_is_told_and_then_one_in_ten() -> None:
+    streak = alarm.Streak()
+    told = [step for step in range(25) if streak.told(step != 12)]
+    assert told == [0, 10, 13, 23]
+
+
+def sample(index: int, apart: list[float], mask: list[int] | None = None, start: bool = True) -> TrainingSample:
+    """Tokens of version 3 up to the second, then of version 5, in step 5."""
+    gen = np.full(len(apart), -1.0, np.float32)
+    trajectory = Trajectory(
+        group_id="g",
+        attempt=0,
+        index=index,
+        prompt_token_ids=np.array([1], np.int32),
+        completion_token_ids=np.arange(len(apart), dtype=np.int32),
+        logprobs=gen,
+        loss_mask=np.ones(len(apart), np.uint8),
+        spans=(Span(3, 0, 2), Span(5, 2, len(apart))),
+        finish_reason="stop",
+        text="",
+        replica="r",
+    )
+    counted = np.array(mask or [1] * len(apart), np.uint8)
+    ours = gen + np.array(apart, np.float32)
+    return TrainingSample(trajectory, Score("SCORED", 1.0), counted, gen, 1.0, 1.0, ours if start else None)
+
+
+def test_the_error_is_told_by_the_age_of_the_tokens() -> None:
+    by_age = alarm.error_by_age([sample(0, [0.5, -0.5, 0.0, 0.0]), sample(1, [9.0, 0.5, 0.0], [0, 1, 1])], step=5)
+    assert list(by_age) == [0, 2]
+    assert by_age[0] == 1.0
+    assert by_age[2] == pytest.approx(math.exp(0.5))
+
+
+def test_nothing_is_told_by_age_where_nothing_was_recomputed() -> None:
+    assert alarm.error_by_age([sample(0, [1.0, 1.0, 1.0], start=False)], step=5) == {}
+
+
+def test_the_worst_are_those_whose_tokens_differ_most() -> None:
+    samples = [
+        sample(0, [0.1] * 3),
+        sample(1, [2.0, 2.0, 2.0], [0, 0, 0]),
+        sample(2, [0.0, 0.0, 1.0]),
+        sample(3, [0.0] * 3),
+    ]
+    assert [s.trajectory.index for s in alarm.worst(samples, 2)] == [2, 0]
+    assert alarm.worst([sample(0, [1.0] * 3, start=False)]) == []
+
+
+def test_the_words_name_step_value_limit_age_and_what_to_look_at() -> None:
+    found = alarm.excesses({"token_mult_prob_error": 1.25}, LIMITS)
+    said = alarm.words(7, found, {0: 1.0001, 2: 1.4}, Path("runs/a/logs/disagreement_step7.png"))
+    for part in (
+        "step 7",
+        "1.25",
+        "token_mult_prob_error 1.05",
+        "0: 1",
+        "2: 1.4",
+        "learning rate",
+        "disagreement_step7.png",
+    ):
+        assert part in said
+
+
+def test_pictures_are_drawn_and_the_newest_stay(tmp_path: Path) -> None:
+    samples = alarm.worst(
+        [sample(0, [0.1, 0.5, -0.2, 0.05]), dataclasses.replace(sample(1, [0.3, 0.0, 0.0]), mask=np.ones(3, np.uint8))]
+    )
+    alarm.draw(samples, 5, alarm.picture_path(tmp_path, 5))
+    assert alarm.picture_path(tmp_path, 5).read_bytes().startswith(b"\x89PNG")
+    for step in range(6, 20):
+        alarm.picture_path(tmp_path, step).write_bytes(b"")
+        alarm.drop_old_pictures(tmp_path)
+    assert alarm.pictures(tmp_path) == [alarm.picture_path(tmp_path, step) for step in range(10, 20)]

@@ -1,0 +1,142 @@
+"""Trajectories for people: what a line of a file holds, which files stay, which trajectories are shown."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from headrace.errors import ServiceError
+from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
+from services.trainer.experience import Trace, experience_of
+from services.trainer.samples import (
+    SampleFiles,
+    as_markdown,
+    choose,
+    sample_of,
+    show,
+    shown,
+    training_record,
+    validation_record,
+)
+
+PROMPT = Group(
+    id="0-0-7",
+    lane="train",
+    order=0,
+    task_name="sums",
+    env_name="sums",
+    messages=({"role": "user", "content": "2+2"},),
+    prompt_token_ids=np.array([5, 6], np.int32),
+    extra_env_info={},
+    dataset_index=7,
+    n=1,
+    sampling=Sampling(1.0, 4),
+)
+# the environment wrote the third of five tokens; the first two are of older weights
+TRAJECTORY = Trajectory(
+    group_id="0-0-7",
+    attempt=0,
+    index=3,
+    prompt_token_ids=np.array([5, 6], np.int32),
+    completion_token_ids=np.array([1, 2, 3, 4, 5], np.int32),
+    logprobs=np.array([-0.5, -1.0, 0.0, -2.0, -0.25], np.float32),
+    loss_mask=np.array([1, 1, 0, 1, 1], np.uint8),
+    spans=(Span(2, 0, 2), Span(4, 2, 5)),
+    finish_reason="length",
+    text="four\n[bold]not markup[/bold]",
+    replica="r1",
+)
+SCORE = Score("SCORED", 0.5, {"exact": 0.0}, environment="sums")
+
+
+def trace(start: tuple[float, ...] | None = (-0.5, -1.25, -2.0, -0.25)) -> Trace:
+    experience = experience_of(TRAJECTORY, SCORE, group=0, place=3, step=4, max_age=1, multiplier=1.0)
+    return Trace(
+        experience,
+        reward=1.5,
+        multiplier=0.0,
+        advantages=np.array([0.1, 0.2, 0.3, 1 / 3]),
+        start=None if start is None else np.array(start, np.float32),
+    )
+
+
+def test_a_line_says_of_every_token_who_wrote_it_and_how_it_counted() -> None:
+    record = training_record(4, PROMPT, sample_of(TRAJECTORY, SCORE, trace()))
+    assert record["token_ids"] == [1, 2, 3, 4, 5]
+    assert record["token_loss_mask"] == [0, 0, 0, 1, 1]
+    assert np.isnan(record["advantages"][2])
+    assert [record["advantages"][i] for i in (0, 1, 3, 4)] == [0.1, 0.2, 0.3, 0.333333]
+    assert [record["generation_logprobs"][i] for i in (0, 1, 3, 4)] == [-0.5, -1.0, -2.0, -0.25]
+    assert record["prev_logprobs"][1] == -1.25
+    assert record["reference_policy_logprobs"] is None
+    assert (record["rewards"], record["total_reward"], record["sample_loss_mask"]) == (0.5, 1.5, 0.0)
+    assert record["spans"] == [[2, 0, 2], [4, 2, 5]]
+    assert (record["input_lengths"], record["finish_reason"], record["components"]) == (7, "length", {"exact": 0.0})
+
+
+def test_what_was_written_is_read_and_a_token_of_the_environment_is_null(tmp_path: Path) -> None:
+    files = SampleFiles(tmp_path / "logs", keep=3)
+    files.write("train", 4, [training_record(4, PROMPT, sample_of(TRAJECTORY, SCORE, trace()))])
+    (record,) = files.read("train", 4)
+    assert record["advantages"] == [0.1, 0.2, None, 0.3, 0.333333]
+    assert record["content"] == TRAJECTORY.text
+    assert files.read("val", 4) == []
+
+
+def test_of_each_kind_the_newest_files_stay(tmp_path: Path) -> None:
+    files = SampleFiles(tmp_path, keep=2)
+    for step in (7, 8, 9):
+        files.write("train", step, [{"step": step}])
+    files.write("val", 1, [{}])
+    files.write("train", 3, [{"step": 3}])  # the run was taken back
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "train_data_step3.jsonl.gz",
+        "train_data_step9.jsonl.gz",
+        "val_data_step1.jsonl.gz",
+    ]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, 0), (None, 30)])
+def test_none_or_all_may_be_kept(tmp_path: Path, keep: int | None, left: int) -> None:
+    files = SampleFiles(tmp_path, keep)
+    for step in range(30):
+        files.write("train", step, [{}])
+    assert len(list(tmp_path.iterdir())) == left
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file stands in the way")
+    with pytest.raises(ServiceError, match="keep_step_data=0"):
+        SampleFiles(tmp_path / "logs", keep=1).write("train", 1, [{}])
+
+
+@pytest.mark.parametrize(
+    ("count", "chosen"),
+    [
+        (0, []),
+        (1, [0.5]),
+        (2, [1.0, 0.0]),
+        (3, [1.0, 0.5, 0.0]),
+        (4, [1.0, 0.75, 0.25, 0.0]),
+        (9, [1.0, 0.75, 0.5, 0.25, 0.0]),
+    ],
+)
+def test_the_best_and_the_worst_are_shown(count: int, chosen: list[float]) -> None:
+    rewards = [0.25, 1.0, 0.0, 0.5, 0.75]
+    assert [rewards[place] for place in choose(rewards, count)] == chosen
+
+
+def test_a_block_shows_prompt_answer_and_reward_as_they_are() -> None:
+    one = shown(validation_record(4, PROMPT, TRAJECTORY, SCORE))
+    plain, coloured = io.StringIO(), io.StringIO()
+    show(Console(file=plain, width=100), "validation of version 4", [one])
+    show(Console(file=coloured, width=100, force_terminal=True), "validation of version 4", [one])
+    for part in ("validation of version 4, 1 of 1", "user: 2+2", "[bold]not markup[/bold]", "reward 0.5", "cut off"):
+        assert part in plain.getvalue()
+    assert "\x1b[" in coloured.getvalue()
+    assert "\x1b[" not in plain.getvalue()
+    assert "    [bold]not markup[/bold]" in as_markdown([one])
