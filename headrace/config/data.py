@@ -8,12 +8,30 @@ from pydantic import Field, model_validator
 
 from headrace.config.base import Section
 
+# data sets of the hub that are read by name, as users of NeMo RL name them; what is where in them: services/trainer/data/hub.py
+HubName = Literal[
+    "OpenMathInstruct-2",
+    "DeepScaler",
+    "DAPOMath17K",
+    "DAPOMathAIME2024",
+    "AIME2024",
+    "AIME2025",
+    "AIME2026",
+    "gsm8k",
+    "GSM8K",
+    "OpenR1-Math-220k",
+    "NuminaMath-1.5",
+]
+
 
 class DataSource(Section):
-    """One data set: a built-in generator by `dataset_name`, or a JSONL file by `data_path`."""
+    """One data set: a built-in generator or a known set of the hub by `dataset_name`, a JSONL file or any set of the hub by
+    `data_path`."""
 
-    dataset_name: Literal["arithmetic", "reasoning_gym"] | None = None
-    data_path: str | None = Field(None, description="a JSONL file, one problem a line")
+    dataset_name: Literal["arithmetic", "reasoning_gym"] | HubName | None = None
+    data_path: str | None = Field(
+        None, description="a JSONL file, one problem a line, or owner/name of a data set on the hub"
+    )
     input_key: str = Field(
         "input", description="field of a line that holds the problem: text, or a list of chat messages"
     )
@@ -21,14 +39,31 @@ class DataSource(Section):
     task: str | None = Field(None, description="reasoning_gym: name of the task")
     task_config: dict[str, Any] = Field({}, description="reasoning_gym: arguments of the task; arithmetic: digits")
     size: int = Field(1000, ge=1, description="problems to generate, before duplicates are removed")
-    seed: int = Field(0, ge=0, description="of the generator")
+    seed: int = Field(0, ge=0, description="of the generator, and of split_validation_size")
+    subset: str | None = Field(None, description="of a set of the hub; null takes the usual one")
+    split: str | None = Field(None, description="of a set of the hub; null takes the usual one")
+    split_validation_size: float = Field(
+        0.0, ge=0, lt=1, description="share of a training set that is held out for validation, drawn with seed"
+    )
+    repeat: int | None = Field(
+        None, ge=1, description="how often each problem is asked; null is once, and 16 times for AIME2024 to AIME2026"
+    )
+    prompt_file: str | None = Field(
+        None,
+        description="text with {} where the problem goes, which is then what the user says; null asks the problem as it is",
+    )
     env_name: str | None = Field(None, description="the environment that scores; null takes `default.env_name`")
     system_prompt: str | None = None
+    system_prompt_file: str | None = Field(
+        None, description="a file with the system prompt, in the place of system_prompt"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSource:
         if self.dataset_name and self.data_path:
             raise ValueError(f"dataset_name {self.dataset_name!r} and data_path {self.data_path!r}: give one of them")
+        if self.system_prompt is not None and self.system_prompt_file is not None:
+            raise ValueError(f"system_prompt and system_prompt_file {self.system_prompt_file!r}: give one of them")
         if self.dataset_name == "reasoning_gym" and not self.task:
             raise ValueError(
                 "dataset_name reasoning_gym needs task, the name of one of its tasks (for example chain_sum)"
@@ -43,6 +78,9 @@ class Data(Section):
     )
     train: list[DataSource] = Field([])
     validation: list[DataSource] = Field([], description="problems that also occur in train are removed from train")
+    remove_duplicates: bool = Field(
+        True, description="of problems that ask the same, the first alone is kept; false keeps a set's own weighting"
+    )
     default: DataSource = Field(DataSource(), description="fills what a source leaves out")
 
     @model_validator(mode="before")

@@ -1,10 +1,11 @@
-"""The kinds of data set: `arithmetic`, any task of reasoning-gym, and JSONL files."""
+"""The kinds of data set: `arithmetic`, any task of reasoning-gym, sets of the Hugging Face hub, and JSONL files."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import random
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,9 @@ from headrace.config.data import DataSource
 from headrace.errors import CodecError, ConfigError
 from headrace.tagged_json import to_json
 from headrace.trajectory import Message
-from services.trainer.data import arithmetic
+from services.trainer.data import arithmetic, hub
+
+_HUB_PATH = re.compile(r"^\w[\w.-]*/\w[\w.-]*(?<!\.jsonl)(?<!\.json)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +31,23 @@ class Draft:
 
 def read(source: DataSource, key: str, *, held_out: bool) -> Iterator[Draft]:
     """The problems of `source`, repeats included. Raises `ConfigError` naming `key`, the value and the remedy."""
+    if source.dataset_name in hub.SETS or _on_the_hub(source.data_path):
+        return _hub(source, key)
     if source.data_path is not None:
         return _jsonl(source, key)
     if source.dataset_name == "arithmetic":
         return _arithmetic(source, key, held_out)
     if source.dataset_name == "reasoning_gym":
         return _reasoning_gym(source, key)
-    raise ConfigError(f"{key}: give dataset_name (arithmetic, reasoning_gym) or data_path (a JSONL file)")
+    raise ConfigError(
+        f"{key}: give dataset_name (arithmetic, reasoning_gym, {', '.join(hub.SETS)}) or data_path (a JSONL file, or owner/name "
+        "of a set on the hub)"
+    )
+
+
+def _on_the_hub(path: str | None) -> bool:
+    """A path of the form owner/name is one on the hub unless there is such a file."""
+    return path is not None and _HUB_PATH.match(path) is not None and not Path(path).is_file()
 
 
 def _ask(text: str) -> tuple[Message, ...]:
@@ -91,6 +104,16 @@ def _jsonl(source: DataSource, key: str) -> Iterator[Draft]:
             yield _draft_of_line(fields, source, path.stem)
         except ValueError as error:
             raise ConfigError(f"{path}:{number}: {error}; mend or remove the line ({key}.data_path)") from error
+
+
+def _hub(source: DataSource, key: str) -> Iterator[Draft]:
+    name = source.dataset_name or (source.data_path or "").rpartition("/")[2]
+    for question, answer in hub.rows(source, key):
+        try:
+            messages = _ask(question) if isinstance(question, str) else _messages(question, source.input_key)
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}; bring the set as a JSONL file") from error
+        yield Draft(messages, {"answer": answer}, name)
 
 
 def _draft_of_line(fields: Any, source: DataSource, task_name: str) -> Draft:
