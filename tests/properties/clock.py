@@ -1,27 +1,31 @@
-"""A real server with the real functions, whose clock is a key that the test sets: time passes when the test says so."""
+"""A real server with the real functions, but for two things: its clock is a key that the test sets, so that time passes when the test says
+so; and a call looks at fewer deadlines, so that the few of a test are more than it looks at."""
 
 from __future__ import annotations
 
 from redis.asyncio import Redis
 
 from services.replay import library
+from tests.properties.model import SWEEP
 
 CLOCK = "clock"
 # How the functions ask the server for the time (_run.lua), and what they ask here.
 _ASKS = "local time = redis.call('TIME')\n  return time[1] * 1000 + math.floor(time[2] / 1000)"
 _READS = f"return tonumber(redis.call('GET', '{CLOCK}'))"
+_SWEEPS = "local SWEEP = 64"
 # A time of day, so that sums are of the size they have in earnest.
 START_MS = 1_800_000_000_000
 
 
-def with_clock(source: str) -> str:
-    """The library with the one place that reads the server's clock reading the key instead."""
+def for_test(source: str) -> str:
+    """The library, its clock the key."""
     assert source.count(_ASKS) == source.count("'TIME'") == 1, (
         "the functions read the clock in another way: see server_ms"
     )
-    return source.replace(_ASKS, _READS)
+    assert source.count(_SWEEPS) == 1, "the functions bound their sweeps in another way: see _due.lua"
+    return source.replace(_ASKS, _READS).replace(_SWEEPS, f"local SWEEP = {SWEEP}")
 
 
 async def load(redis: Redis, source: str | None = None) -> None:
     await redis.set(CLOCK, START_MS)
-    await redis.function_load(with_clock(source or library.source()), replace=True)
+    await redis.function_load(for_test(source or library.source()), replace=True)

@@ -49,6 +49,8 @@ class Fleet(Core):
             held = next((held for held in self.groups.values() if held.token == token), None)
             if state == "DEAD" or held is None:
                 assert token in lost, f"{token} is void, and the heartbeat of {replica} is not told"
+            elif held.overdue(self.now):
+                assert token in lost, f"{token} is over, and the heartbeat of {replica} is not told"
             elif held.state == "open" and held.replica == replica:
                 assert token not in lost, f"{token} is valid, and the heartbeat of {replica} is told that it is lost"
                 held.lease_end = min(self.now + milliseconds(self.limits.lease_s), held.deadline)
@@ -165,6 +167,7 @@ class Fleet(Core):
         if not steps:
             return False
         for h in self.of_step(min(steps), "reserved", "trained"):  # type: ignore[type-var]
+            self.meter_trained(h)
             h.pieces, h.evicted = {}, True
         return self.fits(held)
 
@@ -174,14 +177,14 @@ class Fleet(Core):
             self.refuse(NotVerified)
         assert isinstance(seen, list), seen
         version, left = self.members[replica].version, list(seen)
-        orphans = sorted((h for h in self.groups.values() if h.orphaned), key=_ticket)
+        orphans = sorted((h for h in self.groups.values() if h.orphaned and not h.overdue(self.now)), key=_ticket)
         for held in orphans[:most]:
             assert left, f"{replica} could go on with {held.id}, and was not given it"
             self._hand_on(held, replica, left.pop(0))
             most -= 1
         for lane in ("validation", "train"):
             queue = sorted((h for h in self.groups.values() if (h.lane, h.state) == (lane, "queued")), key=_order)
-            room = most if lane == "validation" else min(most, self.room(version))
+            room = most if lane == "validation" else min(most, 0 if self.refill else self.room(version))
             for held in queue[: max(room, 0)]:
                 if not self.fits(held):
                     break
@@ -193,6 +196,7 @@ class Fleet(Core):
 
     def _grant(self, held: Held, replica: str, version: int, lease: Lease) -> None:
         held.attempt += 1
+        held.leased = self.now
         held.deadline = self.now + milliseconds(self.limits.group_deadline_s)
         self._check_lease(held, version, lease)
         assert (lease.count, lease.missing, lease.prefixes) == (self.started(held), tuple(range(lease.count)), {})
@@ -207,6 +211,10 @@ class Fleet(Core):
     def _hand_on(self, held: Held, replica: str, lease: Lease) -> None:
         """The group goes on where it was: what could not be trained any more starts over."""
         if held.lane == "train":
+            for piece in held.pieces.values():
+                # over age; what an abandoned timeline wrote is not
+                if not self._trainable(piece.trajectory) and piece.trajectory.newest_version <= self.next_step:
+                    self.meters.add("expired", piece, self.next_step)
             held.pieces = {i: p for i, p in held.pieces.items() if self._trainable(p.trajectory)}
             held.saved = {i: prefix for i, prefix in held.saved.items() if self._trainable(prefix)}
         self._check_lease(held, self.members[replica].version, lease)
@@ -269,7 +277,7 @@ class Fleet(Core):
 
     def _objection(self, lease: Lease, trajectory: Trajectory) -> ReplayError | None:
         held = self.groups.get(lease.group.id)
-        if held is None or held.token != lease.token:
+        if held is None or held.token != lease.token or held.overdue(self.now):
             return self.refusal(LeaseLost(""))
         if held.state != "open":
             return self.refusal(Surplus(""))
@@ -283,7 +291,7 @@ class Fleet(Core):
             return None  # the same again
         error = self._objection(lease, trajectory)
         if error is None and held is not None:
-            held.pieces[index] = Piece(trajectory, len(trajectory.encode()), self.now)
+            held.pieces[index] = Piece(trajectory, len(trajectory.encode()), self.now, self.now - held.leased)
             held.saved.pop(index, None)
             if held.generated:
                 held.state = "scoring"
@@ -308,6 +316,7 @@ class Fleet(Core):
             self.requeue(held, "failed", counted=True)
             return False
         held.dropped.add(index)
+        self.meters.trajectories["failed"] += 1
         held.saved.pop(index, None)
         if held.generated:
             held.state = "scoring"

@@ -48,13 +48,20 @@ class Model(Fleet):
                     piece.attempts -= 1
 
     def score_many(self, items: Sequence[tuple[ScoringJob, Score]], seen: object) -> list[ReplayError | None]:
+        """Of each group first the scores, then the failures."""
         self.expire()
-        return [self._score(job, score) for job, score in items]
+        groups = list(dict.fromkeys(job.group.id for job, _ in items))
+        order = sorted(
+            range(len(items)),
+            key=lambda place: (groups.index(items[place][0].group.id), items[place][1].status != "SCORED", place),
+        )
+        answers = {place: self._score(*items[place]) for place in order}
+        return [answers[place] for place in range(len(items))]
 
     def _score(self, job: ScoringJob, score: Score) -> ReplayError | None:
         held = self.groups.get(job.group.id)
         piece = held.pieces.get(job.trajectory.index) if held else None
-        if held is None or piece is None or piece.token != job.token:
+        if held is None or piece is None or piece.token != job.token or piece.overdue(self.now):
             return self.refusal(LeaseLost(""))
         if piece.reward is not None:
             return None  # the same again
@@ -72,13 +79,18 @@ class Model(Fleet):
         if len(held.scored) < held.group.n:
             return
         held.surplus = not held.generated
+        self.meters.trajectories["surplus"] += held.count - held.group.n - len(held.dropped) - len(held.unscored)
+        for piece in held.unscored.values():
+            self.meters.add("surplus", piece, self.next_step)
         held.pieces, held.saved = held.scored, {}
         if held.lane == "validation":
             held.state = "evaluated"
             return
         self.scored_since += 1
+        self.meter("generated", held)
         if self.limits.filter_equal and len(self._clamped(held)) == 1:
             self.filtered_since += 1
+            self.meter("filtered", held)
             self.end(held, "filtered")
             self.forget(held, "filtered")
         else:
@@ -103,6 +115,8 @@ class Model(Fleet):
             return self._batch(step)
         if step != self.next_step:
             self.refuse(WrongStep)
+        if self.refill:
+            self.refuse(InvalidCall)
         for held in self.train("ready"):
             if held.id in sent_back or (held.step == step and not self.lawful(held.oldest, held.newest)):
                 self.requeue(held, "over_age", counted=False)
@@ -189,6 +203,7 @@ class Model(Fleet):
         for held in self.train("reserved"):
             if held.step is not None and held.step < version:
                 held.state = "trained"
+                self.meter_trained(held)
         self.committed = max(self.committed, version)
         self.freed = max(self.freed, version - self.limits.retain_steps)
         for held in self.train("trained"):

@@ -15,10 +15,12 @@ from headrace.errors import InvalidCall, LeaseLost, ReplayError, WrongStep, Wron
 from headrace.replay import Limits
 from headrace.replay.trainer import worst_case_bytes
 from headrace.trajectory import Group
-from tests.properties.records import IN_FLIGHT, Announced, Held, Member
+from tests.properties.records import IN_FLIGHT, Announced, Held, Member, Meters
 
 # A dead replica stays on the list this long.
 REMEMBER_DEAD_MS = 600_000
+# Of each kind of deadline, how many are looked at in one call.
+SWEEP = 4
 
 
 class Core:
@@ -29,6 +31,7 @@ class Core:
         self.now = now
         self.refusals: collections.Counter[str] = collections.Counter()
         self.used: set[str] = set()  # timelines and incarnations that have ended
+        self.meters = Meters()
         self.begin(timeline, incarnation, 0, -1, -1)
 
     def begin(self, timeline: str, incarnation: str, next_step: int, committed: int, enqueued: int) -> None:
@@ -94,6 +97,23 @@ class Core:
         if self.used & set(names):
             self.refuse(WrongTimeline)
 
+    # -- meters (of all incarnations)
+
+    def meter(self, moment: str, held: Held) -> None:
+        if held.lane == "train":
+            for piece in held.pieces.values():
+                self.meters.add(moment, piece, self.next_step)
+
+    def meter_trained(self, held: Held) -> None:
+        """Once, however often a rewind has it trained again."""
+        if held.metered or held.step is None:
+            return
+        held.metered = True
+        for piece in held.pieces.values():
+            self.meters.add("trained", piece, held.step)
+            if self.limits.staleness_policy == "mask" and held.step - piece.oldest > self.limits.max_age:
+                self.meters.add("masked", piece, held.step)
+
     # -- moves
 
     def forget(self, held: Held, state: str | None = None) -> None:
@@ -103,6 +123,8 @@ class Core:
             self.gone[held.lane, state] += 1
 
     def end(self, held: Held, state: str) -> None:
+        if state == "failed":
+            self.meter("failed", held)
         held.start_over()
         held.state = state
         if held.lane == "train" and state in ("failed", "filtered"):
@@ -110,6 +132,8 @@ class Core:
 
     def requeue(self, held: Held, cause: str, *, counted: bool) -> None:
         self.requeues[cause] += 1
+        if cause == "over_age":
+            self.meter("expired", held)
         held.failures += counted
         if counted and held.failures >= self.limits.max_attempts:
             self.end(held, "failed")
@@ -138,7 +162,7 @@ class Core:
         if len(held.dropped) >= held.count - held.group.n:
             self.end(held, "failed")
         else:
-            del held.pieces[index]
+            self.meters.add("failed", held.pieces.pop(index), self.next_step)
             held.dropped.add(index)
 
     def lawful(self, oldest: int, newest: int) -> bool:
@@ -150,18 +174,24 @@ class Core:
     # -- time
 
     def expire(self) -> None:
-        """What every call that may write does first: leases, then scorers, then replicas whose time has passed."""
-        for held in list(self.groups.values()):
-            if held.state != "open" or held.lease_end > self.now:
-                continue
+        """What every call that may write does first: leases, then scorers, then replicas whose time has passed, those first that are
+        due the longest. What is left over is for the next call."""
+        due = [(held.lease_end, held.id) for held in self.groups.values() if held.overdue(self.now)]
+        for _, group in sorted(due)[:SWEEP]:
+            held = self.groups[group]
             if held.deadline <= self.now:
                 self.requeue(held, "deadline", counted=not held.orphaned)
             else:
                 self.pass_on(held, "lease", counted=True)
-        for held in self.groups.values():
-            for index, piece in list(held.pieces.items()):
-                if held.state != "failed" and piece.taken and piece.deadline <= self.now:
-                    self.retry_scoring(held, index)
+        taken = [
+            (piece.deadline, f"{held.id}:{index}", held, index)
+            for held in self.groups.values()
+            for index, piece in held.pieces.items()
+            if piece.overdue(self.now)
+        ]
+        for _, _, held, index in sorted(taken, key=lambda entry: entry[:2])[:SWEEP]:
+            if index in held.pieces:  # an earlier one may have failed the group
+                self.retry_scoring(held, index)
         self._expire_replica()
 
     def _expire_replica(self) -> None:
@@ -223,6 +253,6 @@ class Core:
     def held_lease(self, group: str, token: str) -> Held:
         """The group that is leased under this token. Raises `LeaseLost`."""
         held = self.groups.get(group)
-        if held is None or held.state != "open" or held.token != token:
+        if held is None or held.state != "open" or held.token != token or held.overdue(self.now):
             self.refuse(LeaseLost)
         return held

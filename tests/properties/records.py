@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 from headrace.trajectory import Group, Trajectory
@@ -19,6 +20,7 @@ class Piece:
     trajectory: Trajectory
     size: int  # bytes
     since: int
+    latency: int  # from lease to push
     attempts: int = 0
     token: str | None = None
     deadline: int = 0
@@ -31,6 +33,13 @@ class Piece:
     @property
     def taken(self) -> bool:
         return self.token is not None and self.reward is None
+
+    def overdue(self, now: int) -> bool:
+        return self.taken and self.deadline <= now
+
+    @property
+    def oldest(self) -> int:
+        return self.trajectory.oldest_version
 
 
 @dataclasses.dataclass
@@ -48,12 +57,14 @@ class Held:
     ticket: int | None = None
     token: str | None = None
     replica: str = ""
+    leased: int = 0
     lease_end: int = 0
     deadline: int = 0
     pieces: dict[int, Piece] = dataclasses.field(default_factory=dict)
     saved: dict[int, Trajectory] = dataclasses.field(default_factory=dict)  # what was begun of others
     step: int | None = None  # reserved or trained for it, or kept for it by a rewind
     evicted: bool = False
+    metered: bool = False  # as trained
 
     @property
     def id(self) -> str:
@@ -68,6 +79,10 @@ class Held:
         """Its lease was lost, and it waits for a replica that goes on with it."""
         return self.state == "open" and self.token is None
 
+    def overdue(self, now: int) -> bool:
+        """Its lease is over, or its deadline passed, whether or not a call has looked at it since."""
+        return self.state == "open" and self.lease_end <= now
+
     @property
     def pinned(self) -> bool:
         return self.state == "ready" and self.step is not None
@@ -81,14 +96,18 @@ class Held:
     def scored(self) -> dict[int, Piece]:
         return {index: piece for index, piece in self.pieces.items() if piece.reward is not None}
 
+    @property
+    def unscored(self) -> dict[int, Piece]:
+        return {index: piece for index, piece in self.pieces.items() if piece.reward is None}
+
     def start_over(self) -> None:
         """Nothing of this attempt is kept."""
-        self.token, self.step, self.evicted, self.surplus = None, None, False, False
+        self.token, self.step, self.evicted, self.surplus, self.metered = None, None, False, False, False
         self.pieces, self.dropped, self.saved, self.replica = {}, set(), {}, ""
 
     @property
     def oldest(self) -> int:
-        return min(piece.trajectory.oldest_version for piece in self.pieces.values())
+        return min(piece.oldest for piece in self.pieces.values())
 
     @property
     def newest(self) -> int:
@@ -121,3 +140,19 @@ class Announced:
     timeline: str
     state: str
     did: dict[str, str]
+
+
+class Meters:
+    """What was metered: at each moment how many trajectories, and of those known the values of each quantity."""
+
+    def __init__(self) -> None:
+        self.trajectories: collections.Counter[str] = collections.Counter()
+        self.values: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+
+    def add(self, moment: str, piece: Piece, step: int) -> None:
+        self.trajectories[moment] += 1
+        self.values[moment, "length"].append(piece.trajectory.completion_token_ids.size)
+        self.values[moment, "latency"].append(piece.latency / 1000)
+        self.values[moment, "age"].append(max(0, step - piece.oldest))
+        if piece.reward is not None:
+            self.values[moment, "reward"].append(piece.reward)

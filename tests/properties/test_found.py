@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from headrace.errors import LeaseLost
 from headrace.replay import Ended
+from headrace.trajectory import Score
 from tests.integration.replay.helpers import make_group, make_trajectory
-from tests.properties.machine import Setting
+from tests.properties.setting import Setting
 from tests.properties.world import World
 
 
@@ -17,6 +19,14 @@ async def world(clocked_url: str, run_id: str) -> World:
     yield world
     await world.compare_all()
     await world.client.aclose()
+
+
+async def verified_replica(world: World) -> None:
+    await world.call("register", "replica", {})
+    await world.call("open_epoch", "epoch", 0, world.model.timeline, {})
+    await world.call("acknowledge", "replica", "epoch")
+    await world.call("begin_epoch", "epoch", {})
+    await world.call("verify", "replica", "epoch", 0.0, 1e-3)
 
 
 async def test_law_1_a_repeated_enqueue_keeps_the_record_that_the_first_delivery_brought(world: World) -> None:
@@ -42,11 +52,7 @@ async def test_law_4_a_late_save_leaves_what_an_earlier_delivery_of_it_saved(wor
     """The group was passed on meanwhile: the late call is refused, and the prefix that the next replica goes on from stays."""
     timeline = world.model.timeline
     await world.call("enqueue", [make_group(0)], timeline, False)
-    await world.call("register", "replica", {})
-    await world.call("open_epoch", "epoch", 0, timeline, {})
-    await world.call("acknowledge", "replica", "epoch")
-    await world.call("begin_epoch", "epoch", {})
-    await world.call("verify", "replica", "epoch", 0.0, 1e-3)
+    await verified_replica(world)
     (lease,) = await world.call("lease", "replica", 1)
     await world.call("save_many", [(lease, make_trajectory(lease, 0))])
     saved = world.delivered[-1]
@@ -55,3 +61,32 @@ async def test_law_4_a_late_save_leaves_what_an_earlier_delivery_of_it_saved(wor
     await world.deliver_again(0)
     (again,) = await world.call("lease", "replica", 1)
     assert set(again.prefixes) == {0}
+
+
+async def test_law_4_a_lease_and_a_taking_to_score_that_arrive_again_late_give_other_tokens(world: World) -> None:
+    """The first delivery was lost in the network and comes after the group went back: the caller's nonce is the same, the lease is not."""
+    timeline = world.model.timeline
+    await world.call("enqueue", [make_group(0)], timeline, False)
+    await verified_replica(world)
+    (lease,) = await world.call("lease", "replica", 1)
+    await world.call("release", lease, "leaving", True)
+    (again,) = await world.deliver_again(1)
+    assert again.token != lease.token
+    assert isinstance(await world.call("release", lease, "leaving", True), LeaseLost)
+    await world.call("push_many", [(again, make_trajectory(again, index)) for index in range(2)])
+    jobs = await world.call("take_scoring", "scorer", 2)
+    await world.call("score_many", [(job, Score("FAILED", message="no")) for job in jobs])
+    late = await world.deliver_again(1)
+    assert {job.token for job in late}.isdisjoint({job.token for job in jobs})
+
+
+async def test_law_6_a_group_that_is_passed_on_is_leased_no_longer_than_its_deadline_says(world: World) -> None:
+    await world.call("enqueue", [make_group(0)], world.model.timeline, False)
+    await verified_replica(world)
+    (lease,) = await world.call("lease", "replica", 1)
+    await world.pass_time(9_000)
+    await world.call("heartbeat", "replica", [lease.token])
+    await world.pass_time(9_000)
+    await world.call("release", lease, "leaving", False)
+    (again,) = await world.call("lease", "replica", 1)
+    assert (lease.expires_in_s, again.expires_in_s) == (10.0, 7.0)

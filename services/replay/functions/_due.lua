@@ -1,8 +1,9 @@
 -- What is due: every call that writes first ends the leases, scoring tokens and replicas whose time has passed, so that
 -- correctness needs no janitor (law 6). The run's `due` is a lower bound of the next deadline: most calls stop there.
 
--- Deadlines looked at in one call: bounds its time; the next call goes on.
+-- Deadlines of a kind that are looked at in one call, and groups of a lost replica: bounds its time; the next call goes on.
 local SWEEP = 64
+local LOST = 64
 -- A dead replica stays on the list this long, for people to see.
 local REMEMBER_DEAD_MS = 600000
 
@@ -39,10 +40,10 @@ local function expire_scoring(run)
   return #members
 end
 
--- Pass on what a replica holds, `SWEEP` groups at most; true when nothing is left.
+-- Pass on what a replica holds, `LOST` groups at most; true when nothing is left.
 local function take_back(run, replica, cause, counted, reason)
   local held = run.base .. 'h:' .. replica
-  for _, id in ipairs(redis.call('SRANDMEMBER', held, SWEEP)) do
+  for _, id in ipairs(redis.call('SRANDMEMBER', held, LOST)) do
     pass_on(run, load_group(run, id), cause, counted, reason)
   end
   return redis.call('EXISTS', held) == 0

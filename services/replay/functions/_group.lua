@@ -33,6 +33,20 @@ local function load_group(run, id)
   return group
 end
 
+-- The lease's time has passed, and no call has come to it yet (see _due.lua).
+local function lease_over(run, id)
+  return run.backlog and tonumber(redis.call('ZSCORE', run.base .. 'leases', id)) <= run.now
+end
+
+-- The group that is leased under this token.
+local function leased_group(run, id, token)
+  local group = load_group(run, id)
+  if not group or group.state ~= 'open' or group.token ~= token or lease_over(run, id) then
+    refuse('HR_LEASE_LOST', 'the lease of group ' .. id .. ' is over')
+  end
+  return group
+end
+
 local function queue_of(run, lane)
   return run.base .. (lane == 'train' and 'queue' or 'validation')
 end

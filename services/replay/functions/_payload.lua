@@ -22,7 +22,7 @@ local function lease_refusal(run, entry, group)
   if not group or group.token ~= entry.token then
     return 'HR_LEASE_LOST', 'the lease of group ' .. entry.id .. ' is over'
   end
-  if run.backlog and tonumber(redis.call('ZSCORE', run.base .. 'leases', entry.id)) <= run.now then
+  if lease_over(run, entry.id) then
     return 'HR_LEASE_LOST', 'the lease of group ' .. entry.id .. ' has expired'
   end
 end

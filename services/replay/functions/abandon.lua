@@ -8,10 +8,7 @@ register('hr_abandon', 6, function(run, args)
   local id, token, index = name(args[3], 'group id'), name(args[4], 'token'), natural(args[5], 'index')
   require_timeline(run, args[1])
   require_incarnation(run, args[2])
-  local group = load_group(run, id)
-  if not group or group.state ~= 'open' or group.token ~= token then
-    refuse('HR_LEASE_LOST', 'the lease of group ' .. id .. ' is over')
-  end
+  local group = leased_group(run, id, token)
   if index >= group.count then
     refuse('HR_INVALID', 'index ' .. index .. ' of group ' .. id .. ', which has ' .. group.count .. ' trajectories')
   end

@@ -16,7 +16,7 @@ local function renew(run, id, token, renewed, complete)
     if surplus then complete[#complete + 1] = token end
     return not surplus
   end
-  if run.backlog and tonumber(redis.call('ZSCORE', run.base .. 'leases', group)) <= run.now then return false end
+  if lease_over(run, group) then return false end
   renewed[#renewed + 1] = math.min(run.now + run.lease_ms, tonumber(deadline))
   renewed[#renewed + 1] = group
   return true

@@ -12,6 +12,8 @@
 -- at most v + A and the age at most A (law 2) without dropping anything. Under `drop` and `mask` it is ahead_steps, at least A: groups are
 -- trained as they get ready, and reserve.lua keeps law 2.
 --
+-- Until a refill is complete no training prompt is leased: those that are still missing come before those that are there (law 5).
+--
 -- A group whose lease was lost has its place in line and its bytes already, and keeps what its trajectories can still be trained with: those
 -- (finished or not) that would break law 2 at the next step start over.
 --
@@ -143,7 +145,10 @@ end
 
 -- Groups whose lease was lost go on under a new token; their place in line, attempt and deadline are theirs already.
 local function hand_on(run, most, replica, nonce, reply)
-  local ids = redis.call('ZRANGE', run.base .. 'orphans', 0, most - 1)
+  local ids = {}
+  for _, id in ipairs(redis.call('ZRANGE', run.base .. 'orphans', 0, most - 1)) do
+    if not lease_over(run, id) then ids[#ids + 1] = id end
+  end
   for _, id in ipairs(ids) do
     local group = load_group(run, id)
     if group.lane == 'train' then sift_pushed(run, group) end
@@ -185,7 +190,7 @@ register('hr_lease', 3, function(run, args)
   local reserved = run.prompts_per_step * run.next_step
   local ahead = redis.call('ZCARD', run.base .. 'line') + run.pinned
   local steps = run.staleness_policy == 'ordered' and run.max_age or run.ahead_steps
-  local room = (version + steps + 1) * run.prompts_per_step - reserved - ahead
+  local room = run.refill == 1 and 0 or (version + steps + 1) * run.prompts_per_step - reserved - ahead
   lease_from(run, 'train', math.min(most, room), replica, version, nonce, reply)
   return reply
 end)

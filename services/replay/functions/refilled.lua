@@ -4,12 +4,15 @@
 -- Returns  1
 -- Errors   HR_TIMELINE
 --
--- Until this call the run's state says `refill`, so that a trainer killed in the middle does it again (law 1).
+-- Until this call the run's state says `refill`, so that a trainer killed in the middle does it again, and no training prompt is leased or
+-- reserved (laws 1 and 5).
 register('hr_refilled', 1, function(run, args)
   require_timeline(run, args[1])
   if run.refill == 1 then
     set(run, 'refill', 0)
     event(run, 'refilled')
+    wake(run, 'work')
+    wake(run, 'ready')
   end
   return 1
 end)

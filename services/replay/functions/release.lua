@@ -9,10 +9,7 @@ register('hr_release', 6, function(run, args)
   local how = choice(args[5], {failed = true, returned = true, rejected = true}, 'how')
   require_timeline(run, args[1])
   require_incarnation(run, args[2])
-  local group = load_group(run, id)
-  if not group or group.state ~= 'open' or group.token ~= token then
-    refuse('HR_LEASE_LOST', 'the lease of group ' .. id .. ' is over')
-  end
+  local group = leased_group(run, id, token)
   if how == 'rejected' then
     fail(run, group, args[6])
   elseif how == 'failed' then

@@ -6,6 +6,8 @@
 --          `p<i>` (_group.lua) and reward, in one list; groups scored and groups filtered since the batch before}, or {'waiting', ready, needed}, or {'end', unused}
 -- Errors   HR_TIMELINE, HR_STEP, HR_STARVED, HR_INVALID
 --
+-- No step is taken while the run wants a refill: one that is delivered twice would bring back what was trained in between (law 1).
+--
 -- Repeating the last reserve gives the same batch, for a trainer that lost the reply. Whatever the admission policy did, law 2 (age)
 -- and law 3 (completeness) are enforced here: a group that breaks one is requeued, never handed out.
 
@@ -165,6 +167,7 @@ register('hr_reserve', 2, function(run, args)
   if step ~= run.next_step then
     refuse('HR_STEP', 'reserve of step ' .. step .. '; the next step is ' .. run.next_step)
   end
+  if run.refill == 1 then refuse('HR_INVALID', 'reserve of step ' .. step .. ' while prompts are missing; enqueue them and call refilled') end
   local groups, ids = pinned_groups(run, step)
   keep_step(run, step, ids)
   local survivors = #groups

@@ -158,7 +158,7 @@ end
 
 local function give_up_or_retry(run, entry, reply)
   local group = load_group(run, entry.id)
-  local attempts = tonumber(string.match(redis.call('HGET', group.key, 'w' .. entry.index) or '', '^%d+'))
+  local attempts = group and tonumber(string.match(redis.call('HGET', group.key, 'w' .. entry.index) or '', '^%d+'))
   local message = entry.status .. ': ' .. words(entry.message)
   if not attempts then
     reply[entry.place] = refuse_entry(run, 'HR_LEASE_LOST', 'group ' .. entry.id .. ' has just ended')

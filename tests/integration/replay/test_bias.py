@@ -127,6 +127,7 @@ async def test_a_step_that_is_taken_back_counts_once_unless_it_is_made_anew(
     await replay.commit(2, timeline)
     state = await rewind(replay, 0)
     assert state.counts["trained"] == 0
+    await replay.refilled(state.timeline)
     for step in range(2):
         await reserve(replay, step)
     await replay.commit(2, state.timeline)

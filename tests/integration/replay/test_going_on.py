@@ -58,6 +58,7 @@ async def test_restore_starts_from_the_checkpoint_alone(replay: ReplayClient) ->
     assert await replay.enqueue([make_group(12)], state.timeline) == 1
     counts = (await replay.state()).counts
     assert {name: count for name, count in counts.items() if count} == {"trained": 10, "queued": 3}
+    await replay.refilled(state.timeline)
     replica = await healthy_replica(replay, version=5)
     await generate(replay, replica)
     assert (await reserve(replay, 5)).groups == ("e0-train-10", "e0-train-11")

@@ -86,6 +86,24 @@ async def test_law_1_conservation_a_refill_that_was_cut_off_is_asked_for_again(r
     assert await total(replay) == GROUPS
 
 
+async def test_law_5_order_nothing_is_leased_or_reserved_before_a_refill_is_complete(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    """What is still missing comes before what is there; and a refill that is delivered twice would bring back what was trained since."""
+    await tighten(replay, limits, retain_steps=3)
+    await enqueue(replay, range(GROUPS))
+    replica = await healthy_replica(replay)
+    batches = await train(replay, replica, range(2))
+    state = await rewind(replay, 1)
+    assert state.refill
+    await refit(replay, 1, [replica])
+    assert await replay.lease(replica, 8) == []
+    with pytest.raises(InvalidCall, match="call refilled"):
+        await replay.reserve(1, state.timeline)
+    await refill(replay, batches[:1])
+    assert (await train(replay, replica, range(1, 2))) == batches[1:]
+
+
 async def test_a_restore_asks_for_a_refill_and_an_ordinary_rewind_does_not(replay: ReplayClient) -> None:
     await enqueue(replay, range(4))
     await generate(replay, await healthy_replica(replay))

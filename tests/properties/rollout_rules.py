@@ -1,0 +1,159 @@
+"""What replicas do, and what the trainer does for them: membership, refits, leases, trajectories."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis.stateful import precondition, rule
+
+from headrace.replay import Lease
+from headrace.trajectory import Trajectory
+from tests.integration.replay.helpers import make_trajectory
+from tests.properties.caller import REPLICAS, Caller, deliveries, lateness, new_each_time, some
+
+
+class RolloutRules(Caller):
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[str] = []
+        self.leases: list[Lease] = []
+
+    # -- weights
+
+    @rule(which=st.integers(1, 7))
+    def refit_replicas(self, which: int) -> None:
+        self.refit([i for i in range(REPLICAS) if which >> i & 1])
+
+    def refit(self, which: list[int]) -> None:
+        """A whole epoch at the trainer's version."""
+        epoch, timeline = self.name(), self.model.timeline
+        for i in which:
+            if self.model.state_of(self.replica(i)) == "DEAD":
+                self.call("register", self.replica(i), {})
+        self.epochs.append(epoch)
+        self.call("open_epoch", epoch, self.model.next_step, timeline, {})
+        for i in which:
+            self.call("acknowledge", self.replica(i), epoch)
+        self.call("begin_epoch", epoch, {})
+        for i in which:
+            self.call("verify", self.replica(i), epoch, 1e-6, 1e-3)
+        self.call("end_epoch", epoch, False)
+
+    @rule(back=st.sampled_from([0, 0, 0, 1]), late=lateness, how=deliveries)
+    def open_epoch(self, back: int, late: int, how: str) -> None:
+        self.epochs.append(self.name())
+        self.call("open_epoch", self.epochs[-1], max(0, self.model.next_step - back), self.timeline(late), {}, how=how)
+
+    @rule(
+        step=st.sampled_from(["acknowledge", "begin", "verify", "mismatch", "refuse", "done", "aborted"]),
+        which=some,
+        old=lateness,
+        how=deliveries,
+    )
+    def go_on_with_epoch(self, step: str, which: int, old: int, how: str) -> None:
+        epoch, replica = self.epochs[-1 - old % len(self.epochs)], self.replica(which)
+        calls: dict[str, tuple[Any, ...]] = {
+            "acknowledge": ("acknowledge", replica, epoch),
+            "begin": ("begin_epoch", epoch, {}),
+            "verify": ("verify", replica, epoch, 1e-6, 1e-3),
+            "mismatch": ("verify", replica, epoch, 1.0, 1e-3),
+            "refuse": ("refuse", replica, epoch, "no"),
+            "done": ("end_epoch", epoch, False),
+            "aborted": ("end_epoch", epoch, True),
+        }
+        self.call(*calls[step], how=how)
+
+    # -- replicas
+
+    @rule(which=some, how=deliveries)
+    def register(self, which: int, how: str) -> None:
+        self.call("register", self.replica(which), {}, how=how)
+
+    @rule(which=some, how=deliveries)
+    def deregister(self, which: int, how: str) -> None:
+        self.call("deregister", self.replica(which), how=how)
+
+    @rule(which=some, newest=st.integers(0, 4))
+    def heartbeat(self, which: int, newest: int) -> None:
+        tokens = [lease.token for lease in self.leases[len(self.leases) - newest :]]
+        self.call("heartbeat", self.replica(which), tokens)
+
+    @rule()
+    def all_heartbeats(self) -> None:
+        for which in range(REPLICAS):
+            self.call("heartbeat", self.replica(which), [lease.token for lease in self.leases[-6:]])
+
+    @rule(which=some, most=st.integers(1, 4), how=new_each_time)
+    def lease(self, which: int, most: int, how: str) -> None:
+        self.leases += self.call("lease", self.replica(which), most, how=how) or []
+
+    def trajectory(self, lease: Lease, index: int, versions: str, length: int = 4) -> Trajectory:
+        """No two are of the same tokens. `versions`: of the lease; with a refit in its middle; older than they may be."""
+        first = lease.version - (versions == "old")
+        span = {"plain": [lease.version], "refit": [lease.version, lease.version + 1]}.get(versions, [max(0, first)])
+        plain = make_trajectory(lease, index, span, length)
+        tokens = np.full_like(plain.completion_token_ids, int(self.name(), 16))
+        return dataclasses.replace(plain, completion_token_ids=tokens)
+
+    @precondition(lambda self: self.leases)
+    @rule(
+        which=st.integers(0, 6),
+        index=st.sampled_from([0, 0, 1, 1, 2, 3]),
+        versions=st.sampled_from(["plain"] * 4 + ["refit", "old"]),
+        how=deliveries,
+    )
+    def push(self, which: int, index: int, versions: str, how: str) -> None:
+        lease = self.leases[-1 - which % len(self.leases)]
+        self.call("push_many", [(lease, self.trajectory(lease, index, versions))], how=how)
+
+    @precondition(lambda self: self.leases)
+    @rule(
+        count=st.integers(1, 4),
+        skip=st.integers(0, 2),
+        versions=st.sampled_from(["plain", "plain", "refit"]),
+        how=deliveries,
+    )
+    def push_whole_groups(self, count: int, skip: int, versions: str, how: str) -> None:
+        items = [
+            (lease, self.trajectory(lease, index, versions))
+            for lease in self.leases[-count:]
+            for index in range(skip if count == 1 else 0, lease.count)
+        ]
+        self.call("push_many", items, how=how)
+
+    @precondition(lambda self: self.leases)
+    @rule(
+        which=st.integers(0, 6),
+        why=st.sampled_from(["returned", "failed", "returned", "failed", "rejected"]),
+        how=deliveries,
+    )
+    def give_back(self, which: int, why: str, how: str) -> None:
+        lease = self.leases[-1 - which % len(self.leases)]
+        if why == "rejected":
+            self.call("reject", lease, "too long", how=how)
+        else:
+            self.call("release", lease, "why not", why == "failed", how=how)
+
+    @precondition(lambda self: self.leases)
+    @rule(
+        newest=st.integers(1, 2),
+        length=st.integers(1, 3),
+        versions=st.sampled_from(["plain", "plain", "refit", "old"]),
+        how=deliveries,
+    )
+    def save(self, newest: int, length: int, versions: str, how: str) -> None:
+        """What replicas have begun."""
+        items = [
+            (lease, self.trajectory(lease, index, versions, length))
+            for lease in self.leases[-newest:]
+            for index in range(lease.count)
+        ]
+        self.call("save_many", items, how=how)
+
+    @precondition(lambda self: self.leases)
+    @rule(which=st.integers(0, 6), index=some, how=deliveries)
+    def abandon(self, which: int, index: int, how: str) -> None:
+        self.call("abandon", self.leases[-1 - which % len(self.leases)], index, "no", how=how)

@@ -1,0 +1,40 @@
+"""What scorers do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import hypothesis.strategies as st
+from hypothesis.stateful import precondition, rule
+
+from headrace.replay import ScoringJob
+from headrace.trajectory import Score
+from tests.properties.caller import Caller, deliveries, new_each_time
+
+Status = Literal["SCORED", "FAILED", "TIMED_OUT", "INVALID"]
+statuses: st.SearchStrategy[Status] = st.sampled_from(["SCORED"] * 7 + ["FAILED", "TIMED_OUT", "INVALID"])  # type: ignore[arg-type]
+rewards = st.sampled_from([1.0, 0.0, 0.5, 2.0, -1.0])
+
+
+class ScorerRules(Caller):
+    def __init__(self) -> None:
+        super().__init__()
+        self.jobs: list[ScoringJob] = []
+
+    @rule(most=st.sampled_from([1, 2, 3, 8]), how=new_each_time)
+    def take_scoring(self, most: int, how: str) -> None:
+        self.jobs += self.call("take_scoring", "scorer", most, how=how) or []
+
+    @precondition(lambda self: self.jobs)
+    @rule(said=st.lists(statuses, min_size=1, max_size=6), skip=st.integers(0, 3), reward=rewards, how=deliveries)
+    def score(self, said: Sequence[Status], skip: int, reward: float, how: str) -> None:
+        """Some of the newest, together; whether a trajectory was scored or failed is said of each."""
+        jobs = self.jobs[: len(self.jobs) - skip][-len(said) :]
+        scores = [Score("SCORED", reward) if status == "SCORED" else Score(status, message="no") for status in said]
+        if jobs:
+            self.call("score_many", list(zip(jobs, scores, strict=False)), how=how)
+
+    @rule(how=deliveries)
+    def release_scoring(self, how: str) -> None:
+        self.call("release_scoring", how=how)

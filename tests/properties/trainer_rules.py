@@ -1,0 +1,100 @@
+"""What a trainer does: prompts, batches, checkpoints, rewinds, validation."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis.stateful import precondition, rule
+
+from headrace.replay import Ended, Reservation
+from headrace.trajectory import Group
+from tests.integration.replay.helpers import make_group
+from tests.properties.caller import Caller, deliveries, lateness, promptly
+
+
+class TrainerRules(Caller):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Group] = []
+        self.validation: list[Group] = []
+        self.saved = Ended()
+
+    @rule(count=st.integers(1, 4), overlap=st.sampled_from([0, 0, 1, 2, -1]), late=lateness, how=promptly)
+    def enqueue(self, count: int, overlap: int, late: int, how: str) -> None:
+        # a trainer takes up prompts where the buffer says it stands
+        first = max(0, self.model.enqueued + 1 - overlap)
+        for order in range(len(self.made), first + count):
+            self.made.append(make_group(order, n=self.setting.n))
+        self.call("enqueue", self.made[first : first + count], self.timeline(late), False, how=how)
+
+    @rule(count=st.integers(1, 2), new=st.booleans(), late=lateness, how=promptly)
+    def enqueue_validation(self, count: int, new: bool, late: int, how: str) -> None:
+        if new or not self.validation:
+            for _ in range(count):
+                order = len(self.validation)
+                self.validation.append(make_group(order, n=self.setting.n, lane="validation"))
+        self.call("enqueue", self.validation[-count:], self.timeline(late), False, how=how)
+
+    @precondition(lambda self: self.model.refill)
+    @rule(finish=st.booleans(), how=promptly)
+    def refill(self, finish: bool, how: str) -> None:
+        """Those that are neither in the ledger nor, the trainer hopes, in the buffer."""
+        assert self.world
+        trained = {group for ids in self.world.ledger.values() for group in ids}
+        missing = [g for g in self.made[: self.model.enqueued + 1] if g.id not in trained]
+        timeline = self.model.timeline
+        for start in range(0, len(missing), 60):
+            self.call("enqueue", missing[start : start + 60], timeline, True, how=how)
+        if finish:
+            self.call("refilled", timeline, how=how)
+
+    @precondition(lambda self: not self.model.refill and len(self.made) > 4)
+    @rule(late=lateness, how=promptly)
+    def close(self, late: int, how: str) -> None:
+        self.call("close", self.timeline(late), how=how)
+
+    @rule(
+        off=st.sampled_from([0] * 8 + [-1, 1]),
+        late=lateness,
+        how=st.sampled_from(["once", "once", "once", "again", "later"]),
+    )
+    def reserve(self, off: int, late: int, how: str) -> None:
+        self.call("reserve", max(0, self.model.next_step + off), self.timeline(late), how=how)
+
+    @rule(off=st.sampled_from([0] * 6 + [1, -1, -2]), late=lateness, how=deliveries)
+    def commit(self, off: int, late: int, how: str) -> None:
+        if off == 0:
+            self.saved = self.call("ended") or self.saved
+        self.call("commit", max(0, self.model.next_step + off), self.timeline(late), how=how)
+
+    @rule(back=st.integers(-1, 3), how=promptly)
+    def rewind(self, back: int, how: str) -> None:
+        assert self.world
+        version = max(0, self.model.next_step - back)
+        whole = [held for held in self.model.of_step(version, "reserved", "trained") if not held.evicted]
+        batch = self.world.ledger.get(version)
+        self.timelines.append(self.name())
+        state = self.call("rewind", version, self.timelines[-1], how=how)
+        if state is None:
+            self.timelines.pop()
+        elif batch and len(whole) == len(batch) and all(held.newest <= version for held in whole):
+            # law 5: the step that follows the checkpoint is handed out unchanged
+            if self.model.refill:
+                self.refill(True, "once")
+            again = self.call("reserve", version, self.timelines[-1])
+            assert isinstance(again, Reservation)
+            assert again.groups == batch
+
+    @rule(back=st.integers(0, 3), how=promptly)
+    def restore(self, back: int, how: str) -> None:
+        self.timelines.append(self.name())
+        version = max(0, self.model.next_step - back)
+        self.call("restore", version, self.timelines[-1], self.name(), self.model.enqueued, self.saved, how=how)
+
+    @rule(late=lateness, how=deliveries)
+    def drop_validation(self, late: int, how: str) -> None:
+        self.call("drop_validation", self.timeline(late), how=how)
+
+    @precondition(lambda self: self.validation)
+    @rule(count=st.integers(1, 3))
+    def look_at_validation(self, count: int) -> None:
+        self.call("evaluated", [group.id for group in self.validation[-count:]])
