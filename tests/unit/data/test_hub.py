@@ -107,7 +107,7 @@ def test_what_cant_be_read_is_refused_by_name(place: Path, source: dict[str, Any
 
 def test_an_answer_without_its_mark_is_refused(place: Path) -> None:
     publish(place, "openai/gsm8k", [{"question": "1+1?", "answer": "2"}], subset="main")
-    with pytest.raises(ConfigError, match="data.train.0.: row 0 of openai/gsm8k: the answer '2' has no '####'"):
+    with pytest.raises(ConfigError, match=r"data.train.0.: row 0 of openai/gsm8k: the answer '2' has no '####'"):
         load_problems(data(train={"dataset_name": "gsm8k"}))
 
 
