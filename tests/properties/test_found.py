@@ -90,3 +90,21 @@ async def test_law_6_a_group_that_is_passed_on_is_leased_no_longer_than_its_dead
     await world.call("release", lease, "leaving", False)
     (again,) = await world.call("lease", "replica", 1)
     assert (lease.expires_in_s, again.expires_in_s) == (10.0, 7.0)
+
+
+async def test_law_3_a_batch_whose_scores_end_a_group_answers_what_else_it_brings_of_it(
+    clocked_url: str, run_id: str
+) -> None:
+    """The group is filtered, and forgotten, by the first; the failure of its surplus comes in the same call."""
+    world = World(clocked_url, run_id)
+    await world.open(Setting(n=1, redundant=1, filter=True).limits())
+    await world.call("enqueue", [make_group(0, n=1)], world.model.timeline, False)
+    await verified_replica(world)
+    (lease,) = await world.call("lease", "replica", 1)
+    await world.call("push_many", [(lease, make_trajectory(lease, index)) for index in range(2)])
+    jobs = await world.call("take_scoring", "scorer", 2)
+    scores = [Score("SCORED", 1.0), Score("FAILED", message="no")]
+    none, lost = await world.call("score_many", list(zip(jobs, scores, strict=True)))
+    assert none is None
+    assert isinstance(lost, LeaseLost)
+    await world.client.aclose()
