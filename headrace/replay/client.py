@@ -87,6 +87,7 @@ class ReplayClient(TrainerCalls, RolloutCalls, ScoringCalls, PeopleCalls):
         }
         low, high = limits.reward_min, limits.reward_max
         bounds = f"{-math.inf if low is None else low} {math.inf if high is None else high}"
+        bounds += " components" if limits.filter_components else ""
         reply = await self._wire.call(
             "open_run",
             secrets.token_hex(16),

@@ -32,6 +32,7 @@ class Limits:
     ahead_steps: int | None = None  # of `drop` and `mask`; None takes max_age
     redundant: int = 0  # trajectories started beyond n; the first n scored complete a group
     filter_equal: bool = False  # dynamic sampling: filter groups whose rewards, clamped to the next two, are all equal
+    filter_components: bool = False  # with it: whose reward components are, each by itself
     reward_min: float | None = None
     reward_max: float | None = None
     max_scored_per_step: int = 0  # groups scored since the last batch past which `reserve` refuses; 0 is no limit

@@ -17,6 +17,7 @@ SHARED = (
     "_run",
     "_meter",
     "_group",
+    "_filter",
     "_payload",
     "_due",
     "_register",

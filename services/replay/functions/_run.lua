@@ -30,8 +30,7 @@ local LIMITS = {
   'lease_ms', 'group_deadline_ms', 'scoring_deadline_ms', 'replica_dead_ms', 'max_bytes',
   'ahead_steps', 'redundant', 'max_scored', 'retain_steps',
 }
--- staleness_policy: ordered, drop or mask; filter: '', or `<low> <high>`: groups whose rewards, clamped to these, are all equal
--- are filtered
+-- staleness_policy: ordered, drop or mask; filter: see _filter.lua
 local WORDS = {'staleness_policy', 'filter'}
 local NUMBERS = {'next_step', 'committed', 'enqueued', 'closed', 'tickets', 'pinned', 'top', 'evicted', 'freed', 'refill', 'bytes', 'due'}
 -- While a library loads there are no iterators.

@@ -22,10 +22,7 @@ local function limit_fields(args)
     refuse('HR_INVALID', 'redundant is ' .. args[2 + REDUNDANT] .. ', more than ' .. MOST_REDUNDANT .. '; lower replay.redundant_generations')
   end
   local policy, filter = args[3 + #LIMITS], args[4 + #LIMITS]
-  if filter ~= '' then
-    local low, high = string.match(filter, '^(%S+) (%S+)$')
-    if not low or not tonumber(low) or not tonumber(high) then refuse('HR_INVALID', 'filter is ' .. show(filter)) end
-  end
+  if filter ~= '' and not parse_filter(filter) then refuse('HR_INVALID', 'filter is ' .. show(filter)) end
   for _, value in ipairs({'staleness_policy', choice(policy, POLICIES, 'staleness policy'), 'filter', filter}) do
     fields[#fields + 1] = value
   end

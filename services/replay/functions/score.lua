@@ -11,13 +11,13 @@
 -- Law 7: only SCORED carries a reward. FAILED and TIMED_OUT are tried again up to max_scoring_attempts; then the trajectory is dropped, at
 -- once if INVALID. The group fails with the message of the one that leaves it fewer than n.
 --
--- Dynamic sampling (the run's `filter`): a train group whose rewards, clamped to its bounds, are all equal teaches nothing. It is
--- filtered here, on its last score, so that it leaves the line at once and another takes its place.
+-- Dynamic sampling (the run's `filter`, see _filter.lua): a train group whose trajectories were all worth the same is filtered here, on
+-- its last score, so that it leaves the line at once and another takes its place.
 
 local STATUSES = {SCORED = true, FAILED = true, TIMED_OUT = true, INVALID = true}
 local LINE = '^(' .. NAME .. ') (%d+) (' .. NAME .. ') ([A-Z_]+) (%S+)$'
 
-local function parse(line, record, message)
+local function parse(run, line, record, message)
   local id, index, token, status, reward = string.match(line, LINE)
   if not id or #line > 1000 then
     refuse('HR_INVALID', 'score ' .. show(line) .. ' is not an id, an index, a token, a status and a reward')
@@ -25,24 +25,13 @@ local function parse(line, record, message)
   choice(status, STATUSES, 'status')
   if status == 'SCORED' then
     finite(reward, 'reward')
+    if select(3, parse_filter(run.filter)) == 'components' and not components_of(record) then
+      refuse('HR_INVALID', 'the score record of ' .. id .. ':' .. index .. ' is not one, and groups are filtered by its components')
+    end
   elseif reward ~= '-' then
     refuse('HR_INVALID', 'status ' .. status .. ' with reward ' .. show(reward) .. '; only SCORED has one')
   end
   return {id = id, index = tonumber(index), token = token, status = status, reward = reward, record = record, message = message}
-end
-
-local function all_equal(run, group)
-  local low, high = string.match(run.filter, '^(%S+) (%S+)$')
-  low, high = tonumber(low), tonumber(high)
-  local first
-  for _, reward in ipairs(redis.call('HMGET', group.key, unpack(field_names_of(group, 'r')))) do
-    if reward then
-      local clamped = math.min(math.max(tonumber(reward), low), high)
-      if first and clamped ~= first then return false end
-      first = clamped
-    end
-  end
-  return true
 end
 
 -- The group ends as filtered: only its order stays.
@@ -172,7 +161,7 @@ end
 register('hr_score', nil, function(run, args)
   local groups, by_id, reply = {}, {}, {}
   for i = 1, entries(args, 0, 3, BATCH) do
-    local entry = parse(args[3 * i - 2], args[3 * i - 1], args[3 * i])
+    local entry = parse(run, args[3 * i - 2], args[3 * i - 1], args[3 * i])
     entry.place = i
     group_entry(groups, by_id, entry)
   end

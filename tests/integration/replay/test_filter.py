@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from headrace.errors import SamplingStarved
+from headrace.errors import InvalidCall, SamplingStarved
 from headrace.replay import Limits, ReplayClient, Waiting
 from headrace.trajectory import Score
 from tests.integration.replay.helpers import (
@@ -75,6 +75,58 @@ async def test_rewards_are_compared_after_clamping(replay: ReplayClient, limits:
     await generate(replay, replica, [[1.0, 7.5], [-3.0, 0.0], [-3.0, 7.5], [0.1, 0.3 - 0.2]])
     assert {"ready": 2, "filtered": 2}.items() <= (await replay.state()).counts.items()  # 0.3 - 0.2 is not 0.1
     assert (await reserve(replay, 0)).groups == ("e0-train-2", "e0-train-3")
+
+
+async def score_components(
+    replay: ReplayClient, replica: str, groups: Sequence[Sequence[dict[str, float]]]
+) -> list[int]:
+    """Lease a group for each row, score trajectory i with the components in entry i, and their sum as its reward; how many groups are
+    ready and filtered then."""
+    leases = await replay.lease(replica, len(groups))
+    wanted = {lease.group.id: row for lease, row in zip(leases, groups, strict=True)}
+    for lease in leases:
+        await push_all(replay, lease)
+    for job in await replay.take_scoring("scorer", 64):
+        components = wanted[job.group.id][job.trajectory.index]
+        metadata = {"detail": {"of": [1, "two", None, 2**40]}}
+        await replay.score(job, Score("SCORED", sum(components.values()), components, metadata))
+    counts = (await replay.state()).counts
+    return [counts.get("ready", 0), counts.get("filtered", 0)]
+
+
+async def test_by_components_a_group_is_filtered_only_if_each_is_the_same_for_all(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    await replay.open_run(dataclasses.replace(limits, filter_components=True, reward_min=0.0, reward_max=1.0))
+    await enqueue(replay, range(4))
+    equal = [{"a": 1.0, "b": 0.25}, {"b": 0.25, "a": 7.5}]  # after clamping
+    one_differs = [{"a": 1.0, "b": 0.25}, {"a": 1.0, "b": 0.5}]
+    same_sum = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}]
+    more_names = [{"a": 1.0}, {"a": 1.0, "b": 0.0}]
+    replica = await healthy_replica(replay)
+    assert await score_components(replay, replica, [equal, one_differs, same_sum, more_names]) == [3, 1]
+    assert (await replay.state()).counts["ready"] == 3
+
+
+async def test_by_components_a_group_without_any_goes_on_to_the_trainer(replay: ReplayClient, limits: Limits) -> None:
+    await replay.open_run(dataclasses.replace(limits, filter_components=True))
+    await enqueue(replay, range(1))
+    assert await score_components(replay, await healthy_replica(replay), [[{}, {}]]) == [1, 0]
+
+
+async def test_by_components_a_record_that_is_none_is_refused_and_changes_nothing(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    await replay.open_run(dataclasses.replace(limits, filter_components=True))
+    await enqueue(replay, range(1))
+    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    await push_all(replay, lease)
+    job = (await replay.take_scoring("scorer", 64))[0]
+    line = f"{job.group.id} {job.trajectory.index} {job.token} SCORED 1.0"
+    for record in (b"\xc1", b"", b"\x01", b"\x80"):
+        with pytest.raises(InvalidCall, match="groups are filtered by its components"):
+            await replay._wire.call("score", line, record, "")
+    await replay.score(job, Score("SCORED", 1.0, {"a": 1.0, "b": 0.0}))
 
 
 async def test_validation_is_never_filtered(replay: ReplayClient) -> None:

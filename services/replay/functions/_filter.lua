@@ -1,0 +1,52 @@
+-- Dynamic sampling: a group whose trajectories were all worth the same teaches nothing.
+--
+-- The run's `filter` says what is compared: '' nothing, `<low> <high>` the rewards, clamped to these, and `<low> <high> components` each
+-- of the reward components that the score records name, clamped alike.
+
+local FILTERS = {[''] = true, ['components'] = true}
+
+-- Bounds and `components` or '' of a filter, or nil if it is none.
+local function parse_filter(text)
+  local low, high, compared = string.match(text, '^(%S+) (%S+) ?(%S*)$')
+  if low and tonumber(low) and tonumber(high) and FILTERS[compared] then return tonumber(low), tonumber(high), compared end
+end
+
+-- Reward components by name of a score record, or nil if it is not one.
+local function components_of(record)
+  local ok, score = pcall(cmsgpack.unpack, record)
+  if ok and type(score) == 'table' and type(score.components) == 'table' then return score.components end
+end
+
+-- What is compared of each of the group's scored trajectories, by name.
+local function compared_of(run, group, compared)
+  local rewards = redis.call('HMGET', group.key, unpack(field_names_of(group, 'r')))
+  local pushed = redis.call('HMGET', group.key, unpack(field_names_of(group, 'p')))
+  local found = {}
+  for i, reward in ipairs(rewards) do
+    if reward and compared == 'components' then
+      found[#found + 1] = components_of(redis.call('GET', run.base .. 's:' .. string.match(pushed[i], '^%S+')))
+    elseif reward then
+      found[#found + 1] = {reward = tonumber(reward)}
+    end
+  end
+  return found
+end
+
+local function same(one, other, low, high)
+  for name, value in pairs(one) do
+    local against = other[name]
+    if not against or math.min(math.max(value, low), high) ~= math.min(math.max(against, low), high) then return false end
+  end
+  return true
+end
+
+-- A group whose scores name no components is not equal by them: it goes on to the trainer, which says what is missing.
+local function all_equal(run, group)
+  local low, high, compared = parse_filter(run.filter)
+  local scores = compared_of(run, group, compared)
+  if next(scores[1]) == nil then return false end
+  for i = 2, #scores do
+    if not same(scores[1], scores[i], low, high) or not same(scores[i], scores[1], low, high) then return false end
+  end
+  return true
+end
