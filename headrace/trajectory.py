@@ -1,25 +1,17 @@
-"""Groups and trajectories: the records that travel through the buffer, and their versioned msgpack codec.
-
-A record is a msgpack map with `schema` first. Arrays are little-endian bytes. Unknown fields are ignored, so that an older
-reader takes a newer writer's record of the same schema; a missing field, a wrong type or arrays of unequal length raise
-`CodecError`, so that a malformed record never gets past the port it came in by. Nothing is ever pickled.
-"""
+"""Groups, trajectories and scores: the records that travel through the buffer (see `codec` for how they are written)."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgpack
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headrace.codec import SCHEMA, Reader, array_of, pack, to_bytes
 from headrace.errors import CodecError
-
-SCHEMA: Final = 1
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -80,12 +72,12 @@ class Group:
     loss_multiplier: float = 1.0
 
     def encode(self) -> bytes:
-        return _pack(
+        return pack(
             {
                 "schema": SCHEMA,
                 **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
                 "messages": list(self.messages),
-                "prompt_token_ids": _bytes(self.prompt_token_ids, "<i4"),
+                "prompt_token_ids": to_bytes(self.prompt_token_ids, "<i4"),
                 "sampling": {**dataclasses.asdict(self.sampling)},
             }
         )
@@ -172,10 +164,10 @@ class Trajectory:
             group_id=self.group_id,
             attempt=self.attempt,
             index=self.index,
-            prompt_token_ids=_bytes(self.prompt_token_ids, "<i4"),
-            completion_token_ids=_bytes(self.completion_token_ids, "<i4"),
-            logprobs=_bytes(self.logprobs, "<f4"),
-            loss_mask=_bytes(self.loss_mask, "u1"),
+            prompt_token_ids=to_bytes(self.prompt_token_ids, "<i4"),
+            completion_token_ids=to_bytes(self.completion_token_ids, "<i4"),
+            logprobs=to_bytes(self.logprobs, "<f4"),
+            loss_mask=to_bytes(self.loss_mask, "u1"),
             spans=tuple((s.version, s.start, s.end) for s in self.spans),
             finish_reason=self.finish_reason,
             text=self.text,
@@ -200,10 +192,10 @@ class Trajectory:
             group_id=record.group_id,
             attempt=record.attempt,
             index=record.index,
-            prompt_token_ids=_array(record.prompt_token_ids, _INT32, "prompt_token_ids"),
-            completion_token_ids=_array(record.completion_token_ids, _INT32, "completion_token_ids"),
-            logprobs=_array(record.logprobs, _FLOAT32, "logprobs"),
-            loss_mask=_array(record.loss_mask, _UINT8, "loss_mask"),
+            prompt_token_ids=array_of(record.prompt_token_ids, _INT32, "prompt_token_ids"),
+            completion_token_ids=array_of(record.completion_token_ids, _INT32, "completion_token_ids"),
+            logprobs=array_of(record.logprobs, _FLOAT32, "logprobs"),
+            loss_mask=array_of(record.loss_mask, _UINT8, "loss_mask"),
             spans=tuple([Span(*span) for span in record.spans]),
             finish_reason=record.finish_reason,
             text=record.text,
@@ -278,12 +270,6 @@ _UNPACK_TRAJECTORY = msgspec.msgpack.Decoder(_TrajectoryRecord).decode
 _INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
 
 
-def _array(raw: bytes, kind: np.dtype[Any], name: str, what: str = "trajectory") -> Any:
-    if len(raw) % kind.itemsize:
-        raise CodecError(f"{what}: field {name!r} has {len(raw)} bytes, not a multiple of {kind.itemsize}")
-    return np.frombuffer(raw, dtype=kind)
-
-
 @dataclasses.dataclass(frozen=True)
 class Score:
     """What an environment said of one trajectory. Law 7: only `SCORED` carries a reward; a failure is never a number."""
@@ -303,7 +289,7 @@ class Score:
             raise CodecError(f"score: reward {self.reward} or a component of {self.components} is not finite")
 
     def encode(self) -> bytes:
-        return _pack({"schema": SCHEMA, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}})
+        return pack({"schema": SCHEMA, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}})
 
     @classmethod
     def decode(cls, data: bytes) -> Score:
@@ -337,80 +323,3 @@ class _ScoreRecord(msgspec.Struct):
 
 
 _UNPACK_SCORE = msgspec.msgpack.Decoder(_ScoreRecord).decode
-
-
-def _pack(fields: Mapping[str, Any]) -> bytes:
-    try:
-        packed: bytes = msgpack.packb(fields, use_bin_type=True)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise CodecError(f"a record can't be packed: {error}") from error
-    return packed
-
-
-def _bytes(array: npt.NDArray[Any], dtype: str) -> bytes:
-    return np.ascontiguousarray(array, dtype=dtype).tobytes()
-
-
-T = TypeVar("T")
-
-
-class Reader:
-    """Typed access to a decoded map; every refusal names the record, the field and what was found there."""
-
-    def __init__(self, data: bytes | Mapping[str, Any], what: str) -> None:
-        self.what = what
-        # dict first: the test for any other Mapping takes a microsecond
-        if isinstance(data, dict) or (not isinstance(data, bytes) and isinstance(data, Mapping)):
-            self.fields: Mapping[str, Any] = data
-            return
-        try:
-            fields = msgpack.unpackb(data, raw=False, strict_map_key=True)
-        except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
-            raise CodecError(f"{what}: not a msgpack record ({error})") from error
-        if not isinstance(fields, dict):
-            raise CodecError(f"{what}: a {type(fields).__name__}, not a map")
-        if type(fields.get("schema")) is not int or fields["schema"] != SCHEMA:
-            raise CodecError(f"{what}: schema {fields.get('schema')!r}; this build reads schema {SCHEMA}")
-        self.fields = fields
-
-    def _refuse(self, name: str, wanted: str) -> CodecError:
-        if name not in self.fields:
-            return CodecError(f"{self.what}: field {name!r} is missing")
-        return CodecError(f"{self.what}: field {name!r} is {self.fields[name]!r:.80}, not {wanted}")
-
-    def get(self, name: str, kind: type[T]) -> T:
-        value = self.fields.get(name)
-        # bool is an int to Python, and never what a numeric field means
-        if type(value) is not kind and (not isinstance(value, kind) or isinstance(value, bool)):
-            raise self._refuse(name, f"a {kind.__name__}")
-        return value
-
-    def optional(self, name: str, kind: type[T]) -> T | None:
-        return None if self.fields.get(name) is None else self.get(name, kind)
-
-    def natural(self, name: str) -> int:
-        value = self.get(name, int)
-        if value < 0:
-            raise self._refuse(name, "a natural number")
-        return value
-
-    def number(self, name: str) -> float:
-        value = self.fields.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise self._refuse(name, "a finite number")
-        return float(value)
-
-    def choice(self, name: str, allowed: tuple[str, ...]) -> Any:
-        value = self.fields.get(name)
-        if value not in allowed:
-            raise self._refuse(name, f"one of {', '.join(allowed)}")
-        return value
-
-    def list_of(self, name: str, kind: type[T]) -> list[T]:
-        values = self.get(name, list)
-        if not all(isinstance(v, kind) and not isinstance(v, bool) for v in values):
-            raise self._refuse(name, f"a list of {kind.__name__}")
-        return values
-
-    def array(self, name: str, dtype: str) -> Any:
-        return _array(self.get(name, bytes), np.dtype(dtype), name, self.what)

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from headrace.codec import Reader
 from headrace.errors import CodecError
-from headrace.trajectory import Float32, Int32, Reader
+from headrace.trajectory import Float32, Int32
 from headrace.weights.manifest import Manifest
 
 BACKENDS = ("gloo", "nccl")

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.codec import SCHEMA
 from headrace.errors import CodecError
-from headrace.trajectory import SCHEMA, Group, Sampling, Score, Span, Trajectory
+from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
 
 GROUP = Group(
     id="e0-train-7",
