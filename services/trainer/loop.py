@@ -37,9 +37,10 @@ from services.trainer.throughput import (
     efficiency_metrics,
     timing_metrics,
 )
+from services.trainer.tracking import Tracking
 from services.trainer.validation import Validation
 from services.trainer.weight_sender import RefitReport, WeightSource
-from services.trainer.worker import Lead, Weights, advantages_of, assign
+from services.trainer.worker import Lead, Weights, assign
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Tools:
     prompts: Prompts
     feeder: Feeder
     meter: Meter
+    tracking: Tracking
     phase: Phase
     stop: asyncio.Event
     clock: Callable[[], float] = time.monotonic
@@ -118,6 +120,7 @@ class Loop:
         self._probe: tuple[Int32, Float32] | None = None
         self._validation: Validation | None = None
         self._awaited_since: float | None = None
+        self._validating_since = 0.0
         history = surviving(tools.journal.read())
         self._validated = {line.step for line in history if line.kind == "validation"}
         self._reward: float | None = None
@@ -220,32 +223,30 @@ class Loop:
         began = self._tools.clock()
         groups = await self._call(lambda: replay.read_groups(reservation.groups))
         check_batch(reservation, groups, self._config.algorithm.num_prompts_per_step)
-        shares = assign(
-            reservation,
-            advantages_of(self._config, [t.reward for t in reservation.trajectories], len(groups)),
-            [group.loss_multiplier for group in groups for _ in range(group.n)],
-            self._tools.lead.ranks,
-        )
+        shares = assign(reservation, groups, self._tools.lead.ranks, self._config.policy_batch)
         learning = self._tools.clock()
         learnt = await self._tools.torch(lambda: self._tools.lead.step(step, shares))
         learning = self._tools.clock() - learning
         if masked := int(learnt["masked_tokens"]):
             await self._call(lambda: replay.masked(step, self._standing.timeline, masked))
         self._ledger.record(step, reservation.groups, [group.order for group in groups])
-        origins = await self._tools.torch(self._tools.lead.origins)
+        tracking, lead = self._tools.tracking, self._tools.lead
+        samples = await self._tools.torch(lead.samples) if tracking.wants_samples else []
+        origins = await self._tools.torch(lead.origins)
         await asyncio.to_thread(self._tools.lineage.write, step, groups, origins)
         truncated = learnt.pop("truncated")
         metrics = {**learnt, **batch_metrics(reservation, groups, truncated)}
         if self._config.algorithm.use_dynamic_sampling:
             metrics |= sampling_metrics(reservation, self._config.algorithm.generation_batch)
+        metrics |= await tracking.trained(step, groups, samples, metrics)
         metrics |= self._end_step(began, learning, total_lengths(reservation, groups))
         self._reward = metrics["reward"]
         self._version = step + 1
         self._offered, self._reply, self._probe, self._retries = False, None, None, {}
         self._tools.feeder.nudge()
         log.info(
-            "step %d: reward %.3f, loss %.4g, age %.1f, %.0f tokens/s, %.2f s",
-            step, metrics["reward"], metrics["loss"], metrics["avg_trajectory_age"],
+            "step %d: reward %.3f, age %.1f, %.0f tokens/s, %.2f s",
+            step, metrics["reward"], metrics["avg_trajectory_age"],
             metrics["performance/tokens_per_sec"], metrics["timing/train/total_step_time"],
         )  # fmt: skip
         await self._publish("train", step, metrics)
@@ -332,7 +333,7 @@ class Loop:
         groups = await asyncio.to_thread(tools.prompts.validation, self._version)
         validation = Validation(tools.replay, tools.patience, self._standing.timeline, self._version)
         await validation.start(groups)
-        self._validation, self._awaited_since = validation, None
+        self._validation, self._awaited_since, self._validating_since = validation, None, tools.clock()
         self._validated.add(self._version)
 
     async def _look_at_validation(self) -> None:
@@ -348,7 +349,8 @@ class Loop:
 
     async def _report_validation(self, validation: Validation) -> None:
         self._validation, self._awaited_since = None, None
-        metrics = validation.metrics()
+        took = self._tools.clock() - self._validating_since
+        metrics = {**validation.metrics(), "timing/validation/total_validation_time": took}
         for complaint, times in validation.complaints().items():
             log.warning("validation of version %d: %d groups failed: %s", validation.version, times, complaint)
         log.info(
@@ -356,6 +358,7 @@ class Loop:
             validation.version, f"{metrics['accuracy']:.3f}" if "accuracy" in metrics else "unknown",
             metrics["evaluated"], metrics["failed"], metrics["pending"],
         )  # fmt: skip
+        await self._tools.tracking.validated(validation.version, validation.evaluated)
         await self._publish("validation", validation.version, metrics)
         named = {f"val:{name}": value for name, value in metrics.items()}
         await asyncio.to_thread(self._tools.checkpoints.add_metrics, validation.version, named)
@@ -376,6 +379,7 @@ class Loop:
 
     async def _publish(self, kind: Literal["train", "validation"], step: int, metrics: Mapping[str, float]) -> None:
         self._tools.journal.append(kind, step, self._standing.timeline, metrics)
+        self._tools.tracking.nudge()
         self._tools.gauges.update(kind, step, metrics)
         await self._call(lambda: self._tools.replay.publish_metrics(kind, step, metrics))
 

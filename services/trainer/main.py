@@ -29,6 +29,7 @@ from services.trainer.ranks import Ranks, join_ranks
 from services.trainer.start import Standing, lost_writes, take_up
 from services.trainer.threads import TorchThread
 from services.trainer.throughput import Meter
+from services.trainer.tracking import Tracking
 from services.trainer.weight_sender import WeightSender
 from services.trainer.worker import Lead, Worker, dismiss, follow
 
@@ -116,6 +117,8 @@ async def _lead(config: Config, ranks: Ranks, makers: Makers) -> bool:
 async def _train(
     config: Config, ranks: Ranks, makers: Makers, stop: asyncio.Event, phase: Phase, gauges: Gauges
 ) -> bool:
+    journal = Journal(config.run_folder / "metrics.jsonl")
+    tracking = Tracking(config, journal)
     async with contextlib.AsyncExitStack() as stack:
         phase.problem = "waiting for the replay buffer"
         replay = await unless_stopped(stop, _connect(config, makers))
@@ -133,7 +136,6 @@ async def _train(
         prompts = await asyncio.to_thread(Prompts, config, lead.learner.tokenizer)
         standing = await take_up(replay, patience, checkpoints, config.run.id or "")
         feeder = _feeder(config, replay, patience, standing, prompts)
-        journal = Journal(config.run_folder / "metrics.jsonl")
         if journal.read():
             journal.append("rewind", standing.version, standing.timeline, {})
         lineage = Lineage(config.checkpoint_folder / FOLDER, standing.timeline)
@@ -152,10 +154,17 @@ async def _train(
             prompts,
             feeder,
             meter,
+            tracking,
             phase,
             stop,
         )
-        return await _go_on(config, tools, standing)
+        finished = False
+        tracking.start()
+        try:
+            finished = await _go_on(config, tools, standing)
+        finally:
+            await tracking.aclose(finished=finished)
+        return finished
 
 
 async def _go_on(config: Config, tools: Tools, standing: Standing) -> bool:

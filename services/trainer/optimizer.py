@@ -40,7 +40,7 @@ class LearningRate:
             if len(parts) > 1:
                 with _quiet():
                     milestones = schedule[-1].milestones or []
-                    self._scheduler = lr_scheduler.SequentialLR(self._carrier, parts, milestones)  # type: ignore[arg-type]
+                    self._scheduler = lr_scheduler.SequentialLR(self._carrier, parts, milestones)
             elif parts:
                 self._scheduler = parts[0]
         except (TypeError, ValueError, ZeroDivisionError) as error:

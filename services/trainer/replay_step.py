@@ -19,7 +19,7 @@ from services.trainer.checkpoint import Checkpoints
 from services.trainer.loop import check_batch
 from services.trainer.metrics import Line, read_journal, surviving
 from services.trainer.ranks import Ranks
-from services.trainer.worker import Worker, advantages_of, assign
+from services.trainer.worker import Worker, assign
 
 COMPARED = ("loss", "grad_norm", "reward")
 # Differences count in proportion to what was logged, but not to less than this: the loss of an on-policy step is about 0.
@@ -77,12 +77,10 @@ def _recompute(
     groups: Sequence[Group],
     payloads: dict[str, tuple[Trajectory, Score]],
 ) -> dict[str, float]:
-    rewards = [t.reward for t in reservation.trajectories]
-    multipliers = [group.loss_multiplier for group in groups for _ in range(group.n)]
-    (share,) = assign(reservation, advantages_of(config, rewards, len(groups)), multipliers, 1)
+    shares = assign(reservation, groups, 1, config.policy_batch)
     worker = Worker(config, Ranks(0, 1), lambda keys: [payloads[key] for key in keys])
     worker.load(None if checkpoint is None else str(checkpoint))
-    return {**worker.evaluate(reservation.step, share), "reward": sum(rewards) / len(rewards)}
+    return worker.step(reservation.step, shares)
 
 
 def _missing(step: int, held: set[int], logged: set[int], versions: set[int]) -> str:

@@ -18,47 +18,44 @@ from headrace.config import Config
 from headrace.errors import HeadraceError, ServiceError
 from headrace.lineage import Origin, origin_of
 from headrace.replay import Reservation
-from headrace.trajectory import Float32, Score, Trajectory
-from services.trainer.advantages import batch_advantages
-from services.trainer.batch import mask_old_tokens, split_across_ranks
-from services.trainer.learner import Learner, Sample
+from headrace.trajectory import Float32, Group, Score, Trajectory
+from services.trainer.experience import Experience, Trace, experience_of, split_across_ranks
+from services.trainer.learner import Learner
 from services.trainer.ranks import Ranks
+from services.trainer.samples import TrainingSample, sample_of
 
 Read = Callable[[Sequence[str]], list[tuple[Trajectory, Score]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """One trajectory of a batch, as rank 0 gives it to the rank that trains on it."""
+    """One trajectory of a batch, as rank 0 gives it to the rank that trains on it: `place` is its own in the batch, `group` its
+    group's."""
 
     key: str
     group_id: str
     index: int
     reward: float
-    advantage: float
     loss_multiplier: float
+    group: int
+    place: int
 
 
 def assign(
-    reservation: Reservation, advantages: Sequence[float], multipliers: Sequence[float], ranks: int
+    reservation: Reservation, groups: Sequence[Group], ranks: int, optimizer_step: int
 ) -> list[list[Assignment]]:
-    """Each rank's share of a batch, about equally many tokens each. `advantages` and `multipliers` follow the trajectories."""
+    """Each rank's share of a batch: of the trajectories of every optimizer step (`optimizer_step` of them), about equally many tokens."""
     batch = reservation.trajectories
-    shares = split_across_ranks([t.length for t in batch], ranks)
-    return [
-        [
-            Assignment(batch[i].key, batch[i].group_id, batch[i].index, batch[i].reward, advantages[i], multipliers[i])
-            for i in share
-        ]
-        for share in shares
-    ]
-
-
-def advantages_of(config: Config, rewards: Sequence[float], groups: int) -> list[float]:
-    """Of a batch of `groups` groups of equal size, one after the other."""
-    if config.grpo is None:
-        raise ServiceError("ppo: this build trains grpo alone; give a file with grpo")
-    return batch_advantages(rewards, groups, config.grpo)
+    place_of = {group.id: place for place, group in enumerate(groups)}
+    shares: list[list[Assignment]] = [[] for _ in range(ranks)]
+    for first in range(0, len(batch), optimizer_step):
+        lengths = [t.length for t in batch[first : first + optimizer_step]]
+        for share, indices in zip(shares, split_across_ranks(lengths, ranks), strict=True):
+            for place in (first + index for index in indices):
+                one, group = batch[place], place_of[batch[place].group_id]
+                multiplier = groups[group].loss_multiplier
+                share.append(Assignment(one.key, one.group_id, one.index, one.reward, multiplier, group, place))
+    return shares
 
 
 def law_broken(
@@ -90,6 +87,7 @@ class Worker:
         self._ranks = ranks
         self._read = read
         self._learner: Learner | None = None
+        self._newest: list[tuple[Trajectory, Score]] = []
         self._origins: list[tuple[str, Origin]] = []  # of this rank's share of the newest step
 
     @property
@@ -109,28 +107,44 @@ class Worker:
         """Train on the batch; the learner's metrics, and `truncated`: completions that were cut off at the length limit,
         `masked_tokens`: tokens of the policy that were over age."""
         problem: str | None = None
-        samples: list[Sample] = []
-        truncated = masked = 0
+        batch: list[Experience] = []
         try:
-            samples, truncated, masked = self._samples(step, shares[self._ranks.rank])
+            self._origins, batch = self._experiences(step, shares[self._ranks.rank])
         except HeadraceError as error:
             problem = str(error) or type(error).__name__
         self._ranks.agree(problem)  # one that went on alone would wait for the others for ever
-        metrics = self.learner.step(samples)
+        metrics = self.learner.step(batch)
+        truncated = float(sum(e.truncated for e in batch))
+        masked = float(sum(np.count_nonzero(~e.mask) for e in batch))
         all_truncated, all_masked = self._ranks.sum([truncated, masked])
         return {**metrics, "truncated": all_truncated, "masked_tokens": all_masked}
 
-    def evaluate(self, step: int, share: Sequence[Assignment]) -> dict[str, float]:
-        """The metrics that the learner would give for `step` on one rank; nothing is trained."""
-        samples, _, _ = self._samples(step, share)
-        return self.learner.evaluate(samples)
+    @property
+    def traces(self) -> list[Trace]:
+        """What the newest step knew of each token of this rank's trajectories."""
+        return self.learner.traces
 
     def origins(self) -> dict[str, list[Origin]]:
-        """Where the trajectories of the newest step come from, by group; on rank 0 those of all ranks, elsewhere the rank's own."""
+        """Where the trajectories of the newest step come from, by group; on rank 0 those of all ranks, elsewhere the rank's own.
+
+        The advantage of one is the mean over its tokens.
+        """
+        own = [
+            (group_id, dataclasses.replace(origin, advantage=trace.mean_advantage))
+            for (group_id, origin), trace in zip(self._origins, self.traces, strict=True)
+        ]
         by_group: dict[str, list[Origin]] = {}
-        for group_id, origin in (pair for share in self._ranks.gather(self._origins) for pair in share):
+        for group_id, origin in (pair for share in self._ranks.gather(own) for pair in share):
             by_group.setdefault(group_id, []).append(origin)
         return by_group
+
+    def samples(self) -> list[TrainingSample]:
+        """What the newest step trained on, token by token; on rank 0 that of all ranks, elsewhere the rank's own."""
+        own = [
+            sample_of(trajectory, score, trace)
+            for (trajectory, score), trace in zip(self._newest, self.traces, strict=True)
+        ]
+        return [sample for share in self._ranks.gather(own) for sample in share]
 
     def probe(self, token_ids: Sequence[int]) -> Float32:
         return self.learner.probe(np.asarray(token_ids, dtype=np.int32))
@@ -141,31 +155,28 @@ class Worker:
     def save(self, folder: str) -> None:
         self.learner.save(Path(folder))
 
-    def _samples(self, step: int, share: Sequence[Assignment]) -> tuple[list[Sample], int, int]:
-        """This rank's share, how many of its completions were truncated, and how many of its tokens are over age."""
+    def _experiences(self, step: int, share: Sequence[Assignment]) -> tuple[list[tuple[str, Origin]], list[Experience]]:
+        """This rank's share: where each trajectory comes from, and what is trained on."""
         max_age, policy = self._config.algorithm.max_age, self._config.algorithm.asynchrony.staleness_policy
-        read = self._read([assignment.key for assignment in share])
-        samples, masked = [], 0
-        self._origins = []
+        read = self._newest = self._read([assignment.key for assignment in share])
+        origins, batch = [], []
         for assignment, (trajectory, score) in zip(share, read, strict=True):
             broken = law_broken(assignment, trajectory, score, step, max_age, policy)
             if broken is not None:
                 raise ServiceError(broken)
-            # under the other policies no token is over age
-            loss_mask = mask_old_tokens(trajectory.loss_mask, trajectory.spans, step - max_age)
-            masked += int(trajectory.loss_mask.sum()) - int(loss_mask.sum())
-            self._origins.append((assignment.group_id, origin_of(trajectory, score, assignment.advantage)))
-            samples.append(
-                Sample(
-                    prompt_token_ids=trajectory.prompt_token_ids,
-                    completion_token_ids=trajectory.completion_token_ids,
-                    behaviour_logprobs=trajectory.logprobs,
-                    loss_mask=loss_mask,
-                    advantage=assignment.advantage,
-                    loss_multiplier=assignment.loss_multiplier,
+            origins.append((assignment.group_id, origin_of(trajectory, score)))
+            batch.append(
+                experience_of(
+                    trajectory,
+                    score,
+                    group=assignment.group,
+                    place=assignment.place,
+                    step=step,
+                    max_age=max_age,  # under the policies but `mask` no token is over it
+                    multiplier=assignment.loss_multiplier,
                 )
             )
-        return samples, sum(trajectory.finish_reason == "length" for trajectory, _ in read), masked
+        return origins, batch
 
 
 class Lead(Worker):
@@ -182,6 +193,10 @@ class Lead(Worker):
     def origins(self) -> dict[str, list[Origin]]:
         self._tell("origins")
         return super().origins()
+
+    def samples(self) -> list[TrainingSample]:
+        self._tell("samples")
+        return super().samples()
 
     def probe(self, token_ids: Sequence[int]) -> Float32:
         self._tell("probe", list(map(int, token_ids)))
@@ -230,6 +245,8 @@ def follow(worker: Worker, ranks: Ranks) -> None:
                 worker.step(step, [[Assignment(*fields) for fields in share] for share in shares])
             case "origins":
                 worker.origins()
+            case "samples":
+                worker.samples()
             case "probe":
                 worker.probe(*arguments)
             case "weights":

@@ -1,18 +1,31 @@
-"""What the learner's tests and the processes they start share: configuration and samples."""
+"""What the learner's tests and the processes they start share: configuration and trajectories."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headrace.config import Config
-from services.trainer.batch import Sample
+from services.trainer.experience import Experience
+from services.trainer.rows import TokenSequence
+
+# every trajectory's advantage is its reward, so that a test can give whichever it wants
+REWARD_IS_ADVANTAGE = {
+    "num_generations_per_prompt": 1,
+    "ppo_epochs": 1,
+    "adv_estimator": {"name": "raw_reward", "normalize_advantages": False},
+}
 
 
 def config(model: Path | str, **sections: dict[str, Any]) -> Config:
-    """A float32 learner of `model` on a CPU thread; `sections` replace keys of `policy`, `loss_fn`, …"""
+    """A float32 learner of `model` on a CPU thread; `sections` replace keys of `policy`, `loss_fn`, …
+
+    Without `grpo` or `ppo`, a trajectory's advantage is its reward and a batch is one optimizer step.
+    """
     policy = {
         "model_name": str(model),
         "precision": "float32",
@@ -21,8 +34,10 @@ def config(model: Path | str, **sections: dict[str, Any]) -> Config:
         "generation": {"max_new_tokens": 16},
         "optimizer": {"kwargs": {"lr": 1e-3}},
     }
+    algorithm = {} if {"grpo", "ppo"} & sections.keys() else {"ppo": REWARD_IS_ADVANTAGE}
     return Config.model_validate(
         {
+            **algorithm,
             **sections,
             "policy": {**policy, **sections.get("policy", {})},
             "loss_fn": {"reference_policy_kl_penalty": 0, **sections.get("loss_fn", {})},
@@ -31,21 +46,48 @@ def config(model: Path | str, **sections: dict[str, Any]) -> Config:
     )
 
 
-def samples(count: int, seed: int = 0, vocabulary: int = 20) -> list[Sample]:
-    """Random prompts and completions of unequal lengths, some tokens not the policy's own."""
+def experience(
+    prompt: Sequence[int] | np.ndarray,
+    completion: Sequence[int] | np.ndarray,
+    gen: Sequence[float] | np.ndarray,
+    reward: float = 1.0,
+    own: Sequence[int] | np.ndarray | None = None,
+    place: int = 0,
+) -> Experience:
+    """A trajectory; `gen` are the log-probabilities of those completion tokens that are the policy's own."""
+    policy = np.array(own if own is not None else [1] * len(completion), np.uint8)
+    count = int(policy.sum())
+    return Experience(
+        name=f"trajectory 'g'[{place}]",
+        group=place,
+        place=place,
+        tokens=TokenSequence(np.array(prompt, np.int32), np.array(completion, np.int32), policy),
+        gen=np.array(gen, np.float32),
+        mask=np.ones(count, np.bool_),
+        behind=np.zeros(count, np.float32),
+        reward=reward,
+        components={},
+        environment="math",
+        multiplier=1.0,
+        truncated=False,
+    )
+
+
+def experiences(count: int, seed: int = 0, vocabulary: int = 20, prompts: int | None = None) -> list[Experience]:
+    """Random prompts (of `prompts` groups in turn, or all different) and completions of unequal lengths, some tokens not the policy's."""
     rng = np.random.default_rng(seed)
-    found = []
-    for _ in range(count):
+    found: list[Experience] = []
+    for place in range(count):
         length = int(rng.integers(1, 17))
-        mask = (rng.random(length) < 0.9).astype(np.uint8)
-        found.append(
-            Sample(
-                prompt_token_ids=rng.integers(0, vocabulary, rng.integers(1, 12)).astype(np.int32),
-                completion_token_ids=rng.integers(0, vocabulary, length).astype(np.int32),
-                behaviour_logprobs=-rng.uniform(0.5, 4, length).astype(np.float32),
-                loss_mask=mask,
-                advantage=float(rng.normal()),
-                loss_multiplier=1.0,
-            )
-        )
+        own = (rng.random(length) < 0.9).astype(np.uint8)
+        gen = -rng.uniform(0.5, 4, int(own.sum())).astype(np.float32)
+        prompt = rng.integers(0, vocabulary, rng.integers(1, 12))
+        if prompts is not None and place % (count // prompts):
+            prompt = found[-1].tokens.prompt
+        found.append(experience(prompt, rng.integers(0, vocabulary, length), gen, float(rng.normal()), own, place))
     return found
+
+
+def placed(batch: Sequence[Experience]) -> list[Experience]:
+    """One batch of these, in this order."""
+    return [dataclasses.replace(e, place=i, group=i, name=f"trajectory 'g'[{i}]") for i, e in enumerate(batch)]

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from learner_cases import config, samples
+from learner_cases import config, experiences
 
 from headrace.errors import ServiceError
-from services.trainer.batch import Sample
+from services.trainer.experience import Experience
 from services.trainer.learner import Learner
 
 SETTINGS = {
@@ -22,14 +22,14 @@ SETTINGS = {
 STEPS, COUNT = 4, 9
 
 
-def share(batch: list[Sample]) -> list[Sample]:
+def share(batch: list[Experience]) -> list[Experience]:
     """Unequal shares, so that one rank has more micro-batches; in the last step the second has none at all."""
     cut = COUNT if len(batch) == COUNT - 1 else 6
     return batch[:cut] if dist.get_rank() == 0 else batch[cut:]
 
 
-def batches() -> list[list[Sample]]:
-    whole = [samples(COUNT, seed) for seed in range(STEPS)]
+def batches() -> list[list[Experience]]:
+    whole = [experiences(COUNT, seed) for seed in range(STEPS)]
     return [*whole[:-1], whole[-1][:-1]]
 
 
@@ -46,22 +46,14 @@ def main(model: str, folder: Path) -> None:
     resumed = Learner(config(model, **SETTINGS), folder / "saved")
     again = [resumed.step(share(batch)) for batch in batches()[2:]]
     refused = []
-    for bad in (
-        {"advantage": float("nan")},
-        {"behaviour_logprobs": np.full(16, -1e30, np.float32), "advantage": 1.0},
-    ):
-        overflow = Learner(config(model, loss_fn={"prev_logprobs_source": "generation"})) if len(bad) > 1 else learner
-        own = samples(3, 5)
+    for bad in ({"reward": float("nan")}, {"gen": -1e30}):
+        overflow = Learner(config(model, loss_fn={"prev_logprobs_source": "generation"}))
+        own = experiences(6, 5)[:3] if dist.get_rank() == 0 else experiences(6, 5)[3:]
         if dist.get_rank() == 1:
-            own[1] = dataclasses.replace(
-                own[1],
-                **{
-                    "completion_token_ids": np.ones(16, np.int32),
-                    "behaviour_logprobs": np.full(16, -1, np.float32),
-                    "loss_mask": np.ones(16, np.uint8),
-                    **bad,
-                },
-            )
+            change = {"reward": -1.0, **bad}
+            if "gen" in change:
+                change["gen"] = np.full_like(own[1].gen, change["gen"])
+            own[1] = dataclasses.replace(own[1], **change)
         try:
             overflow.step(own)
         except ServiceError as error:

@@ -4,7 +4,7 @@ import resource
 import sys
 from pathlib import Path
 
-from learner_cases import config, samples
+from learner_cases import config, experiences
 
 from headrace.config.services import Checkpointing
 from services.trainer.checkpoint import Checkpoints, State
@@ -16,7 +16,7 @@ def main(model: str, folder: str, limit: int) -> None:
     learner = Learner(config(model))
     checkpoints = Checkpoints(Path(folder), Checkpointing(keep_top_k=2, metric_name=None))
     while True:
-        learner.step(samples(4, learner.version))
+        learner.step(experiences(4, learner.version))
         learner.save(checkpoints.begin(learner.version))
         state = State(version=learner.version, timeline="t", cursor=0, run_id="r")
         checkpoints.publish(state, {learner.version - 1: ["g"]})

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_cases import config, samples
+from learner_cases import config, experiences
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config.services import Checkpointing
@@ -34,27 +34,27 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(tiny_model: Path, tmp_pa
     settings = config(tiny_model, loss_fn={"reference_policy_kl_penalty": 0.1})
     straight = Learner(settings)
     for seed in range(2):
-        straight.step(samples(5, seed))
+        straight.step(experiences(5, seed))
     straight.save(tmp_path)
     resumed = Learner(settings, tmp_path)
     assert resumed.version == 2
     assert_same_weights(straight, resumed)
     for seed in range(2, 5):
         # the reference policy is still the initial model, so that the KL term agrees too
-        assert straight.step(samples(5, seed)) == resumed.step(samples(5, seed))
+        assert straight.step(experiences(5, seed)) == resumed.step(experiences(5, seed))
     assert_same_weights(straight, resumed)
 
 
 def test_saving_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
     saved, other = Learner(config(tiny_model)), Learner(config(tiny_model))
     saved.save(tmp_path)
-    assert saved.step(samples(5)) == other.step(samples(5))
+    assert saved.step(experiences(5)) == other.step(experiences(5))
     assert_same_weights(saved, other)
 
 
 def test_transformers_loads_the_policy_and_its_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(config(tiny_model))
-    learner.step(samples(5))
+    learner.step(experiences(5))
     learner.save(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").eval()
     ids = np.arange(20, dtype=np.int32)
@@ -71,26 +71,26 @@ def test_transformers_loads_the_policy_and_its_tokenizer(tiny_model: Path, tmp_p
 
 def test_the_configuration_s_learning_rate_holds_after_a_resume(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(config(tiny_model))
-    learner.step(samples(5))
+    learner.step(experiences(5))
     learner.save(tmp_path)
     resumed = Learner(config(tiny_model, policy={"optimizer": {"kwargs": {"lr": 5e-5}}}), tmp_path)
-    assert resumed.step(samples(5))["lr"] == 5e-5
+    assert resumed.step(experiences(5))["lr"] == 5e-5
 
 
 def test_without_optimizer_state_the_weights_still_go_on(tiny_model: Path, tmp_path: Path) -> None:
     settings = config(tiny_model, checkpointing={"save_optimizer": False})
     learner = Learner(settings)
-    learner.step(samples(5))
+    learner.step(experiences(5))
     learner.save(tmp_path)
     resumed = Learner(settings, tmp_path)
     assert resumed.version == 1
     assert_same_weights(learner, resumed)
-    resumed.step(samples(5))
+    resumed.step(experiences(5))
 
 
 def test_a_damaged_training_state_is_an_error_with_the_remedy(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(config(tiny_model))
-    learner.step(samples(5))
+    learner.step(experiences(5))
     learner.save(tmp_path)
     (data,) = (tmp_path / "training").glob("*.distcp")
     data.write_bytes(data.read_bytes()[:100])
@@ -119,7 +119,7 @@ def test_sigkill_in_the_middle_of_a_save_leaves_the_newest_usable(tiny_model: Pa
     assert checkpoints.state(newest).version == newest
     assert checkpoints.ledger(newest) == {newest - 1: ["g"]}
     learner = Learner(config(tiny_model), checkpoints.path(newest))
-    learner.step(samples(4, newest))
+    learner.step(experiences(4, newest))
     learner.save(checkpoints.begin(learner.version))
     assert [path.name for path in tmp_path.glob(".unfinished*")] == [f".unfinished-step_{newest + 1}"]
 
@@ -136,4 +136,4 @@ def test_a_disk_without_room_leaves_the_newest_usable(tiny_model: Path, tmp_path
     assert "the earlier ones are untouched. Free space there" in last
     checkpoints = Checkpoints(tmp_path, Checkpointing())
     assert checkpoints.published() == [1]
-    Learner(config(tiny_model), checkpoints.path(1)).step(samples(4))
+    Learner(config(tiny_model), checkpoints.path(1)).step(experiences(4))

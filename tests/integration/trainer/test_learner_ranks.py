@@ -79,5 +79,5 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(two_ranks: Path, tiny_model:
 
 def test_what_one_rank_refuses_every_rank_raises(two_ranks: Path) -> None:
     invalid, overflow = results(two_ranks, 0)["refused"]
-    assert "sample 1 of rank 1: its advantage is nan" in invalid
-    assert "not both finite, because of sample 1 of rank 1;" in overflow
+    assert "trajectory 'g'[4]: its reward is nan" in invalid
+    assert "not both finite, because of trajectory 'g'[4];" in overflow

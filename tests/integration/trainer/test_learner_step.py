@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_cases import config, samples
+from learner_cases import config, experience, experiences, placed
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -20,12 +20,13 @@ from transformers import (
 )
 
 from headrace.errors import ServiceError
-from services.trainer.batch import Sample
+from services.trainer.experience import Experience
 from services.trainer.learner import Learner
-from services.trainer.loss import TokenLogprobs, clipped_policy_loss
+from services.trainer.losses import policy_loss
 from services.trainer.policy import Policy
 from services.trainer.projection import Warp
-from services.trainer.rows import Layout, MicroBatch, Rows, build
+from services.trainer.rows import Layout, MicroBatch, Rows, TokenSequence, build
+from services.trainer.tokens import GlobalCounts, Logprobs, Tokens
 
 SMALL: dict[str, Any] = {
     "vocab_size": 20,
@@ -55,19 +56,19 @@ def architectures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-def rows(batch: list[Sample]) -> Rows:
+def rows(batch: list[Experience]) -> Rows:
     """One micro-batch of all of `batch`, in its order."""
     layout = Layout(mode="padded", sequences=64, tokens=None, algorithm="", multiple=1, share_prompts=False)
     return build([s.tokens for s in batch], MicroBatch(tuple(((i,),) for i in range(len(batch)))), layout)
 
 
-def plain_logprobs(folder: Path, sample: Sample, temperature: float) -> torch.Tensor:
+def plain_logprobs(folder: Path, tokens: TokenSequence, temperature: float) -> torch.Tensor:
     """Every completion token's log-probability from a forward of the whole sequence alone, with all its logits."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.from_numpy(np.concatenate([sample.prompt_token_ids, sample.completion_token_ids]).astype(np.int64))
+    ids = torch.from_numpy(np.concatenate([tokens.prompt, tokens.completion]).astype(np.int64))
     with torch.no_grad():
         logits = model(input_ids=ids[None]).logits[0] / temperature
-    start = sample.prompt_token_ids.size
+    start = tokens.prompt.size
     return logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[start - 1 :, 0]
 
 
@@ -86,11 +87,14 @@ def assert_same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
 def test_logprobs_equal_a_plain_transformers_forward(
     architectures: dict[str, Path], name: str, temperature: float
 ) -> None:
-    batch = samples(6)
+    batch = experiences(6)
     with torch.no_grad():
         found = Policy(config(architectures[name])).logprobs(rows(batch), Warp(temperature)).curr
     expected = torch.cat(
-        [plain_logprobs(architectures[name], s, temperature)[torch.from_numpy(s.loss_mask).bool()] for s in batch]
+        [
+            plain_logprobs(architectures[name], e.tokens, temperature)[torch.from_numpy(e.tokens.policy).bool()]
+            for e in batch
+        ]
     )
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
 
@@ -98,7 +102,7 @@ def test_logprobs_equal_a_plain_transformers_forward(
 def test_probe_equals_a_full_forward_at_temperature_one(tiny_model: Path) -> None:
     learner = Learner(config(tiny_model, policy={"generation": {"max_new_tokens": 16, "temperature": 0.5}}))
     ids = np.random.default_rng(0).integers(0, learner.vocab_size, 40).astype(np.int32)
-    whole = dataclasses.replace(samples(1)[0], prompt_token_ids=ids[:1], completion_token_ids=ids[1:])
+    whole = TokenSequence(ids[:1], ids[1:], np.ones(39, np.uint8))
     found = learner.probe(ids)
     assert found.shape == (39,)
     assert found.dtype == np.float32
@@ -111,26 +115,25 @@ def test_only_positions_that_count_go_through_the_vocabulary_projection(tiny_mod
     policy.model.get_output_embeddings().register_forward_hook(
         lambda *hook: projected.append(hook[2].shape[:-1].numel())
     )
-    batch = samples(6)
+    batch = experiences(6)
     with torch.no_grad():
         policy.logprobs(rows(batch), Warp())
-    assert projected == [sum(int(s.loss_mask.sum()) for s in batch)]
+    assert projected == [sum(e.tokens.policy_tokens for e in batch)]
 
 
 def test_a_preference_is_learnt_and_the_loss_falls(tiny_model: Path) -> None:
     """Of two answers to one prompt, one has a positive advantage and one a negative."""
     policy = {"optimizer": {"kwargs": {"lr": 1e-4}}}  # the clip holds the loss above -0.2
     learner = Learner(config(tiny_model, policy=policy, loss_fn={"prev_logprobs_source": "generation"}))
-    one = samples(1)[0]
     ids = [np.array(answer, np.int32) for answer in ([3, 4, 5, 6], [7, 8, 9, 10])]
-    prompt = one.prompt_token_ids
+    prompt = np.array([1, 2, 11], np.int32)
 
     def logprobs(answer: np.ndarray) -> np.ndarray:
         return learner.probe(np.concatenate([prompt, answer]))[-answer.size :]
 
     batch = [
-        Sample(prompt, answer, logprobs(answer), np.ones(4, np.uint8), advantage, 1.0)
-        for answer, advantage in zip(ids, (1.0, -1.0), strict=True)
+        experience(prompt, answer, logprobs(answer), advantage, place=place)
+        for place, (answer, advantage) in enumerate(zip(ids, (1.0, -1.0), strict=True))
     ]
     before = [logprobs(answer).sum() for answer in ids]
     losses = [learner.step(batch)["loss"] for _ in range(4)]
@@ -146,23 +149,25 @@ def test_a_preference_is_learnt_and_the_loss_falls(tiny_model: Path) -> None:
 def test_gradient_is_that_of_the_loss_over_the_whole_batch(tiny_model: Path, source: str) -> None:
     loss_fn = {"prev_logprobs_source": source, "use_importance_sampling_correction": source == "recompute"}
     settings = config(tiny_model, loss_fn=loss_fn, policy={"train_micro_batch_size": 3})
-    batch = samples(8)
+    batch = experiences(8)
     metrics = Learner(settings).step(batch)
 
     policy = Policy(settings)
-    whole, own = rows(batch), [s.loss_mask > 0 for s in batch]
-    gen = torch.from_numpy(np.concatenate([s.behaviour_logprobs[m] for s, m in zip(batch, own, strict=True)]))
-    advantages = torch.tensor([s.advantage for s in batch])[whole.sequence]
-    mask = torch.tensor([s.loss_multiplier for s in batch])[whole.sequence]
+    whole = rows(batch)
+    ones = torch.ones(whole.targets.numel())
+    each = torch.ones(len(batch))
+    rewards = torch.tensor([e.reward for e in batch])
+    tokens = Tokens(whole.sequence, rewards[whole.sequence], ones, 0 * ones, each, rewards)
+    gen = torch.from_numpy(np.concatenate([e.gen for e in batch]))
     curr = policy.logprobs(whole, Warp()).curr
-    prev = curr.detach() if source == "recompute" else gen
-    logprobs = TokenLogprobs(curr, prev, gen)
-    parts = clipped_policy_loss(settings.loss_fn, logprobs, advantages, mask, float(mask.sum()))
+    start = curr.detach()
+    logprobs = Logprobs(curr, start if source == "recompute" else gen, gen, start)
+    parts = policy_loss(settings.loss_fn, tokens, logprobs, GlobalCounts(ones.numel(), len(batch), 1.0))
     parts.loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in policy.model.parameters()])
     assert metrics["loss"] == pytest.approx(parts.loss.item(), abs=1e-6)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-    assert metrics["total_valid_tokens"] == float(mask.sum())
+    assert metrics["global_valid_toks"] == ones.numel()
 
 
 @pytest.mark.parametrize("size", [1, 3, 64])
@@ -172,7 +177,7 @@ def test_micro_batching_changes_nothing(tiny_model: Path, size: int) -> None:
         policy = {"train_micro_batch_size": size, "optimizer": {"kwargs": {"lr": 1e-3, "eps": 1e-4}}}
         loss_fn = {"reference_policy_kl_penalty": 0.1, "use_importance_sampling_correction": True}
         learner = Learner(config(tiny_model, policy=policy, loss_fn=loss_fn))
-        return [learner.step(samples(7, seed)) for seed in range(3)], weights(learner)
+        return [learner.step(experiences(7, seed)) for seed in range(3)], weights(learner)
 
     metrics, after = run(size)
     expected, reference = run(7)
@@ -186,14 +191,14 @@ def test_same_batch_gives_the_same_bits(tiny_model: Path) -> None:
     settings = config(tiny_model, loss_fn={"reference_policy_kl_penalty": 0.1}, policy={"train_micro_batch_size": 3})
     learners = Learner(settings), Learner(settings)
     for seed in range(3):
-        first, second = (learner.step(samples(8, seed)) for learner in learners)
+        first, second = (learner.step(experiences(8, seed)) for learner in learners)
         assert first == second
     assert_same_weights(*map(weights, learners))
 
 
 def test_reference_policy_stays_where_it_was(tiny_model: Path) -> None:
     learner = Learner(config(tiny_model, loss_fn={"reference_policy_kl_penalty": 0.5}))
-    batch = samples(8)
+    batch = experiences(8)
     penalties = [learner.step(batch)["kl_penalty"] for _ in range(3)]
     assert penalties[0] == 0
     assert 0 < penalties[1] < penalties[2]
@@ -216,64 +221,77 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(tiny_model: Pat
     difference = np.abs(half.probe(ids) - full.probe(ids)).max()
     assert 0 < difference < 0.2
     before = weights(half)
-    half.step(samples(8))
+    half.step(experiences(8))
     assert {dtype for _, dtype, _ in half.weight_metadata()} == {"float32"}
     assert all(tensor.dtype == torch.float32 for tensor in before.values())
     assert any(not torch.equal(tensor, before[name]) for name, tensor in half.iter_weights())
 
 
-def refusals() -> list[tuple[dict[str, Any], str]]:
-    return [
-        ({"advantage": float("nan")}, "its advantage is nan"),
-        ({"behaviour_logprobs": np.full(3, np.inf, np.float32)}, "behaviour log-probability is not finite"),
-        ({"completion_token_ids": np.array([1, 99, 1], np.int32)}, "outside the model's vocabulary of 20"),
-        ({"prompt_token_ids": np.ones(70, np.int32)}, "73 tokens, more than policy.max_total_sequence_length 64"),
-    ]
-
-
-@pytest.mark.parametrize(("change", "says"), refusals())
-def test_a_bad_sample_is_named_and_nothing_changes(tiny_model: Path, change: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"reward": float("nan")}, "its reward is nan"),
+        ({"gen": np.full(3, np.inf, np.float32)}, "behaviour log-probability is not finite"),
+        ({"tokens": TokenSequence(np.ones(1, np.int32), np.array([1, 99, 1], np.int32), np.ones(3, np.uint8))},
+         "outside the model's vocabulary of 20"),
+        ({"tokens": TokenSequence(np.ones(70, np.int32), np.ones(3, np.int32), np.ones(3, np.uint8))},
+         "73 tokens, more than policy.max_total_sequence_length 64"),
+    ],
+    ids=["reward", "behaviour", "vocabulary", "length"],
+)  # fmt: skip
+def test_a_bad_trajectory_is_named_and_nothing_changes(tiny_model: Path, change: dict[str, Any], says: str) -> None:
     learner = Learner(config(tiny_model))
     before = weights(learner)
-    good = samples(1)[0]
-    three = dataclasses.replace(
-        good,
-        completion_token_ids=np.ones(3, np.int32),
-        behaviour_logprobs=np.full(3, -1, np.float32),
-        loss_mask=np.ones(3, np.uint8),
-    )
-    with pytest.raises(ServiceError, match=f"sample 2 of rank 0: .*{says}; no step was taken"):
-        learner.step([good, good, dataclasses.replace(three, **change)])
+    good = experience([1, 2], [3, 4, 5], [-1, -1, -1])
+    with pytest.raises(ServiceError, match=rf"step 0: trajectory 'g'\[2\]: .*{says}.*; no step was taken"):
+        learner.step(placed([good, good, dataclasses.replace(good, **change)]))
     assert learner.version == 0
     assert_same_weights(weights(learner), before)
 
 
-@pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_a_loss_or_gradient_that_is_not_finite_names_its_sample_and_changes_nothing(
-    tiny_model: Path, advantage: float
-) -> None:
-    """A ratio that overflows: with A < 0 the loss is infinite, with A > 0 only the gradient is lost (0 times infinity)."""
+def overflowing(one: Experience) -> Experience:
+    """With a negative advantage and the ratio against the behaviour policy, its loss is infinite."""
+    return dataclasses.replace(one, gen=np.full_like(one.gen, -1e30), reward=-1.0)
+
+
+def test_a_loss_that_is_not_finite_names_its_trajectory_and_changes_nothing(tiny_model: Path) -> None:
     settings = config(tiny_model, loss_fn={"prev_logprobs_source": "generation"}, policy={"train_micro_batch_size": 4})
     learner, untouched = Learner(settings), Learner(settings)
-    batch = samples(6)
-    bad = dataclasses.replace(
-        batch[3],
-        behaviour_logprobs=np.full_like(batch[3].behaviour_logprobs, -1e30),
-        loss_mask=np.ones_like(batch[3].loss_mask),
-        advantage=advantage,
-    )
-    with pytest.raises(ServiceError, match=r"not both finite, because of sample 3 of rank 0; no optimizer step"):
-        learner.step([*batch[:3], bad, *batch[4:]])
+    batch = experiences(6)
+    with pytest.raises(ServiceError, match=r"not both finite, because of trajectory 'g'\[3\]; no step was taken"):
+        learner.step([*batch[:3], overflowing(batch[3]), *batch[4:]])
     assert learner.version == 0
     # the error left nothing behind that the next step could see
     assert learner.step(batch) == untouched.step(batch)
     assert_same_weights(weights(learner), weights(untouched))
 
 
+def test_after_a_later_optimizer_step_that_is_not_finite_the_weights_go_nowhere(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """They are of no version: neither a checkpoint nor the fleet may get them."""
+    policy = {"train_global_batch_size": 2}
+    learner = Learner(config(tiny_model, loss_fn={"prev_logprobs_source": "generation"}, policy=policy))
+    batch = experiences(4)
+    says = r"because of trajectory 'g'\[3\].*1 optimizer steps of this step were taken before it"
+    with pytest.raises(ServiceError, match=says):
+        learner.step([*batch[:3], overflowing(batch[3])])
+    assert learner.version == 0
+    for use in (
+        lambda: learner.step(batch),
+        lambda: learner.save(tmp_path),
+        lambda: learner.probe(np.arange(5, dtype=np.int32)),
+        learner.iter_weights,
+    ):
+        with pytest.raises(ServiceError, match=says):
+            use()
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_batch_in_which_nothing_counts_has_no_loss(tiny_model: Path) -> None:
     learner = Learner(config(tiny_model))
-    metrics = learner.step([dataclasses.replace(s, loss_multiplier=0.0) for s in samples(3)])
-    assert metrics["loss"] == metrics["grad_norm"] == metrics["total_valid_tokens"] == 0
+    metrics = learner.step([dataclasses.replace(e, multiplier=0.0) for e in experiences(3)])
+    assert metrics["loss"] == metrics["grad_norm"] == metrics["global_valid_toks"] == 0
     assert metrics["probs_ratio_max"] == -1
 
 

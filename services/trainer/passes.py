@@ -1,0 +1,103 @@
+"""Sequences through a model, micro-batch by micro-batch, all ranks in step.
+
+Under FSDP2 every pass is a collective: ranks with fewer micro-batches keep pace with empty ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.trajectory import Float32
+from services.trainer.losses import MetricNames
+from services.trainer.rows import Layout, MicroBatch, Rows, TokenSequence, build, divide, plan
+from services.trainer.tokens import LossParts
+from services.trainer.world import World
+
+LossOf = Callable[[MicroBatch, Rows], LossParts]
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """The metrics of a `LossParts`, over all micro-batches and ranks."""
+
+    sums: Mapping[str, float]
+    minima: Mapping[str, float]
+    maxima: Mapping[str, float]
+
+
+class Passes:
+    """Of `sequences` on `device`, in micro-batches as `training` and `inference` lay them out."""
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        sequences: Sequence[TokenSequence],
+        training: Layout,
+        inference: Layout,
+    ) -> None:
+        self._world = world
+        self._device = device
+        self._sequences = sequences
+        self._training = training
+        self._inference = inference
+
+    def forward(self, compute: Callable[[Rows], Tensor]) -> list[Float32]:
+        """A collective: what `compute` gives for the policy tokens of each sequence, [T] each, without gradients."""
+        found = [np.empty(0, np.float32) for _ in self._sequences]
+        for batch in self._in_step(plan(self._sequences, self._inference)):
+            rows = build(self._sequences, batch, self._inference).to(self._device)
+            with torch.no_grad():
+                values = compute(rows).cpu().numpy()
+            for index, share in divide(batch, self._sequences, values):
+                found[index] = share
+        return found
+
+    def backward(self, chosen: Sequence[int], names: MetricNames, loss: LossOf) -> Totals:
+        """A collective: add the gradients of `loss` over the `chosen` sequences of all ranks; its metrics, of those `names`."""
+        return self._accumulate(plan_of(self._sequences, chosen, self._training), names, loss)
+
+    def backward_alone(self, index: int | None, names: MetricNames, loss: LossOf) -> Totals:
+        """A collective: `backward` on one sequence of one rank, None on the others."""
+        batch = MicroBatch() if index is None else MicroBatch((((index,),),))
+        return self._accumulate([batch], names, loss)
+
+    def _accumulate(self, batches: Sequence[MicroBatch], names: MetricNames, loss: LossOf) -> Totals:
+        sums = dict.fromkeys(names.sums, 0.0)
+        minima = dict.fromkeys(names.minima, math.inf)
+        maxima = dict.fromkeys(names.maxima, -math.inf)
+        for batch in self._in_step(batches):
+            parts = loss(batch, build(self._sequences, batch, self._training).to(self._device))
+            (parts.loss * self._world.size).backward()  # FSDP averages over ranks; the loss is a sum
+            for name in sums:
+                sums[name] += float(parts.sums[name])
+            for name in minima:
+                minima[name] = _lesser(minima[name], float(parts.minima[name]))
+            for name in maxima:
+                maxima[name] = -_lesser(-maxima[name], -float(parts.maxima[name]))
+        return Totals(*self._world.combine(sums, minima, maxima))
+
+    def _in_step(self, own: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """`own`, and as many empty ones as it takes until every rank is done; at least one."""
+        rounds = max(1, int(self._world.most(len(own))))
+        yield from own
+        yield from (MicroBatch() for _ in range(rounds - len(own)))
+
+
+def plan_of(sequences: Sequence[TokenSequence], chosen: Sequence[int], layout: Layout) -> list[MicroBatch]:
+    """Micro-batches of the `chosen` sequences, which keep their places in `sequences`."""
+    return [
+        MicroBatch(tuple(tuple(tuple(chosen[i] for i in tree) for tree in row) for row in batch.rows))
+        for batch in plan([sequences[i] for i in chosen], layout)
+    ]
+
+
+def _lesser(a: float, b: float) -> float:
+    """The lesser of two; what is not a number stays seen."""
+    return math.nan if math.isnan(a) or math.isnan(b) else min(a, b)
