@@ -39,6 +39,8 @@ def surrogate(config: LossFn, curr: Tensor, log_ratio: Tensor, advantages: Tenso
 
     Tokens that are not `live` [N] bool have a term of 0. No gradient comes from a ratio that the clip cuts, however large.
     """
+    # an advantage of 0 takes no part, however large the ratio, unless that is to be seen not to be a number
+    live = live & ((advantages != 0) | log_ratio.isnan())
     if config.force_on_policy_ratio or config.disable_ppo_ratio:
         ratio = (curr - curr.detach()).exp() if config.force_on_policy_ratio else curr
         never = torch.zeros_like(live)
@@ -67,8 +69,7 @@ def _used_ratio(config: LossFn, log_ratio: Tensor, ratio: Tensor, advantages: Te
     if config.ratio_clip_c is not None:
         over = (advantages < 0) & (ratio > config.ratio_clip_c)
         cut, bound = cut | over, torch.where(over, config.ratio_clip_c, bound)
-    idle = ~live | ((advantages == 0) & ~ratio.isnan())
-    cut, bound = cut | idle, torch.where(idle, 1.0, bound)
+    cut, bound = cut | ~live, torch.where(live, bound, 1.0)
     return torch.where(cut, bound, torch.where(cut, 0.0, log_ratio).exp())
 
 
