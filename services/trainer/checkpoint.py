@@ -5,7 +5,8 @@ writer (SIGKILL, a full disk, a power cut) leaves the checkpoints before it as t
 next one who writes. Layout:
 
     step_12/policy/       Hugging Face checkpoint: config, safetensors, tokenizer
-    step_12/training/     torch.distributed.checkpoint: version, optimizer
+    step_12/value/        of ppo: the value model's backbone as a Hugging Face checkpoint, and its head (value_head.safetensors)
+    step_12/training/     torch.distributed.checkpoint: counters, and of each trained model its optimizer and schedule
     step_12/ledger.json   {step: [group ids]} of the steps trained since the checkpoint before it
     step_12/trained.roaring  places in the order of prompts that the weights were trained on (`Orders.encode`)
     step_12/ended.bitmap  places of groups that ended failed or filtered (`headrace.replay.Ended`)
@@ -42,7 +43,8 @@ class State(BaseModel):
 
     `ancestors` are the timelines the weights descend from, oldest first, without `timeline` itself; `cursor` is the next
     `order` of prompts to enqueue; `failed` and `filtered` count the groups that ended without being trained; `incarnation`
-    is that of the buffer they came through; `metrics` are named as `checkpointing.metric_name` names them
+    is that of the buffer they came through; `consumed_samples` and `total_valid_tokens` say how many trajectories the weights were
+    trained on, and how many of their tokens counted; `metrics` are named as `checkpointing.metric_name` names them
     (`val:accuracy`).
     """
 
@@ -55,6 +57,8 @@ class State(BaseModel):
     cursor: int
     failed: int = 0
     filtered: int = 0
+    consumed_samples: int = 0
+    total_valid_tokens: int = 0
     run_id: str
     metrics: dict[str, float] = {}
 

@@ -275,6 +275,7 @@ class Loop:
     async def _checkpoint(self) -> None:
         """Publish, then let the buffer forget what led here: in this order nothing is lost, whatever dies in between."""
         ended = await self._call(self._tools.replay.ended)
+        counters = self._tools.lead.learner.counters
         state = State(
             version=self._version,
             timeline=self._standing.timeline,
@@ -283,6 +284,8 @@ class Loop:
             cursor=self._ledger.orders.last + 1,
             failed=ended.failed,
             filtered=ended.filtered,
+            consumed_samples=counters.consumed_samples,
+            total_valid_tokens=counters.total_valid_tokens,
             run_id=self._config.run.id or "",
             metrics={} if self._reward is None else {"train:reward": self._reward},
         )

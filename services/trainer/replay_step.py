@@ -21,14 +21,14 @@ from services.trainer.metrics import Line, read_journal, surviving
 from services.trainer.ranks import Ranks
 from services.trainer.worker import Worker, assign
 
-COMPARED = ("loss", "grad_norm", "reward")
+COMPARED = ("loss", "grad_norm", "critic/loss", "critic/grad_norm", "reward")
 # Differences count in proportion to what was logged, but not to less than this: the loss of an on-policy step is about 0.
 SMALLEST = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """Of each of `COMPARED`: (name, as it was logged, as it was recomputed)."""
+    """Of each of `COMPARED` that the step has: (name, as it was logged, as it was recomputed)."""
 
     step: int
     weights: str
@@ -66,7 +66,7 @@ async def main(config: Config, replay: ReplayClient, step: int) -> Replayed:
         weights=str(checkpoint or config.policy.model_name),
         groups=len(groups),
         trajectories=len(keys),
-        values=tuple((name, logged[name], now[name]) for name in COMPARED),
+        values=tuple((name, logged[name], now[name]) for name in COMPARED if name in logged),
     )
 
 

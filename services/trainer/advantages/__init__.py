@@ -6,15 +6,9 @@ threshold is set, then `estimate`, which asks each episode for what `needs` says
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-
-from headrace.config.algorithm import GRPO
 from services.trainer.advantages.estimators import Needs, Settings, estimate, needs
 from services.trainer.advantages.group import group_advantages
 from services.trainer.advantages.logprob_error import mask_logprob_errors
-from services.trainer.advantages.metrics import explained_variance
 from services.trainer.advantages.rewards import (
     components_of,
     leave_out_truncated,
@@ -29,10 +23,8 @@ __all__ = [
     "Settings",
     "Share",
     "SumOverRanks",
-    "batch_advantages",
     "components_of",
     "estimate",
-    "explained_variance",
     "group_advantages",
     "leave_out_truncated",
     "mask_logprob_errors",
@@ -41,12 +33,3 @@ __all__ = [
     "scale_rewards",
     "shape_rewards",
 ]
-
-
-def batch_advantages(rewards: Sequence[float], groups: int, grpo: GRPO) -> list[float]:
-    """Of a batch of `groups` groups of equal size, one after the other, as the configuration says."""
-    scaled = scale_rewards(np.array(rewards, dtype=np.float64), grpo.reward_scaling)
-    advantages = group_advantages(
-        scaled.reshape(groups, -1), leave_one_out=grpo.use_leave_one_out_baseline, normalize=grpo.normalize_rewards
-    )
-    return [float(a) for a in advantages.ravel()]

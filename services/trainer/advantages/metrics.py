@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -39,14 +38,3 @@ def baseline_metrics(rewards: Float64, generations: int, *, leave_one_out: bool)
         "baseline_reward/pct_1": one,
         "baseline_reward/pct_mixed": 100.0 - zero - one,
     }
-
-
-def explained_variance(value_metrics: Mapping[str, float]) -> float:
-    """`critic/explained_var`: `1 - Var(R - v) / Var(R)`, the variance of returns not below 1e-8.
-
-    From the means over tokens that the value loss reports: `returns_mean` E[R], `returns_sq_mean` E[R²], `residual_sq_mean`
-    E[(R - v)²] and `values_mean` E[v].
-    """
-    mean = value_metrics["returns_mean"]
-    residual = value_metrics["residual_sq_mean"] - (mean - value_metrics["values_mean"]) ** 2
-    return 1.0 - residual / max(value_metrics["returns_sq_mean"] - mean**2, 1e-8)

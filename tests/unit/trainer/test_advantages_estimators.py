@@ -15,7 +15,8 @@ from headrace.config import Config
 from headrace.config.advantages import AdvEstimator, PPOAdvEstimator
 from headrace.config.loss import LossFn
 from headrace.errors import ServiceError
-from services.trainer.advantages import Needs, Settings, explained_variance, needs
+from services.trainer.advantages import Needs, Settings, needs
+from services.trainer.losses import explained_variance
 from services.trainer.tokens import Float64
 from tests.unit.trainer.advantage_cases import Batch, batches, episode
 
