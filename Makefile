@@ -83,6 +83,8 @@ proto: $(STAMP)
 
 docs: $(STAMP)
 	$(PY) scripts/generate_reference.py
+	$(PY) scripts/generate_metrics.py
+	$(PY) scripts/generate_nemo_rl.py
 
 # Nightly: half an hour. `make test` makes 10,000 of these calls.
 CALLS ?= 200000

@@ -5,7 +5,9 @@ from __future__ import annotations
 import typer
 
 from headrace.cli.options import ConfigArgument, Overrides
-from headrace.config import Config, load
+from headrace.config import Config
+from headrace.config.load import examine
+from headrace.config.nemo import lines, summary
 from headrace.config.text import dump
 
 app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
@@ -14,18 +16,22 @@ app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
 @app.command()
 def show(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Print the resolved whole as YAML: defaults, file, HEADRACE_* variables and overrides."""
-    loaded = load(config, overrides or ())
-    typer.echo(f"# {age_bound(loaded)}")
-    typer.echo(dump(loaded), nl=False)
+    examined = examine(config, overrides or ())
+    typer.echo(f"# {age_bound(examined.config)}")
+    if examined.nemo_rl:
+        typer.echo(f"# {summary(examined.nemo_rl)}")
+    typer.echo(dump(examined.config), nl=False)
 
 
 @app.command()
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
-    """Exit with 0 if the configuration can be used, else say what is wrong with it."""
-    loaded = load(config, overrides or ())
-    for warning in loaded.warnings:
+    """Exit with 0 if the configuration can be used, else say what is wrong with it. Of a file of NeMo RL, say what became of it."""
+    examined = examine(config, overrides or ())
+    for warning in examined.config.warnings:
         typer.echo(f"warning: {warning}", err=True)
-    typer.echo(f"{config}: valid; {age_bound(loaded)}")
+    typer.echo(f"{config}: valid; {age_bound(examined.config)}")
+    for line in lines(examined.nemo_rl) if examined.nemo_rl else ():
+        typer.echo(line)
 
 
 def age_bound(config: Config) -> str:

@@ -20,6 +20,8 @@ from headrace.cli.pipeline import Interrupted, Pipeline
 from headrace.cli.rewind import published
 from headrace.cli.view import LiveView, PlainView, View, summary
 from headrace.config import Config
+from headrace.config.load import examine
+from headrace.config.nemo import summary as translated
 
 
 def up(
@@ -34,12 +36,15 @@ def up(
     With run.id=NAME of an earlier run, goes on with it from its last checkpoint.
     """
     given = [*(overrides or ()), *([] if rollouts is None else [f"rollout.replicas={rollouts}"])]
+    translation = examine(config, given).nemo_rl
     loaded, changes = runs.prepare(config, given)
     console = Console()
     with runs.locked(loaded):
         loaded = runs.settle_ports(loaded)
         saved = runs.save(loaded)
         _say(console, f"run {loaded.run.id} in {loaded.run_folder} ({age_bound(loaded)})")
+        if translation:
+            _say(console, f"{translated(translation)}; `headrace config check {config}` lists them")
         for change in changes:
             _say(console, f"changed: {change}")
         _run(loaded, saved, console)

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from headrace.config.base import Section
 
+Generator = Literal["arithmetic", "reasoning_gym"]
 # data sets of the hub that are read by name, as users of NeMo RL name them; what is where in them: services/trainer/data/hub.py
 HubName = Literal[
     "OpenMathInstruct-2",
@@ -28,7 +29,7 @@ class DataSource(Section):
     """One data set: a built-in generator or a known set of the hub by `dataset_name`, a JSONL file or any set of the hub by
     `data_path`."""
 
-    dataset_name: Literal["arithmetic", "reasoning_gym"] | HubName | None = None
+    dataset_name: Generator | HubName | None = None
     data_path: str | None = Field(
         None, description="a JSONL file, one problem a line, or owner/name of a data set on the hub"
     )

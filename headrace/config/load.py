@@ -7,8 +7,9 @@ by key, lists are replaced whole. Interpolations are resolved last, so that an o
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from headrace.config.explain import explain, nearest
 from headrace.config.inherit import Inherited, read
 from headrace.config.interpolate import expressions, resolve
+from headrace.config.nemo import Translation, is_nemo_rl, translate
 from headrace.config.root import Config
 from headrace.config.text import parse
 from headrace.errors import ConfigError
@@ -29,7 +31,20 @@ _COMMAND_LINE = "command line"
 Keys = tuple[str, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A configuration, and how it was made of a file of NeMo RL; None of one of Headrace's own."""
+
+    config: Config
+    nemo_rl: Translation | None
+
+
 def load(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
+    """The configuration that `examine` reads."""
+    return examine(path, overrides, environ).config
+
+
+def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Loaded:
     """Read the run's YAML at `path` under `overrides` (`section.key=value`, YAML values) and `HEADRACE_SECTION__KEY` variables.
 
     A variable's value is text for a scalar key, YAML for a list or a mapping, and `null` for none; `environ` None takes the
@@ -50,10 +65,35 @@ def load(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[str, 
     values = resolve(values, Config().model_dump(mode="json"))
     # `grpo=null` makes room for `ppo`
     values = {key: value for key, value in values.items() if value is not None}
+    translation = translate(values) if is_nemo_rl(inherited.values) else None
+    if translation is None:
+        return Loaded(_checked(values, lambda keys: _origin(origins, inherited, written, keys)), None)
+    names = translation.came_from
+    return Loaded(
+        _checked(
+            translation.values,
+            lambda keys: _origin(origins, inherited, written, names.get(keys, keys)) + _name_there(names, keys),
+            translation.problems,
+        ),
+        translation,
+    )
+
+
+def _checked(values: dict[str, Any], origin: Callable[[Keys], str], problems: Sequence[str] = ()) -> Config:
+    """Raises `ConfigError` with the `problems` and with those of `values` at other keys."""
+    lines = list(problems)
     try:
-        return Config.model_validate(values)
+        config = Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explain(error, lambda keys: _origin(origins, inherited, written, keys))) from error
+        said = {problem.partition(": ")[0] for problem in problems}
+        lines += (line for line in explain(error, origin).splitlines() if line.partition(": ")[0] not in said)
+    if lines:
+        raise ConfigError("\n".join(lines))
+    return config
+
+
+def _name_there(names: Mapping[Keys, Keys], keys: Keys) -> str:
+    return f" ({'.'.join(names[keys])} in NeMo RL)" if keys in names else ""
 
 
 class _Settings(Config, BaseSettings):
