@@ -192,14 +192,14 @@ def trajectory(**changes: object) -> Trajectory:
 def test_laws_2_3_and_7_on_what_was_read(
     changes: dict[str, object], score: Score, step: int, law: str | None, policy: str
 ) -> None:
-    assignment = Assignment("key", "g", 0, 1.0, 0.5, 1.0)
+    assignment = Assignment("key", "g", 0, 1.0, 1.0, 0, 0)
     broken = law_broken(assignment, trajectory(**changes), score, step, 1, policy)
     assert broken is None if law is None else law in (broken or "")
 
 
 @pytest.mark.parametrize(("policy", "refused"), [("ordered", True), ("drop", True), ("mask", False)])
 def test_law_2_a_token_over_age_is_refused_unless_it_is_masked(policy: str, refused: bool) -> None:
-    assignment = Assignment("key", "g", 0, 1.0, 0.5, 1.0)
+    assignment = Assignment("key", "g", 0, 1.0, 1.0, 0, 0)
     broken = law_broken(assignment, trajectory(), Score("SCORED", 1.0), 6, 1, policy)
     assert ("law 2" in (broken or "")) is refused
 
@@ -242,19 +242,19 @@ def test_law_3_a_batch_is_complete_groups() -> None:
             check_batch(wrong, groups, 2)
 
 
-def test_every_trajectory_goes_to_one_rank_with_its_own_advantage() -> None:
+def test_every_trajectory_goes_to_one_rank_and_keeps_its_place_and_group() -> None:
     batch = reservation("a", "b", "c")
-    shares = assign(batch, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 6, ranks=2)
-    dealt = {a.key: a.advantage for share in shares for a in share}
-    assert dealt == {"a0": 0, "a1": 1, "b0": 2, "b1": 3, "c0": 4, "c1": 5}
+    shares = assign(batch, [group(name) for name in "abc"], ranks=2, optimizer_step=6)
+    dealt = {a.key: (a.place, a.group) for share in shares for a in share}
+    assert dealt == {"a0": (0, 0), "a1": (1, 0), "b0": (2, 1), "b1": (3, 1), "c0": (4, 2), "c1": (5, 2)}
     assert [len(share) for share in shares] == [3, 3]
 
 
 def test_batch_metrics_say_what_the_batch_was_like() -> None:
     batch, groups = reservation("a", "b"), [group("a", task="sums"), group("b", task="words")]
     metrics = batch_metrics(batch, groups, truncated=1.0)
-    assert metrics["reward"] == 0.5
-    assert metrics["reward/sums"] == 0.5
+    assert metrics["environment_reward"] == 0.5
+    assert metrics["environment_reward/sums"] == 0.5
     assert (metrics["avg_trajectory_age"], metrics["max_trajectory_age"]) == (1.0, 1.0)
     prompt = groups[0].prompt_token_ids.size
     assert metrics["mean_prompt_length"] == prompt
