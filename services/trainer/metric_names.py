@@ -29,12 +29,11 @@ REWARDS = Chapter(
     "Rewards and lengths",
     "Of the batch that a step trained on.",
     (
-        Metric("reward", "", "mean reward, as the environments gave it", "rises"),
-        Metric("reward/<task>", "", "the same of one task, where a batch mixes several"),
-        Metric("total_reward/mean", "", "mean reward after scaling, shaping and penalties"),
-        Metric("reward_component/<name>", "", "mean of a named component, after scaling"),
-        Metric("filtered_reward", "", "mean reward of the groups that dynamic sampling kept"),
-        Metric("mean_prompt_length", "tokens", "of a group's prompt, each trajectory counting"),
+        Metric("reward", "", "mean reward after scaling and shaping", "rises"),
+        Metric("unshaped_total_reward", "", "the same before shaping, where there is any"),
+        Metric("environment_reward", "", "mean reward as the environments gave it", "rises"),
+        Metric("environment_reward/<task>", "", "the same of one task, where a batch mixes several"),
+        Metric("mean_prompt_length", "tokens", "of a prompt, each trajectory counting"),
         Metric(
             "mean_gen_tokens_per_sample",
             "tokens",
@@ -51,13 +50,10 @@ REWARDS = Chapter(
             "completions that were cut off at the length limit",
             "small; a rise says that answers outgrow max_new_tokens",
         ),
-        Metric(
-            "masked_tokens", "tokens", "tokens of the policy over age, left out of the loss (staleness_policy: mask)"
-        ),
-        Metric(
-            "num_valid_samples", "trajectories", "sum of the loss multipliers of trajectories with a token that counts"
-        ),
-        Metric("total_valid_tokens", "tokens", "T: tokens that count, by their weight"),
+        Metric("masked_tokens", "tokens", "of the policy, over age and out of the loss (staleness_policy: mask)"),
+        Metric("num_valid_samples", "trajectories", "N: sum of the multipliers of those with a token of the policy"),
+        Metric("global_valid_toks", "tokens", "T: tokens that count, by their weight, over the step's optimizer steps"),
+        Metric("global_valid_seqs", "trajectories", "N, over the step's optimizer steps"),
     ),
 )
 
@@ -125,7 +121,6 @@ LOSS = Chapter(
         Metric("loss", "", "what was minimised"),
         Metric("grad_norm", "", "2-norm of the gradient before it was clipped", "finite, without sudden growth"),
         Metric("lr", "", "learning rate"),
-        Metric("wd", "", "weight decay"),
         Metric("kl_penalty", "nats", "KL(policy ‖ reference), before beta", "grows slowly"),
         Metric("probs_ratio", "", "mean r", "about 1"),
         Metric("probs_ratio_min", "", "smallest r"),
@@ -135,7 +130,6 @@ LOSS = Chapter(
         Metric("probs_ratio_clamped_max", "", "largest r_c"),
         Metric("clip_fraction_low", "share", "tokens whose ratio the lower bound stops (A < 0)", "< 0.1"),
         Metric("clip_fraction_high", "share", "tokens whose ratio the upper bound stops (A > 0)", "< 0.1"),
-        Metric("clip_fraction_dual", "share", "tokens that the dual clip stops"),
         Metric("sampling_importance_ratio", "", "mean w before truncation", "about 1"),
         Metric("sampling_importance_ratio_truncated", "", "mean w after truncation"),
         Metric("is_oob_ratio", "share", "tokens (seq-mask-tis: sequences) whose w is out of bounds", "small"),
@@ -149,12 +143,28 @@ LOSS = Chapter(
 
 ADVANTAGES = Chapter(
     "Advantages",
-    "Over tokens that count.",
+    "Over all tokens of the policy.",
     (
         Metric("advantages/mean", "", "mean advantage", "about 0"),
+        Metric("advantages/std", "", "standard deviation, unbiased"),
         Metric("advantages/min", "", "smallest"),
         Metric("advantages/max", "", "largest"),
-        Metric("advantages/std", "", "standard deviation"),
+        Metric(
+            "baseline_reward/pct_0", "%", "trajectories whose baseline is 0: nothing of their group succeeds", "falls"
+        ),
+        Metric(
+            "baseline_reward/pct_1",
+            "%",
+            "trajectories whose baseline is 1: all of it does",
+            "rises; at 100 nothing is left to learn",
+        ),
+        Metric("baseline_reward/pct_mixed", "%", "the others: those that teach", "well above 0"),
+        Metric(
+            "on_policy_distillation/teacher_student_logprob_gap_mean",
+            "nats",
+            "mean of teacher - student (opd)",
+            "rises to 0",
+        ),
     ),
 )
 
@@ -171,8 +181,10 @@ CRITIC = Chapter(
         ),
         Metric("critic/grad_norm", "", "2-norm of its gradient before it was clipped", "finite"),
         Metric("critic/lr", "", "its learning rate"),
-        Metric("critic/vf_clipfrac", "share", "tokens whose clipped term is the larger", "small"),
+        Metric("critic/vf_clipfrac", "share", "tokens whose clipped error is the larger", "small"),
         Metric("critic/returns_mean", "", "mean R"),
+        Metric("critic/returns_sq_mean", "", "mean R^2"),
+        Metric("critic/residual_sq_mean", "", "mean (R - v)^2"),
         Metric("critic/values_mean", "", "mean v", "follows returns_mean"),
         Metric("critic/values_min", "", "smallest v"),
         Metric("critic/values_max", "", "largest v"),
@@ -200,8 +212,7 @@ COUNTERS = Chapter(
     (
         Metric("current_step", "steps", "trained so far"),
         Metric("consumed_samples", "trajectories", "trained on so far"),
-        Metric("consumed_valid_tokens", "tokens", "that counted, so far"),
-        Metric("optimizer_steps", "steps", "of the optimizer in this step"),
+        Metric("total_valid_tokens", "tokens", "that counted, so far"),
         Metric("trackers/failures", "attempts", "at writing to a tracker that failed, since the trainer started", "0"),
         Metric("trackers/lines_behind", "lines", "of metrics.jsonl that the slowest tracker has not got yet", "0 or 1"),
     ),
@@ -213,10 +224,9 @@ TIMING = Chapter(
     (
         Metric("timing/train/total_step_time", "s", "from the end of the step before to the end of this one"),
         Metric("timing/train/exposed_generation", "s", "no batch was ready", "about 0: generation keeps up"),
-        Metric("timing/train/policy_training", "s", "in the learner"),
-        Metric("timing/train/policy_and_reference_logprobs", "s", "forward-only passes, where there are any"),
+        Metric("timing/train/policy_training", "s", "optimizer steps of the policy, and reading the batch"),
+        Metric("timing/train/policy_and_reference_logprobs", "s", "passes without a gradient, and advantages"),
         Metric("timing/train/value_training", "s", "optimizer steps of the value model"),
-        Metric("timing/train/<part>", "s", "another part of what the learner does"),
         Metric("timing/train/weight_sync", "s", "weights were sent to the fleet"),
         Metric("timing/train/validation", "s", "a refit waited for a validation"),
         Metric("timing/train/checkpointing", "s", "a checkpoint was written"),
@@ -248,7 +258,6 @@ EFFICIENCY = Chapter(
         ),
         Metric("efficiency/productive_time_s", "s", "from the batch to its new weights"),
         Metric("efficiency/efficiency_pct", "%", "the same, of the step", "near 100"),
-        Metric("efficiency/init/total_s", "s", "from the start of the trainer to that of its loop"),
     ),
 )
 
@@ -305,7 +314,6 @@ VALIDATION = Chapter(
     (
         Metric("accuracy", "", "mean reward", "rises"),
         Metric("accuracy/<task>", "", "the same of one task, where there are several"),
-        Metric("pass_<k>", "share", "prompts of whose k trajectories one has a reward above 0"),
         Metric("mean_length", "tokens", "of a completion"),
         Metric("evaluated", "prompts", "that have a result"),
         Metric("failed", "prompts", "that ended without a reward; in no mean", "0"),

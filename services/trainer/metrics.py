@@ -32,7 +32,7 @@ Kind = Literal["train", "validation", "rewind"]
 def batch_metrics(reservation: Reservation, groups: Sequence[Group], truncated: float) -> dict[str, float]:
     """What a batch was like: rewards as the environments gave them, ages in steps, lengths in tokens.
 
-    `groups` are the batch's, in its order; where they are of several tasks, each one's mean reward is `reward/<task>`.
+    `groups` are the batch's, in its order; where they are of several tasks, each one's mean reward is `environment_reward/<task>`.
     """
     batch = reservation.trajectories
     group_of = dict(zip(reservation.groups, groups, strict=True))
@@ -40,7 +40,7 @@ def batch_metrics(reservation: Reservation, groups: Sequence[Group], truncated: 
     completions = np.array([t.length for t in batch])
     lengths = np.array(total_lengths(reservation, groups))
     metrics = {
-        "reward": float(np.mean([t.reward for t in batch])),
+        "environment_reward": float(np.mean([t.reward for t in batch])),
         "avg_trajectory_age": float(ages.mean()),
         "max_trajectory_age": float(ages.max()),
         "mean_prompt_length": float((lengths - completions).mean()),
@@ -55,7 +55,7 @@ def batch_metrics(reservation: Reservation, groups: Sequence[Group], truncated: 
     if len(tasks) > 1:
         for task in sorted(tasks):
             mine = [t.reward for t in batch if group_of[t.group_id].task_name == task]
-            metrics[f"reward/{task}"] = float(np.mean(mine))
+            metrics[f"environment_reward/{task}"] = float(np.mean(mine))
     return metrics
 
 

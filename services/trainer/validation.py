@@ -68,11 +68,11 @@ class Validation:
 
     def __init__(self, replay: ReplayClient, patience: Patience, timeline: str, version: int) -> None:
         self.version = version
+        self.evaluated: list[Evaluated] = []
         self._replay = replay
         self._patience = patience
         self._timeline = timeline
         self._pending: tuple[str, ...] = ()
-        self._tallies: list[Tally] = []
         self._failed: dict[str, str] = {}
 
     async def start(self, groups: Sequence[Group]) -> None:
@@ -85,7 +85,7 @@ class Validation:
         """Take in what was finished since the last look; True when nothing is pending."""
         if self._pending:
             done, failed, _ = await self._patience(lambda: self._replay.evaluated(self._pending))
-            self._tallies.extend(Tally.of(evaluated) for evaluated in done)
+            self.evaluated.extend(done)
             self._failed.update(failed)
             finished = {evaluated.group.id for evaluated in done} | failed.keys()
             self._pending = tuple(id_ for id_ in self._pending if id_ not in finished)
@@ -96,7 +96,7 @@ class Validation:
         await self._patience(lambda: self._replay.drop_validation(self._timeline))
 
     def metrics(self) -> dict[str, float]:
-        return summarise(self._tallies, len(self._failed), len(self._pending))
+        return summarise([Tally.of(one) for one in self.evaluated], len(self._failed), len(self._pending))
 
     def complaints(self) -> Mapping[str, int]:
         """Reasons of failed groups and how often each was given."""

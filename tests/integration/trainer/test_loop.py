@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -25,7 +26,9 @@ from headrace.replay.wire import open_redis
 from headrace.service import EXIT_STOPPED
 from services.trainer.checkpoint import TRAINED, Checkpoints
 from services.trainer.ledger import Orders
+from services.trainer.metric_names import unknown
 from services.trainer.metrics import Journal, Line, surviving
+from services.trainer.samples import SampleFiles
 from services.trainer.start import Restore, choose_start
 
 pytestmark = pytest.mark.slow
@@ -209,6 +212,27 @@ async def test_a_run_trains_every_step_and_leaves_metrics_checkpoints_and_a_curv
     wanted += " total_valid_tokens mean_gen_tokens_per_sample truncation_rate token_mult_prob_error gen_kl_error"
     wanted += " sampling_importance_ratio approx_entropy probs_ratio kl_penalty"
     assert set(wanted.split()) <= trainer.journal()[-2].metrics.keys() | trainer.journal()[-1].metrics.keys()
+    assert unknown({name for line in trainer.journal() for name in line.metrics}) == []
+    check_samples(SampleFiles(trainer.config.log_folder, None), trainer.journal())
+
+
+def check_samples(files: SampleFiles, journal: list[Line]) -> None:
+    """Every step and validation left its trajectories, and they say what the metrics say."""
+    for line in journal:
+        records = files.read("train" if line.kind == "train" else "val", line.step)
+        rewards = [record["rewards"] for record in records]
+        assert sum(rewards) / len(rewards) == pytest.approx(
+            line.metrics["reward" if line.kind == "train" else "accuracy"]
+        )
+        if line.kind == "train":
+            pairs = [
+                (gen, start)
+                for record in records
+                for gen, start in zip(record["generation_logprobs"], record["prev_logprobs"], strict=True)
+            ]
+            error = sum(math.exp(abs(gen - start)) for gen, start in pairs) / len(pairs)
+            assert error == pytest.approx(line.metrics["token_mult_prob_error"], abs=1e-4)
+            assert len(pairs) == sum(len(record["advantages"]) for record in records)
 
 
 @pytest.mark.parametrize("fault", ["after_reserve:3", "in_checkpoint:4", "before_commit:2", "in_refit:3"])

@@ -1,0 +1,36 @@
+"""Generate the tables of docs/metrics.md from `services.trainer.metric_names`: `python scripts/generate_metrics.py [OUTPUT]`.
+
+The output is committed; a test generates it again and compares.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from services.trainer.metric_names import CHAPTERS, Chapter, Metric
+
+OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+
+MARK = "<!-- What follows is generated from services/trainer/metric_names.py: run `make docs`. -->\n"
+
+
+def page(written: str) -> str:
+    """`written` up to the mark, and the tables."""
+    prose, mark, _ = written.partition(MARK)
+    return "\n".join([prose + mark, *map(_chapter, CHAPTERS)])
+
+
+def _chapter(chapter: Chapter) -> str:
+    head = f"## {chapter.title}\n\n{chapter.note}\n\n| metric | unit | meaning | healthy |\n| --- | --- | --- | --- |\n"
+    return head + "\n".join(map(_row, chapter.metrics)) + "\n"
+
+
+def _row(metric: Metric) -> str:
+    cells = (f"`{metric.name}`", metric.unit, metric.meaning, metric.healthy)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    output = Path(sys.argv[1]) if len(sys.argv) > 1 else OUTPUT
+    output.write_text(page(OUTPUT.read_text(encoding="utf-8")), encoding="utf-8")

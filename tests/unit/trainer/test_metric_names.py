@@ -1,0 +1,62 @@
+"""docs/metrics.md has every metric that the code can emit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.config.loss import LossFn, ValueLossFn
+from services.trainer.losses.policy import policy_metric_names
+from services.trainer.losses.value import value_metric_names
+from services.trainer.metric_names import CHAPTERS, tracked_name, unknown
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_tables_are_current(tmp_path: Path) -> None:
+    fresh = tmp_path / "metrics.md"
+    subprocess.run([sys.executable, ROOT / "scripts" / "generate_metrics.py", fresh], check=True)
+    assert fresh.read_text() == (ROOT / "docs" / "metrics.md").read_text(), "run `make docs`"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LossFn(),
+        LossFn(
+            use_importance_sampling_correction=True,
+            truncated_importance_sampling_type="tis",
+            truncated_importance_sampling_ratio=2.0,
+            probability_difference_mask=0.2,
+        ),
+    ],
+    ids=["plain", "everything"],
+)
+def test_every_metric_of_the_losses_is_there(config: LossFn) -> None:
+    policy, value = policy_metric_names(config), value_metric_names(ValueLossFn())
+    assert unknown([*policy.sums, *policy.minima, *policy.maxima]) == []
+    assert unknown(f"critic/{name}" for name in (*value.sums, *value.minima, *value.maxima)) == []
+
+
+def test_no_metric_is_there_twice_and_none_without_a_meaning() -> None:
+    metrics = [metric for chapter in CHAPTERS for metric in chapter.metrics]
+    assert len({metric.name for metric in metrics}) == len(metrics)
+    assert all(metric.meaning for metric in metrics)
+
+
+def test_names_of_tasks_are_known_and_others_are_not() -> None:
+    assert unknown(["environment_reward/chain sum".replace(" ", "_"), "gpu/0/util", "rewards", "loss "]) == [
+        "loss ",
+        "rewards",
+    ]
+
+
+def test_a_tracker_has_nemo_rls_names() -> None:
+    assert tracked_name("train", "loss") == "train/loss"
+    assert tracked_name("validation", "accuracy") == "validation/accuracy"
+    assert tracked_name("train", "critic/loss") == "train/critic/loss"
+    for own in ("timing/train/policy_training", "performance/tokens_per_sec", "efficiency/idle/refit_bubble_s"):
+        assert tracked_name("train", own) == own
