@@ -42,13 +42,13 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cpu")
 
 
-def load_model(auto: Any, config: Config, key: str, name: str, what: str, **arguments: Any) -> Any:
+def load_model(auto: Any, config: Config, key: str, name: str, what: str) -> Any:
     """`auto.from_pretrained(name)` in float32 and evaluation mode. `key` named it, `what` it should be.
 
     Raises `ServiceError` if it can't be loaded or its context is shorter than `policy.max_total_sequence_length`.
     """
     try:
-        model = auto.from_pretrained(name, dtype=torch.float32, **arguments)
+        model = auto.from_pretrained(name, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise cannot_load(key, name, what, error) from error
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)

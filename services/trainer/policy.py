@@ -13,7 +13,7 @@ from headrace.config import Config
 from headrace.errors import ServiceError
 from services.trainer import backbone
 from services.trainer.projection import CausalRoot, TokenValues, Warp
-from services.trainer.rows.attention import attention_implementation, refuse_layout
+from services.trainer.rows.attention import prepare_attention
 from services.trainer.rows.build import Rows
 
 
@@ -43,12 +43,7 @@ class Policy:
         self._config = config
         name = str(folder) if folder else config.policy.model_name
         self.model = backbone.load_model(
-            AutoModelForCausalLM,
-            config,
-            "policy.model_name",
-            name,
-            "a causal language model",
-            **attention_implementation(config.policy, self.device),
+            AutoModelForCausalLM, config, "policy.model_name", name, "a causal language model"
         )
         self.model.requires_grad_(trainable)
         if self.model.get_output_embeddings() is None or self.model.base_model is self.model:
@@ -56,7 +51,7 @@ class Policy:
                 f"policy.model_name {config.policy.model_name!r}: {type(self.model).__name__} has no vocabulary projection "
                 "that can be told from the rest of it; give a causal language model that has"
             )
-        refuse_layout(self.model, config.policy)
+        prepare_attention(self.model, config.policy, self.device)
         self._root = CausalRoot(self.model, config.policy.logprob_chunk_size)
         recompute = trainable and config.policy.activation_checkpointing
         backbone.place(self._root, self.model, self.device, recompute=recompute)

@@ -22,7 +22,7 @@ from transformers import AutoModel
 from headrace.config import Config
 from services.trainer import backbone
 from services.trainer.rows import Rows
-from services.trainer.rows.attention import attention_implementation, refuse_layout
+from services.trainer.rows.attention import prepare_attention
 
 HEAD = "value_head.safetensors"
 
@@ -60,9 +60,8 @@ class Value:
         key = "value.model_name" if config.value.model_name else "policy.model_name"
         name = str(folder) if folder else config.value.model_name or config.policy.model_name
         what = "the backbone of a value model"
-        attention = attention_implementation(config.policy, self.device)
-        model = backbone.load_model(AutoModel, config, key, name, what, attn_implementation=attention)
-        refuse_layout(model, config.policy)
+        model = backbone.load_model(AutoModel, config, key, name, what)
+        prepare_attention(model, config.policy, self.device)
         self.root = ValueRoot(model)
         head = Path(name) / HEAD
         if folder or head.is_file():

@@ -22,16 +22,16 @@ _PACKED = {"full_attention", "sliding_attention"}
 _SHARED = {"full_attention"}
 
 
-def attention_implementation(policy: PolicySection, device: torch.device) -> dict[str, str]:
-    """What to load a model with: on a GPU prompts are shared under flex attention, all else is the model's own choice."""
-    return {"attn_implementation": "flex_attention"} if policy.share_prompts and device.type == "cuda" else {}
+def prepare_attention(model: Any, policy: PolicySection, device: torch.device) -> None:
+    """Choose an attention for rows of several sequences: on a GPU flex attention, where the model has it.
 
-
-def refuse_layout(model: Any, policy: PolicySection) -> None:
-    """Raise `ServiceError` for a model that would let the sequences of a row see each other."""
+    Raises `ServiceError` for a model that would let the sequences of a row see each other.
+    """
     key = "policy.share_prompts" if policy.share_prompts else "policy.sequence_packing.enabled"
     if not (policy.share_prompts or policy.sequence_packing.enabled):
         return
+    if device.type == "cuda" and model._supports_flex_attn:
+        model.set_attn_implementation("flex_attention")
     problem = _problem(model, _SHARED if policy.share_prompts else _PACKED)
     if problem:
         raise ServiceError(
