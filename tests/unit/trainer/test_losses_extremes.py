@@ -216,7 +216,8 @@ NOTHING = (math.nan, math.inf, -math.inf, 1e30)
 
 @pytest.mark.parametrize(
     "keys",
-    [{}, {"use_cispo": True}, {"token_level_loss": False, "sequence_level_importance_ratios": True}, {"proximal": "interpolate"}],
+    [{}, {"use_cispo": True}, {"token_level_loss": False, "sequence_level_importance_ratios": True}, {"proximal": "interpolate"},
+     {"force_on_policy_ratio": True}],
     ids=lambda keys: "+".join(keys) or "default",
 )  # fmt: skip
 def test_tokens_of_sequences_that_count_nothing_are_never_looked_at(keys: dict[str, object]) -> None:
