@@ -202,6 +202,16 @@ def test_gae_is_the_sum_of_discounted_differences_and_returns_add_the_values(
     check(found.returns or (), returns)
 
 
+def test_what_hardly_varies_is_not_blown_up() -> None:
+    """Of ±1e-4: raw rewards take max(var, 1e-8) of the biased variance 1e-8, gae adds 1e-8 to the unbiased one."""
+    batch = Batch(tuple(episode(i, length=1, reward=r, values=np.zeros(1)) for i, r in enumerate((1e-4, -1e-4))), 1)
+    tiny = Batch(tuple(dataclasses.replace(e, reward=e.reward / 100) for e in batch.episodes), 1)
+    for estimator, found in ((PPOAdvEstimator(name="raw_reward"), 1.0), (PPOAdvEstimator(), 1 / math.sqrt(3))):
+        check(batch.estimates(Settings(estimator), NO_KL).advantages, [[found], [-found]])
+    for name in ("raw_reward", "gae"):
+        check(tiny.estimates(Settings(PPOAdvEstimator(name=name)), NO_KL).advantages, [[0.01], [-0.01]])
+
+
 def test_gae_without_discount_and_lambda_1_is_the_reward_less_the_value() -> None:
     values = np.array([0.5, -1.0, 2.0])
     batch = Batch((episode(reward=3.0, values=values),), 1)
