@@ -152,6 +152,7 @@ CHECKPOINTING = [
         "checkpointing.ft_save_period",
         "checkpointing.ft_keep_latest_k",
     ),
+    *replaced("`headrace up` with the run.id of an earlier run goes on with it", "checkpointing.resume_if_exists"),
     *replaced(
         "the buffer is durable by itself: a restart goes on with what it holds",
         "checkpointing.save_data_plane",
