@@ -95,8 +95,8 @@ class LossFn(Section):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> LossFn:
-        for problem in (*self._ratio_problems(), *self._importance_problems()):
-            raise ValueError(problem)
+        if problems := [*self._ratio_problems(), *self._importance_problems()]:
+            raise ValueError("; ".join(problems))
         return self
 
     def _ratio_problems(self) -> Iterator[str]:

@@ -76,8 +76,8 @@ def policy_loss(config: LossFn, tokens: Tokens, logprobs: Logprobs, counts: Glob
     loss is; `num_valid_samples` counts. `kl_penalty` and `positive_nll_loss` are 0 where the loss has no such term.
 
     With `logprobs.unfiltered`, a token whose `curr`, `prev` or `start` is -inf was left out by top-k or top-p: it has no policy
-    term, is in no sequence ratio and in no metric, but keeps its place in T and its KL term. NaN in `curr`, `prev` or `ref` of a
-    token that counts makes the loss NaN, even where its importance weight counts 0.
+    term, is in no sequence ratio and in no metric, but keeps its place in T and its KL term. NaN in a log-probability
+    that a token's terms are made of makes the loss NaN, even where the token's importance weight counts 0.
 
     Raises `ValueError` for a KL term without log-probabilities of a reference policy.
     """
