@@ -40,7 +40,7 @@ class Learner:
     """Policy and optimizer; a frozen reference policy where something compares with it, and a value model where the estimator asks.
 
     `counters` says how far it is, `tokenizer` is the run's, and `traces` are what the newest step knew of each token of this rank's
-    trajectories, in the order they were given.
+    trajectories, in the order they were given; `seconds` say how long each part of it took here.
     """
 
     def __init__(self, config: Config, checkpoint: Path | None = None) -> None:
@@ -57,6 +57,7 @@ class Learner:
         self._world = World(self._policy.device)
         self._broken: str | None = None
         self.traces: list[Trace] = []
+        self.seconds: dict[str, float] = {}
         self.counters = load_state(checkpoint / "training", self._models.trained) if checkpoint else Counters()
 
     @property
@@ -90,7 +91,7 @@ class Learner:
                 )
                 raise ServiceError(self._broken) from error
             raise
-        self.traces = step.traces
+        self.traces, self.seconds = step.traces, step.seconds
         self.counters.current_step += 1
         self.counters.consumed_samples += size
         self.counters.total_valid_tokens += round(metrics["global_valid_toks"])

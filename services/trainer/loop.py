@@ -24,21 +24,18 @@ from services.trainer.checkpoint import ENDED, TRAINED, Checkpoints, State
 from services.trainer.decisions import Action, Plan, Retry, RunningValidation, View
 from services.trainer.feeder import Feeder
 from services.trainer.lineage import Lineage
-from services.trainer.metrics import Gauges, Journal, batch_metrics, sampling_metrics, surviving, total_lengths
+from services.trainer.metrics import Gauges, Journal, Line, batch_metrics, sampling_metrics, surviving, total_lengths
+from services.trainer.page import CURVES
+from services.trainer.page import write as write_page
 from services.trainer.patience import Patience
 from services.trainer.plot import draw_curve
 from services.trainer.prompts import Prompts
 from services.trainer.start import Standing
+from services.trainer.step import policy_epochs
 from services.trainer.threads import TorchThread
-from services.trainer.throughput import (
-    Devices,
-    Meter,
-    StepTimes,
-    efficiency_metrics,
-    timing_metrics,
-)
+from services.trainer.throughput import Devices, Meter, StepTimes
 from services.trainer.tracking import Tracking
-from services.trainer.validation import Validation
+from services.trainer.validation import Validation, reaches
 from services.trainer.weight_sender import RefitReport, WeightSource
 from services.trainer.worker import Lead, Weights, assign
 
@@ -124,7 +121,10 @@ class Loop:
         history = surviving(tools.journal.read())
         self._validated = {line.step for line in history if line.kind == "validation"}
         self._reward: float | None = None
-        self._healthy_at = self._step_began = tools.clock()
+        self._reached = any(self._ends_the_run(line.metrics) for line in history if line.kind == "validation")
+        self._healthy_at = self._step_began = self._began = tools.clock()
+        self._step_s = 0.0  # how long the last step took
+        self._saved_in_time = False
         self._seconds: dict[Action, float] = defaultdict(float)
         self._generating = 0  # live replicas, when they were last looked at
 
@@ -200,6 +200,8 @@ class Loop:
             behind_due=decisions.any_due(decisions.behind(fleet, self._version, timeline), self._retries, now),
             healthy_at=self._healthy_at,
             reply=self._reply,
+            reached=self._reached,
+            runs_out=not self._saved_in_time and self._plan.runs_out(now - self._began, self._step_s),
         )
 
     # -- training --------------------------------------------------------------------------------------------------------
@@ -224,9 +226,7 @@ class Loop:
         groups = await self._call(lambda: replay.read_groups(reservation.groups))
         check_batch(reservation, groups, self._config.algorithm.num_prompts_per_step)
         shares = assign(reservation, groups, self._tools.lead.ranks, self._config.policy_batch)
-        learning = self._tools.clock()
         learnt = await self._tools.torch(lambda: self._tools.lead.step(step, shares))
-        learning = self._tools.clock() - learning
         if masked := int(learnt["masked_tokens"]):
             await self._call(lambda: replay.masked(step, self._standing.timeline, masked))
         self._ledger.record(step, reservation.groups, [group.order for group in groups])
@@ -239,7 +239,7 @@ class Loop:
         if self._config.algorithm.use_dynamic_sampling:
             metrics |= sampling_metrics(reservation, self._config.algorithm.generation_batch)
         metrics |= await tracking.trained(step, groups, samples, metrics)
-        metrics |= self._end_step(began, learning, total_lengths(reservation, groups))
+        metrics |= self._end_step(began, total_lengths(reservation, groups))
         self._reward = metrics["reward"]
         self._version = step + 1
         self._offered, self._reply, self._probe, self._retries = False, None, None, {}
@@ -251,26 +251,16 @@ class Loop:
         )  # fmt: skip
         await self._publish("train", step, metrics)
 
-    def _end_step(self, began: float, learning: float, lengths: Sequence[int]) -> dict[str, float]:
+    def _end_step(self, began: float, lengths: Sequence[int]) -> dict[str, float]:
         """Where the time since the last step went, this one's training having begun at `began`; the next step begins here."""
-        now = self._tools.clock()
-        spent = self._seconds
-        times = StepTimes(
-            total=now - self._step_began,
-            training=now - began,
-            policy_training=learning,
-            buffer_starvation=spent[Action.WAIT] + spent[Action.RESERVE],
-            refit_bubble=spent[Action.REFIT],
-            validation=spent[Action.AWAIT_VALIDATION] + spent[Action.VALIDATE] + spent[Action.ABANDON_VALIDATION],
-            checkpoint=spent[Action.CHECKPOINT],
-        )
-        self._step_began = now
+        now, lead = self._tools.clock(), self._tools.lead
+        total, training = now - self._step_began, now - began
+        times = StepTimes.of(self._seconds, total, training, lead.learner.seconds)
+        self._step_began, self._step_s = now, times.total
         self._seconds.clear()
-        devices = Devices(
-            self._tools.lead.ranks, self._generating * self._config.policy.generation.vllm_cfg.tensor_parallel_size
-        )
-        timing = timing_metrics(times)
-        return timing | efficiency_metrics(times) | self._tools.meter.performance(timing, lengths, devices)
+        generating = self._generating * self._config.policy.generation.vllm_cfg.tensor_parallel_size
+        epochs = policy_epochs(self._config, self._version)
+        return self._tools.meter.metrics(times, lengths, Devices(lead.ranks, generating), epochs)
 
     async def _checkpoint(self) -> None:
         """Publish, then let the buffer forget what led here: in this order nothing is lost, whatever dies in between."""
@@ -302,6 +292,7 @@ class Loop:
         await tools.torch(write)
         self._ledger.published()
         self._saved = state.version
+        self._saved_in_time |= self._plan.runs_out(tools.clock() - self._began, self._step_s)
         log.info("checkpoint %s", tools.checkpoints.path(state.version))
         await self._call(lambda: tools.replay.commit(state.version, state.timeline))
 
@@ -363,16 +354,35 @@ class Loop:
         )  # fmt: skip
         await self._tools.tracking.validated(validation.version, validation.evaluated)
         await self._publish("validation", validation.version, metrics)
+        if self._ends_the_run(metrics):
+            self._reached = True
+            algorithm = self._config.algorithm
+            log.info(
+                "the run ends: %s is at least %g",
+                algorithm.stop_at_validation_metric,
+                algorithm.stop_at_validation_threshold,
+            )
+        await asyncio.to_thread(self._draw_curves)
         named = {f"val:{name}": value for name, value in metrics.items()}
         await asyncio.to_thread(self._tools.checkpoints.add_metrics, validation.version, named)
+
+    def _ends_the_run(self, metrics: Mapping[str, float]) -> bool:
+        algorithm = self._config.algorithm
+        return reaches(metrics, algorithm.stop_at_validation_metric, algorithm.stop_at_validation_threshold)
 
     # -- the end ---------------------------------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
+        folder = self._config.run_folder
+        lines = await asyncio.to_thread(self._draw_curves)
+        await asyncio.to_thread(draw_curve, lines, folder / "curve.png", f"Headrace, run {self._config.run.id}")
+        log.info("the run is complete: version %d, curves in %s", self._version, folder / CURVES)
+
+    def _draw_curves(self) -> list[Line]:
+        """The page of the surviving history, whose lines are returned."""
         lines = surviving(self._tools.journal.read())
-        path = self._config.run_folder / "curve.png"
-        await asyncio.to_thread(draw_curve, lines, path, f"Headrace, run {self._config.run.id}")
-        log.info("the run is complete: version %d, curve in %s", self._version, path)
+        write_page(lines, self._config.run_folder / CURVES, f"Headrace, run {self._config.run.id}")
+        return lines
 
     def _say_where_it_stopped(self) -> None:
         log.info(

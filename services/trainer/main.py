@@ -16,13 +16,14 @@ from headrace.errors import ReplayUnavailable, ServiceError, WrongStep, WrongTim
 from headrace.lineage import FOLDER
 from headrace.model_name import check_model_name
 from headrace.replay import ReplayClient
-from headrace.service import EXIT_STOPPED, bind, create_app, die_with_parent, serve_http, stop_on_signals
+from headrace.service import EXIT_STOPPED, bind, die_with_parent, serve_http, stop_on_signals
 from headrace.trajectory import Score, Trajectory
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.feeder import Demand, Feeder
+from services.trainer.http import build_app
 from services.trainer.lineage import Lineage
 from services.trainer.loop import Loop, Phase, Sender, Tools
-from services.trainer.metrics import Gauges, Journal
+from services.trainer.metrics import JOURNAL, Gauges, Journal
 from services.trainer.patience import Patience
 from services.trainer.prompts import Prompts
 from services.trainer.ranks import Ranks, join_ranks
@@ -101,7 +102,7 @@ async def _lead(config: Config, ranks: Ranks, makers: Makers) -> bool:
 
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(gauges.registered())
-        await stack.enter_async_context(serve_http(create_app("Headrace trainer", ready), sock))
+        await stack.enter_async_context(serve_http(build_app(config, ready), sock))
         log.info("http://%s:%d", *sock.getsockname()[:2])
         try:
             finished = await _train(config, ranks, makers, stop, phase, gauges)
@@ -117,7 +118,7 @@ async def _lead(config: Config, ranks: Ranks, makers: Makers) -> bool:
 async def _train(
     config: Config, ranks: Ranks, makers: Makers, stop: asyncio.Event, phase: Phase, gauges: Gauges
 ) -> bool:
-    journal = Journal(config.run_folder / "metrics.jsonl")
+    journal = Journal(config.run_folder / JOURNAL)
     tracking = Tracking(config, journal)
     async with contextlib.AsyncExitStack() as stack:
         phase.problem = "waiting for the replay buffer"

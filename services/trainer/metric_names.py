@@ -224,7 +224,7 @@ TIMING = Chapter(
     (
         Metric("timing/train/total_step_time", "s", "from the end of the step before to the end of this one"),
         Metric("timing/train/exposed_generation", "s", "no batch was ready", "about 0: generation keeps up"),
-        Metric("timing/train/policy_training", "s", "optimizer steps of the policy, and reading the batch"),
+        Metric("timing/train/policy_training", "s", "optimizer steps of the policy"),
         Metric("timing/train/policy_and_reference_logprobs", "s", "passes without a gradient, and advantages"),
         Metric("timing/train/value_training", "s", "optimizer steps of the value model"),
         Metric("timing/train/weight_sync", "s", "weights were sent to the fleet"),

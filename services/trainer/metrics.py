@@ -26,6 +26,8 @@ from headrace.errors import ServiceError
 from headrace.replay import Reservation
 from headrace.trajectory import Group
 
+JOURNAL = "metrics.jsonl"  # in the run's folder
+
 Kind = Literal["train", "validation", "rewind"]
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from services.trainer.metrics import Kind, Line
 
+CURVES = "curves.html"  # in the run's folder
+
 COLOURS = ("#4477aa", "#cc6677", "#228833", "#b8860b", "#7a5195", "#2a9d9d")
 # Drawn points of a curve: of longer ones, means of as many steps as it takes.
 POINTS = 300

@@ -17,7 +17,7 @@ from headrace.replay import ReplayClient, Reservation
 from headrace.trajectory import Group, Score, Trajectory
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.loop import check_batch
-from services.trainer.metrics import Line, read_journal, surviving
+from services.trainer.metrics import JOURNAL, Line, read_journal, surviving
 from services.trainer.ranks import Ranks
 from services.trainer.worker import Worker, assign
 
@@ -45,9 +45,7 @@ class Replayed:
 async def main(config: Config, replay: ReplayClient, step: int) -> Replayed:
     """Recompute step `step`. Raises `ServiceError` saying what is missing and which steps can be replayed."""
     checkpoints = Checkpoints(config.checkpoint_folder, config.checkpointing)
-    lines = {
-        line.step: line for line in surviving(read_journal(config.run_folder / "metrics.jsonl")) if line.kind == "train"
-    }
+    lines = {line.step: line for line in surviving(read_journal(config.run_folder / JOURNAL)) if line.kind == "train"}
     held, reservation = await replay.held_batch(step)
     # version 0 is the initial model, which needs no checkpoint
     versions = {0, *checkpoints.published()}

@@ -6,8 +6,10 @@ place in the batch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +70,7 @@ class Step:
     ) -> None:
         self.moves: list[Moved] = []  # all optimizer steps taken so far
         self.traces: list[Trace] = []
+        self.seconds: dict[str, float] = {}  # by what was done, on this rank
         self._config = config
         self._world = world
         self._models = models
@@ -84,15 +87,24 @@ class Step:
 
         Raises `NotFinite` as `Update.move` does: with `moves` empty, nothing has changed.
         """
-        metrics = self._prepare()
+        with self._timed("policy_and_reference_logprobs"):
+            metrics = self._prepare()
         if self._models.value is not None and self._models.value_trained is not None:
-            metrics |= self._train_value(self._models.value, self._models.value_trained)
+            with self._timed("value_training"):
+                metrics |= self._train_value(self._models.value, self._models.value_trained)
         counts = counts_of(self._world, self.traces, self._policy_shares)
         if self._epochs:
-            metrics |= self._train_policy(counts)
+            with self._timed("policy_training"):
+                metrics |= self._train_policy(counts)
         metrics["global_valid_toks"] = sum(count.tokens for count in counts)
         metrics["global_valid_seqs"] = sum(count.sequences for count in counts)
         return metrics
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[what] = time.perf_counter() - began
 
     def _prepare(self) -> dict[str, float]:
         config, models, warp = self._config, self._models, self._warp

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from headrace.config import Config
 from services.trainer.backbone import choose_device
+from services.trainer.decisions import Action
 from services.trainer.flops import Architecture, Peak, peak_of
 
 log = logging.getLogger(__name__)
@@ -25,17 +26,33 @@ class StepTimes:
     """Seconds of the trainer's loop between the end of one step and the end of the next.
 
     `buffer_starvation`: no batch was ready. `refit_bubble`: weights were sent. `validation`: a refit waited for a validation.
-    `checkpoint`: a checkpoint was written. `training`: from the batch to its new weights. `policy_training` is the part of
-    `training` that the learner took. What is left of `total` went into looking round and writing down.
+    `checkpoint`: a checkpoint was written. `training`: from the batch to its new weights, of which `learner` has
+    the parts (`policy_training` and others, named as in `timing/train/*`). What is left of `total` went into looking round and
+    writing down.
     """
 
     total: float
     training: float
-    policy_training: float
+    learner: Mapping[str, float]
     buffer_starvation: float
     refit_bubble: float
     validation: float
     checkpoint: float
+
+    @classmethod
+    def of(
+        cls, spent: Mapping[Action, float], total: float, training: float, learner: Mapping[str, float]
+    ) -> StepTimes:
+        """`spent`: seconds that the loop took over each of its other actions."""
+        return cls(
+            total=total,
+            training=training,
+            learner=learner,
+            buffer_starvation=_sum(spent, Action.WAIT, Action.RESERVE),
+            refit_bubble=_sum(spent, Action.REFIT),
+            validation=_sum(spent, Action.AWAIT_VALIDATION, Action.VALIDATE, Action.ABANDON_VALIDATION),
+            checkpoint=_sum(spent, Action.CHECKPOINT),
+        )
 
     @property
     def upkeep(self) -> float:
@@ -48,7 +65,7 @@ def timing_metrics(times: StepTimes) -> dict[str, float]:
     return {
         "timing/train/total_step_time": times.total,
         "timing/train/exposed_generation": times.buffer_starvation,
-        "timing/train/policy_training": times.policy_training,
+        **{f"timing/train/{part}": seconds for part, seconds in times.learner.items()},
         "timing/train/weight_sync": times.refit_bubble,
         "timing/train/validation": times.validation,
         "timing/train/checkpointing": times.checkpoint,
@@ -92,14 +109,14 @@ def performance_metrics(
     times: Mapping[str, float], lengths: Sequence[int], devices: Devices, flops: float | None, peak_tflops: float
 ) -> dict[str, float]:
     """Rates of a step of whole sequences of `lengths` tokens, prompts included. `times` are the step's `timing/train/*` metrics;
-    `flops` the model FLOPs of its training, None where the architecture has no known formula.
+    `flops` the model FLOPs of its training, None where the policy was not trained or its architecture has no known formula.
 
     Generation goes on while the trainer works, so the time it had is what was waited for and what the trainer worked. The idle
     ratio is never cut to 0 (there it is where more than 0.1 s were waited, the reverse of what its guard is for).
     """
     total, samples, tokens = times["timing/train/total_step_time"], len(lengths), sum(lengths)
     waited, refit = times["timing/train/exposed_generation"], times["timing/train/weight_sync"]
-    training = times["timing/train/policy_training"]
+    training = times.get("timing/train/policy_training", 0.0)
     logprobs = times.get("timing/train/policy_and_reference_logprobs", 0.0)
     group, generation = training + logprobs, waited + training + logprobs
     metrics = {
@@ -107,7 +124,6 @@ def performance_metrics(
         "tokens_per_sec": _rate(tokens, total),
         "samples_per_sec_per_gpu": _rate(samples, total * devices.total),
         "tokens_per_sec_per_gpu": _rate(tokens, total * devices.total),
-        "policy_training_tokens_per_sec_per_gpu": _rate(tokens, training * devices.training),
         "training_worker_group_tokens_per_sec": _rate(tokens, group),
         "training_worker_group_tokens_per_sec_per_gpu": _rate(tokens, group * devices.training),
         "generation_tokens_per_sec": _rate(tokens, generation),
@@ -116,6 +132,8 @@ def performance_metrics(
     # no replica is left to divide by where the last one died while the step was trained
     if devices.generation:
         metrics["generation_tokens_per_sec_per_gpu"] = _rate(tokens, generation * devices.generation)
+    if training:
+        metrics["policy_training_tokens_per_sec_per_gpu"] = _rate(tokens, training * devices.training)
     if logprobs:
         metrics["policy_and_reference_logprobs_tokens_per_sec_per_gpu"] = _rate(tokens, logprobs * devices.training)
     if flops is not None:
@@ -126,11 +144,9 @@ def performance_metrics(
 
 @dataclasses.dataclass(frozen=True)
 class Meter:
-    """What rates are measured against: the model's architecture (None: no formula is known for it), how often a step trains on each
-    sequence, and what one device can do."""
+    """What rates are measured against: the model's architecture (None: no formula is known for it) and what one device can do."""
 
     architecture: Architecture | None
-    epochs: int
     peak: Peak
 
     @classmethod
@@ -144,12 +160,21 @@ class Meter:
             log.warning(
                 "no formula is known for the FLOPs of a model of type %s: utilisation is not metered", model.model_type
             )
-        return cls(architecture, config.ppo.ppo_epochs if config.ppo else 1, peak)
+        return cls(architecture, peak)
 
-    def performance(self, times: Mapping[str, float], lengths: Sequence[int], devices: Devices) -> dict[str, float]:
-        """`performance/*` of a step of sequences of `lengths` tokens; `times` are its `timing/train/*`."""
-        flops = None if self.architecture is None else self.epochs * self.architecture.training_flops(lengths)
-        return performance_metrics(times, lengths, devices, flops, self.peak.tflops)
+    def metrics(self, times: StepTimes, lengths: Sequence[int], devices: Devices, epochs: int) -> dict[str, float]:
+        """`timing/*`, `efficiency/*` and `performance/*` of a step that trained the policy `epochs` times on sequences of `lengths`
+        tokens."""
+        flops = None
+        if self.architecture is not None and epochs:
+            flops = epochs * self.architecture.training_flops(lengths)
+        timing = timing_metrics(times)
+        rates = performance_metrics(timing, lengths, devices, flops, self.peak.tflops)
+        return timing | efficiency_metrics(times) | rates
+
+
+def _sum(spent: Mapping[Action, float], *actions: Action) -> float:
+    return sum(spent.get(action, 0.0) for action in actions)
 
 
 def _rate(amount: float, seconds: float) -> float:

@@ -206,6 +206,7 @@ async def test_a_run_trains_every_step_and_leaves_metrics_checkpoints_and_a_curv
         assert metrics["version_min"] == metrics["version_max"] == version
     assert "val:accuracy" in trainer.checkpoints().state(2).metrics
     assert (trainer.config.run_folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "run " + trainer.config.run_folder.name in (trainer.config.run_folder / "curves.html").read_text()
     published = [(kind, step) for _, kind, step, _ in await replay.metrics()]
     assert published.count(("train", 3)) == 1
     wanted = "reward loss grad_norm lr avg_trajectory_age max_trajectory_age performance/train_fp_utilization"

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.trainer.decisions import Action
 from services.trainer.flops import Architecture, Peak
 from services.trainer.metric_names import unknown
-from services.trainer.throughput import Devices, Meter, StepTimes, efficiency_metrics, timing_metrics
+from services.trainer.throughput import Devices, Meter, StepTimes, efficiency_metrics
 
 SECONDS = st.floats(0, 1e4)
 
@@ -18,7 +19,14 @@ def test_the_shares_of_a_step_add_up_to_the_whole(
     training: float, waited: float, refit: float, validation: float, checkpoint: float, rest: float
 ) -> None:
     total = training + waited + refit + validation + checkpoint + rest
-    metrics = efficiency_metrics(StepTimes(total, training, training, waited, refit, validation, checkpoint))
+    spent = {
+        Action.WAIT: waited / 2,
+        Action.RESERVE: waited / 2,
+        Action.REFIT: refit,
+        Action.AWAIT_VALIDATION: validation,
+        Action.CHECKPOINT: checkpoint,
+    }
+    metrics = efficiency_metrics(StepTimes.of(spent, total, training, {}))
     shares = [value for name, value in metrics.items() if name.endswith("_pct")]
     assert sum(shares) == pytest.approx(100 if total > 0 else 0)
     seconds = [value for name, value in metrics.items() if name.endswith("_s")]
@@ -26,14 +34,21 @@ def test_the_shares_of_a_step_add_up_to_the_whole(
     assert all(value >= 0 for value in metrics.values())
 
 
-def meter(architecture: Architecture | None) -> Meter:
-    return Meter(architecture, epochs=2, peak=Peak(0.5, "a data sheet"))
+def metrics_of(
+    learner: dict[str, float],
+    lengths: list[int],
+    devices: Devices,
+    architecture: Architecture | None = None,
+    epochs: int = 1,
+) -> dict[str, float]:
+    """Of a step of 10 s, of which 2 s were waited for a batch and 1 s for a refit."""
+    times = StepTimes.of({Action.WAIT: 2.0, Action.REFIT: 1.0}, 10.0, 6.0, learner)
+    return Meter(architecture, Peak(0.5, "a data sheet")).metrics(times, lengths, devices, epochs)
 
 
 def test_rates_are_those_of_nemo_rl() -> None:
-    times = timing_metrics(StepTimes(10.0, 6.0, 4.0, 2.0, 1.0, 0.5, 0.0))
-    times["timing/train/policy_and_reference_logprobs"] = 2.0
-    metrics = meter(None).performance(times, [3000, 3050], Devices(training=8, generation=8))
+    learner = {"policy_training": 4.0, "policy_and_reference_logprobs": 2.0}
+    metrics = metrics_of(learner, [3000, 3050], Devices(training=8, generation=8))
     rates = {name.removeprefix("performance/"): value for name, value in metrics.items()}
     assert rates["tokens_per_sec_per_gpu"] == pytest.approx(6050 / 10 / 16)
     assert rates["samples_per_sec_per_gpu"] == pytest.approx(2 / 10 / 16)
@@ -43,20 +58,31 @@ def test_rates_are_those_of_nemo_rl() -> None:
     assert rates["generation_tokens_per_sec_per_gpu"] == pytest.approx(6050 / (2 + 2 + 4) / 8)
     assert rates["training_worker_idle_time_ratio"] == pytest.approx(2 / (4 + 2 + 2 + 1))
     assert "train_flops_per_gpu" not in rates
-    assert unknown([*metrics, *times]) == []
+    assert unknown(metrics) == []
+
+
+MODEL = Architecture(layer_weights=10**9, vocabulary_weights=10**8, layers=1, query_width=0)
 
 
 def test_utilisation_is_what_was_done_of_what_the_device_can_do() -> None:
-    architecture = Architecture(layer_weights=10**9, vocabulary_weights=10**8, layers=1, query_width=0)
-    times = timing_metrics(StepTimes(10.0, 6.0, 4.0, 0.0, 0.0, 0.0, 0.0))
-    metrics = meter(architecture).performance(times, [100, 200], Devices(training=2, generation=1))
+    metrics = metrics_of({"policy_training": 4.0}, [100, 200], Devices(2, 1), MODEL, epochs=2)
     done = 2 * 6 * 1.1e9 * 300 / 4 / 2 / 1e12
     assert metrics["performance/train_flops_per_gpu"] == pytest.approx(done)
     assert metrics["performance/train_fp_utilization"] == pytest.approx(done / 0.5)
 
 
+def test_a_step_that_trains_the_value_model_alone_has_no_utilisation_of_the_policy() -> None:
+    metrics = metrics_of(
+        {"value_training": 4.0, "policy_and_reference_logprobs": 1.0}, [100], Devices(1, 1), MODEL, epochs=0
+    )
+    assert (
+        not {"performance/train_flops_per_gpu", "performance/policy_training_tokens_per_sec_per_gpu"} & metrics.keys()
+    )
+    assert metrics["timing/train/value_training"] == 4.0
+    assert unknown(metrics) == []
+
+
 def test_with_no_replica_left_there_is_no_rate_of_generation_per_gpu() -> None:
-    times = timing_metrics(StepTimes(1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0))
-    metrics = meter(None).performance(times, [1], Devices(training=1, generation=0))
+    metrics = metrics_of({"policy_training": 1.0}, [1], Devices(training=1, generation=0))
     assert "performance/generation_tokens_per_sec_per_gpu" not in metrics
     assert "performance/generation_tokens_per_sec" in metrics
