@@ -1,0 +1,31 @@
+"""What the trainer shows over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi.testclient import TestClient
+
+from headrace.config import Config
+from services.trainer.http import build_app
+from services.trainer.metrics import Journal
+
+
+async def ready() -> str | None:
+    return "loading the model"
+
+
+def test_the_curves_are_those_of_the_surviving_history(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"id": "adder", "dir": str(tmp_path)}})
+    client = TestClient(build_app(config, ready))
+    assert "No step has been trained yet" in client.get("/").text
+    journal = Journal(config.run_folder / "metrics.jsonl")
+    for step in range(3):
+        journal.append("train", step, "a", {"reward": 0.125})
+    journal.append("rewind", 1, "b", {})
+    journal.append("train", 1, "b", {"reward": 0.875})
+    page = client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "Headrace, run adder" in page.text
+    assert "2 steps, the last one 1, reward 0.875" in page.text
+    assert (client.get("/healthz").status_code, client.get("/readyz").status_code) == (200, 503)
