@@ -84,6 +84,7 @@ class Channel:
         self._control = dist.PrefixStore(membership.group_id, store.clone())  # type: ignore[attr-defined]
         self._group: Any = None
         self._running: Future[Any] = Future()
+        self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
 
     @classmethod
@@ -145,12 +146,22 @@ class Channel:
         with contextlib.suppress(InvalidStateError):
             self._running.set_exception(WeightChannelAborted("the group is over"))
         if self.membership.rank == 0:
-            # members that have not joined yet wait for "go", those that have watch "over"
+            # members that have not joined yet wait for "go", those that have watch "over", and our own call for members
             self._control.set("go", _OVER)
             self._control.set("over", _OVER)
+            for rank in range(1, self.membership.world_size):
+                self._control.set(f"ready/{rank}", _OVER)
         group, self._group = self._group, None
         if group is not None and self.membership.backend == "nccl":
             group.abort()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for calls that were given up and still run on their threads; False if one did not end. Call it before the process ends:
+        a thread that comes back from torch's own code while the interpreter goes away takes the process down with SIGABRT."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _form(self, deadline: float) -> None:
         seconds = _left(deadline, "joining the group")
@@ -212,7 +223,9 @@ class Channel:
                 with contextlib.suppress(InvalidStateError):
                     future.set_result(result)
 
-        threading.Thread(target=run, name="weight-channel-call", daemon=True).start()
+        thread = threading.Thread(target=run, name="weight-channel-call", daemon=True)
+        thread.start()
+        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         try:
             return future.result(timeout=_left(deadline, what))
         except TimeoutError as error:

@@ -97,6 +97,7 @@ class WeightSender:
         self._replay = replay
         self._meeting = Meeting(self._config.host, self._config.port)
         self._channel: Channel | None = None
+        self._left: list[Channel] = []  # whose last calls may still run
         self._group = ("", ())  # type: tuple[str, tuple[str, ...]]
 
     @property
@@ -132,6 +133,8 @@ class WeightSender:
 
     async def aclose(self) -> None:
         self._drop_group()
+        for channel in self._left:
+            await asyncio.to_thread(channel.join, self._config.timeout_s)
 
     async def _attempt(self, progress: _Progress) -> tuple[Epoch, bool]:
         """One epoch. Returns it and whether it ran to its end (True also when nobody came)."""
@@ -276,6 +279,7 @@ class WeightSender:
     def _drop_group(self) -> None:
         if self._channel is not None:
             self._channel.close()
+            self._left = [*(channel for channel in self._left if not channel.join(0.0)), self._channel]
             self._channel = None
 
 

@@ -162,6 +162,20 @@ def test_the_sender_can_give_up_a_broadcast_at_once(fleet: Fleet) -> None:
         send(channel, manifest, tensors, time.monotonic() + 10 * PATIENCE_S)
 
 
+def test_a_sender_that_gives_up_leaves_no_call_behind(fleet: Fleet) -> None:
+    """Long before its deadline: a call that comes back while the interpreter ends takes the process down."""
+
+    def opened(channel: Channel) -> None:
+        fleet.channel = channel
+        threading.Timer(0.2, channel.close).start()
+
+    place = Membership("g", "gloo", "127.0.0.1", fleet.meeting.port, 0, 3, torch.device("cpu"))
+    with pytest.raises(WeightChannelAborted):
+        Channel.lead(place, fleet.meeting, time.monotonic() + 10 * PATIENCE_S, opened)
+    assert fleet.channel is not None
+    assert fleet.channel.join(PATIENCE_S)
+
+
 def test_a_receiver_is_freed_when_the_sender_is_killed(fleet: Fleet) -> None:
     tensors = weights()
     manifest = manifest_of(tensors)
