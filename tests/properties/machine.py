@@ -49,12 +49,12 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
     )
     def a_round(self, groups: int, versions: str, differ: bool, until: str) -> None:
         """What the pipeline does when nothing goes wrong, as far as it comes."""
+        if self.model.refill:
+            self.refill(True, "once")
         if not self.model.closed:
             self.enqueue(groups, 0, 0, "once")
-        if (
-            not self.model.healthy(self.replica(0))
-            or self.model.members[self.replica(0)].version < self.model.next_step
-        ):
+        replica = self.model.members.get(self.replica(0))
+        if not self.model.healthy(self.replica(0)) or replica.version < self.model.next_step:
             self.refit([0])
         leases = self.call("lease", self.replica(0), 8) or []
         self.leases += leases
@@ -68,10 +68,17 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
         if until == "trained":
             self.call("reserve", self.model.next_step, self.model.timeline)
 
+    @rule(steps=st.integers(2, 4), commits=st.booleans())
+    def some_steps(self, steps: int, commits: bool) -> None:
+        for _ in range(steps):
+            self.a_round(self.setting.prompts, "plain", True, "trained")
+        if commits:
+            self.commit(0, 0, "once")
+
     @rule(
         groups=st.integers(1, 4),
         at=st.sampled_from(["leased", "pushed", "taken", "taken", "scored"]),
-        back=st.integers(-1, 2),
+        back=st.sampled_from([0, 0, 0, 1, 1, 1, 2, -1]),
         loses=st.sampled_from([False, False, False, True]),
     )
     def the_trainer_starts_again_amid_a_round(self, groups: int, at: str, back: int, loses: bool) -> None:

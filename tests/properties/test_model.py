@@ -10,9 +10,9 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.properties.machine import Everyone
 
-STEPS = 50
+STEPS = 150
 # Calls of the buffer that an example makes on average, those that hand in and train what is left at its end included.
-CALLS_AN_EXAMPLE = 180
+CALLS_AN_EXAMPLE = 430
 # `make properties` asks for more.
 CALLS = int(os.environ.get("HEADRACE_PROPERTIES_CALLS", "10000"))
 # Of these, what each server gets.

@@ -66,7 +66,7 @@ class TrainerRules(Caller):
             self.saved = self.call("ended") or self.saved
         self.call("commit", max(0, self.model.next_step + off), self.timeline(late), how=how)
 
-    @rule(back=st.integers(-1, 3), how=promptly)
+    @rule(back=st.sampled_from([0, 0, 0, 1, 1, 2, 3, -1]), how=promptly)
     def rewind(self, back: int, how: str) -> None:
         assert self.world
         version = max(0, self.model.next_step - back)
@@ -84,7 +84,7 @@ class TrainerRules(Caller):
             assert isinstance(again, Reservation)
             assert again.groups == batch
 
-    @rule(back=st.integers(0, 3), how=promptly)
+    @rule(back=st.sampled_from([0, 0, 1, 2]), how=promptly)
     def restore(self, back: int, how: str) -> None:
         self.timelines.append(self.name())
         version = max(0, self.model.next_step - back)

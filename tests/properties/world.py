@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import math
@@ -173,8 +174,12 @@ class World:
 
     async def compare(self, groups: list[str]) -> None:
         """The run as a whole, and these groups."""
-        model = self.model
-        stats = unpack(await self.client._wire.call("stats"))
+        model, client = self.model, self.client
+        # at once: what it costs is to wait for the server
+        answer, replicas, meters, *held = await asyncio.gather(
+            client._wire.call("stats"), client.replicas(), client.bias(), *map(client.group, groups)
+        )
+        stats = unpack(answer)
         fields = {field.name for field in dataclasses.fields(RunState)} & set(stats)
         state = run_state("", {name: stats[name] for name in fields})
         assert _plain(state) == model.state()
@@ -188,11 +193,11 @@ class World:
         pieces = [piece for held in model.groups.values() for piece in held.pieces.values()]
         waiting = sum(piece.waits for piece in pieces), sum(piece.taken for piece in pieces)
         assert (stats["scoring"]["waiting"], stats["scoring"]["taken"]) == waiting
-        seen = {r.id: (r.state, r.version, r.leases) for r in await self.client.replicas()}
+        seen = {r.id: (r.state, r.version, r.leases) for r in replicas}
         assert seen == {replica: self._replica(replica) for replica in model.members}
-        self._compare_meters(await self.client.bias())
-        for group in groups:
-            await self._compare_group(group)
+        self._compare_meters(meters)
+        for group, found in zip(groups, held, strict=True):
+            self._compare_group(group, found)
 
     def _compare_meters(self, seen: Mapping[Moment, Meter]) -> None:
         for moment in MOMENTS:
@@ -212,8 +217,8 @@ class World:
         version = model.members[replica].version if model.healthy(replica) else -1
         return (model.state_of(replica), version, leases)
 
-    async def _compare_group(self, group: str) -> None:
-        held, seen = self.model.groups.get(group), await self.client.group(group)
+    def _compare_group(self, group: str, seen: Any) -> None:
+        held = self.model.groups.get(group)
         if held is None or seen is None:
             assert held is None, f"{group} is {held and held.state}, and the buffer does not hold it"
             assert seen is None, f"{group} is gone, and the buffer holds it as {seen and seen['state']}"
