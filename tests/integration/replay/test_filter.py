@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from headrace.config import Config
 from headrace.errors import InvalidCall, SamplingStarved
 from headrace.replay import Limits, ReplayClient, Waiting
 from headrace.trajectory import Score
+from services.replay.main import limits_of
 from tests.integration.replay.helpers import (
     enqueue,
     healthy_replica,
@@ -106,6 +108,13 @@ async def test_by_components_a_group_is_filtered_only_if_each_is_the_same_for_al
     replica = await healthy_replica(replay)
     assert await score_components(replay, replica, [equal, one_differs, same_sum, more_names]) == [3, 1]
     assert (await replay.state()).counts["ready"] == 3
+
+
+@pytest.mark.parametrize(("estimator", "by_components"), [("grpo", False), ("gdpo", True)])
+def test_under_gdpo_groups_are_filtered_by_components(estimator: str, by_components: bool) -> None:
+    grpo = {"use_dynamic_sampling": True, "adv_estimator": {"name": estimator}}
+    found = limits_of(Config.model_validate({"grpo": grpo}))
+    assert (found.filter_equal, found.filter_components) == (True, by_components)
 
 
 async def test_by_components_a_group_without_any_goes_on_to_the_trainer(replay: ReplayClient, limits: Limits) -> None:
