@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +16,9 @@ from headrace.config import load
 from headrace.errors import ConfigError
 from headrace.replay import ReplayClient, Replica, RunState
 from headrace.replay.bias import Distribution, Meter, Moment, beyond, skews
+
+# enough to hold the last validation beside the steps since, in most runs
+NEWEST = 50
 
 
 def status(
@@ -31,16 +34,39 @@ def status(
     if (config is None) == (run is None):
         raise ConfigError("give either CONFIG or --run FOLDER")
     loaded = load(config or run / "config.yaml", overrides or ())  # type: ignore[operator]
-    state, replicas, meters = asyncio.run(_read(loaded.redis_url, loaded.run.id))
-    show(Console(), state, replicas, meters, loaded.replay.bias_warning)
+    state, replicas, meters, newest = asyncio.run(_read(loaded.redis_url, loaded.run.id))
+    loaded = loaded.model_copy(update={"run": loaded.run.model_copy(update={"id": state.run_id})})
+    show(Console(), state, replicas, meters, loaded.replay.bias_warning, progress(newest, loaded.log_folder))
 
 
-async def _read(url: str, run_id: str | None) -> tuple[RunState, list[Replica], dict[Moment, Meter]]:
+Newest = list[tuple[str, str, int, dict[str, float]]]
+
+
+async def _read(url: str, run_id: str | None) -> tuple[RunState, list[Replica], dict[Moment, Meter], Newest]:
     client = await ReplayClient.connect(url, run_id, timeout_s=3.0)
     try:
-        return await client.state(), await client.replicas(), await client.bias()
+        newest = await client.newest_metrics(NEWEST)
+        return await client.state(), await client.replicas(), await client.bias(), newest
     finally:
         await client.aclose()
+
+
+def progress(newest: Newest, logs: Path) -> list[tuple[str, str]]:
+    """What the newest step and validation were like, and an alarm if there is one. `logs`: where its picture is, seen from the trainer's
+    machine."""
+    lines = []
+    for kind, name in (("train", "reward"), ("validation", "accuracy")):
+        found = next(((step, metrics) for _, of, step, metrics in newest if of == kind and name in metrics), None)
+        if found is None:
+            continue
+        step, metrics = found
+        lines.append((kind, f"step {step}: {name} {metrics[name]:.3f}"))
+        if metrics.get("train_inference_alarm"):
+            error = metrics.get("token_mult_prob_error", float("nan"))
+            pictures = sorted(logs.glob("disagreement_step*.png"), key=lambda path: path.stat().st_mtime_ns)
+            where = f"; see {pictures[-1]}" if pictures else ""
+            lines.append(("alarm", f"trainer and inference disagree (token_mult_prob_error {error:.4g}){where}"))
+    return lines
 
 
 def show(
@@ -49,6 +75,7 @@ def show(
     replicas: list[Replica],
     meters: Mapping[Moment, Meter],
     bias_warning: float | None,
+    progress: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Plain enough for a pipe: one line a fact, then the replicas."""
     groups = ", ".join(f"{count} {name}" for name, count in state.counts.items() if count) or "none yet"
@@ -58,6 +85,7 @@ def show(
         ("checkpoint", str(state.committed) if state.committed >= 0 else "none yet"),
         ("prompts taken", str(state.enqueued + 1)),
         ("groups", groups),
+        *progress,
         *((moment, _described(meter)) for moment, meter in meters.items() if meter.trajectories),
         *(("bias", str(skew)) for skew in beyond(skews(meters), bias_warning)),
     ):

@@ -69,8 +69,11 @@ class PlainView:
         else:
             self.tell(
                 f"step {step}: reward {_number(metrics, 'reward', '.3f')}, age {_number(metrics, 'avg_trajectory_age', '.1f')}, "
-                f"{_number(metrics, 'performance/tokens_per_sec', '.0f')} tokens/s, {_number(metrics, 'timing/train/total_step_time', '.2f')} s"
+                f"{_number(metrics, 'performance/tokens_per_sec', '.0f')} tokens/s, "
+                f"{_number(metrics, 'timing/train/total_step_time', '.2f')} s"
             )
+            if disagreement := _disagreement(step, metrics):
+                self.tell(disagreement)
 
     def show(self, picture: Picture) -> None:
         for line in picture.services:
@@ -110,7 +113,18 @@ def draw(picture: Picture) -> RenderableType:
         lines.append(Text(f"buffer: {picture.buffer}", style="red"))
     if picture.train or picture.validation:
         lines.append(_steps(picture))
+    newest = max(picture.train, default=0)
+    if disagreement := _disagreement(newest, picture.train.get(newest, {})):
+        lines.append(Text(disagreement, style="red"))
     return Group(*lines)
+
+
+def _disagreement(step: int, metrics: Mapping[str, float]) -> str | None:
+    """The alarm of a step, if there is one."""
+    if not metrics.get("train_inference_alarm"):
+        return None
+    error = _number(metrics, "token_mult_prob_error", ".3f")
+    return f"step {step}: trainer and inference disagree (token_mult_prob_error {error}); the trainer's log says how"
 
 
 def _steps(picture: Picture) -> Table:

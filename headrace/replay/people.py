@@ -41,11 +41,13 @@ class PeopleCalls(Calls):
 
     async def metrics(self, after: str = "0", count: int = 1000) -> list[tuple[str, str, int, dict[str, float]]]:
         """Entries after id `after`: (id, kind, step, metrics)."""
-        entries = await self._wire.command("XRANGE", f"{self._wire.key}:metrics", f"({after}", "+", "COUNT", count)
-        return [
-            (entry.decode(), fields[b"kind"].decode(), int(fields[b"step"]), unpack(fields[b"metrics"]))
-            for entry, fields in entries
-        ]
+        return _metrics(
+            await self._wire.command("XRANGE", f"{self._wire.key}:metrics", f"({after}", "+", "COUNT", count)
+        )
+
+    async def newest_metrics(self, count: int) -> list[tuple[str, str, int, dict[str, float]]]:
+        """The newest entries as `metrics` gives them, the newest first."""
+        return _metrics(await self._wire.command("XREVRANGE", f"{self._wire.key}:metrics", "+", "-", "COUNT", count))
 
     async def events(self, after: str, block_s: float, count: int = 1000) -> list[tuple[str, dict[str, str]]]:
         """What happened after id `after`, waiting up to `block_s` seconds for the first: (id, fields with the `kind` of event)."""
@@ -162,3 +164,10 @@ class PeopleCalls(Calls):
         """(the steps whose batches were handed out and are still held, the batch of `step` if it is one of them)."""
         steps, *batch = await self._wire.call("step", step)
         return [int(held) for held in steps.split()], reservation(batch[0]) if batch else None
+
+
+def _metrics(entries: Any) -> list[tuple[str, str, int, dict[str, float]]]:
+    return [
+        (entry.decode(), fields[b"kind"].decode(), int(fields[b"step"]), unpack(fields[b"metrics"]))
+        for entry, fields in entries
+    ]

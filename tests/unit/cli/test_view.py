@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 from rich.console import Console
 
+from headrace.cli.status import progress
 from headrace.cli.view import UPDATING, Picture, PlainView, ServiceLine, draw, summary
 
 
@@ -13,7 +15,12 @@ def picture() -> Picture:
     picture = Picture(run_id="adder", max_steps=30)
     picture.take("1-0", "validation", 0, {"accuracy": 0.37})
     for step in range(4):
-        picture.take(f"2-{step}", "train", step, {"reward": 0.5 + step / 10, "avg_trajectory_age": 1.0, "performance/tokens_per_sec": 900.0})
+        picture.take(
+            f"2-{step}",
+            "train",
+            step,
+            {"reward": 0.5 + step / 10, "avg_trajectory_age": 1.0, "performance/tokens_per_sec": 900.0},
+        )
     picture.services = [ServiceLine("rollout-1", "ready", 2, "weights 3, 8 groups")]
     picture.counts = {"queued": 7, "failed": 0}
     return picture
@@ -67,7 +74,16 @@ def test_the_plain_view_says_each_change_of_state_once_and_no_refit() -> None:
     for state in ("starting", "starting", "ready", UPDATING, "ready", "restarting"):
         now.services = [ServiceLine("rollout-1", state, 0, "")]
         view.show(now)
-    view.metrics("train", 3, {"reward": 0.5, "avg_trajectory_age": 1.0, "performance/tokens_per_sec": 900.0, "timing/train/total_step_time": 1.5})
+    view.metrics(
+        "train",
+        3,
+        {
+            "reward": 0.5,
+            "avg_trajectory_age": 1.0,
+            "performance/tokens_per_sec": 900.0,
+            "timing/train/total_step_time": 1.5,
+        },
+    )
     view.metrics("validation", 5, {"accuracy": 0.9})
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
         "rollout-1: starting",
@@ -76,3 +92,25 @@ def test_the_plain_view_says_each_change_of_state_once_and_no_refit() -> None:
         "step 3: reward 0.500, age 1.0, 900 tokens/s, 1.50 s",
         "step 5: validation accuracy 0.900",
     ]
+
+
+def test_an_alarm_is_shown_until_a_step_is_without_one() -> None:
+    alarmed = picture()
+    alarmed.take("3-0", "train", 4, {"reward": 0.5, "train_inference_alarm": 1.0, "token_mult_prob_error": 1.31})
+    assert "step 4: trainer and inference disagree (token_mult_prob_error 1.310)" in shown(draw(alarmed))
+    alarmed.take("4-0", "train", 5, {"reward": 0.5, "train_inference_alarm": 0.0})
+    assert "disagree" not in shown(draw(alarmed))
+    console = Console(file=io.StringIO(), width=200)
+    PlainView(console).metrics("train", 4, {"reward": 0.5, "train_inference_alarm": 1.0, "token_mult_prob_error": 1.31})
+    assert "disagree" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_status_tells_the_newest_step_and_an_alarm_with_its_picture(tmp_path: Path) -> None:
+    old = ("1-0", "validation", 10, {"accuracy": 0.5})
+    step = ("2-0", "train", 12, {"reward": 0.25, "train_inference_alarm": 1.0, "token_mult_prob_error": 1.2})
+    (tmp_path / "disagreement_step12.png").touch()
+    told = dict(progress([step, old], tmp_path))
+    assert told["train"] == "step 12: reward 0.250"
+    assert told["validation"] == "step 10: accuracy 0.500"
+    assert told["alarm"].endswith(f"1.2); see {tmp_path / 'disagreement_step12.png'}")
+    assert progress([], tmp_path) == []
