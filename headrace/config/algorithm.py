@@ -66,7 +66,19 @@ class Algorithm(Section):
     val_period: int = Field(10, ge=0, description="validate every this many steps; 0 never does")
     val_at_start: bool = Field(False, description="validate before the first step")
     val_at_end: bool = Field(False, description="validate after the last step")
+    val_start_at: int = Field(-1, description="no validation by val_period before this many steps")
     max_val_samples: int = Field(256, ge=1, description="held-out prompts in a validation")
+    val_num_generations_per_prompt: int = Field(
+        1,
+        ge=1,
+        description="completions of each held-out prompt; of several, pass_k is the share of prompts that any solves",
+    )
+    stop_at_validation_metric: str | None = Field(
+        None,
+        pattern=r"^(val:)?(accuracy(/.+)?|pass_k)$",
+        description="the run ends, with a checkpoint, once this is at least stop_at_validation_threshold",
+    )
+    stop_at_validation_threshold: float | None = Field(None, description="of stop_at_validation_metric")
     use_dynamic_sampling: bool = Field(
         False, description="groups whose scaled rewards are all equal are filtered, and others trained in their place"
     )
@@ -103,6 +115,19 @@ class Algorithm(Section):
             raise ValueError(
                 f"batch_multiplier {self.batch_multiplier} without use_dynamic_sampling: set it to 1, or turn "
                 "dynamic sampling on"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stop_is_whole(self) -> Algorithm:
+        metric, threshold = self.stop_at_validation_metric, self.stop_at_validation_threshold
+        if (metric is None) != (threshold is None):
+            raise ValueError(
+                f"stop_at_validation_metric {metric} with stop_at_validation_threshold {threshold}: give both, or neither"
+            )
+        if metric is not None and metric.endswith("pass_k") and self.val_num_generations_per_prompt == 1:
+            raise ValueError(
+                "stop_at_validation_metric pass_k with val_num_generations_per_prompt 1: there is no pass_k; use 2 or more"
             )
         return self
 

@@ -135,9 +135,22 @@ class Checkpointing(Section):
     save_period: int = Field(
         10, ge=1, description="steps between checkpoints; steps in between are trained again after a crash"
     )
+    checkpoint_must_save_by: str | None = Field(
+        None,
+        pattern=r"^\d+:[0-2]\d:[0-5]\d:[0-5]\d$",
+        description="DD:HH:MM:SS after the trainer's start by which one more is saved, where a job's time ends; the run goes on",
+    )
     keep_top_k: int | None = Field(
         3, ge=1, description="checkpoints that are kept, by metric_name; null keeps all. The newest always stays"
     )
     metric_name: str | None = Field("val:accuracy", pattern=r"^(val|train):.+$", description="null keeps the newest")
     higher_is_better: bool = True
     save_optimizer: bool = True
+
+    @property
+    def must_save_by_s(self) -> float | None:
+        """`checkpoint_must_save_by` in seconds."""
+        if self.checkpoint_must_save_by is None:
+            return None
+        days, hours, minutes, seconds = map(int, self.checkpoint_must_save_by.split(":"))
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

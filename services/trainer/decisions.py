@@ -44,7 +44,9 @@ class Plan:
 
     last_version: int
     save_period: int | None  # None: no checkpoints
+    must_save_by_s: float | None  # after the loop's start
     val_period: int | None  # None: nothing to validate on
+    val_start_at: int
     val_at_start: bool
     val_at_end: bool
     fleet_deadline_s: float
@@ -55,7 +57,9 @@ class Plan:
         return cls(
             last_version=config.algorithm.max_num_steps,
             save_period=config.checkpointing.save_period if config.checkpointing.enabled else None,
+            must_save_by_s=config.checkpointing.must_save_by_s if config.checkpointing.enabled else None,
             val_period=config.algorithm.val_period if can_validate else None,
+            val_start_at=config.algorithm.val_start_at,
             val_at_start=config.algorithm.val_at_start,
             val_at_end=config.algorithm.val_at_end,
             fleet_deadline_s=config.trainer.fleet_deadline_s,
@@ -70,11 +74,15 @@ class Plan:
             return True
         if version == 0:
             return self.val_at_start
-        return self.val_period > 0 and version % self.val_period == 0
+        return self.val_period > 0 and version % self.val_period == 0 and version >= self.val_start_at
 
     def saves(self, version: int, *, final: bool) -> bool:
         """Whether a checkpoint of `version` is to be published. Version 0 is the initial model and needs none."""
         return self.save_period is not None and version > 0 and (final or version % self.save_period == 0)
+
+    def runs_out(self, elapsed_s: float, step_s: float) -> bool:
+        """Whether another step, if it takes as long as the last one, would end after `must_save_by_s`."""
+        return self.must_save_by_s is not None and elapsed_s + step_s >= self.must_save_by_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +97,10 @@ class RunningValidation:
 class View:
     """Where the trainer stands. Times are seconds of one monotonic clock.
 
-    `offered`: a refit to this version has been carried out. `reply`: what `reserve` last said, None if it has to be asked again.
-    `healthy_at`: when a verified replica was last seen (or the wait for one began). `behind_due`: a replica that is not at this
-    version may be tried now.
+    `offered`: a refit to this version has been carried out. `reply`: what `reserve` last said, None if it has to be asked
+    again. `reached`: a validation has reached what ends the run. `runs_out`: the time by which a checkpoint must be saved
+    would pass in the next step, and none has been saved for it. `healthy_at`: when a verified replica was last seen (or the
+    wait for one began). `behind_due`: a replica that is not at this version may be tried now.
     """
 
     now: float
@@ -106,14 +115,16 @@ class View:
     behind_due: bool
     healthy_at: float
     reply: Reservation | Waiting | End | None
+    reached: bool = False
+    runs_out: bool = False
 
 
 def decide(plan: Plan, view: View) -> Decision:
     """The next thing to do."""
     if view.stop:
         return Decision(Action.STOP)
-    final = view.version >= plan.last_version or isinstance(view.reply, End)
-    if plan.saves(view.version, final=final) and not view.saved:
+    final = view.version >= plan.last_version or isinstance(view.reply, End) or view.reached
+    if plan.saves(view.version, final=final or view.runs_out) and not view.saved:
         return Decision(Action.CHECKPOINT)
     due = plan.validates(view.version, final=final) and not view.validated
     if not view.offered and (due or not final) and view.members:

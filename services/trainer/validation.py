@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -45,12 +46,15 @@ def _versions(trajectory: Trajectory) -> frozenset[int]:
 
 
 def summarise(tallies: Sequence[Tally], failed: int, pending: int) -> dict[str, float]:
-    """Metrics of a validation. Failed and pending groups are counted apart and never enter a mean; where none was evaluated,
-    there is no accuracy at all. `version_min` and `version_max` are those of the tokens."""
+    """Metrics of a validation. Failed and pending groups are counted apart and never enter a mean; where none was
+    evaluated, there is no accuracy at all. `pass_k` is the share of prompts with a reward above 0 among their several
+    completions. `version_min` and `version_max` are those of the tokens."""
     metrics: dict[str, float] = {"evaluated": len(tallies), "failed": failed, "pending": pending}
     if not tallies:
         return metrics
     metrics["accuracy"] = float(np.mean([r for t in tallies for r in t.rewards]))
+    if any(len(t.rewards) > 1 for t in tallies):
+        metrics["pass_k"] = float(np.mean([any(r > 0 for r in t.rewards) for t in tallies]))
     metrics["mean_length"] = float(np.mean([n for t in tallies for n in t.lengths]))
     metrics["truncation_rate"] = sum(t.truncated for t in tallies) / sum(len(t.lengths) for t in tallies)
     versions = frozenset().union(*(t.versions for t in tallies))
@@ -61,6 +65,13 @@ def summarise(tallies: Sequence[Tally], failed: int, pending: int) -> dict[str, 
     if len(by_task) > 1:
         metrics.update({f"accuracy/{task}": float(np.mean(rewards)) for task, rewards in sorted(by_task.items())})
     return metrics
+
+
+def reaches(metrics: Mapping[str, float], metric: str | None, threshold: float | None) -> bool:
+    """Whether a validation ends the run: its `metric` (with or without `val:`) is there and at least `threshold`."""
+    if metric is None or threshold is None:
+        return False
+    return metrics.get(metric.removeprefix("val:"), -math.inf) >= threshold
 
 
 class Validation:

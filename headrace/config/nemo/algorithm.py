@@ -25,22 +25,8 @@ def _shared(section: str) -> list[Rule]:
             section,
             "num_prompts_per_step num_generations_per_prompt max_num_steps val_at_start val_at_end max_val_samples "
             "use_dynamic_sampling dynamic_sampling_max_gen_batches batch_multiplier overlong_filtering seed "
-            "seq_logprob_error_threshold skip_reference_policy_logprobs_calculation advantage_clip_low advantage_clip_high",
-        ),
-        *refused(
-            "validation starts with val_at_start or val_period",
-            f"{section}.val_start_at",
-            fine=only(-1, 0),
-        ),
-        *refused(
-            "a held-out prompt is asked once; repeat of its data set asks it more often",
-            f"{section}.val_num_generations_per_prompt",
-            fine=only(1),
-        ),
-        *refused(
-            "a run ends by steps or epochs",
-            f"{section}.stop_at_validation_metric",
-            f"{section}.stop_at_validation_threshold",
+            "seq_logprob_error_threshold skip_reference_policy_logprobs_calculation advantage_clip_low advantage_clip_high "
+            "val_start_at val_num_generations_per_prompt stop_at_validation_metric stop_at_validation_threshold",
         ),
         *used(section, "max_num_epochs", "-1 is no limit; asynchronous runs keep to it too", _epochs),
         *used(section, "val_period", "below 0 is 0: never", _period),

@@ -136,7 +136,11 @@ CHECKPOINTING = [
         "checkpointing",
         "enabled checkpoint_dir higher_is_better keep_top_k save_period save_optimizer",
     ),
-    *refused("checkpoints come by save_period", "checkpointing.checkpoint_must_save_by"),
+    *used(
+        "checkpointing",
+        "checkpoint_must_save_by",
+        "one more checkpoint by then; the run goes on, to be stopped from outside",
+    ),
     *used("checkpointing", "metric_name", "val_reward, its name in older releases, is val:accuracy", _metric),
     *replaced(
         "safetensors that transformers loads, complete at every save",

@@ -48,9 +48,10 @@ class Prompter:
         return self._group(problem, name, "train", order, n, self._sampling)
 
     def validation_group(self, problem: Problem, version: int, position: int) -> Group:
-        """The group that asks weights of `version` once for `problem`, which is at `position` of that validation."""
+        """The group that asks weights of `version` for `problem`, which is at `position` of that validation."""
+        n = self._config.algorithm.val_num_generations_per_prompt
         name = f"v{version}-validation-{problem.index}"
-        return self._group(problem, name, "validation", position, 1, self._val_sampling)
+        return self._group(problem, name, "validation", position, n, self._val_sampling)
 
     def _group(self, problem: Problem, name: str, lane: Lane, order: int, n: int, sampling: Sampling) -> Group:
         tokens, context = self._tokens(problem), self._config.policy.max_total_sequence_length

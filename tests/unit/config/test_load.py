@@ -174,6 +174,8 @@ def test_a_mistake_in_data_default_is_said_once(file: Path) -> None:
         ("loss_fn.prev_logprobs_source=magic", "should be 'recompute' or 'generation'"),
         ("run.id='../up'", "run.id: '../up' string should match pattern"),
         ("grpo.num_generations_per_prompt=1", "grpo.num_generations_per_prompt 1 with grpo.use_leave_one_out_baseline true"),
+        ("grpo.stop_at_validation_metric=accuracy", "with stop_at_validation_threshold None: give both, or neither"),
+        ("checkpointing.checkpoint_must_save_by=1h", "checkpointing.checkpoint_must_save_by: '1h' string should match pattern"),
         ("data.train.0.env_name=nobody", "env_name 'nobody' is not one of the environments under env (adder)"),
         ("env.other={}", "env.other: give `type`"),
         ("data.train.0.data_path=x", "data.train.0: dataset_name 'arithmetic' and data_path 'x': give one of them"),
@@ -183,6 +185,12 @@ def test_a_value_that_cant_be_is_one_line_with_key_value_and_remedy(file: Path, 
     message = refusal(file, override)
     assert said in message
     assert len(message.splitlines()) == 1
+
+
+def test_the_time_by_which_a_checkpoint_must_be_saved_is_days_to_seconds(file: Path) -> None:
+    config = load(file, ["checkpointing.checkpoint_must_save_by='01:03:30:05'"], {})
+    assert config.checkpointing.must_save_by_s == ((24 + 3) * 60 + 30) * 60 + 5
+    assert load(file, [], {}).checkpointing.must_save_by_s is None
 
 
 def test_every_problem_is_named_at_once(file: Path) -> None:

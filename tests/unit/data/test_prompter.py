@@ -37,6 +37,8 @@ def test_validation_asks_once_at_its_own_temperature() -> None:
     assert (group.lane, group.n, group.order, group.sampling.temperature) == ("validation", 1, 2, 0)
     assert group.id != made.validation_group(PROBLEM, version=4, position=2).id
     assert made.train_group(PROBLEM, 0, 0).sampling.temperature == 0.7
+    several = prompter(grpo={"val_num_generations_per_prompt": 4})
+    assert several.validation_group(PROBLEM, version=3, position=2).n == 4
     unset = prompter(policy={"generation": {"max_new_tokens": 6, "temperature": 0.7}})
     assert unset.validation_group(PROBLEM, 3, 2).sampling.temperature == 0.7
 

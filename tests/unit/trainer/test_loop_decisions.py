@@ -26,7 +26,9 @@ from services.trainer.decisions import (
 PLAN = Plan(
     last_version=10,
     save_period=2,
+    must_save_by_s=None,
     val_period=5,
+    val_start_at=-1,
     val_at_start=False,
     val_at_end=True,
     fleet_deadline_s=30.0,
@@ -148,6 +150,29 @@ def test_when_versions_are_validated() -> None:
     assert dataclasses.replace(PLAN, val_at_start=True).validates(0, final=False)
     assert not dataclasses.replace(PLAN, val_period=0, val_at_end=False).validates(5, final=True)
     assert dataclasses.replace(PLAN, val_period=0).validates(7, final=True)
+    late = dataclasses.replace(PLAN, val_start_at=6, val_at_start=True)
+    assert [version for version in range(12) if late.validates(version, final=version == 11)] == [0, 10, 11]
+
+
+def test_a_validation_that_reaches_its_threshold_ends_the_run_with_a_checkpoint() -> None:
+    reached = {"reached": True, "reply": Reservation(3, (), ())}
+    assert at(**reached) is Action.CHECKPOINT
+    assert at(**reached, saved=True) is Action.VALIDATE  # val_at_end
+    assert at(**reached, saved=True, validated=True) is Action.FINISH
+
+
+def test_a_checkpoint_comes_out_of_turn_where_time_runs_out_and_training_goes_on() -> None:
+    assert at(runs_out=True) is Action.CHECKPOINT
+    assert at(runs_out=True, saved=True, reply=Reservation(3, (), ())) is Action.TRAIN
+    assert at(runs_out=True, version=0) is Action.WAIT  # the initial model needs none
+
+
+def test_time_runs_out_when_a_step_like_the_last_would_end_too_late() -> None:
+    plan = dataclasses.replace(PLAN, must_save_by_s=100.0)
+    assert not plan.runs_out(89.0, 10.0)
+    assert plan.runs_out(90.0, 10.0)
+    assert plan.runs_out(1000.0, 0.0)
+    assert not PLAN.runs_out(1e9, 10.0)
 
 
 views = st.builds(
@@ -164,6 +189,8 @@ views = st.builds(
     behind_due=st.booleans(),
     healthy_at=st.floats(0, 100),
     reply=st.sampled_from([None, Waiting(0, 2), Reservation(3, (), ()), End(0)]),
+    reached=st.booleans(),
+    runs_out=st.booleans(),
 )
 
 

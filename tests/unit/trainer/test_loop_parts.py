@@ -23,7 +23,7 @@ from services.trainer.metrics import Gauges, Journal, Line, batch_metrics, sampl
 from services.trainer.patience import Patience
 from services.trainer.plot import draw_curve
 from services.trainer.start import Restore, Rewind, Standing, choose_start, lost_writes
-from services.trainer.validation import Tally, summarise
+from services.trainer.validation import Tally, reaches, summarise
 from services.trainer.worker import Assignment, assign, law_broken
 
 
@@ -285,6 +285,30 @@ def test_law_7_failed_and_pending_validation_groups_are_counts_never_zeros() -> 
     assert (metrics["version_min"], metrics["version_max"]) == (4, 4)
     assert (metrics["accuracy/sums"], metrics["accuracy/words"]) == (1.0, 0.0)
     assert summarise([], failed=2, pending=0) == {"evaluated": 0, "failed": 2, "pending": 0}
+    assert "pass_k" not in metrics
+
+
+def test_pass_k_is_the_share_of_prompts_that_any_completion_solves() -> None:
+    rewards = [(0.0, 1.0), (0.0, 0.0), (-1.0, 0.5), (-1.0, -1.0)]
+    tallies = [Tally("a", of_prompt, (1, 1), 0, frozenset({3})) for of_prompt in rewards]
+    metrics = summarise(tallies, failed=0, pending=0)
+    assert (metrics["pass_k"], metrics["accuracy"]) == (0.5, -1.5 / 8)
+
+
+@pytest.mark.parametrize(
+    ("metric", "threshold", "ends"),
+    [
+        ("accuracy", 0.5, True),
+        ("val:accuracy", 0.5, True),
+        ("accuracy", 0.51, False),
+        ("pass_k", 0.1, False),
+        (None, None, False),
+    ],
+)
+def test_a_validation_ends_the_run_at_its_threshold_and_never_without_its_metric(
+    metric: str | None, threshold: float | None, ends: bool
+) -> None:
+    assert reaches({"accuracy": 0.5}, metric, threshold) is ends
 
 
 def line(kind: str, step: int, timeline: str = "a") -> Line:
