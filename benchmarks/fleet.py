@@ -1,12 +1,13 @@
 """A fleet of a thousand replicas on one real buffer, under each age policy.
 
-    python -m benchmarks.fleet [--replicas 1000] [--slots 10] [--steps 20] [--policy ordered|drop|mask] [--out FOLDER]
+    python -m benchmarks.fleet [--replicas 1000] [--slots 10] [--steps 8] [--policy ordered|drop|mask] [--out FOLDER]
 
 Time is simulated, calls are real. Generating a group takes log-normal time (mean 3 trainer steps, sigma 0.6 of the logarithm), a step
 takes 1, a refit nothing; replicas x slots groups are in flight at most, and `P` is such that this is 1.15 times what the trainer can use.
 Every lease, push, score, heartbeat, acknowledgement, verification, reservation, read and commit is a call to one server by the client
-that the services use, each replica with a connection of its own. Whatever falls into the same twentieth of a step is called at once, from
-one process: a call's time includes its wait for that process, which is the bottleneck here, not the server (see its CPU share).
+that the services use, each replica with a connection of its own. Whatever falls into the same twentieth of a step is called as fast as
+one process can, 32 calls at a time: a call's time includes its wait for the other 31 and for that process, which is the bottleneck here,
+not the server (see its CPU share).
 
 Length is proportional to time, refits reach groups in flight: a token is of the version that was newest when it was sampled. Figures
 leave out the first steps, while the fleet fills up. `bias` is how much shorter (-) what was trained is than what was generated.
@@ -18,29 +19,27 @@ import argparse
 import asyncio
 import bisect
 import dataclasses
+import gc
 import heapq
 import itertools
 import json
 import math
 import random
 import secrets
-import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from redis.asyncio import Redis
-from rich.console import Console
-from rich.table import Table
 
-from headrace.replay import Lease, Limits, ReplayClient, Reservation
+from benchmarks.buffer import fresh_server, group, limits
+from benchmarks.fleet_report import histogram, plot, show
+from headrace.replay import Lease, ReplayClient, Reservation
 from headrace.replay.wire import open_redis
-from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
-from services.replay import library
-from services.replay.embedded import EmbeddedServer
+from headrace.trajectory import Score, Span, Trajectory
 
 POLICIES = ("ordered", "drop", "mask")
 MEAN_STEPS, SIGMA, LOAD = 3.0, 0.6, 1.15
@@ -48,6 +47,7 @@ GENERATIONS = 2
 TOKENS_A_STEP = 64
 WINDOW = 1 / 20
 HEARTBEATS = 50
+AT_A_TIME = 32
 T = TypeVar("T")
 
 
@@ -89,6 +89,7 @@ class Fleet:
         self._service = ReplayClient(open_redis(url), self._run_id)
         self._replicas = [Replica(url, self._run_id, args.slots) for _ in range(args.replicas)]
         self._policy = policy
+        self._under_way = asyncio.Semaphore(AT_A_TIME)
         self._random = random.Random(args.seed)
         self._ends: list[tuple[float, int, float, Replica, Lease]] = []
         self._began_at = [0.0]  # when each version became the newest
@@ -98,12 +99,13 @@ class Fleet:
         self._usage: dict[str, float] = {}
 
     async def run(self) -> dict[str, Any]:
-        limits = Limits(
-            self.prompts, GENERATIONS, self.age, self._policy, 3, 3, 3600, 3600, 3600, 3600, 2**36, self.ahead
-        )
-        self._timeline = (await self._service.open_run(limits)).timeline
+        bounds = limits(self.prompts, GENERATIONS, self.age, self._policy, self.ahead)
+        self._timeline = (await self._service.open_run(bounds)).timeline
         await self._together(self._timed("register", r.client.register(r.id, {})) for r in self._replicas)
         await self._refit(0)
+        # a thousand clients stay as they are: the collector need not look at them again and again
+        gc.collect()
+        gc.freeze()
         trains_until: float | None = None
         wall = time.perf_counter()
         while self._step < self.warm_up + self.steps:
@@ -180,8 +182,8 @@ class Fleet:
     async def _feed(self) -> None:
         counts = (await self._service.state()).counts
         if counts.get("queued", 0) < self.prompts:
-            groups = [_group(self._order + i) for i in range(self.prompts)]
-            await self._timed("enqueue", self._service.enqueue(groups, self._timeline))
+            prompts = [group(self._order + i, GENERATIONS, 64 * TOKENS_A_STEP) for i in range(self.prompts)]
+            await self._timed("enqueue", self._service.enqueue(prompts, self._timeline))
             self._order += self.prompts
 
     async def _reserve(self) -> bool:
@@ -251,9 +253,10 @@ class Fleet:
                     self.figures.counted_ages[age] += tokens
 
     async def _timed(self, name: str, call: Awaitable[T]) -> T:
-        start = time.perf_counter()
-        result = await call
-        self.figures.calls[name].append(time.perf_counter() - start)
+        async with self._under_way:
+            start = time.perf_counter()
+            result = await call
+            self.figures.calls[name].append(time.perf_counter() - start)
         return result
 
     async def _together(self, calls: Iterable[Awaitable[T]]) -> list[T]:
@@ -269,6 +272,7 @@ class Fleet:
         return {
             "policy": self._policy,
             "replicas": len(self._replicas),
+            "generations": GENERATIONS,
             "prompts_per_step": self.prompts,
             "steps": self.steps,
             "utilisation": figures.busy / elapsed,
@@ -289,8 +293,8 @@ class Fleet:
             "server_bytes_out_per_step": used["out"] / self.steps,
             "server_memory_bytes": int((await self._service.redis.info("memory"))["used_memory"]),
             "wall_s": wall_s,
-            "lengths_generated": _histogram(figures.generated),
-            "lengths_trained": _histogram(figures.trained),
+            "lengths_generated": histogram(figures.generated),
+            "lengths_trained": histogram(figures.trained),
         }
 
 
@@ -310,111 +314,11 @@ def _call(seconds: Sequence[float]) -> dict[str, float]:
     return {"count": len(seconds), "p50_ms": float(p50), "p99_ms": float(p99)}
 
 
-EDGES = np.geomspace(TOKENS_A_STEP / 4, TOKENS_A_STEP * 64, 41)
-
-
-def _histogram(lengths: Sequence[float]) -> list[float]:
-    counts, _ = np.histogram(lengths, EDGES)
-    return [float(count) for count in counts / max(1, counts.sum())]
-
-
-def _group(order: int) -> Group:
-    return Group(
-        id=f"e0-train-{order}",
-        lane="train",
-        order=order,
-        task_name="addition",
-        env_name="math",
-        messages=({"role": "user", "content": "1+1"},),
-        prompt_token_ids=np.arange(16, dtype=np.int32),
-        extra_env_info={"answer": "2"},
-        dataset_index=order,
-        n=GENERATIONS,
-        sampling=Sampling(1.0, 64 * TOKENS_A_STEP),
-    )
-
-
-# -- the table and the plot ------------------------------------------------------------------------------------------------
-
-ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
-    ("trainer busy", lambda r: f"{r['utilisation']:.2f}"),
-    ("groups dropped (over age)", lambda r: f"{r['dropped_share']:.1%}"),
-    ("tokens masked", lambda r: f"{r['masked_share']:.1%}"),
-    ("length bias of what is trained", lambda r: f"{r['length_bias']:+.1%}"),
-    ("groups leased at the end", lambda r: f"{r['in_flight']:,}"),
-    (
-        "age of what counts: bound, largest",
-        lambda r: f"{r['age_bound']}, {max(map(int, r['age_of_tokens_that_count']))}",
-    ),
-    ("age of groups: mean, largest", lambda r: "{:.1f}, {}".format(*_mean_and_most(r["age_of_groups"]))),
-    ("server: CPU s a step", lambda r: f"{r['server_cpu_s_per_step']:.2f}"),
-    ("server: share of a core while it ran", lambda r: f"{r['server_cpu_share']:.2f}"),
-    ("server: commands a step", lambda r: f"{r['server_calls_per_step']:,.0f}"),
-    (
-        "server: MB in, out a step",
-        lambda r: f"{r['server_bytes_in_per_step'] / 1e6:.1f}, {r['server_bytes_out_per_step'] / 1e6:.1f}",
-    ),
-    ("server: MB held at the end", lambda r: f"{r['server_memory_bytes'] / 1e6:.0f}"),
-    ("seconds it ran", lambda r: f"{r['wall_s']:.0f}"),
-)
-
-
-def _mean_and_most(ages: dict[Any, int]) -> tuple[float, int]:
-    total = sum(ages.values())
-    return sum(int(age) * count for age, count in ages.items()) / total, max(map(int, ages))
-
-
-def show(results: Sequence[dict[str, Any]]) -> None:
-    first = results[0]
-    table = Table(
-        title=f"{first['replicas']:,} replicas, {first['prompts_per_step']:,} groups of {GENERATIONS} a step, {first['steps']} steps"
-    )
-    table.add_column("")
-    for result in results:
-        table.add_column(result["policy"], justify="right")
-    for name, cell in ROWS:
-        table.add_row(name, *(cell(result) for result in results))
-    table.add_section()
-    for name in sorted(set().union(*(result["calls"] for result in results))):
-        calls = [result["calls"].get(name) for result in results]
-        cells = (f"{c['p50_ms']:.1f}, {c['p99_ms']:.1f}" if c else "" for c in calls)
-        table.add_row(f"{name}: p50, p99 in ms", *cells)
-    Console(width=100).print(table)
-
-
-def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(2, len(results), figsize=(4 * len(results), 6), squeeze=False, sharey="row")
-    middle = np.sqrt(EDGES[:-1] * EDGES[1:])
-    for column, result in enumerate(results):
-        ages = {int(age): tokens for age, tokens in result["age_of_tokens_that_count"].items()}
-        total = sum(ages.values())
-        top, bottom = axes[0][column], axes[1][column]
-        top.bar(list(ages), [tokens / total for tokens in ages.values()])
-        top.axvline(result["age_bound"] + 0.5, color="red", linestyle=":")
-        top.set(
-            title=f"{result['policy']}: trainer busy {result['utilisation']:.2f}",
-            xlabel="age of tokens that count, in steps",
-        )
-        bottom.step(middle, result["lengths_generated"], label="generated", where="mid")
-        bottom.step(middle, result["lengths_trained"], label="trained", where="mid")
-        bottom.set(xscale="log", xlabel="length in tokens")
-    axes[0][0].set_ylabel("share of tokens")
-    axes[1][0].set_ylabel("share of groups")
-    axes[1][0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument("--slots", type=int, default=10, help="groups that one replica holds at a time")
-    parser.add_argument("--steps", type=int, default=20, help="that are measured")
+    parser.add_argument("--steps", type=int, default=8, help="that are measured")
     parser.add_argument("--warm-up", type=int, default=8, help="steps before these")
     parser.add_argument("--age", type=int, default=4, help="max_trajectory_age_steps")
     parser.add_argument("--ahead", type=int, help="ahead_steps of drop and mask; takes --age without it")
@@ -438,27 +342,12 @@ def main() -> None:
 
 
 async def _measure(policy: str, args: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        server = EmbeddedServer(Path(folder), "127.0.0.1", _free_port())
-        await server.start()
+    async with fresh_server() as url:
+        fleet = Fleet(url, policy, args)
         try:
-            async with open_redis(server.url) as redis:
-                await library.load(redis)
-            fleet = Fleet(server.url, policy, args)
-            try:
-                return await fleet.run()
-            finally:
-                await fleet.aclose()
+            return await fleet.run()
         finally:
-            await server.stop()
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+            await fleet.aclose()
 
 
 if __name__ == "__main__":

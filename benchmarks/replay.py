@@ -22,27 +22,24 @@ import asyncio
 import dataclasses
 import secrets
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 
-from headrace.replay import Lease, Limits, ReplayClient, Reservation
+from benchmarks.buffer import BYTES_A_TOKEN, fresh_server, group, limits, refit, verified_replica
+from headrace.replay import Lease, ReplayClient, Reservation
 from headrace.replay.wire import open_redis
-from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
+from headrace.trajectory import Score, Span, Trajectory
 from services.replay import library
-from services.replay.embedded import EmbeddedServer
 
 PROMPTS, GENERATIONS = 32, 8
 PIPELINE = 64
-BYTES_A_TOKEN = 9
 
 
 class Stopwatch:
@@ -73,22 +70,18 @@ def main() -> None:
 
 async def _run(args: argparse.Namespace) -> None:
     if args.redis_url is not None:
-        return await _compare(args.redis_url, args)
-    with tempfile.TemporaryDirectory() as folder:
-        server = EmbeddedServer(Path(folder), "127.0.0.1", _free_port())
-        await server.start()
-        try:
-            await _compare(server.url, args)
-        finally:
-            await server.stop()
+        await _compare(args.redis_url, args)
+        return
+    async with fresh_server() as url:
+        await _compare(url, args)
 
 
 async def _compare(url: str, args: argparse.Namespace) -> None:
     async with open_redis(url) as redis:
         await library.load(redis)
         replay = ReplayClient(open_redis(url), f"benchmark-{secrets.token_hex(4)}")
-        await replay.open_run(_limits())
-        replica = await _healthy_replica(replay)
+        await replay.open_run(limits(PROMPTS, GENERATIONS))
+        replica = await verified_replica(replay)
         watch = Stopwatch()
         payload_bytes = 0
         for step in range(args.steps):
@@ -104,7 +97,7 @@ async def _compare(url: str, args: argparse.Namespace) -> None:
 
 async def _buffer_round(replay: ReplayClient, replica: str, step: int, size: int, watch: Stopwatch) -> list[Trajectory]:
     timeline = (await replay.state()).timeline
-    groups = [_group(step * PROMPTS + i, size // BYTES_A_TOKEN) for i in range(PROMPTS)]
+    groups = [group(step * PROMPTS + i, GENERATIONS, size // BYTES_A_TOKEN) for i in range(PROMPTS)]
     with watch.time("enqueue"):
         await replay.enqueue(groups, timeline)
     with watch.time("lease"):
@@ -128,17 +121,16 @@ async def _buffer_round(replay: ReplayClient, replica: str, step: int, size: int
     assert len(pairs) == len(items)
     with watch.time("commit"):
         await replay.commit(step + 1, timeline)
-    await _refit(replay, replica, step + 1)
+    await refit(replay, step + 1, [replica])
     return [trajectory for _, trajectory in items]
 
 
 async def _large_step(url: str, redis: Redis, groups: int, generations: int, size: int) -> None:
     """A step of `groups` x `generations`; five readings of it beside five of the same bytes by raw GETs, in turn."""
     replay = ReplayClient(open_redis(url), f"benchmark-{secrets.token_hex(4)}")
-    limits = dataclasses.replace(_limits(), prompts_per_step=groups, generations_per_prompt=generations)
-    timeline = (await replay.open_run(limits)).timeline
-    replica = await _healthy_replica(replay)
-    prompts = [dataclasses.replace(_group(i, size // BYTES_A_TOKEN), n=generations) for i in range(groups)]
+    timeline = (await replay.open_run(limits(groups, generations))).timeline
+    replica = await verified_replica(replay)
+    prompts = [group(i, generations, size // BYTES_A_TOKEN) for i in range(groups)]
     await replay.enqueue(prompts, timeline)
     while leases := await replay.lease(replica, 256):
         for lease in leases:
@@ -238,42 +230,6 @@ def _print(watch: Stopwatch, payload_bytes: int) -> None:
     Console(width=100).print(table)
 
 
-def _limits() -> Limits:
-    return Limits(PROMPTS, GENERATIONS, 0, "ordered", 3, 3, 60.0, 600.0, 60.0, 60.0, 2**34)
-
-
-async def _healthy_replica(replay: ReplayClient) -> str:
-    replica = secrets.token_hex(8)
-    await replay.register(replica, {})
-    await _refit(replay, replica, 0)
-    return replica
-
-
-async def _refit(replay: ReplayClient, replica: str, version: int) -> None:
-    epoch = secrets.token_hex(8)
-    await replay.open_epoch(epoch, version, (await replay.state()).timeline, {})
-    await replay.acknowledge(replica, epoch)
-    await replay.begin_epoch(epoch, {})
-    await replay.verify(replica, epoch, 0.0, 1e-3)
-    await replay.end_epoch(epoch, aborted=False)
-
-
-def _group(order: int, tokens: int) -> Group:
-    return Group(
-        id=f"e0-train-{order}",
-        lane="train",
-        order=order,
-        task_name="addition",
-        env_name="math",
-        messages=({"role": "user", "content": "1+1"},),
-        prompt_token_ids=np.arange(16, dtype=np.int32),
-        extra_env_info={"answer": "2"},
-        dataset_index=order,
-        n=GENERATIONS,
-        sampling=Sampling(1.0, tokens),
-    )
-
-
 def _trajectory(lease: Lease, index: int, size: int) -> Trajectory:
     """About `size` bytes: token ids, log-probabilities and mask, as a real one of that length carries them."""
     draft = Trajectory(
@@ -297,14 +253,6 @@ def _trajectory(lease: Lease, index: int, size: int) -> Trajectory:
         loss_mask=np.ones(tokens, dtype=np.uint8),
         spans=(Span(lease.version, 0, tokens),),
     )
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,95 @@
+"""What benchmarks of the buffer share: a server of their own, prompts, a verified replica."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from headrace.replay import Limits, ReplayClient
+from headrace.replay.wire import open_redis
+from headrace.trajectory import Group, Sampling
+from services.replay import library
+from services.replay.embedded import EmbeddedServer
+
+BYTES_A_TOKEN = 9  # id, log-probability, mask
+
+
+@asynccontextmanager
+async def fresh_server() -> AsyncIterator[str]:
+    """The address of a server that holds the functions, and ends with the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = EmbeddedServer(Path(folder), "127.0.0.1", _free_port())
+        await server.start()
+        try:
+            async with open_redis(server.url) as redis:
+                await library.load(redis)
+            yield server.url
+        finally:
+            await server.stop()
+
+
+def limits(
+    prompts: int, generations: int, max_age: int = 0, policy: str = "ordered", ahead: int | None = None
+) -> Limits:
+    """Deadlines that nothing comes to while a benchmark runs."""
+    return Limits(
+        prompts_per_step=prompts,
+        generations_per_prompt=generations,
+        max_age=max_age,
+        staleness_policy=policy,
+        max_attempts=3,
+        max_scoring_attempts=3,
+        lease_s=3600.0,
+        group_deadline_s=3600.0,
+        scoring_deadline_s=3600.0,
+        replica_dead_s=3600.0,
+        max_bytes=2**36,
+        ahead_steps=ahead,
+    )
+
+
+def group(order: int, generations: int, max_new_tokens: int) -> Group:
+    return Group(
+        id=f"e0-train-{order}",
+        lane="train",
+        order=order,
+        task_name="addition",
+        env_name="math",
+        messages=({"role": "user", "content": "1+1"},),
+        prompt_token_ids=np.arange(16, dtype=np.int32),
+        extra_env_info={"answer": "2"},
+        dataset_index=order,
+        n=generations,
+        sampling=Sampling(1.0, max_new_tokens),
+    )
+
+
+async def verified_replica(replay: ReplayClient) -> str:
+    replica = secrets.token_hex(8)
+    await replay.register(replica, {})
+    await refit(replay, 0, [replica])
+    return replica
+
+
+async def refit(replay: ReplayClient, version: int, replicas: Sequence[str]) -> None:
+    """A whole membership epoch that each of `replicas` verifies."""
+    epoch = secrets.token_hex(8)
+    await replay.open_epoch(epoch, version, (await replay.state()).timeline, {})
+    for replica in replicas:
+        await replay.acknowledge(replica, epoch)
+    await replay.begin_epoch(epoch, {})
+    for replica in replicas:
+        await replay.verify(replica, epoch, 0.0, 1e-3)
+    await replay.end_epoch(epoch, aborted=False)
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
