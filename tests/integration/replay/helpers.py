@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -54,6 +55,12 @@ def make_trajectory(lease: Lease, index: int, versions: Sequence[int] | None = N
 
 async def enqueue(replay: ReplayClient, orders: Sequence[int], n: int = 2) -> int:
     return await replay.enqueue([make_group(order, n=n) for order in orders], (await replay.state()).timeline)
+
+
+async def refill(replay: ReplayClient, orders: Iterable[int]) -> int:
+    """Enqueue those of `orders` again that the buffer asks for; returns how many it took."""
+    timeline = (await replay.state()).timeline
+    return await replay.enqueue([make_group(order) for order in orders], timeline, refill=True)
 
 
 async def refit(replay: ReplayClient, version: int, replicas: Sequence[str]) -> None:
@@ -116,6 +123,16 @@ async def total(replay: ReplayClient) -> int:
     return sum((await replay.state()).counts.values())
 
 
+def some(counts: dict[str, int]) -> dict[str, int]:
+    """Without the states that no group is in."""
+    return {state: count for state, count in counts.items() if count}
+
+
+async def group_of(replay: ReplayClient, lease: Lease) -> dict[str, Any]:
+    """What the buffer holds of the lease's group; nothing, if that is gone."""
+    return await replay.group(lease.group.id) or {}
+
+
 async def tighten(replay: ReplayClient, limits: Limits, **changes: float) -> None:
     """Other limits from now on."""
     await replay.open_run(dataclasses.replace(limits, **changes))  # type: ignore[arg-type]
@@ -143,10 +160,24 @@ async def contents(replay: ReplayClient) -> dict[bytes, object]:
     return held
 
 
+async def payloads(replay: ReplayClient) -> list[bytes]:
+    """Keys of all trajectories that the server holds of this run."""
+    return [key async for key in replay.redis.scan_iter(match=f"hr:{{{replay.run_id}}}:*:p:*")]
+
+
 async def payload_bytes(replay: ReplayClient) -> int:
     """Bytes of all trajectories that the server holds of this run: what `bytes` must say once no lease may add to it."""
-    keys = [key async for key in replay.redis.scan_iter(match=f"hr:{{{replay.run_id}}}:*:p:*")]
-    return sum([await replay.redis.strlen(key) for key in keys])
+    return sum([await replay.redis.strlen(key) for key in await payloads(replay)])
+
+
+async def died(replay: ReplayClient, replica: str) -> None:
+    """Return once the buffer counts `replica` as DEAD."""
+
+    async def dead() -> bool:
+        await replay.heartbeat("nobody", [])  # any call ends what is due
+        return {known.id: known.state for known in await replay.replicas()}[replica] == "DEAD"
+
+    await eventually(dead)
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:

@@ -16,6 +16,7 @@ from tests.integration.replay.helpers import (
     contents,
     enqueue,
     generate,
+    group_of,
     healthy_replica,
     make_trajectory,
     nonce,
@@ -145,7 +146,7 @@ async def test_a_push_without_its_payload_is_refused(replay: ReplayClient) -> No
     args = [lease.timeline, lease.incarnation, f"{lease.group.id} 0 {lease.token} aa 100 4 0 0"]
     (answer,) = await replay.redis.execute_command("FCALL", "hr_push", 1, key, *args)
     assert answer.startswith(b"HR_INVALID")
-    assert (await replay.group(lease.group.id) or {})["pushed"] == 0
+    assert (await group_of(replay, lease))["pushed"] == 0
 
 
 async def test_a_payload_that_no_call_follows_is_gone_in_time(replay: ReplayClient) -> None:

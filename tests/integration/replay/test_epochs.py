@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import Fenced, InvalidCall, NotVerified, WrongTimeline
 from headrace.replay import ReplayClient
-from tests.integration.replay.helpers import enqueue, healthy_replica, nonce, refit, rewind
+from tests.integration.replay.helpers import enqueue, group_of, healthy_replica, nonce, refit, rewind
 
 
 async def test_deregister_gives_back_and_leaves(replay: ReplayClient) -> None:
@@ -17,7 +17,7 @@ async def test_deregister_gives_back_and_leaves(replay: ReplayClient) -> None:
     assert (await replay.state()).counts == {"queued": 1, "open": 3}
     assert (await replay.stats())["leases"] == 3  # by their deadlines
     assert await replay.replicas() == []
-    assert (await replay.group(lease.group.id) or {})["failures"] == 0
+    assert (await group_of(replay, lease))["failures"] == 0
     assert (await replay.heartbeat(replica, [lease.token])).lost == (lease.token,)
 
 

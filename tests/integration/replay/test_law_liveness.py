@@ -8,9 +8,11 @@ from headrace.errors import LeaseLost, NotVerified
 from headrace.replay import Limits, ReplayClient, Waiting
 from headrace.trajectory import Score
 from tests.integration.replay.helpers import (
+    died,
     enqueue,
     eventually,
     generate,
+    group_of,
     healthy_replica,
     make_group,
     make_trajectory,
@@ -53,7 +55,7 @@ async def test_law_6_liveness_no_heartbeat_renews_past_the_absolute_deadline(
 
     await eventually(lost)
     assert (await replay.stats())["requeues"] == {"deadline": 1}
-    assert (await replay.group(lease.group.id) or {})["failures"] == 1
+    assert (await group_of(replay, lease))["failures"] == 1
 
 
 async def test_law_6_liveness_a_poison_group_ends_as_failed(replay: ReplayClient, limits: Limits) -> None:
@@ -77,7 +79,7 @@ async def test_law_6_liveness_giving_back_costs_no_attempt(replay: ReplayClient)
     for _ in range(5):
         (lease,) = await replay.lease(replica, 1)
         await replay.release(lease, "drain", failed=False)
-        assert (await replay.group(lease.group.id) or {})["failures"] == 0
+        assert (await group_of(replay, lease))["failures"] == 0
     assert (await replay.state()).counts == {"queued": 1, "open": 1}
 
 
@@ -88,11 +90,7 @@ async def test_law_6_liveness_a_dead_replica_gives_its_groups_back(replay: Repla
     leases = await replay.lease(replica, 3)
     await replay.push(leases[0], make_trajectory(leases[0], 0))
 
-    async def dead() -> bool:
-        await replay.heartbeat("nobody", [])
-        return (await replay.replicas())[0].state == "DEAD"
-
-    await eventually(dead)
+    await died(replay, replica)
     assert (await replay.state()).counts == {"queued": 1, "open": 3}
     reply = await replay.heartbeat(replica, [lease.token for lease in leases])
     assert reply.state == "DEAD"

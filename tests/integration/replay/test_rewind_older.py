@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import InvalidCall, WrongTimeline
-from headrace.replay import Limits, ReplayClient, RunState
+from headrace.replay import Limits, ReplayClient
 from tests.integration.replay.helpers import (
     enqueue,
     generate,
     healthy_replica,
     make_group,
     nonce,
+    refill,
     refit,
     reserve,
     rewind,
+    some,
     tighten,
     total,
 )
@@ -33,18 +35,13 @@ async def train(replay: ReplayClient, replica: str, steps: range) -> list[tuple[
     return batches
 
 
-async def refill(replay: ReplayClient, trained: list[tuple[str, ...]]) -> int:
+async def refill_all(replay: ReplayClient, trained: list[tuple[str, ...]]) -> int:
     """As the trainer does it: every prompt up to the watermark that its ledger does not hold."""
     state = await replay.state()
     known = {group for batch in trained for group in batch}
-    groups = [make_group(order) for order in range(state.enqueued + 1) if f"e0-train-{order}" not in known]
-    new = await replay.enqueue(groups, state.timeline, refill=True)
+    new = await refill(replay, [order for order in range(state.enqueued + 1) if f"e0-train-{order}" not in known])
     await replay.refilled(state.timeline)
     return new
-
-
-def some(state: RunState) -> dict[str, int]:
-    return {name: count for name, count in state.counts.items() if count}
 
 
 async def test_law_1_conservation_a_rewind_behind_what_is_committed_and_its_refill(replay: ReplayClient) -> None:
@@ -56,7 +53,7 @@ async def test_law_1_conservation_a_rewind_behind_what_is_committed_and_its_refi
     assert (state.next_step, state.committed, state.refill) == (1, 1, True)
     assert state.counts["trained"] == 2
     assert sum(state.counts.values()) == GROUPS - 6  # the buffer holds no more of steps 1 to 3
-    assert await refill(replay, batches[:1]) == 6
+    assert await refill_all(replay, batches[:1]) == 6
     assert not (await replay.state()).refill
     assert await total(replay) == GROUPS
     again = await train(replay, replica, range(1, 8))
@@ -64,7 +61,7 @@ async def test_law_1_conservation_a_rewind_behind_what_is_committed_and_its_refi
     assert again[:3] == batches[1:]
     trained = [group for batch in [*batches[:1], *again] for group in batch]
     assert sorted(trained) == sorted(f"e0-train-{order}" for order in range(GROUPS))
-    assert some(await replay.state()) == {"trained": GROUPS}
+    assert some((await replay.state()).counts) == {"trained": GROUPS}
     assert (await replay.stats())["bytes"] == 0
 
 
@@ -80,7 +77,7 @@ async def test_law_1_conservation_a_refill_that_was_cut_off_is_asked_for_again(r
     with pytest.raises(WrongTimeline):
         await replay.refilled(state.timeline)  # the first trainer has woken up
     assert (await replay.state()).refill
-    assert await refill(replay, batches[:1]) == 2
+    assert await refill_all(replay, batches[:1]) == 2
     assert not (await replay.state()).refill
     assert not (await rewind(replay, 1)).refill
     assert await total(replay) == GROUPS
@@ -100,7 +97,7 @@ async def test_law_5_order_nothing_is_leased_or_reserved_before_a_refill_is_comp
     assert await replay.lease(replica, 8) == []
     with pytest.raises(InvalidCall, match="call refilled"):
         await replay.reserve(1, state.timeline)
-    await refill(replay, batches[:1])
+    await refill_all(replay, batches[:1])
     assert (await train(replay, replica, range(1, 2))) == batches[1:]
 
 
@@ -131,11 +128,11 @@ async def test_law_5_order_retained_steps_come_back_unchanged(replay: ReplayClie
     state = await rewind(replay, 2)
     assert state.counts["trained"] == 4
     assert await total(replay) == GROUPS  # nothing is missing: steps 2 to 4 were retained
-    assert await refill(replay, batches[:2]) == 0
+    assert await refill_all(replay, batches[:2]) == 0
     assert (await reserve(replay, 2)).groups == batches[2]
     again = await train(replay, replica, range(2, 8))
     assert again[0] == batches[2]
-    assert some(await replay.state()) == {"trained": GROUPS}
+    assert some((await replay.state()).counts) == {"trained": GROUPS}
 
 
 async def test_retained_steps_are_freed_as_newer_ones_are_committed(replay: ReplayClient, limits: Limits) -> None:
@@ -176,7 +173,7 @@ async def test_law_6_liveness_retained_payloads_make_room_first(replay: ReplayCl
     # what was evicted can't keep its step: it is generated again, without a refill
     await rewind(replay, 1)
     assert await total(replay) == GROUPS
-    assert await refill(replay, batches[:1]) == 0
+    assert await refill_all(replay, batches[:1]) == 0
     await tighten(replay, limits, retain_steps=4)
     assert await train(replay, replica, range(1, 3)) == batches[1:]
 
@@ -194,7 +191,7 @@ async def test_law_1_conservation_no_refill_while_steps_are_being_freed(replay: 
     with pytest.raises(InvalidCall, match="refill while"):
         await replay.enqueue([make_group(0)], timeline, refill=True)
     await rewind(replay, 0)
-    assert await refill(replay, []) == 2
+    assert await refill_all(replay, []) == 2
     assert await total(replay) == 4
 
 
@@ -209,7 +206,7 @@ async def test_the_buffer_knows_which_timeline_made_a_version(replay: ReplayClie
     second = state.timeline
     assert len(state.timelines) == 2  # one that nothing was trained on is no part of the history
     assert [state.timeline_of(version) for version in (1, 2, 3)] == [first, first, second]
-    await refill(replay, batches[:2])
+    await refill_all(replay, batches[:2])
     await train(replay, replica, range(2, 5))
     state = await rewind(replay, 1)
     assert [state.timeline_of(version) for version in (1, 2, 5)] == [first, state.timeline, state.timeline]
@@ -225,10 +222,10 @@ async def test_a_rewind_to_the_initial_model_takes_everything_back(replay: Repla
     await train(replay, replica, range(2))
     state = await rewind(replay, 0)
     assert (state.committed, state.counts["trained"]) == (0, 0)
-    assert await refill(replay, []) == 2
+    assert await refill_all(replay, []) == 2
     assert await total(replay) == 6
     await train(replay, replica, range(3))
-    assert some(await replay.state()) == {"trained": 6}
+    assert some((await replay.state()).counts) == {"trained": 6}
 
 
 async def test_law_6_liveness_retained_payloads_make_room_after_a_rewind_too(

@@ -14,10 +14,12 @@ from tests.integration.replay.helpers import (
     contents,
     enqueue,
     eventually,
+    group_of,
     healthy_replica,
     make_group,
     make_trajectory,
     payload_bytes,
+    payloads,
     push_all,
     refit,
     refusals,
@@ -57,10 +59,6 @@ async def fill(replay: ReplayClient, replica: str, indices: Iterable[int]) -> Le
     return lease
 
 
-async def payloads(replay: ReplayClient) -> int:
-    return len([key async for key in replay.redis.scan_iter(match=f"hr:{{{replay.run_id}}}:*:p:*")])
-
-
 async def test_law_3_completeness_the_first_n_scored_are_the_group(replay: ReplayClient) -> None:
     await enqueue(replay, range(2))
     replica = await healthy_replica(replay)
@@ -68,9 +66,9 @@ async def test_law_3_completeness_the_first_n_scored_are_the_group(replay: Repla
     assert (first.count, second.count) == (N + R, N + R)
     await push(replay, first, [3, 1])
     await score(replay, [3])
-    assert (await replay.group(first.group.id) or {})["state"] == "open"
+    assert (await group_of(replay, first))["state"] == "open"
     await score(replay, [1])
-    assert (await replay.group(first.group.id) or {})["state"] == "ready"
+    assert (await group_of(replay, first))["state"] == "ready"
     await push(replay, second, [0, 1, 2, 3])
     await score(replay, [0, 2])
     batch = await reserve(replay, 0)
@@ -85,7 +83,7 @@ async def test_law_3_completeness_the_first_n_scored_are_the_group(replay: Repla
         (t.group_id, t.index, t.reward) for t in batch.trajectories
     ]
     # nothing of the others is left, neither bytes nor a place with the scorer
-    assert await payloads(replay) == 2 * N
+    assert len(await payloads(replay)) == 2 * N
     assert (await replay.stats())["scoring"]["waiting"] == 0
     assert (await replay.stats())["bytes"] == sum(len(t.encode()) for t, _ in pairs)
     assert (await replay.stats())["leases"] == 0
@@ -147,9 +145,9 @@ async def test_law_7_a_trajectory_that_fails_for_good_costs_one_of_the_redundant
     group = await replay.group(lease.group.id) or {}
     assert (group["state"], group["dropped"], group["trajectories"]) == ("open", 2, [])
     await push(replay, lease, [0])  # the answer to the first push was lost: known, and still dropped
-    assert await payloads(replay) == 0
+    assert len(await payloads(replay)) == 0
     await push(replay, lease, [2, 3])
-    assert (await replay.group(lease.group.id) or {})["state"] == "scoring"
+    assert (await group_of(replay, lease))["state"] == "scoring"
     await score(replay, [2, 3])
     group = await replay.group(lease.group.id) or {}
     assert (group["state"], [t["index"] for t in group["trajectories"]]) == ("ready", [2, 3])
@@ -163,11 +161,11 @@ async def test_law_7_the_group_fails_with_the_trajectory_that_leaves_it_fewer_th
     await score(replay, [0], "INVALID")
     await score(replay, [3], "SCORED")
     await score(replay, [1], "INVALID")
-    assert (await replay.group(lease.group.id) or {})["state"] == "scoring"
+    assert (await group_of(replay, lease))["state"] == "scoring"
     await score(replay, [2], "INVALID")
     group = await replay.group(lease.group.id) or {}
     assert (group["state"], group["reason"]) == ("failed", "scoring refused: INVALID: no")
-    assert (await replay.stats())["bytes"] == await payloads(replay) == 0
+    assert (await replay.stats())["bytes"] == len(await payloads(replay)) == 0
 
 
 async def test_law_6_liveness_a_group_does_without_a_trajectory_that_cannot_be_generated(replay: ReplayClient) -> None:
@@ -177,9 +175,9 @@ async def test_law_6_liveness_a_group_does_without_a_trajectory_that_cannot_be_g
     assert await replay.abandon(lease, 1, "cut off")  # again: it costs no second one
     assert await replay.abandon(lease, 3, "cut off")
     await push(replay, lease, [0, 2])
-    assert (await replay.group(lease.group.id) or {})["state"] == "scoring"
+    assert (await group_of(replay, lease))["state"] == "scoring"
     await score(replay, [0, 2])
-    assert (await replay.group(lease.group.id) or {})["state"] == "ready"
+    assert (await group_of(replay, lease))["state"] == "ready"
 
 
 async def test_law_6_liveness_with_too_few_left_the_group_is_tried_again_in_whole(replay: ReplayClient) -> None:
@@ -199,7 +197,7 @@ async def test_law_6_liveness_with_too_few_left_the_group_is_tried_again_in_whol
     (again,) = await replay.lease(replica, 1)
     await push(replay, again, range(4))  # the indices dropped in the first attempt are as good as any
     await score(replay, [0, 1])
-    assert (await replay.group(lease.group.id) or {})["state"] == "ready"
+    assert (await group_of(replay, lease))["state"] == "ready"
 
 
 async def test_without_redundancy_an_abandoned_trajectory_is_a_failed_attempt(
@@ -212,7 +210,7 @@ async def test_without_redundancy_an_abandoned_trajectory_is_a_failed_attempt(
         (lease,) = await replay.lease(replica, 1)
         assert lease.count == N
         assert not await replay.abandon(lease, 0, "cut off")
-        assert (await replay.group(lease.group.id) or {})["state"] == state
+        assert (await group_of(replay, lease))["state"] == state
 
 
 async def test_law_1_conservation_survivors_of_a_rewind_keep_their_indices(replay: ReplayClient) -> None:
@@ -226,7 +224,7 @@ async def test_law_1_conservation_survivors_of_a_rewind_keep_their_indices(repla
     assert [t.index for t in batch.trajectories] == [0, 3, 1, 2]
     assert await total(replay) == 4
     await replay.commit(1, (await replay.state()).timeline)
-    assert await payloads(replay) == 0
+    assert len(await payloads(replay)) == 0
 
 
 async def test_memory_a_lease_counts_the_worst_case_of_all_it_starts(replay: ReplayClient, limits: Limits) -> None:
@@ -265,7 +263,7 @@ async def test_law_6_liveness_a_scorer_that_never_answers_costs_one_trajectory(
 
     async def dropped() -> bool:
         await replay.heartbeat("nobody", [])
-        return (await replay.group(lease.group.id) or {}).get("dropped") == 1
+        return (await group_of(replay, lease)).get("dropped") == 1
 
     await eventually(dropped)
     assert isinstance(await replay.reserve(0, lease.timeline), Waiting)
