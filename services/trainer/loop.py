@@ -225,7 +225,8 @@ class Loop:
         began = self._tools.clock()
         groups = await self._call(lambda: replay.read_groups(reservation.groups))
         check_batch(reservation, groups, self._config.algorithm.num_prompts_per_step)
-        shares = assign(reservation, groups, self._tools.lead.ranks, self._config.policy_batch)
+        ranks, size, whole = self._tools.lead.ranks, self._config.policy_batch, self._config.policy.share_prompts
+        shares = assign(reservation, groups, ranks, size, whole_groups=whole)
         learnt = await self._tools.torch(lambda: self._tools.lead.step(step, shares))
         if masked := int(learnt["masked_tokens"]):
             await self._call(lambda: replay.masked(step, self._standing.timeline, masked))

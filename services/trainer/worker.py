@@ -19,7 +19,7 @@ from headrace.errors import HeadraceError, ServiceError
 from headrace.lineage import Origin, origin_of
 from headrace.replay import Reservation
 from headrace.trajectory import Float32, Group, Score, Trajectory
-from services.trainer.experience import Experience, Trace, experience_of, split_across_ranks
+from services.trainer.experience import Experience, Trace, experience_of, split_across_ranks, split_groups_across_ranks
 from services.trainer.learner import Learner
 from services.trainer.ranks import Ranks
 from services.trainer.samples import TrainingSample, sample_of
@@ -42,15 +42,20 @@ class Assignment:
 
 
 def assign(
-    reservation: Reservation, groups: Sequence[Group], ranks: int, optimizer_step: int
+    reservation: Reservation, groups: Sequence[Group], ranks: int, optimizer_step: int, *, whole_groups: bool = False
 ) -> list[list[Assignment]]:
-    """Each rank's share of a batch: of the trajectories of every optimizer step (`optimizer_step` of them), about equally many tokens."""
+    """Each rank's share of a batch: of the trajectories of every optimizer step (`optimizer_step` of them), about equally many tokens.
+
+    With `whole_groups` those of a group go to one rank, so that they can share its prompt.
+    """
     batch = reservation.trajectories
     place_of = {group.id: place for place, group in enumerate(groups)}
     shares: list[list[Assignment]] = [[] for _ in range(ranks)]
     for first in range(0, len(batch), optimizer_step):
-        lengths = [t.length for t in batch[first : first + optimizer_step]]
-        for share, indices in zip(shares, split_across_ranks(lengths, ranks), strict=True):
+        step = batch[first : first + optimizer_step]
+        lengths, own = [t.length for t in step], [place_of[t.group_id] for t in step]
+        split = split_groups_across_ranks(lengths, own, ranks) if whole_groups else split_across_ranks(lengths, ranks)
+        for share, indices in zip(shares, split, strict=True):
             for place in (first + index for index in indices):
                 one, group = batch[place], place_of[batch[place].group_id]
                 multiplier = groups[group].loss_multiplier
