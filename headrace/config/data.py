@@ -110,9 +110,10 @@ class Env(Section):
     require_stop: bool = Field(
         False, description="a completion cut off before its end token earns 0 (built-in environments)"
     )
-    extract: Literal["none", "last_number", "answer_tag"] = Field(
+    extract: Literal["none", "last_number", "answer_tag", "answer_line"] = Field(
         "none",
-        description="what of the completion is the answer (reasoning_gym): all of it, its last number, or the last <answer>…</answer>",
+        description="what of the completion is the answer: all of it (of which math takes the boxed or else the last expression), its "
+        "last number, the last <answer>…</answer>, or what follows the last `Answer:` on its line in the last 300 characters",
     )
     threshold: float | None = Field(
         None,

@@ -81,6 +81,9 @@ class SequencePacking(DynamicBatching):
 
 class Policy(Section):
     model_name: str = Field("Qwen/Qwen2.5-1.5B", description="a Hugging Face causal language model: directory or name")
+    hf_config_overrides: dict[str, Any] = Field(
+        {}, description="keys of the model's own configuration and their values, for trainer and rollouts alike"
+    )
     tokenizer: Tokenizer = Tokenizer()
     max_total_sequence_length: int = Field(512, ge=2, description="prompt and completion together, in tokens")
     train_global_batch_size: int | None = Field(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,7 @@ class Value(Section):
         description="directory or name of a model whose backbone it starts from, or `value/` of a checkpoint, head and all; null takes "
         "policy.model_name",
     )
+    hf_config_overrides: dict[str, Any] = Field({}, description="as of policy, for the value model")
     train_global_batch_size: int | None = Field(
         None, ge=1, description="trajectories in an optimizer step; null takes policy.train_global_batch_size"
     )

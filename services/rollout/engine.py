@@ -101,6 +101,8 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
         "seed": secrets.randbits(31),
         "disable_log_stats": True,
     }
+    if config.policy.hf_config_overrides:
+        arguments["hf_overrides"] = dict(config.policy.hf_config_overrides)
     if config.policy.tokenizer.name is not None:
         arguments["tokenizer"] = config.policy.tokenizer.name
     if on_cpu and vllm_cfg.tensor_parallel_size == 1:

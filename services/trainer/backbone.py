@@ -11,8 +11,9 @@ the same weights disagree, and the ratio of the loss compares exactly those.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from headrace.config import Config
@@ -42,13 +44,18 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cpu")
 
 
-def load_model(auto: Any, config: Config, key: str, name: str, what: str) -> Any:
-    """`auto.from_pretrained(name)` in float32 and evaluation mode. `key` named it, `what` it should be.
+def load_model(
+    auto: Any, config: Config, key: str, name: str, what: str, overrides: Mapping[str, Any] | None = None
+) -> Any:
+    """`auto.from_pretrained(name)` in float32 and evaluation mode, its own configuration under `overrides`. `key` named it, `what`
+    it should be.
 
-    Raises `ServiceError` if it can't be loaded or its context is shorter than `policy.max_total_sequence_length`.
+    Raises `ServiceError` if it can't be loaded, an override is none of its configuration's keys, or its context is shorter than
+    `policy.max_total_sequence_length`.
     """
     try:
-        model = auto.from_pretrained(name, dtype=torch.float32)
+        settings = _settings(name, overrides) if overrides else {}
+        model = auto.from_pretrained(name, dtype=torch.float32, **settings)
     except (OSError, ValueError) as error:
         raise cannot_load(key, name, what, error) from error
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -58,6 +65,16 @@ def load_model(auto: Any, config: Config, key: str, name: str, what: str) -> Any
             f"positions of {name!r}; set it to {context} or less"
         )
     return model.eval()
+
+
+def _settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's own configuration under `overrides`, as an argument of `from_pretrained`."""
+    settings, unknown = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **copy.deepcopy(dict(overrides)))
+    if unknown:
+        raise ServiceError(
+            f"hf_config_overrides: the configuration of {name!r} has no {', '.join(sorted(unknown))}; leave it out"
+        )
+    return {"config": settings}
 
 
 def place(root: nn.Module, model: Any, device: torch.device, *, recompute: bool) -> None:

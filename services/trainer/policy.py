@@ -43,7 +43,12 @@ class Policy:
         self._config = config
         name = str(folder) if folder else config.policy.model_name
         self.model = backbone.load_model(
-            AutoModelForCausalLM, config, "policy.model_name", name, "a causal language model"
+            AutoModelForCausalLM,
+            config,
+            "policy.model_name",
+            name,
+            "a causal language model",
+            config.policy.hf_config_overrides,
         )
         self.model.requires_grad_(trainable)
         if self.model.get_output_embeddings() is None or self.model.base_model is self.model:

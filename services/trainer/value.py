@@ -60,7 +60,7 @@ class Value:
         key = "value.model_name" if config.value.model_name else "policy.model_name"
         name = str(folder) if folder else config.value.model_name or config.policy.model_name
         what = "the backbone of a value model"
-        model = backbone.load_model(AutoModel, config, key, name, what)
+        model = backbone.load_model(AutoModel, config, key, name, what, config.value.hf_config_overrides)
         prepare_attention(model, config.policy, self.device)
         self.root = ValueRoot(model)
         head = Path(name) / HEAD

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from headrace.config.data import Generator, HubName
-from headrace.config.nemo.rules import Whole, look, only, refused, replaced, used
+from headrace.config.nemo.rules import Rule, Whole, look, only, refused, replaced, used
 
 _BRING = "bring it as a JSONL file: data_path, with the question under input_key and the answer under output_key"
 
@@ -18,6 +18,21 @@ def _dataset(value: Any) -> Any:
     if value is not None and value not in known:
         raise ValueError(f"{value!r} is not read; {_BRING}, or take one of {', '.join(known)}")
     return value
+
+
+_VERIFY = (
+    "hf_math_verify is none; dapo_math_verify is answer_line: what follows the last `Answer:`, compared by math-verify where it is "
+    "text there, which is the same for whole numbers"
+)
+
+
+def _extract(value: Any) -> Any:
+    ours = {"hf_math_verify": "none", "dapo_math_verify": "answer_line"}
+    if value is not None and value not in ours:
+        raise ValueError(
+            f"{value!r} is none of {', '.join(ours)}; choose one, or serve an environment (env.math.target)"
+        )
+    return ours.get(value)
 
 
 def _served(name: str) -> Any:
@@ -78,11 +93,7 @@ DATA = [
 ]
 
 ENV = [
-    *refused(
-        "answers are judged by math-verify; set it to hf_math_verify, or serve an environment (env.<name>.target)",
-        "env.math.math_verify_impl",
-        fine=only("hf_math_verify"),
-    ),
+    Rule("env.math.math_verify_impl", "renamed", to="env.math.extract", says=_VERIFY, convert=_extract),
     *used("env.*", "type target"),
     *replaced("reward.workers", "env.*.num_workers"),
     *refused(

@@ -188,11 +188,7 @@ POLICY = [
     *refused("a policy is a causal language model; set it to false", "policy.reward_model_cfg.enabled"),
     *replaced("of reward models", "policy.reward_model_cfg.**"),
     *refused("models of images, audio and video are not trained; use a text model", "policy.is_vlm"),
-    *refused(
-        "the model is taken as its own configuration says; save one with these values and name it in model_name",
-        "policy.hf_config_overrides",
-        "policy.hf_config_overrides.**",
-    ),
+    *used("policy", "hf_config_overrides"),
 ]
 
 _ENGINE = "vLLM's own choice"
@@ -307,11 +303,7 @@ VALUE = [
     *used("value", "model_name train_global_batch_size train_micro_batch_size precision"),
     *_optimizer("value"),
     *replaced("the policy's tokenizer", "value.tokenizer.**"),
-    *refused(
-        "the model is taken as its own configuration says; save one with these values and name it in model_name",
-        "value.hf_config_overrides",
-        "value.hf_config_overrides.**",
-    ),
+    *used("value", "hf_config_overrides"),
     *refused(
         "the value model reads the policy's sequences; give it the value of policy.max_total_sequence_length",
         "value.max_total_sequence_length",

@@ -9,11 +9,16 @@ from headrace.config.data import Env
 from headrace.environment import Environment, Sample
 from headrace.trajectory import Score
 
-Extract = Literal["none", "last_number", "answer_tag"]
+Extract = Literal["none", "last_number", "answer_tag", "answer_line"]
 
 # Digits may be grouped by commas, as in 1,234,567; a minus directly after a digit or letter is an operator ("5-3" ends in 3).
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\d+(?:\.\d+)?")
+_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+
+
+_PATTERNS = {"last_number": _NUMBER, "answer_tag": _TAG, "answer_line": _LINE}
+ANSWER_TAIL = 300  # characters, as DAPO looks at
 
 
 class BuiltIn(Environment):
@@ -36,11 +41,12 @@ def extract_answer(completion: str, how: Extract) -> str | None:
     """The answer in `completion`, or None if it holds none.
 
     "last_number" is the last number, without the commas that group its digits; "answer_tag" what stands in the last
-    `<answer>…</answer>`; "none" all of it.
+    `<answer>…</answer>`; "answer_line" what follows the last `Answer:` on its line, in the last 300 characters; "none" all of it.
     """
     if how == "none":
         return completion.strip()
-    found = (_NUMBER if how == "last_number" else _TAG).findall(completion)
+    where = completion[-ANSWER_TAIL:] if how == "answer_line" else completion
+    found = _PATTERNS[how].findall(where)
     if not found:
         return None
     answer: str = found[-1].strip()

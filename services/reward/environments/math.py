@@ -11,7 +11,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from headrace.config.data import Env
 from headrace.environment import Sample
 from headrace.trajectory import Score
-from services.reward.environments.base import BuiltIn
+from services.reward.environments.base import BuiltIn, extract_answer
 
 _EXPECTED = (LatexExtractionConfig(),)
 _ANSWER = (ExprExtractionConfig(), LatexExtractionConfig())
@@ -19,7 +19,7 @@ _ANSWER = (ExprExtractionConfig(), LatexExtractionConfig())
 
 class Math(BuiltIn):
     """`extra_env_info` is `{"answer": …}`, a number or LaTeX. 1 if math-verify finds an equal expression in the completion
-    (a boxed one first, else the last), else 0.
+    (a boxed one first, else the last; with `extract` in what that takes from it), else 0.
 
     math-verify's own deadlines are off: they would turn a hang into "not equal". The hub's deadline ends a hang, as TIMED_OUT.
     """
@@ -43,7 +43,10 @@ class Math(BuiltIn):
             return Score(
                 "INVALID", message=f"extra_env_info.answer {text!r:.80} is not mathematics that math-verify can read"
             )
-        found = parse(sample.completion, extraction_config=_ANSWER, parsing_timeout=None)
+        said = sample.completion if self.env.extract == "none" else extract_answer(sample.completion, self.env.extract)
+        if said is None:
+            return Score("SCORED", reward=0.0, metadata={"rule": f"extract: {self.env.extract} finds no answer"})
+        found = parse(said, extraction_config=_ANSWER, parsing_timeout=None)
         equal = _equal(expected, found)
         # `found` ends with the text as it was written, where it could be told
         written = next((item for item in reversed(found) if isinstance(item, str)), None)

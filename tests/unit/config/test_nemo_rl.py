@@ -224,7 +224,7 @@ def test_everything_that_cant_be_honoured_is_said_at_once_a_line_each(folder: Pa
     said = refusal(
         folder,
         "policy: {dtensor_cfg: {lora_cfg: {enabled: true}}, generation: {backend: sglang}, draft: {enabled: true},\n"
-        "  hf_config_overrides: {rope_scaling: {factor: 2}}}\n"
+        "  router_replay: {enabled: true}}\n"
         "grpo: {max_rollout_turns: 3, num_prompt_per_step: 3}\n"
         "env: {math: {math_verify_impl: exact}}\n"
         "logger: {swanlab_enabled: true}\n"
@@ -233,7 +233,7 @@ def test_everything_that_cant_be_honoured_is_said_at_once_a_line_each(folder: Pa
     starts = {line.split(": ")[0] for line in said}
     assert starts == {
         "policy.automodel_cfg.lora_cfg.enabled", "policy.generation.backend", "policy.draft.enabled",
-        "policy.hf_config_overrides.rope_scaling.factor", "grpo.max_rollout_turns", "grpo.num_prompt_per_step",
+        "policy.router_replay.enabled", "grpo.max_rollout_turns", "grpo.num_prompt_per_step",
         "env.math.math_verify_impl", "logger.swanlab_enabled", "sft",
     }  # fmt: skip
     assert len(said) == len(starts)
@@ -488,3 +488,23 @@ def test_show_prints_what_loads_again_as_headraces_own(folder: Path) -> None:
     examined = examine(again, [], {})
     assert examined.nemo_rl is None
     assert examined.config == load(recipe(folder), [], {})
+
+
+# -- keys that mean the same in other words ----------------------------------------------------------------------------
+
+
+def test_dapos_verifier_is_an_answer_line(folder: Path) -> None:
+    config, translation = read(folder, "env: {math: {math_verify_impl: dapo_math_verify}}")
+    assert config.env["math"].extract == "answer_line"
+    assert ("env.math.math_verify_impl", "env.math.extract") in translation.renamed
+    assert read(folder)[0].env["math"].extract == "none"
+
+
+def test_the_models_own_configuration_is_overridden(folder: Path) -> None:
+    config, _ = read(
+        folder, "policy: {hf_config_overrides: {max_position_embeddings: 64, rope_parameters: {rope_type: yarn}}}"
+    )
+    assert config.policy.hf_config_overrides == {
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "yarn"},
+    }

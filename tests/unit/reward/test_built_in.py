@@ -36,6 +36,9 @@ from services.reward.worker import judge
         ("", "last_number", None),
         ("<answer> a </answer> or <ANSWER>b\nc</ANSWER>", "answer_tag", "b\nc"),
         ("<answer>open", "answer_tag", None),
+        ("Answer: 3\nAnswer : $\\frac{1}{2}$ \nso it is", "answer_line", "$\\frac{1}{2}$"),
+        ("the answer is 3", "answer_line", None),
+        ("Answer: 3" + "." * 300, "answer_line", None),
     ],
 )
 def test_extraction(completion: str, how: Extract, answer: str | None) -> None:
@@ -71,6 +74,13 @@ def test_math_right_answers_earn_1(completion: str, answer: Any) -> None:
 def test_math_wrong_answers_earn_0(completion: str, answer: str) -> None:
     score = mathematics(completion, answer)
     assert (score.status, score.reward) == ("SCORED", 0.0)
+
+
+def test_math_of_an_answer_line_counts_nothing_else() -> None:
+    assert mathematics("7\nAnswer: $42$", "42", extract="answer_line").reward == 1
+    assert mathematics("42\nAnswer: 41", "42", extract="answer_line").reward == 0
+    assert mathematics("so it is 42", "42", extract="answer_line").reward == 0
+    assert mathematics("so it is 42", "42").reward == 1
 
 
 @pytest.mark.parametrize("answer", [None, "", " ", True, ["1"], {"x": 1}])

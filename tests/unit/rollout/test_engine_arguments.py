@@ -37,6 +37,12 @@ def test_precision_follows_the_policy_unless_set() -> None:
     assert engine_arguments(config(precision="float32"), on_cpu=True)["dtype"] == "float32"
 
 
+def test_the_models_configuration_is_overridden_where_it_is_asked_for() -> None:
+    overridden = Config.model_validate({"policy": {"hf_config_overrides": {"max_position_embeddings": 9}}})
+    assert engine_arguments(overridden, on_cpu=True)["hf_overrides"] == {"max_position_embeddings": 9}
+    assert "hf_overrides" not in engine_arguments(config(), on_cpu=True)
+
+
 def test_a_device_that_vllm_was_not_built_for_is_refused() -> None:
     assert "rollout.device: cuda" in str(device_problem("cuda", on_cpu=True))
     assert "rollout.device: cpu" in str(device_problem("cpu", on_cpu=False))
