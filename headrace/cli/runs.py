@@ -48,12 +48,12 @@ def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[s
     return config, [str(change) for change in changes]
 
 
-def find(run: str) -> Config:
+def find(run: str, overrides: Sequence[str] = ()) -> Config:
     """The configuration of the run in folder `run`, or with this id under `./runs`. Raises `ConfigError` if there is none."""
     places = [Path(run) / SAVED, Path("runs") / run / SAVED]
     for saved in places:
         if saved.is_file():
-            return load(saved)
+            return load(saved, overrides)
     raise ConfigError(f"--run {run}: no run there; there is neither {places[0]} nor {places[1]}")
 
 
@@ -68,6 +68,18 @@ def save(config: Config) -> Path:
     fresh.write_text(dump(config), encoding="utf-8")
     fresh.rename(path)
     return path
+
+
+def keep(config: Config, given: Path) -> None:
+    """Save the configuration of a trainer that no `up` supervises (in a container, started by hand), so that `--run` finds it; one
+    that is `given` the saved file leaves it alone. Raises `ServiceError`."""
+    saved = config.run_folder.absolute() / SAVED
+    if given.absolute() == saved:
+        return
+    try:
+        save(config)
+    except OSError as error:
+        raise ServiceError(f"run.dir: can't write {saved} ({error.strerror}); give a folder you may write") from error
 
 
 @contextlib.contextmanager

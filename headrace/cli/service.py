@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 
 import typer
 
-from headrace.cli import plugins
+from headrace.cli import plugins, runs
 from headrace.cli.lifecycle import EXIT_TRY_AGAIN
 from headrace.cli.options import ConfigOption, Overrides, say_error
 from headrace.config import load
@@ -33,6 +34,8 @@ def _command(name: str) -> Callable[..., None]:
             raise ConfigError("run.id is not set: give run.id=NAME (`headrace up` makes one by itself)")
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         service = plugins.find("headrace.services", name, extra=name)
+        if name == "trainer" and os.environ.get("RANK", "0") == "0":
+            runs.keep(loaded, config)
         try:
             service(loaded)
         except ReplayUnavailable as error:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from headrace.cli import runs
 from headrace.cli.options import Overrides
 from headrace.config import load
 from headrace.errors import ConfigError
@@ -27,13 +28,19 @@ def status(
     ] = None,
     overrides: Overrides = None,
     run: Annotated[
-        Path | None, typer.Option("--run", help="A run's folder, instead of CONFIG.", show_default=False)
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="RUN",
+            help="The run's folder, or its id under ./runs, instead of CONFIG.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Show the run, its steps, and the replicas with their URLs."""
     if (config is None) == (run is None):
         raise ConfigError("give either CONFIG or --run FOLDER")
-    loaded = load(config or run / "config.yaml", overrides or ())  # type: ignore[operator]
+    loaded = load(config, overrides or ()) if config else runs.find(run or "", overrides or ())
     state, replicas, meters, newest = asyncio.run(_read(loaded.redis_url, loaded.run.id))
     loaded = loaded.model_copy(update={"run": loaded.run.model_copy(update={"id": state.run_id})})
     show(Console(), state, replicas, meters, loaded.replay.bias_warning, progress(newest, loaded.log_folder))

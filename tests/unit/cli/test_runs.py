@@ -6,10 +6,12 @@ import datetime
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from headrace.cli import runs
+from headrace.cli import plugins, runs
+from headrace.cli.app import app
 from headrace.config import Config, load
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ServiceError
 
 AT = datetime.datetime(2026, 1, 2, 3, 4, 5)
 
@@ -33,6 +35,27 @@ def test_a_run_goes_on_with_what_may_change(tmp_path: Path) -> None:
     assert changes == ["grpo.max_num_steps: 1000000 -> 7"]
     with pytest.raises(ConfigError, match=r"grpo\.seed: 42 -> 7"):
         runs.prepare(file, ["grpo.seed=7"])
+
+
+def test_a_trainer_that_nobody_supervises_saves_what_run_goes_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run: {{id: adder, dir: {tmp_path}}}\n")
+    # a trainer that ends at once: what it would do is not asked here, and to load it takes longer than all else
+    monkeypatch.setattr(plugins, "find", lambda *_, **__: lambda config: None)
+    done = CliRunner().invoke(app, ["trainer", "--config", str(file), "grpo.seed=7"])
+    assert done.exception is None
+    saved = runs.find(str(tmp_path / "adder"))
+    assert (saved.run.id, saved.grpo.seed) == ("adder", 7)
+    # of `up`, which has saved it, nothing is written
+    place = tmp_path / "adder" / runs.SAVED
+    before = place.stat().st_mtime_ns
+    runs.keep(load(place, environ={}), place)
+    assert place.stat().st_mtime_ns == before
+    (tmp_path / "no").write_text("")
+    with pytest.raises(ServiceError, match=r"run\.dir: can't write"):
+        runs.keep(load(file, ["run.dir=" + str(tmp_path / "no")], environ={}), file)
 
 
 def test_a_saved_password_is_for_its_owner_alone(tmp_path: Path) -> None:
