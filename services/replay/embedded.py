@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -14,7 +17,9 @@ from redis.exceptions import BusyLoadingError, RedisError
 from headrace.errors import ServiceError
 from headrace.service import die_with_parent
 
-_STOP_S = 10.0
+_log = logging.getLogger("headrace.replay")
+_STOP_S, _REPAIR_S = 10.0, 600.0
+_UNREADABLE = "Bad file format reading the append only file"
 
 
 def _bundled() -> str:
@@ -48,8 +53,17 @@ class EmbeddedServer:
         return self._process.pid
 
     async def start(self) -> None:
-        """Return once the server answers and has loaded its data. Raises `ServiceError` with the server's own words."""
+        """Return once the server answers and has loaded its data, without the end of it that can't be read. Raises `ServiceError` with
+        the server's own words."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            await self._launch()
+        except ServiceError:
+            if not await asyncio.to_thread(self._mend):
+                raise
+            await self._launch()
+
+    async def _launch(self) -> None:
         with (self.folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - returns at once, and must run in this thread
                 self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent
@@ -82,6 +96,10 @@ class EmbeddedServer:
             process.kill()
             await self.ended()
 
+    @property
+    def _program(self) -> str:
+        return self._binary or _bundled()
+
     def _command(self) -> list[str]:
         settings = {
             "port": str(self.port),
@@ -96,7 +114,7 @@ class EmbeddedServer:
             "maxmemory-policy": "noeviction",
             "daemonize": "no",
         }
-        return [self._binary or _bundled(), *(word for key, value in settings.items() for word in (f"--{key}", value))]
+        return [self._program, *(word for key, value in settings.items() for word in (f"--{key}", value))]
 
     async def _answers(self) -> None:
         process = self._process
@@ -112,9 +130,46 @@ class EmbeddedServer:
                 await asyncio.sleep(0.05)
         raise ServiceError(self._last_words())
 
+    def _mend(self) -> bool:
+        """Cut off the append-only file from where it can't be read, after keeping a copy; whether there was something to cut.
+
+        A power cut can leave zeros at its end; and a server that rewrote the file leaves a gap of zeros in it where its disk was full.
+        What is cut off are the newest writes, which the trainer makes good as after a failover.
+        """
+        if _UNREADABLE not in "".join(self._log_tail()[-1:]):
+            return False  # nor may the file be touched: another server may have it open
+        newest = max(
+            self.folder.glob("appendonlydir/*.incr.aof"), key=lambda path: path.stat().st_mtime_ns, default=None
+        )
+        if newest is None:
+            return False
+        size = newest.stat().st_size
+        kept = self.folder / f"damaged-{time.time_ns()}.aof"
+        # the server's program is its own repairer, by the name that it is called by
+        repair = ["redis-check-aof", "--fix", str(newest)]
+        # where there is no room for a copy, the server's own words stand
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            shutil.copy2(newest, kept)
+            subprocess.run(
+                repair, executable=self._program, input=b"y\n", capture_output=True, check=True, timeout=_REPAIR_S
+            )
+        cut = size - newest.stat().st_size
+        if cut == 0:
+            kept.unlink(missing_ok=True)
+            return False
+        _log.warning(
+            "the embedded server's append-only file can't be read to its end; its last %d bytes were cut off, a copy is %s",
+            cut,
+            kept,
+        )
+        return True
+
+    def _log_tail(self) -> list[str]:
+        return (self.folder / "server.log").read_text(errors="replace").strip().splitlines()[-10:]
+
     def _last_words(self) -> str:
-        log = (self.folder / "server.log").read_text(errors="replace").strip().splitlines()
-        if any("Address already in use" in line for line in log[-10:]):
+        log = self._log_tail()
+        if any("Address already in use" in line for line in log):
             return (
                 f"replay.redis_port: can't listen on {self.host}:{self.port} (address already in use); "
                 "free the port or set replay.redis_port to another"

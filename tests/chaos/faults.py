@@ -101,6 +101,8 @@ class Faults:
             case "full_disk":
                 (self._servers.disk if victim == "server" else self._checkpoints).joinpath(_BALLAST).unlink()
                 self._restart(victim)
+                if victim == "server":
+                    await asyncio.wait_for(self._servers.disk_was_full(), _DISK_DEADLINE_S)
 
     def _kill(self, fault: Fault, victim: str) -> str:
         if victim != "server":

@@ -49,6 +49,9 @@ class Servers(Protocol):
 
     def thaw(self) -> None: ...
 
+    async def disk_was_full(self) -> None:
+        """What its operator does once there is room again."""
+
 
 class Embedded:
     """The replay service starts it again by itself: frozen with it, neither comes back before `restart`."""
@@ -78,6 +81,9 @@ class Embedded:
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
+
+    async def disk_was_full(self) -> None:
+        pass  # the replay service sees to it
 
     def _signal(self, signum: int) -> None:
         if (pid := self._pid()) is not None:
@@ -135,6 +141,14 @@ class External:
     def thaw(self) -> None:
         self.processes[self._primary].thaw()
 
+    async def disk_was_full(self) -> None:
+        """Rewrite the append-only file: Redis and Valkey leave a gap in it that they can't read (docs/replay.md)."""
+        async with Redis(host=self._own[self._primary], port=PORT, socket_timeout=10.0) as redis:
+            await _until(redis, "aof_last_write_status", "ok")
+            await redis.bgrewriteaof()
+            await _until(redis, "aof_rewrite_scheduled", 0)
+            await _until(redis, "aof_rewrite_in_progress", 0)
+
     def leave_replica_behind(self) -> None:
         """From now on the replica misses what is written."""
         self._network.cut(self._replica)
@@ -160,6 +174,12 @@ class External:
                 except (RedisError, OSError):  # it starts, or copies its data
                     pass
                 await asyncio.sleep(0.1)
+
+
+async def _until(redis: Redis, field: str, wanted: object) -> None:
+    """Return once INFO says so."""
+    while (await redis.info("persistence"))[field] != wanted:  # noqa: ASYNC110 - happens in the server
+        await asyncio.sleep(0.1)
 
 
 def tear_tail(disk: Path, most: int) -> int:
