@@ -1,6 +1,9 @@
 """Whatever rows sequences are computed in, log-probabilities and gradients are those of each sequence alone."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_cases import config
+from policy_cases import MODES, SIZES, groups, settings, weights_of
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -27,36 +30,6 @@ from services.trainer.policy import Policy
 from services.trainer.projection import Warp
 from services.trainer.rows import Layout, MicroBatch, Rows, TokenSequence, build, join, plan
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 20,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "max_position_embeddings": 128,
-}
-MODES: dict[str, dict[str, Any]] = {
-    "padded": {},
-    "dynamic": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 100, "sequence_length_round": 8}},
-    "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 64, "sequence_length_round": 16}},
-    "packed-first-fit": {
-        "sequence_packing": {"enabled": True, "train_mb_tokens": 100, "algorithm": "first_fit_decreasing"}
-    },
-    "shared": {"share_prompts": True},
-    "shared-dynamic": {"share_prompts": True, "dynamic_batching": {"enabled": True, "train_mb_tokens": 130}},
-    "shared-packed": {"share_prompts": True, "sequence_packing": {"enabled": True, "train_mb_tokens": 90}},
-    "chunked": {"logprob_chunk_size": 7},
-    "recomputed": {"activation_checkpointing": True},
-    "all": {
-        "share_prompts": True,
-        "sequence_packing": {"enabled": True, "train_mb_tokens": 128},
-        "logprob_chunk_size": 5,
-        "activation_checkpointing": True,
-    },
-}
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -72,29 +45,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folders[name] = tmp_path_factory.mktemp("models") / name
         model.save_pretrained(folders[name])
     return folders
-
-
-def groups(seed: int = 0) -> list[TokenSequence]:
-    """Groups of unequal completions, a lone sequence, one-token prompts and completions, tokens of an environment."""
-    rng = np.random.default_rng(seed)
-    found = []
-    for size, prompt_length in ((5, 11), (1, 3), (3, 1), (4, 7)):
-        prompt = rng.integers(0, 20, prompt_length).astype(np.int32)
-        for i in range(size):
-            length = 1 if i == 0 else int(rng.integers(1, 17))
-            policy = (rng.random(length) < 0.8).astype(np.uint8)
-            policy[0 if i < 2 else -1] = 1
-            found.append(TokenSequence(prompt, rng.integers(0, 20, length).astype(np.int32), policy))
-    return [found[i] for i in rng.permutation(len(found))]
-
-
-def settings(model: Path, mode: dict[str, Any]) -> Any:
-    return config(model, policy={"train_micro_batch_size": 4, **mode})
-
-
-def weights_of(sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-    rng = np.random.default_rng(1)
-    return [rng.normal(size=s.policy_tokens) for s in sequences]
 
 
 def run(
@@ -253,3 +203,30 @@ def test_activation_checkpointing_runs_each_layer_again(
     policy.logprobs(build(sequences, plan(sequences, layout)[0], layout), Warp()).curr.sum().backward()
     assert len(runs) == forwards
     assert not policy.model.training
+
+
+@pytest.mark.slow
+def test_two_ranks_with_rows_of_their_own_give_the_gradient_of_all(models: dict[str, Path], tmp_path: Path) -> None:
+    """Under FSDP2, with a tied head, in every layout; one rank has more micro-batches, chunks and trees than the other."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = Path(__file__).parent / "policy_ranks.py"
+    done = subprocess.run(
+        [*command, str(script), str(models["qwen2"]), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    _, expected = alone(models["qwen2"], groups())
+    for mode in MODES:
+        gradients = torch.load(tmp_path / f"{mode}.pt")
+        assert gradients.keys() == expected.keys()
+        for key, theirs in expected.items():
+            torch.testing.assert_close(
+                gradients[key].double(),
+                theirs,
+                atol=1e-3,
+                rtol=1e-4,
+                msg=lambda m, key=key, mode=mode: f"{mode} {key}: {m}",
+            )
