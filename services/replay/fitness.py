@@ -49,7 +49,8 @@ def unfit(info: dict[str, Any]) -> str | None:
 def risks(info: dict[str, Any], max_bytes: int) -> list[str]:
     """What a server with this INFO may lose, or refuse, that another would not."""
     found = []
-    if not info["aof_enabled"]:
+    # while it loads its file, a server says that it has none
+    if not info["aof_enabled"] and not info["loading"]:
         found.append(
             "appendonly is off: a restart of the server loses the queue, the generations in flight and what was trained since the "
             "last checkpoint, and the trainer goes on from there; set it with `CONFIG SET appendonly yes`"

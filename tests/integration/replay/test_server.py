@@ -22,7 +22,7 @@ from headrace.replay.wire import open_redis
 from headrace.trajectory import Score
 from services.replay import library
 from services.replay.embedded import EmbeddedServer
-from services.replay.fitness import check_server
+from services.replay.fitness import check_server, risks
 from services.replay.main import limits_of, running
 from tests.conftest import free_port
 from tests.integration.replay.helpers import (
@@ -182,6 +182,11 @@ async def test_what_a_server_may_lose_is_said_at_the_start(
     assert "appendonly is off: a restart of the server loses the queue" in durability
     assert "maxmemory 1073741824 is less than replay.max_bytes 2147483648" in memory
     assert "secret" not in caplog.text
+
+
+def test_a_server_that_loads_its_append_only_file_is_not_said_to_have_none() -> None:
+    assert risks({"aof_enabled": 0, "loading": 1, "maxmemory": 0}, 1) == []
+    assert len(risks({"aof_enabled": 0, "loading": 0, "maxmemory": 0}, 1)) == 1
 
 
 async def test_a_replica_is_refused(server: EmbeddedServer, tmp_path: Path, redis_binary: str | None) -> None:
