@@ -10,7 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.properties.machine import Everyone
 
-STEPS = 150
+STEPS = 100
 # Calls of the buffer that an example makes on average, those that hand in and train what is left at its end included.
 CALLS_AN_EXAMPLE = 430
 # `make properties` asks for more.
