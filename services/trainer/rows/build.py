@@ -16,6 +16,15 @@ PADDING = -1
 
 
 @dataclasses.dataclass(frozen=True)
+class TreeSpan:
+    """A tree in its row: it begins at `start`, with `prompt` tokens; its completions, of so many tokens each, follow."""
+
+    start: int
+    prompt: int
+    completions: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Rows:
     """R rows of width W, and the N policy tokens in them; all int64.
 
@@ -25,8 +34,7 @@ class Rows:
     it in its sequence (what is read there predicts it); `targets`, its id; `sequence`, the place of its sequence in
     `MicroBatch.order`, ascending.
 
-    `packed` is True if a row holds more than one tree, `shared` if a tree has more than one completion: then attention needs
-    more than causality.
+    `spans` say the same of the trees of each row as `tree` and `branch`.
     """
 
     input_ids: Tensor
@@ -36,8 +44,17 @@ class Rows:
     before: Tensor
     targets: Tensor
     sequence: Tensor
-    packed: bool
-    shared: bool
+    spans: tuple[tuple[TreeSpan, ...], ...]
+
+    @property
+    def packed(self) -> bool:
+        """Whether a row holds more than one tree."""
+        return any(len(row) > 1 for row in self.spans)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a tree has more than one completion."""
+        return any(len(tree.completions) > 1 for row in self.spans for tree in row)
 
     def to(self, device: torch.device) -> Rows:
         tensors = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -95,9 +112,22 @@ def build(sequences: Sequence[TokenSequence], batch: MicroBatch, layout: Layout)
         before=_flat(before),
         targets=_flat(targets),
         sequence=torch.from_numpy(np.repeat(np.arange(len(counts)), counts).astype(np.int64)),
-        packed=any(len(row) > 1 for row in batch.rows),
-        shared=any(len(tree) > 1 for row in batch.rows for tree in row),
+        spans=_spans(sequences, batch),
     )
+
+
+def _spans(sequences: Sequence[TokenSequence], batch: MicroBatch) -> tuple[tuple[TreeSpan, ...], ...]:
+    """Of each row; a row of padding alone, which keeps pace, is one prompt of one token."""
+    rows = []
+    for row in batch.rows:
+        starts = np.cumsum([0, *(tree_length(sequences, tree) for tree in row)]).tolist()
+        rows.append(
+            tuple(
+                TreeSpan(start, sequences[tree[0]].prompt.size, tuple(sequences[i].completion.size for i in tree))
+                for start, tree in zip(starts, row, strict=False)
+            )
+        )
+    return tuple(rows) or ((TreeSpan(0, 0, (1,)),),)
 
 
 def _row_length(sequences: Sequence[TokenSequence], row: Row) -> int:

@@ -138,6 +138,28 @@ def test_packed_rows_keep_a_sliding_window(models: dict[str, Path], mode: str) -
         np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
+@pytest.mark.parametrize("mode", ["packed", "shared", "shared-packed"])
+def test_masks_over_whole_rows_give_the_same(models: dict[str, Path], mode: str) -> None:
+    """What a GPU without flex attention computes."""
+    sequences = groups()
+    chosen = settings(models["qwen2"], MODES[mode])
+    policy, layout = Policy(chosen), Layout.of(chosen.policy, training=True)
+    for batch in plan(sequences, layout):
+        rows = build(sequences, batch, layout)
+        with torch.no_grad():
+            by_tree = policy.logprobs(rows, Warp()).curr
+            policy.model.set_attn_implementation("sdpa")
+            by_mask = policy.logprobs(rows, Warp()).curr
+            policy.model.set_attn_implementation("headrace_trees")
+        torch.testing.assert_close(by_tree, by_mask, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_that_does_not_pass_the_trees_on_is_an_error(models: dict[str, Path]) -> None:
+    policy = Policy(settings(models["qwen2"], MODES["packed"]))
+    with pytest.raises(ServiceError, match=r"can't be computed tree by tree; set policy\.share_prompts and"):
+        policy.model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+
+
 @pytest.mark.parametrize(
     ("name", "mode", "says"),
     [
