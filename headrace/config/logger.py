@@ -37,7 +37,8 @@ class GPUMonitoring(Section):
 
 
 class TrainInferenceAlarm(Section):
-    """Limits past which trainer and inference engine are said to disagree on how likely the trained tokens are; null never does."""
+    """Limits past which trainer and inference engine are said to disagree on how likely the trained tokens are; null never does. They hold
+    for data of the current weights, and widen with its mean age (docs/metrics.md)."""
 
     token_mult_prob_error: float | None = Field(1.05, gt=1)
     gen_kl_error: float | None = Field(0.01, gt=0)

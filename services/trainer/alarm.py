@@ -1,8 +1,9 @@
 """Do trainer and inference engine agree on how likely the trained tokens are?
 
 Where they don't, the loss compares what it should not: every ratio and importance weight is off, and the run degrades slowly, without
-an error. With data of older weights some difference is due, so the words say how it grows with the age of the tokens: where those of
-the current weights agree and older ones don't, the weights moved far; where even those don't, the two compute different things.
+an error. With data of older weights some difference is due, because the weights have learnt since. So a limit is that of data of the
+current weights, and widens with the batch's mean age a, in steps: the error of a probability by as much again a step; a divergence,
+quadratic in that, by (1 + a)^2. It is a rule of thumb, and so the words tell the error by the age of the tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from headrace.config.logger import TrainInferenceAlarm
 from services.trainer.samples import TrainingSample
@@ -21,30 +23,43 @@ from services.trainer.samples import TrainingSample
 # Of a streak of alarms the first is told, and then every one in this many steps: the metric has them all.
 TELL_EVERY = 10
 PICTURED, KEPT_PICTURES = 3, 10
+NARROW = 0.06  # share of a picture's width that is too small for words
 GEN, START, APART = "#4477aa", "#228833", "#cc6677"
 
 
 @dataclasses.dataclass(frozen=True)
 class Excess:
+    """`limit` is the one that holds at mean age `age`."""
+
     metric: str
     value: float
     limit: float
+    age: float
 
     def __str__(self) -> str:
-        return f"{self.metric} is {self.value:.4g}, above logger.train_inference_alarm.{self.metric} {self.limit:g}"
+        return (
+            f"{self.metric} is {self.value:.4g}, above the {self.limit:.4g} that logger.train_inference_alarm.{self.metric} allows at a "
+            f"mean age of {self.age:.1f} steps"
+        )
 
 
 def excesses(metrics: Mapping[str, float], limits: TrainInferenceAlarm) -> list[Excess]:
     """The limits that a step's metrics passed; a metric that is not a number passed its limit. One that is not there is no excess."""
-    found = (
-        Excess(name, metrics[name], limit)
-        for name, limit in (
-            ("token_mult_prob_error", limits.token_mult_prob_error),
-            ("gen_kl_error", limits.gen_kl_error),
-        )
-        if limit is not None and name in metrics
-    )
-    return [excess for excess in found if not excess.value <= excess.limit]
+    age = metrics.get("avg_trajectory_age", 0.0)
+    found = []
+    for name, limit in _widened(limits, age).items():
+        if name in metrics and not metrics[name] <= limit:
+            found.append(Excess(name, metrics[name], limit, age))
+    return found
+
+
+def _widened(limits: TrainInferenceAlarm, age: float) -> dict[str, float]:
+    widened = {}
+    if limits.token_mult_prob_error is not None:
+        widened["token_mult_prob_error"] = 1 + (limits.token_mult_prob_error - 1) * (1 + age)
+    if limits.gen_kl_error is not None:
+        widened["gen_kl_error"] = limits.gen_kl_error * (1 + age) ** 2
+    return widened
 
 
 @dataclasses.dataclass
@@ -91,9 +106,13 @@ def words(step: int, found: Sequence[Excess], by_age: Mapping[int, float], pictu
 
 
 def worst(samples: Sequence[TrainingSample], count: int = PICTURED) -> list[TrainingSample]:
-    """Those with the largest mean of exp(|gen - start|) over their tokens that count, largest first."""
+    """Those with the largest mean of exp(|gen - start|) over their tokens that count, largest first, and no more than one of a group: its
+    trajectories are often alike."""
     rated = [(error, place) for place, sample in enumerate(samples) if (error := _error(sample)) is not None]
-    return [samples[place] for _, place in sorted(rated, key=lambda pair: (-pair[0], pair[1]))[:count]]
+    of_group: dict[str, TrainingSample] = {}
+    for _, place in sorted(rated, key=lambda pair: (-pair[0], pair[1])):
+        of_group.setdefault(samples[place].trajectory.group_id, samples[place])
+    return list(of_group.values())[:count]
 
 
 def _error(sample: TrainingSample) -> float | None:
@@ -108,7 +127,7 @@ def draw(samples: Sequence[TrainingSample], step: int, path: Path) -> None:
     rows = figure.subplots(len(samples), 1, squeeze=False)[:, 0]
     for axes, sample in zip(rows, samples, strict=True):
         _draw_one(axes, sample, step)
-    rows[0].legend(loc="lower right", fontsize=8, frameon=False, ncols=3)
+    figure.legend(*rows[0].get_legend_handles_labels(), loc="outside upper right", fontsize=9, frameon=False, ncols=3)
     rows[-1].set_xlabel("token of the completion")
     figure.suptitle(f"Step {step}: where trainer and inference disagree most", fontsize=12, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,10 +140,10 @@ def _draw_one(axes: Axes, sample: TrainingSample, step: int) -> None:
     trajectory, apart = sample.trajectory, sample.difference
     places = np.arange(apart.size)
     gen = np.where(trajectory.loss_mask > 0, trajectory.logprobs, np.nan)
-    axes.plot(places, gen, color=GEN, lw=1.2, label="inference engine")
+    axes.plot(places, gen, color=GEN, lw=1.2, marker=".", ms=3, label="inference engine")
     if sample.start is not None:
-        axes.plot(places, sample.start, color=START, lw=1.2, ls="--", label="trainer")
-    axes.plot(places, apart, color=APART, lw=1.4, label="|difference|")
+        axes.plot(places, sample.start, color=START, lw=1.2, ls="--", marker=".", ms=3, label="trainer")
+    axes.plot(places, apart, color=APART, lw=1.4, marker=".", ms=3, label="|difference|")
     peak = int(np.nanargmax(apart))
     axes.annotate(
         f"{apart[peak]:.3g}",
@@ -137,14 +156,15 @@ def _draw_one(axes: Axes, sample: TrainingSample, step: int) -> None:
     )
     for place, span in enumerate(trajectory.spans):
         axes.axvspan(span.start - 0.5, span.end - 0.5, color="#000000", alpha=0.03 if place % 2 else 0.0, lw=0)
-        axes.text(
-            span.start, axes.get_ylim()[0], f" age {step - span.version}", fontsize=7, color="#777777", va="bottom"
-        )
+        if span.end - span.start > NARROW * apart.size:
+            low = axes.get_ylim()[0]
+            axes.text(span.start, low, f" age {step - span.version}", fontsize=7, color="#777777", va="bottom")
     axes.set_title(
         f"{trajectory.group_id}[{trajectory.index}], mean exp|difference| {_error(sample):.3f}", fontsize=9, loc="left"
     )
     axes.set_ylabel("nats", fontsize=8)
     axes.tick_params(labelsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -188,8 +188,8 @@ def _ticks(low: float, high: float) -> list[float]:
     if low > 0 and low < 0.35 * high:
         low = 0.0
     if high <= low:
-        spread = abs(low) / 10 or 1.0
-        low, high = low - spread, high + spread
+        spread = abs(low) / 10
+        low, high = (low - spread, high + spread) if spread else (0.0, 1.0)
     rough = (high - low) / 4
     unit = 10.0 ** math.floor(math.log10(rough))
     step = unit * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * unit >= rough * 0.999)

@@ -87,8 +87,7 @@ class Step:
 
         Raises `NotFinite` as `Update.move` does: with `moves` empty, nothing has changed.
         """
-        with self._timed("policy_and_reference_logprobs"):
-            metrics = self._prepare()
+        metrics = self._prepare()
         if self._models.value is not None and self._models.value_trained is not None:
             with self._timed("value_training"):
                 metrics |= self._train_value(self._models.value, self._models.value_trained)
@@ -112,13 +111,15 @@ class Step:
         rewards = rewards_of(config, self._batch, self._size, self._world)
         passes = self._passes(models.policy.device, Layout.of(config.policy, training=True))
         start = ref = values = None
-        if passed.start:
-            start = passes.forward(lambda rows: models.policy.logprobs(rows, warp).curr)
-        if models.reference is not None:
-            reference = models.reference
-            ref = passes.forward(lambda rows: reference.logprobs(rows, warp.unfiltered).curr)
-        if models.value is not None:
-            values = self._passes(models.value.device, value_layout(config)).forward(models.value.values)
+        any_pass = passed.start or models.reference is not None or models.value is not None
+        with self._timed("policy_and_reference_logprobs") if any_pass else contextlib.nullcontext():
+            if passed.start:
+                start = passes.forward(lambda rows: models.policy.logprobs(rows, warp).curr)
+            if models.reference is not None:
+                reference = models.reference
+                ref = passes.forward(lambda rows: reference.logprobs(rows, warp.unfiltered).curr)
+            if models.value is not None:
+                values = self._passes(models.value.device, value_layout(config)).forward(models.value.values)
         self.traces, metrics = traces_of(config, self._batch, rewards, start, ref, values, self._world)
         return metrics
 

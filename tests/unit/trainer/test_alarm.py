@@ -25,8 +25,20 @@ LIMITS = TrainInferenceAlarm()
         ({"token_mult_prob_error": 1.0, "gen_kl_error": 0.011}, ["gen_kl_error"]),
         ({"token_mult_prob_error": math.inf, "gen_kl_error": math.nan}, ["token_mult_prob_error", "gen_kl_error"]),
         ({"loss": 1.0}, []),
+        ({"token_mult_prob_error": 1.14, "gen_kl_error": 0.08, "avg_trajectory_age": 2.0}, []),
+        ({"token_mult_prob_error": 1.16, "gen_kl_error": 0.0, "avg_trajectory_age": 2.0}, ["token_mult_prob_error"]),
+        ({"token_mult_prob_error": 1.0, "gen_kl_error": 0.091, "avg_trajectory_age": 2.0}, ["gen_kl_error"]),
     ],
-    ids=["at the limits", "error", "divergence", "not finite", "not measured"],
+    ids=[
+        "at the limits",
+        "error",
+        "divergence",
+        "not finite",
+        "not measured",
+        "due to age",
+        "error with age",
+        "divergence with age",
+    ],
 )
 def test_an_alarm_is_a_limit_that_was_passed(metrics: dict[str, float], passed: list[str]) -> None:
     assert [excess.metric for excess in alarm.excesses(metrics, LIMITS)] == passed
@@ -47,7 +59,7 @@ def sample(index: int, apart: list[float], mask: list[int] | None = None, start:
     """Tokens of version 3 up to the second, then of version 5, in step 5."""
     gen = np.full(len(apart), -1.0, np.float32)
     trajectory = Trajectory(
-        group_id="g",
+        group_id=f"g{index}",
         attempt=0,
         index=index,
         prompt_token_ids=np.array([1], np.int32),
@@ -86,13 +98,20 @@ def test_the_worst_are_those_whose_tokens_differ_most() -> None:
     assert alarm.worst([sample(0, [1.0] * 3, start=False)]) == []
 
 
+def test_of_a_group_one_trajectory_is_shown() -> None:
+    assert [
+        s.trajectory.index for s in alarm.worst([sample(0, [0.5] * 3), sample(0, [0.6] * 3), sample(1, [0.1] * 3)])
+    ] == [0, 1]
+
+
 def test_the_words_name_step_value_limit_age_and_what_to_look_at() -> None:
-    found = alarm.excesses({"token_mult_prob_error": 1.25}, LIMITS)
+    found = alarm.excesses({"token_mult_prob_error": 1.25, "avg_trajectory_age": 1.0}, LIMITS)
     said = alarm.words(7, found, {0: 1.0001, 2: 1.4}, Path("runs/a/logs/disagreement_step7.png"))
     for part in (
         "step 7",
         "1.25",
-        "token_mult_prob_error 1.05",
+        "above the 1.1 that",
+        "mean age of 1.0",
         "0: 1",
         "2: 1.4",
         "learning rate",

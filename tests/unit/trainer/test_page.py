@@ -97,7 +97,12 @@ def test_every_value_lies_within_the_frame(values: list[float]) -> None:
 
 @pytest.mark.parametrize(
     ("low", "high", "ticks"),
-    [(0.0, 1.0, [0, 0.25, 0.5, 0.75, 1.0]), (0.1, 0.9, [0, 0.25, 0.5, 0.75, 1.0]), (5, 5, [4.5, 4.75, 5, 5.25, 5.5])],
+    [
+        (0.0, 1.0, [0, 0.25, 0.5, 0.75, 1.0]),
+        (0.1, 0.9, [0, 0.25, 0.5, 0.75, 1.0]),
+        (5, 5, [4.5, 4.75, 5, 5.25, 5.5]),
+        (0, 0, [0, 0.25, 0.5, 0.75, 1.0]),
+    ],
 )
 def test_ticks_are_round_numbers(low: float, high: float, ticks: list[float]) -> None:
     assert _ticks(low, high) == pytest.approx(ticks)
