@@ -23,6 +23,7 @@ from services.trainer.advantages import (
     shape_rewards,
 )
 from services.trainer.experience import Experience, Trace
+from services.trainer.projection import Warp
 from services.trainer.tokens import Episode, Float64
 from services.trainer.world import World
 
@@ -32,9 +33,10 @@ PerToken = Sequence[Float32] | None
 
 @dataclasses.dataclass(frozen=True)
 class Passed:
-    """Which forward-only passes a step makes."""
+    """Which forward-only passes a step makes. `unfiltered`: one for what top-k and top-p leave out, too, which KL terms compare."""
 
     start: bool
+    unfiltered: bool
     ref: bool
     values: bool
 
@@ -45,9 +47,20 @@ class Passed:
         measured = config.algorithm.seq_logprob_error_threshold is not None
         return cls(
             start=optimizer_steps > 1 or measured or estimator.start,
+            unfiltered=estimator.start and Warp.of(config.policy.generation).filters,
             ref=estimator.ref or config.loss_fn.kl_in_loss,
             values=estimator.values,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What those passes gave."""
+
+    start: PerToken
+    unfiltered: PerToken
+    ref: PerToken
+    values: PerToken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,29 +101,32 @@ def traces_of(
     config: Config,
     experiences: Sequence[Experience],
     rewards: Rewards,
-    start: PerToken,
-    ref: PerToken,
-    values: PerToken,
+    known: Known,
     world: World,
 ) -> tuple[list[Trace], dict[str, float]]:
     """A collective: what is known of each of the rank's trajectories before the first optimizer step, and metrics of the batch."""
     algorithm, size = config.algorithm, rewards.shaped.size
-    arrays = {"start": start, "ref": ref, "values": values}
+    start = known.start
+    arrays = {"start": start, "ref": known.ref, "values": known.values}
     multipliers = leave_out_truncated(
         np.array([e.multiplier for e in experiences], dtype=np.float64),
         np.array([e.truncated for e in experiences], dtype=np.bool_),
         algorithm.overlong_filtering,
     )
     shaped = rewards.shaped[[e.place for e in experiences]]
-    episodes = _episodes(experiences, shaped, arrays, multipliers)
     metrics = dict(rewards.metrics)
     if start is not None:
-        gen = [e.gen.astype(np.float64) for e in experiences]
+        # a token that top-k or top-p leaves out now says nothing of how well the two agree
+        compared = [np.where(np.isneginf(s), e.gen, s) for s, e in zip(start, experiences, strict=True)]
         multipliers, found = mask_logprob_errors(
-            algorithm.seq_logprob_error_threshold, episodes, gen, size, world.sum_array
+            algorithm.seq_logprob_error_threshold,
+            _episodes(experiences, shaped, {"start": compared}, multipliers),
+            [e.gen.astype(np.float64) for e in experiences],
+            size,
+            world.sum_array,
         )
         metrics |= found
-        episodes = _episodes(experiences, shaped, arrays, multipliers)
+    episodes = _episodes(experiences, shaped, {**arrays, "start": known.unfiltered or start}, multipliers)
     settings = Settings.of(algorithm)
     generations = algorithm.num_generations_per_prompt
     estimates = estimate(

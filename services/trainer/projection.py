@@ -52,10 +52,9 @@ class Warp:
 class TokenValues:
     """Of N policy tokens in the order of the micro-batch, each [N] float32.
 
-    `curr`: log-probability in the distribution that is sampled from; 0, and no gradient, where the filter leaves the token out
-    (it was in when it was sampled, under weights or rounding a little different). `unfiltered`: the same before top-k and top-p;
-    None where nothing is filtered and it is `curr`. `entropy` of the distribution, in nats, without gradient; None unless
-    asked for.
+    `curr`: log-probability in the distribution that is sampled from; -inf where the filter leaves the token out (it was in when it
+    was sampled, under weights or rounding a little different). `unfiltered`: the same before top-k and top-p; None where
+    nothing is filtered and it is `curr`. `entropy` of the distribution, in nats, without gradient; None unless asked for.
     """
 
     curr: Tensor
@@ -110,8 +109,7 @@ def _token_values(tail: Any, hidden: Tensor, targets: Tensor, warp: Warp, entrop
     curr = unfiltered
     if warp.filters:
         logits = logits.masked_fill(~kept(logits.detach(), warp), -torch.inf)
-        picked = _pick(logits, targets)
-        curr = torch.where(picked == -torch.inf, 0.0, picked)
+        curr = _pick(logits, targets)
     if not entropy:
         return curr, unfiltered
     with torch.no_grad():

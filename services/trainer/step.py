@@ -24,7 +24,7 @@ from services.trainer.losses import explained_variance, policy_loss, policy_metr
 from services.trainer.optimizer import Trained
 from services.trainer.passes import LossOf, Passes
 from services.trainer.policy import Policy
-from services.trainer.prepare import Passed, rewards_of, traces_of
+from services.trainer.prepare import Known, Passed, rewards_of, traces_of
 from services.trainer.projection import Warp
 from services.trainer.rows import Layout, MicroBatch, Rows, divide, join
 from services.trainer.tokens import GlobalCounts, Logprobs, LossParts, Tokens
@@ -110,17 +110,21 @@ class Step:
         passed = Passed.of(config, self._epochs * len(self._policy_shares))
         rewards = rewards_of(config, self._batch, self._size, self._world)
         passes = self._passes(models.policy.device, Layout.of(config.policy, training=True))
-        start = ref = values = None
+        start = unfiltered = ref = values = None
         any_pass = passed.start or models.reference is not None or models.value is not None
         with self._timed("policy_and_reference_logprobs") if any_pass else contextlib.nullcontext():
             if passed.start:
                 start = passes.forward(lambda rows: models.policy.logprobs(rows, warp).curr)
+            if passed.unfiltered:
+                unfiltered = passes.forward(lambda rows: models.policy.logprobs(rows, warp.unfiltered).curr)
             if models.reference is not None:
                 reference = models.reference
                 ref = passes.forward(lambda rows: reference.logprobs(rows, warp.unfiltered).curr)
             if models.value is not None:
                 values = self._passes(models.value.device, value_layout(config)).forward(models.value.values)
-        self.traces, metrics = traces_of(config, self._batch, rewards, start, ref, values, self._world)
+        self.traces, metrics = traces_of(
+            config, self._batch, rewards, Known(start, unfiltered, ref, values), self._world
+        )
         return metrics
 
     def _train_value(self, value: Value, trained: Trained) -> dict[str, float]:

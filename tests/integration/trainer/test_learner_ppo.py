@@ -289,3 +289,26 @@ def test_a_checkpoint_without_a_value_model_is_refused_under_ppo(tiny_model: Pat
     learner.save(tmp_path)
     with pytest.raises(ServiceError, match="value model"):
         Learner(ppo(tiny_model), tmp_path)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_token_that_top_k_leaves_out_now_is_in_no_ratio(tiny_model: Path, algorithm: str) -> None:
+    """It was in when it was sampled: the step neither fails nor learns from it, and the KL terms still see it."""
+    generation = {"max_new_tokens": 16, "top_k": 3}
+    loss_fn = {"reference_policy_kl_penalty": 0.1, "use_kl_in_reward": algorithm == "ppo"}
+    grpo = {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "seq_logprob_error_threshold": 1e9}
+    policy = {"generation": generation, "train_global_batch_size": 4}
+    if algorithm == "ppo":
+        settings = ppo(tiny_model, policy={"generation": generation}, loss_fn=loss_fn)
+    else:
+        settings = config(tiny_model, grpo=grpo, policy=policy, loss_fn=loss_fn)
+    learner = Learner(settings)
+    batch = experiences(8)
+    metrics = learner.step(batch)
+    left_out = [np.isneginf(trace.start) for trace in learner.traces]
+    assert any(one.any() for one in left_out)
+    assert not all(one.all() for one in left_out)
+    assert np.isfinite(list(metrics.values())).all()
+    assert metrics["num_masked_seqs_by_logprob_error"] == 0
+    assert metrics["probs_ratio_min"] > 0
+    assert metrics["global_valid_toks"] == sum(e.tokens.policy_tokens for e in batch)
