@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.errors import ServiceError
 from services.trainer.loggers.tracker import Entry, Tracker, entry_of
 from services.trainer.metrics import Line, parse_lines, surviving
 
@@ -151,18 +152,27 @@ class Follower:
         return list(parse_lines(data.decode(), str(self._journal)))
 
     def _remembered(self) -> Place:
-        """The place that was kept; the beginning, on a new run, where the file has been made anew since."""
+        """The place that was kept; no further than the file goes, which a power cut may have taken lines of. Raises `ServiceError` for a
+        file that is not one that `_remember` wrote."""
         if not self._file.exists():
             return Place()
-        place = msgspec.json.decode(self._file.read_bytes(), type=Place)
+        try:
+            place = msgspec.json.decode(self._file.read_bytes(), type=Place)
+        except msgspec.DecodeError as error:
+            raise ServiceError(
+                f"{self._file} can't be read ({error}); remove it: {self.name} then gets the whole run again, as a new one"
+            ) from error
         size = self._journal.stat().st_size if self._journal.exists() else 0
-        return place if place.offset <= size else Place()
+        return Place(place.run_id, min(place.offset, size), place.entries)
 
     def _remember(self, place: Place) -> None:
         self._place = place
         self._file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self._file.with_suffix(".tmp")
-        unfinished.write_bytes(msgspec.json.encode(place))
+        with unfinished.open("wb") as file:
+            file.write(msgspec.json.encode(place))
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(unfinished, self._file)
 
 

@@ -227,6 +227,36 @@ def test_a_tracker_that_stays_away_is_said_and_its_lines_are_sent_at_the_next_st
     assert [entry.step for entry in written] == [0]
 
 
+def test_a_journal_that_lost_lines_goes_on_in_the_same_run(tmp_path: Path, journal: Journal) -> None:
+    written: list[Entry] = []
+    runs: list[str | None] = []
+
+    def live() -> None:
+        def make(run_id: str | None) -> Recorder:
+            runs.append(run_id)
+            return Recorder(written, lambda: False)
+
+        follower = Follower("recorder", make, lambda _, entry: entry, journal.path, tmp_path / "logs")
+        train(journal, len(journal.read()), 0.0)
+        follower.start()
+        follower.ask_to_end(time.monotonic() + LONG_S)
+        follower.join()
+
+    live()
+    live()
+    whole = journal.path.read_bytes()
+    journal.path.write_bytes(whole[: whole.index(b"\n") + 1])
+    live()
+    assert runs == [None, "r", "r"]
+    assert [(entry.number, entry.step) for entry in written] == [(0, 0), (1, 1), (2, 1)]
+
+
+def test_a_place_that_cannot_be_read_is_an_error_that_says_what_to_do(tmp_path: Path, journal: Journal) -> None:
+    (tmp_path / "recorder.json").write_text("")
+    with pytest.raises(ServiceError, match=r"recorder\.json can't be read .*; remove it"):
+        Follower("recorder", lambda run_id: Recorder([], lambda: False), lambda _, entry: entry, journal.path, tmp_path)
+
+
 def test_a_library_that_is_missing_is_named_with_its_extra(
     tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
