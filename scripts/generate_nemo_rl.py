@@ -59,8 +59,8 @@ What such a file means without saying it, unless it gives these keys itself:
 {implied}
 
 `loss_fn.sequence_is_aggregation` is there the sum over a sequence; Headrace's own default, the mean, does not shrink the update of
-long completions. A prompt longer than `data.max_input_seq_length` ends the run with its name there; NeMo RL cuts it and leaves it
-out of the loss.
+long completions. A prompt longer than `data.max_input_seq_length` is cut there and left out of the loss, in its place in the
+batch; here its problem is left out from the start.
 
 A null where Headrace's key has none means Headrace's default. With `megatron_cfg.enabled`, the optimizer and the schedule are
 `megatron_cfg.optimizer` and `megatron_cfg.scheduler`, as there; without it nothing below `megatron_cfg` is in force. `async_rl` is

@@ -75,7 +75,11 @@ class DataSource(Section):
 class Data(Section):
     shuffle: bool = Field(True, description="a new order of prompts every epoch, drawn from grpo.seed")
     max_input_seq_length: int | None = Field(
-        None, ge=1, description="longer prompts are refused; null: what the context leaves"
+        None, ge=1, description="the longest prompt in tokens; null: what the context leaves"
+    )
+    overlong_prompts: Literal["refuse", "leave_out"] = Field(
+        "refuse",
+        description="what becomes of a longer one: it ends the run by its name, or its problem is left out from the start",
     )
     train: list[DataSource] = Field([])
     validation: list[DataSource] = Field([], description="problems that also occur in train are removed from train")

@@ -40,6 +40,7 @@ IMPLIED: dict[str, Any] = {
     "loss_fn.sequence_is_aggregation": "sum",
     "policy.generation.vllm_cfg.kv_cache_memory_bytes": None,
     "data.remove_duplicates": False,
+    "data.overlong_prompts": "leave_out",
 }
 
 Gathered = Callable[[dict[str, Any], Callable[[str], None]], Iterator[tuple[str, Any, str]]]

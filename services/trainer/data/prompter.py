@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 from typing import Any
 
 import numpy as np
@@ -69,26 +71,53 @@ class Prompter:
             sampling=dataclasses.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, context - tokens.size)),
         )
 
+    def fits(self, problem: Problem) -> bool:
+        """Whether a group could be made that asks for `problem`."""
+        # no text has more tokens than bytes: most problems are seen to fit without being tokenized
+        if len(json.dumps(problem.messages).encode()) + self._overhead * len(problem.messages) <= self._room:
+            return True
+        return self._misfit(problem, len(self._encode(problem))) is None
+
+    @functools.cached_property
+    def _overhead(self) -> int:
+        """Tokens that the template adds to a message, or more."""
+        return len(self._encode(Problem(0, ({"role": "user", "content": "."},), {}, "", "")))
+
+    @property
+    def _room(self) -> int:
+        """Tokens of the longest prompt."""
+        context, limit = self._config.policy.max_total_sequence_length - 1, self._config.data.max_input_seq_length
+        return context if limit is None else min(context, limit)
+
     def _tokens(self, problem: Problem) -> Int32:
-        ids = self._tokenizer.apply_chat_template(
+        ids = self._encode(problem)
+        if misfit := self._misfit(problem, len(ids)):
+            raise ConfigError(misfit)
+        return np.asarray(ids, dtype=np.int32)
+
+    def _encode(self, problem: Problem) -> list[int]:
+        ids: list[int] = self._tokenizer.apply_chat_template(
             list(problem.messages),
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,
             **self._config.policy.tokenizer.chat_template_kwargs,
         )
+        return ids
+
+    def _misfit(self, problem: Problem, length: int) -> str | None:
+        """Why a prompt of `length` tokens can't be asked, if so."""
         policy, limit = self._config.policy, self._config.data.max_input_seq_length
-        where = f"the prompt of {problem.task_name} problem {problem.index} has {len(ids)} tokens"
-        if limit is not None and len(ids) > limit:
-            raise ConfigError(
-                f"{where}, more than data.max_input_seq_length {limit}; raise it or leave the problem out"
-            )
-        if len(ids) >= policy.max_total_sequence_length:
-            raise ConfigError(
+        where = f"the prompt of {problem.task_name} problem {problem.index} has {length} tokens"
+        remedy = "raise it, leave the problem out, or leave all such out by data.overlong_prompts=leave_out"
+        if limit is not None and length > limit:
+            return f"{where}, more than data.max_input_seq_length {limit}; {remedy}"
+        if length >= policy.max_total_sequence_length:
+            return (
                 f"{where}, and policy.max_total_sequence_length {policy.max_total_sequence_length} leaves no room for a "
-                "completion; raise it or leave the problem out"
+                f"completion; {remedy}"
             )
-        return np.asarray(ids, dtype=np.int32)
+        return None
 
 
 def _for_validation(sampling: Sampling, generation: Generation) -> Sampling:

@@ -162,7 +162,8 @@ def test_such_a_file_means_what_it_does_not_say(folder: Path) -> None:
     assert config.policy.generation.vllm_cfg.kv_cache_memory_bytes is None
     assert not config.data.remove_duplicates
     assert translation.implied.keys() == {
-        "loss_fn.sequence_is_aggregation", "policy.generation.vllm_cfg.kv_cache_memory_bytes", "data.remove_duplicates"
+        "loss_fn.sequence_is_aggregation", "policy.generation.vllm_cfg.kv_cache_memory_bytes", "data.remove_duplicates",
+        "data.overlong_prompts",
     }  # fmt: skip
 
 
