@@ -5,9 +5,9 @@
 Time is simulated, calls are real. Generating a group takes log-normal time (mean 3 trainer steps, sigma 0.6 of the logarithm), a step
 takes 1, a refit nothing; replicas x slots groups are in flight at most, and `P` is such that this is 1.15 times what the trainer can use.
 Every lease, push, score, heartbeat, acknowledgement, verification, reservation, read and commit is a call to one server by the client
-that the services use, each replica with a connection of its own. Whatever falls into the same twentieth of a step is called as fast as
-one process can, 32 calls at a time: a call's time includes its wait for the other 31 and for that process, which is the bottleneck here,
-not the server (see its CPU share).
+that the services use, each replica with a connection of its own (a bare one, without pool and retries, so that one process can be a
+thousand clients). Whatever falls into the same twentieth of a step is called as fast as that process can, 32 calls at a time: a call's
+time includes its wait for the other 31 and for the process.
 
 Length is proportional to time, refits reach groups in flight: a token is of the version that was newest when it was sampled. Figures
 leave out the first steps, while the fleet fills up. `bias` is how much shorter (-) what was trained is than what was generated.
@@ -37,7 +37,8 @@ from redis.asyncio import Redis
 
 from benchmarks.buffer import fresh_server, group, limits
 from benchmarks.fleet_report import histogram, plot, show
-from headrace.replay import Lease, ReplayClient, Reservation
+from benchmarks.light_wire import LightClient
+from headrace.replay import Lease, ReplayClient, Reservation, ScoringJob
 from headrace.replay.wire import open_redis
 from headrace.trajectory import Score, Span, Trajectory
 
@@ -48,6 +49,8 @@ TOKENS_A_STEP = 64
 WINDOW = 1 / 20
 HEARTBEATS = 50
 AT_A_TIME = 32
+ASKING = 128  # replicas that ask for work before it is seen whether there is more
+SCORED = 256
 T = TypeVar("T")
 
 
@@ -69,9 +72,9 @@ class Figures:
 class Replica:
     """One simulated rollout client."""
 
-    def __init__(self, url: str, run_id: str, slots: int) -> None:
+    def __init__(self, client: LightClient, slots: int) -> None:
         self.id = f"rollout-{secrets.token_hex(6)}"
-        self.client = ReplayClient(open_redis(url), run_id)
+        self.client = client
         self.free = slots
         self.tokens: set[str] = set()
 
@@ -87,7 +90,8 @@ class Fleet:
         self.now = 0.0
         self._run_id = f"fleet-{policy}-{secrets.token_hex(4)}"
         self._service = ReplayClient(open_redis(url), self._run_id)
-        self._replicas = [Replica(url, self._run_id, args.slots) for _ in range(args.replicas)]
+        self._url, self._size, self._slots = url, args.replicas, args.slots
+        self._replicas: list[Replica] = []
         self._policy = policy
         self._under_way = asyncio.Semaphore(AT_A_TIME)
         self._random = random.Random(args.seed)
@@ -101,6 +105,9 @@ class Fleet:
     async def run(self) -> dict[str, Any]:
         bounds = limits(self.prompts, GENERATIONS, self.age, self._policy, self.ahead)
         self._timeline = (await self._service.open_run(bounds)).timeline
+        for _ in range(self._size):
+            client = await LightClient.open(self._service.redis, self._url, self._run_id)
+            self._replicas.append(Replica(client, self._slots))
         await self._together(self._timed("register", r.client.register(r.id, {})) for r in self._replicas)
         await self._refit(0)
         # a thousand clients stay as they are: the collector need not look at them again and again
@@ -122,8 +129,9 @@ class Fleet:
         return await self._report(time.perf_counter() - wall)
 
     async def aclose(self) -> None:
-        for client in (self._service, *(replica.client for replica in self._replicas)):
-            await client.aclose()
+        for replica in self._replicas:
+            replica.client.close()
+        await self._service.aclose()
 
     _step = 0
     _ready_at = 0.0
@@ -155,9 +163,12 @@ class Fleet:
                 self.figures.generated.append(length)
 
     async def _score(self) -> None:
-        while jobs := await self._timed("take_scoring", self._service.take_scoring("scorer", 256)):
+        jobs: list[ScoringJob] | None = None
+        while jobs is None or len(jobs) == SCORED:
+            jobs = await self._timed("take_scoring", self._service.take_scoring("scorer", SCORED))
             scores = [(job, Score("SCORED", self._random.random())) for job in jobs]
-            assert not any(await self._timed("score", self._service.score_many(scores)))
+            if scores:
+                assert not any(await self._timed("score", self._service.score_many(scores)))
 
     async def _lease(self) -> None:
         """Those with free slots ask, a few at a time; admission is the same for all, so the first that gets nothing speaks for the rest."""
@@ -165,8 +176,8 @@ class Fleet:
         self._random.shuffle(idle)
         if not idle or not await self._lease_one(idle[0]):
             return
-        for first in range(1, len(idle), 64):
-            granted = await self._together(self._lease_one(replica) for replica in idle[first : first + 64])
+        for first in range(1, len(idle), ASKING):
+            granted = await self._together(self._lease_one(replica) for replica in idle[first : first + ASKING])
             if not all(granted):
                 return
 
