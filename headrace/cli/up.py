@@ -59,9 +59,12 @@ def _run(config: Config, saved: Path, console: Console) -> None:
         _say(console, f"stopped; `run.id={config.run.id}` goes on with this run")
         raise typer.Exit(128 + interrupted.signum) from None
     console.print(summary(picture, time.monotonic() - started))
-    curve, policy = config.run_folder / "curve.png", newest_policy(config.checkpoint_folder)
+    curve, page = config.run_folder / "curve.png", config.run_folder / "curves.html"
+    policy = newest_policy(config.checkpoint_folder)
     # not in the table: a path that is cut to a column's width can't be copied
     _say(console, f"learning curve: {curve if curve.exists() else 'none was drawn'}")
+    if page.exists():
+        _say(console, f"all curves:     {page}")
     _say(console, f"checkpoint:     {policy or 'none was written'}")
 
 
