@@ -58,7 +58,7 @@ def _source(at: str) -> list[Any]:
         *used(at, "data_path input_key output_key seed env_name"),
         *used(at, "split subset split_validation_size repeat prompt_file system_prompt_file"),
         *refused(
-            f"examples come as question and answer; {_BRING}",
+            f"problems come as question and answer, with one reward from their environment; {_BRING}",
             f"{at}.processor",
             fine=only("math_hf_data_processor", "math_data_processor", "multichoice_qa_processor"),
         ),
@@ -132,13 +132,7 @@ LOGGER = [
     *replaced("written as they are measured", "logger.gpu_monitoring.flush_interval"),
     *refused("SwanLab is not written to; use tensorboard, wandb, mlflow or the JSONL files", "logger.swanlab_enabled"),
     *replaced("no SwanLab", "logger.swanlab.**"),
-    *replaced(
-        "the dashboard and /metrics, always",
-        "logger.tensorboard.**",
-        "logger.wandb.**",
-        "logger.mlflow.**",
-        "logger.prometheus.**",
-    ),
+    *replaced("every service has /metrics for Prometheus", "logger.prometheus.**"),
     *replaced("logs lie in the folder of the run", "logger.log_level"),
 ]
 
