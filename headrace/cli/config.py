@@ -18,6 +18,7 @@ def show(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Print the resolved whole as YAML: defaults, file, HEADRACE_* variables and overrides."""
     examined = examine(config, overrides or ())
     typer.echo(f"# {age_bound(examined.config)}")
+    typer.echo(f"# {optimizer_steps(examined.config)}")
     if examined.nemo_rl:
         typer.echo(f"# {summary(examined.nemo_rl)}")
     typer.echo(dump(examined.config), nl=False)
@@ -29,7 +30,7 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     examined = examine(config, overrides or ())
     for warning in examined.config.warnings:
         typer.echo(f"warning: {warning}", err=True)
-    typer.echo(f"{config}: valid; {age_bound(examined.config)}")
+    typer.echo(f"{config}: valid; {age_bound(examined.config)}; {optimizer_steps(examined.config)}")
     for line in lines(examined.nemo_rl) if examined.nemo_rl else ():
         typer.echo(line)
 
@@ -50,3 +51,24 @@ def age_bound(config: Config) -> str:
     if age == 0:
         return f"strictly on-policy: step t trains on trajectories of weights t alone; {ahead}"
     return f"ordered: {bound}; {ahead}, none dropped"
+
+
+def optimizer_steps(config: Config) -> str:
+    """What a trainer step does to the weights, in one line."""
+    algorithm = config.algorithm
+    batch = f"{algorithm.num_prompts_per_step} x {algorithm.num_generations_per_prompt} trajectories"
+
+    def steps(size: int, epochs: int) -> str:
+        each = algorithm.batch_size // size
+        passes = f" in each of {epochs} passes" if epochs > 1 else ""
+        return f"{each} optimizer step{'s' if each > 1 else ''}{passes}"
+
+    if config.ppo is None:
+        return f"grpo: {batch} a step, {steps(config.policy_batch, 1)}"
+    ppo = config.ppo
+    told = f"ppo: {batch} a step, {steps(config.policy_batch, ppo.ppo_epochs)} of the policy"
+    if ppo.policy_training_start_step:
+        told += f" from step {ppo.policy_training_start_step} on"
+    if ppo.adv_estimator.name != "gae":
+        return f"{told}, no value model"
+    return f"{told}, {steps(config.value_batch, ppo.critic_ppo_epochs or ppo.ppo_epochs)} of the value model"
