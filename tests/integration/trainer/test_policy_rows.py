@@ -61,7 +61,8 @@ def run(
         rows = build(sequences, batch, layout)
         places += rows.input_ids.numel()
         values = policy.logprobs(rows, warp).curr
-        (values * torch.from_numpy(join(batch, weights_of(sequences)))).sum().backward()
+        weighted = torch.where(values.isneginf(), 0.0, values) * torch.from_numpy(join(batch, weights_of(sequences)))
+        weighted.sum().backward()
         for place, i in enumerate(batch.order):
             found[i] = values[rows.sequence == place].detach().numpy()
     gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
@@ -195,6 +196,43 @@ def test_logits_of_a_chunk_alone_are_held(models: dict[str, Path]) -> None:
     assert max(projected) == 6
     assert len(projected) == 2 * chunks  # each computed again, alone
     assert not [shape for shape in held if shape[-1:] == (20,) and shape[0] != 20]
+
+
+def naive_filter(logits: np.ndarray, top_k: int | None, top_p: float) -> np.ndarray:
+    """Ids that may be sampled: the largest `top_k`, and of them, largest first, until their probability is `top_p`."""
+    order = np.argsort(-logits)[:top_k]
+    share = np.exp(logits[order] - logits[order].max())
+    reached = np.cumsum(share / share.sum())
+    return order[: int(np.searchsorted(reached, top_p - 1e-12)) + 1]
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("warp", [Warp(0.7, top_k=6), Warp(1.0, top_p=0.7), Warp(1.5, top_k=9, top_p=0.9)], ids=str)
+def test_filtered_values_and_gradients_are_those_of_the_formula(
+    models: dict[str, Path], warp: Warp, chunk: int | None
+) -> None:
+    """log p of a token among those that may be sampled; -inf for one that may not."""
+    sequences = groups()
+    found, own, _ = run(models["llama"], {"logprob_chunk_size": chunk}, sequences, warp)
+    plain = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float64).eval()
+    outside = 0
+    for sequence, weights, ours in zip(sequences, weights_of(sequences), found, strict=True):
+        ids = torch.from_numpy(np.concatenate([sequence.prompt, sequence.completion]).astype(np.int64))
+        logits = plain(input_ids=ids[None]).logits[0] / warp.temperature
+        places = sequence.prompt.size + np.flatnonzero(sequence.policy)
+        for place, weight, value in zip(places, weights, ours, strict=True):
+            x, target = logits[place - 1], int(ids[place])
+            among = naive_filter(x.detach().numpy(), warp.top_k, warp.top_p)
+            if target not in among:
+                outside += 1
+                assert value == -np.inf
+                continue
+            expected = x[target] - x[torch.from_numpy(among)].logsumexp(0)
+            assert value == pytest.approx(expected.item(), abs=2e-6)
+            (expected * weight).backward(retain_graph=True)
+    assert outside > 3
+    for key, parameter in plain.named_parameters():
+        torch.testing.assert_close(own[key], parameter.grad, atol=1e-5, rtol=1e-5, msg=key)
 
 
 def test_entropy_is_that_of_the_distribution_sampled_from(models: dict[str, Path]) -> None:
