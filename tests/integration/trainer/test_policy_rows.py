@@ -290,3 +290,19 @@ def test_two_ranks_with_rows_of_their_own_give_the_gradient_of_all(models: dict[
                 rtol=1e-4,
                 msg=lambda m, key=key, mode=mode: f"{mode} {key}: {m}",
             )
+
+
+def test_bfloat16_multiplies_in_bfloat16_in_shared_packed_rows_too(models: dict[str, Path]) -> None:
+    sequences = groups()
+    values = {}
+    for precision in ("float32", "bfloat16"):
+        chosen = settings(models["llama"], {**MODES["all"], "precision": precision})
+        policy, layout = Policy(chosen), Layout.of(chosen.policy, training=True)
+        rows = build(sequences, plan(sequences, layout)[0], layout)
+        values[precision] = policy.logprobs(rows, Warp()).curr
+        values[precision].sum().backward()
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.model.parameters())
+    difference = (values["bfloat16"] - values["float32"]).abs()
+    assert values["bfloat16"].dtype == torch.float32
+    assert 0 < difference.max() < 0.5
+    assert difference.mean() < 0.05
