@@ -77,6 +77,9 @@ class AdvEstimator(Section):
     use_leave_one_out_baseline: bool | None = Field(
         None, description="grpo and gdpo; null takes grpo.use_leave_one_out_baseline"
     )
+    teacher_model_name: str | None = Field(
+        None, description="opd: directory or name of the teacher, a causal language model of the policy's vocabulary"
+    )
     minus_baseline: bool = Field(True, description="reinforce_plus_plus: subtract the group's mean reward")
     reward_weights: list[float] | None = Field(
         None, description="gdpo: of each reward component, in alphabetical order of their names; null weighs all alike"

@@ -176,10 +176,7 @@ def _check_estimator(config: Config) -> None:
             "grpo.num_generations_per_prompt 1 with grpo.use_leave_one_out_baseline true: "
             "a group of one has no others to take a baseline from; use 2 or more"
         )
-    if estimator.name == "opd":
-        raise ValueError(
-            f"{key}: distillation needs a teacher policy, and this build has none; choose grpo, gdpo or reinforce_plus_plus"
-        )
+    _check_teacher(config, key)
     if loss.use_kl_in_reward and estimator.name not in KL_IN_REWARD:
         raise ValueError(
             f"loss_fn.use_kl_in_reward true with {key}, which has no rewards of tokens to take it from: set it false, or choose "
@@ -189,6 +186,24 @@ def _check_estimator(config: Config) -> None:
         raise ValueError(
             "grpo.adv_estimator.kl_to_go true without a KL penalty in the rewards: set loss_fn.use_kl_in_reward true and "
             "loss_fn.reference_policy_kl_penalty above 0, or leave kl_to_go out"
+        )
+
+
+def _check_teacher(config: Config, key: str) -> None:
+    teacher = config.grpo.adv_estimator.teacher_model_name if config.grpo else None
+    distils = config.algorithm.adv_estimator.name == "opd"
+    if distils and teacher is None:
+        raise ValueError(
+            f"{key} without grpo.adv_estimator.teacher_model_name: name the model that the policy is to be like"
+        )
+    if teacher is not None and not distils:
+        raise ValueError(
+            f"grpo.adv_estimator.teacher_model_name {teacher!r} with {key}, which has no teacher: leave it out, or set name: opd"
+        )
+    if distils and config.loss_fn.reference_policy_kl_penalty > 0:
+        raise ValueError(
+            f"{key} with loss_fn.reference_policy_kl_penalty {config.loss_fn.reference_policy_kl_penalty}: the teacher is what the policy "
+            "is compared with; set the penalty to 0"
         )
 
 

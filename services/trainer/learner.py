@@ -162,9 +162,24 @@ def _load(config: Config, checkpoint: Path | None) -> Models:
         policy_trained=Trained(
             policy.model, config.policy.optimizer, config.policy.scheduler, config.policy.max_grad_norm, "policy"
         ),
-        reference=Policy(config, trainable=False) if passed.ref else None,
+        reference=_reference(config, policy.vocab_size) if passed.ref else None,
         value=value,
         value_trained=Trained(value.root, settings.optimizer, settings.scheduler, settings.max_grad_norm, "value")
         if value
         else None,
     )
+
+
+def _reference(config: Config, vocabulary: int) -> Policy:
+    """The initial policy, or the teacher whose log-probabilities the estimator `opd` compares with."""
+    teacher = config.grpo.adv_estimator.teacher_model_name if config.grpo else None
+    if teacher is None:
+        return Policy(config, trainable=False)
+    key = "grpo.adv_estimator.teacher_model_name"
+    model = Policy(config, trainable=False, other=(key, teacher))
+    if model.vocab_size != vocabulary:
+        raise ServiceError(
+            f"{key} {teacher!r} has a vocabulary of {model.vocab_size}, the policy one of {vocabulary}: token ids would mean different "
+            "tokens; choose a teacher of the policy's family"
+        )
+    return model

@@ -34,26 +34,34 @@ class Policy:
     call it alike, with rows of their own.
     """
 
-    def __init__(self, config: Config, folder: Path | None = None, *, trainable: bool = True) -> None:
-        """Load the weights in `folder`, or those `policy.model_name` names.
+    def __init__(
+        self,
+        config: Config,
+        folder: Path | None = None,
+        *,
+        trainable: bool = True,
+        other: tuple[str, str] | None = None,
+    ) -> None:
+        """Load the weights in `folder`, or those `policy.model_name` names, or of an `other` model: a key of the configuration and
+        the name that it gives.
 
         Raises `ServiceError` if they can't be loaded, or the model can't take the rows that `policy` asks for.
         """
         self.device = backbone.choose_device(config.trainer.device)
         self._config = config
-        name = str(folder) if folder else config.policy.model_name
+        key, name = other or ("policy.model_name", str(folder) if folder else config.policy.model_name)
         self.model = backbone.load_model(
             AutoModelForCausalLM,
             config,
-            "policy.model_name",
+            key,
             name,
             "a causal language model",
-            config.policy.hf_config_overrides,
+            {} if other else config.policy.hf_config_overrides,
         )
         self.model.requires_grad_(trainable)
         if self.model.get_output_embeddings() is None or self.model.base_model is self.model:
             raise ServiceError(
-                f"policy.model_name {config.policy.model_name!r}: {type(self.model).__name__} has no vocabulary projection "
+                f"{key} {name!r}: {type(self.model).__name__} has no vocabulary projection "
                 "that can be told from the rest of it; give a causal language model that has"
             )
         prepare_attention(self.model, config.policy, self.device)
