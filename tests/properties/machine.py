@@ -101,7 +101,7 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
 
     @rule(
         groups=st.integers(1, 4),
-        at=st.sampled_from(["leased", "begun", "pushed", "taken", "taken", "scored"]),
+        at=st.sampled_from(["leased", "begun", "begun", "pushed", "taken", "taken", "scored"]),
         back=st.sampled_from([0, 0, 0, 1, 1, 1, 2, -1]),
         loses=st.sampled_from([False, False, False, True]),
     )
