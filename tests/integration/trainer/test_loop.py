@@ -389,6 +389,7 @@ async def test_two_ranks_take_the_steps_of_one(
     pair = Trainer({**trainer.settings, "run": {**trainer.settings["run"], "id": twin.run_id}}, tmp_path / "two.log")
     async with running(SmallReplica(twin, tiny_model).run(), score_all(twin)):
         assert await pair.run_ranks(2) == 0, pair.said()
+    check_samples(SampleFiles(pair.config.log_folder, None), pair.journal())
     await twin.aclose()
     assert check_history(trainer) == check_history(pair)
     for one, two in zip(trainer.journal(), pair.journal(), strict=True):

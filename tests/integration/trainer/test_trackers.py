@@ -130,6 +130,7 @@ def test_weights_and_biases_gets_every_line_in_one_run_without_a_network(
     assert [row["_step"] for _, row in rows] == list(range(len(rows)))
 
 
+@pytest.mark.slow
 def test_mlflow_goes_on_with_its_run(tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
 
