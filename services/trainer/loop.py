@@ -17,7 +17,7 @@ from typing import Literal, Protocol, TypeVar
 from headrace.config import Config
 from headrace.errors import SamplingStarved, ServiceError
 from headrace.replay import End, ReplayClient, Replica, Reservation, Waiting
-from headrace.trajectory import Float32, Group, Int32
+from headrace.trajectory import Float32, Int32
 from headrace.weights.probe import choose_token_ids
 from services.trainer import decisions
 from services.trainer.checkpoint import ENDED, TRAINED, Checkpoints, State
@@ -30,6 +30,7 @@ from services.trainer.page import write as write_page
 from services.trainer.patience import Patience
 from services.trainer.plot import draw_curve
 from services.trainer.prompts import Prompts
+from services.trainer.shares import assign, check_batch
 from services.trainer.start import Standing
 from services.trainer.step import policy_epochs
 from services.trainer.threads import TorchThread
@@ -37,7 +38,7 @@ from services.trainer.throughput import Devices, Meter, StepTimes
 from services.trainer.tracking import Tracking
 from services.trainer.validation import Validation, reaches
 from services.trainer.weight_sender import RefitReport, WeightSource
-from services.trainer.worker import Lead, Weights, assign
+from services.trainer.worker import Lead, Weights
 
 log = logging.getLogger(__name__)
 
@@ -82,21 +83,6 @@ class Tools:
     phase: Phase
     stop: asyncio.Event
     clock: Callable[[], float] = time.monotonic
-
-
-def check_batch(reservation: Reservation, groups: Sequence[Group], prompts_per_step: int) -> None:
-    """Law 3 on what was reserved: P groups, each with n trajectories of distinct indices, in order. Raises `ServiceError`."""
-    if len(reservation.groups) != prompts_per_step or len(set(reservation.groups)) != prompts_per_step:
-        raise ServiceError(
-            f"step {reservation.step}: {len(reservation.groups)} groups were reserved, not {prompts_per_step} different ones "
-            "(law 3)"
-        )
-    expected = [group.id for group in groups for _ in range(group.n)]
-    found = [(t.group_id, t.index) for t in reservation.trajectories]
-    if [group_id for group_id, _ in found] != expected or len(set(found)) != len(found):
-        raise ServiceError(
-            f"step {reservation.step}: the reserved trajectories are not those of complete groups (law 3)"
-        )
 
 
 class Loop:

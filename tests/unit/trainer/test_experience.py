@@ -20,7 +20,7 @@ from services.trainer.experience import (
     split_groups_across_ranks,
 )
 from services.trainer.rows import TokenSequence
-from services.trainer.worker import assign
+from services.trainer.shares import assign
 
 TRAJECTORY = Trajectory(
     group_id="g",

@@ -18,13 +18,12 @@ from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
 from services.trainer.checkpoint import State
 from services.trainer.feeder import Demand, Feed, next_feed
 from services.trainer.ledger import Ledger, Orders, orders_of
-from services.trainer.loop import check_batch
 from services.trainer.metrics import Gauges, Journal, Line, batch_metrics, sampling_metrics, surviving, total_lengths
 from services.trainer.patience import Patience
 from services.trainer.plot import draw_curve
+from services.trainer.shares import Assignment, assign, check_batch, law_broken
 from services.trainer.start import Restore, Rewind, Standing, choose_start, lost_writes
 from services.trainer.validation import Tally, reaches, summarise
-from services.trainer.worker import Assignment, assign, law_broken
 
 
 def run_state(**changes: object) -> RunState:
