@@ -5,6 +5,7 @@ The loop's clock is cut into intervals without gaps: what a step spent idle, on 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
@@ -152,7 +153,8 @@ class Meter:
     @classmethod
     def of(cls, config: Config) -> Meter:
         """Of the run's model and this process's device; blocking. Raises `ServiceError` for a GPU that is not there."""
-        model = AutoConfig.from_pretrained(config.policy.model_name)
+        overrides = copy.deepcopy(config.policy.hf_config_overrides)
+        model = AutoConfig.from_pretrained(config.policy.model_name, **overrides)
         peak = peak_of(choose_device(config.trainer.device), config.policy.precision)
         log.info("the device does %.3g TFLOP/s (%s)", peak.tflops, peak.source)
         architecture = Architecture.of(model)

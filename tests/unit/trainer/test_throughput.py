@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.config import Config
 from services.trainer.decisions import Action
 from services.trainer.flops import Architecture, Peak
 from services.trainer.metric_names import unknown
@@ -86,3 +89,14 @@ def test_with_no_replica_left_there_is_no_rate_of_generation_per_gpu() -> None:
     metrics = metrics_of({"policy_training": 1.0}, [1], Devices(training=1, generation=0))
     assert "performance/generation_tokens_per_sec_per_gpu" not in metrics
     assert "performance/generation_tokens_per_sec" in metrics
+
+
+def test_the_meter_is_of_the_model_that_is_trained(tiny_model: Path) -> None:
+    def weights(overrides: dict[str, int]) -> int:
+        policy = {"model_name": str(tiny_model), "precision": "float32", "hf_config_overrides": overrides}
+        meter = Meter.of(Config.model_validate({"policy": policy, "trainer": {"device": "cpu"}}))
+        assert meter.peak.tflops > 0
+        assert meter.architecture is not None
+        return meter.architecture.layer_weights
+
+    assert weights({"num_hidden_layers": 1}) * 2 == weights({})
