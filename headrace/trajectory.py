@@ -75,10 +75,10 @@ class Group:
         return pack(
             {
                 "schema": SCHEMA,
-                **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
+                **vars(self),
                 "messages": list(self.messages),
                 "prompt_token_ids": to_bytes(self.prompt_token_ids, "<i4"),
-                "sampling": {**dataclasses.asdict(self.sampling)},
+                "sampling": vars(self.sampling),
             }
         )
 
@@ -289,7 +289,7 @@ class Score:
             raise CodecError(f"score: reward {self.reward} or a component of {self.components} is not finite")
 
     def encode(self) -> bytes:
-        return pack({"schema": SCHEMA, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}})
+        return pack({"schema": SCHEMA, **vars(self)})
 
     @classmethod
     def decode(cls, data: bytes) -> Score:
