@@ -6,7 +6,6 @@ Under FSDP2 every pass is a collective: ranks with fewer micro-batches keep pace
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -69,19 +68,17 @@ class Passes:
         return self._accumulate([batch], names, loss)
 
     def _accumulate(self, batches: Sequence[MicroBatch], names: MetricNames, loss: LossOf) -> Totals:
-        sums = dict.fromkeys(names.sums, 0.0)
-        minima = dict.fromkeys(names.minima, math.inf)
-        maxima = dict.fromkeys(names.maxima, -math.inf)
+        parts = []
         for batch in self._in_step(batches):
-            parts = loss(batch, build(self._sequences, batch, self._training).to(self._device))
-            (parts.loss * self._world.size).backward()  # FSDP averages over ranks; the loss is a sum
-            for name in sums:
-                sums[name] += float(parts.sums[name])
-            for name in minima:
-                minima[name] = _lesser(minima[name], float(parts.minima[name]))
-            for name in maxima:
-                maxima[name] = -_lesser(-maxima[name], -float(parts.maxima[name]))
-        return Totals(*self._world.combine(sums, minima, maxima))
+            part = loss(batch, build(self._sequences, batch, self._training).to(self._device))
+            (part.loss * self._world.size).backward()  # FSDP averages over ranks; the loss is a sum
+            parts.append(part)
+        sums = _stacked([part.sums for part in parts], names.sums).sum(0)
+        minima = _stacked([part.minima for part in parts], names.minima).amin(0)
+        maxima = _stacked([part.maxima for part in parts], names.maxima).amax(0)
+        return Totals(
+            *self._world.combine(_named(names.sums, sums), _named(names.minima, minima), _named(names.maxima, maxima))
+        )
 
     def _in_step(self, own: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
         """`own`, and as many empty ones as it takes until every rank is done; at least one."""
@@ -98,6 +95,10 @@ def plan_of(sequences: Sequence[TokenSequence], chosen: Sequence[int], layout: L
     ]
 
 
-def _lesser(a: float, b: float) -> float:
-    """The lesser of two; what is not a number stays seen."""
-    return math.nan if math.isnan(a) or math.isnan(b) else min(a, b)
+def _stacked(metrics: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> Tensor:
+    """[micro-batches, names], where the loss was computed: a device is waited for once, after the last micro-batch."""
+    return torch.stack([torch.stack([one[name].detach() for name in names]) for one in metrics])
+
+
+def _named(names: Sequence[str], values: Tensor) -> dict[str, float]:
+    return dict(zip(names, values.tolist(), strict=True))

@@ -24,7 +24,7 @@ from services.trainer.losses import explained_variance, policy_loss, policy_metr
 from services.trainer.optimizer import Trained
 from services.trainer.passes import LossOf, Passes
 from services.trainer.policy import Policy
-from services.trainer.prepare import Known, Passed, rewards_of, traces_of
+from services.trainer.prepare import Known, Passed, PerToken, rewards_of, traces_of
 from services.trainer.projection import Warp
 from services.trainer.rows import Layout, MicroBatch, Rows, divide, join
 from services.trainer.tokens import GlobalCounts, Logprobs, LossParts, Tokens
@@ -35,11 +35,13 @@ from services.trainer.world import World
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """What is trained, and what it is compared with. `reference` and `value` are None where the configuration needs none."""
+    """What is trained, and what it is compared with. `reference`, `teacher` and `value` are None where the configuration needs
+    none."""
 
     policy: Policy
     policy_trained: Trained
     reference: Policy | None
+    teacher: Policy | None
     value: Value | None
     value_trained: Trained | None
 
@@ -110,20 +112,23 @@ class Step:
         passed = Passed.of(config, self._epochs * len(self._policy_shares))
         rewards = rewards_of(config, self._batch, self._size, self._world)
         passes = self._passes(models.policy.device, Layout.of(config.policy, training=True))
-        start = unfiltered = ref = values = None
-        any_pass = passed.start or models.reference is not None or models.value is not None
+        start = unfiltered = ref = teacher = values = None
+
+        def frozen(model: Policy | None) -> PerToken:
+            return passes.forward(lambda rows: model.logprobs(rows, warp.unfiltered).curr) if model else None
+
+        compared = models.reference or models.teacher or models.value
+        any_pass = passed.start or compared is not None
         with self._timed("policy_and_reference_logprobs") if any_pass else contextlib.nullcontext():
             if passed.start:
                 start = passes.forward(lambda rows: models.policy.logprobs(rows, warp).curr)
             if passed.unfiltered:
                 unfiltered = passes.forward(lambda rows: models.policy.logprobs(rows, warp.unfiltered).curr)
-            if models.reference is not None:
-                reference = models.reference
-                ref = passes.forward(lambda rows: reference.logprobs(rows, warp.unfiltered).curr)
+            ref, teacher = (frozen(model) for model in (models.reference, models.teacher))
             if models.value is not None:
                 values = self._passes(models.value.device, value_layout(config)).forward(models.value.values)
         self.traces, metrics = traces_of(
-            config, self._batch, rewards, Known(start, unfiltered, ref, values), self._world
+            config, self._batch, rewards, Known(start, unfiltered, ref, teacher, values), self._world
         )
         return metrics
 
@@ -145,12 +150,15 @@ class Step:
         names = policy_metric_names(self._config.loss_fn)
         passes = self._passes(models.policy.device, Layout.of(self._config.policy, training=True))
         update = Update(self._world, passes, models.policy_trained, names, self.traces, "policy", self._version)
-        seen: dict[int, Float32] = {}
+        seen: list[tuple[MicroBatch, Tensor]] = []
         losses = [self._policy_loss(count, seen) for count in counts]
         metrics = self._epoch_by_epoch(update, self._policy_shares, losses, self._epochs)
         models.policy_trained.trainer_step_done()
+        starts: dict[int, Float32] = {}
+        for batch, start in seen:
+            starts.update(divide(batch, self._sequences, start.cpu().numpy()))
         self.traces = [
-            trace if trace.start is not None else dataclasses.replace(trace, start=seen.get(index))
+            trace if trace.start is not None else dataclasses.replace(trace, start=starts.get(index))
             for index, trace in enumerate(self.traces)
         ]
         return metrics
@@ -166,7 +174,7 @@ class Step:
                 self.moves.append(update.move(chosen, loss))
         return summary(self.moves[before:])
 
-    def _policy_loss(self, counts: GlobalCounts, seen: dict[int, Float32]) -> LossOf:
+    def _policy_loss(self, counts: GlobalCounts, seen: list[tuple[MicroBatch, Tensor]]) -> LossOf:
         """The loss of micro-batches; with one optimizer step, the log-probabilities at the start of the step are those of its own
         pass, and are left in `seen`."""
         config, traces, device = self._config, self.traces, self._models.policy.device
@@ -181,7 +189,7 @@ class Step:
                 start = self._flat(batch, [trace.start for trace in traces], device)
             else:
                 start = known.curr.detach()
-                seen.update(divide(batch, self._sequences, start.cpu().numpy()))
+                seen.append((batch, start))
             prev = gen if config.loss_fn.prev_logprobs_source == "generation" else start
             logprobs = Logprobs(known.curr, prev, gen, start, ref, known.unfiltered)
             return policy_loss(config.loss_fn, self._tokens(batch, rows, device), logprobs, counts)
