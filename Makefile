@@ -86,7 +86,7 @@ docs: $(STAMP)
 	$(PY) scripts/generate_metrics.py
 	$(PY) scripts/generate_nemo_rl.py
 
-# Nightly: half an hour. `make test` makes 10,000 of these calls.
+# Nightly: about an hour of one core. `make test` makes 10,000 of these calls.
 CALLS ?= 200000
 properties: $(STAMP)
 	HEADRACE_PROPERTIES_CALLS=$(CALLS) $(BIN)/pytest tests/properties

@@ -12,7 +12,7 @@ from tests.properties.machine import Everyone
 
 STEPS = 100
 # Calls of the buffer that an example makes on average, those that hand in and train what is left at its end included.
-CALLS_AN_EXAMPLE = 430
+CALLS_AN_EXAMPLE = 350
 # `make properties` asks for more.
 CALLS = int(os.environ.get("HEADRACE_PROPERTIES_CALLS", "10000"))
 # Of these, what each server gets.
