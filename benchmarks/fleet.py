@@ -60,6 +60,7 @@ class Figures:
 
     busy: float = 0.0
     began: float = 0.0
+    dropped_before: int = 0
     generated: list[float] = dataclasses.field(default_factory=list)
     trained: list[float] = dataclasses.field(default_factory=list)
     ages: Counter[int] = dataclasses.field(default_factory=Counter)
@@ -207,7 +208,7 @@ class Fleet:
             self._note(batch, [trajectory for trajectory, _ in pairs])
         self._step += 1
         if self._step == self.warm_up:
-            self.figures = Figures(began=self.now)
+            self.figures = Figures(began=self.now, dropped_before=await self._dropped())
             self._usage = await _usage(self._service.redis)
         if self._step % 5 == 0:
             await self._timed("commit", self._service.commit(self._step - 1, self._timeline))
@@ -273,12 +274,15 @@ class Fleet:
     async def _together(self, calls: Iterable[Awaitable[T]]) -> list[T]:
         return list(await asyncio.gather(*calls))
 
+    async def _dropped(self) -> int:
+        return int((await self._service.stats())["requeues"].get("over_age", 0))
+
     async def _report(self, wall_s: float) -> dict[str, Any]:
         figures, stats = self.figures, await self._service.stats()
         usage = await _usage(self._service.redis)
         used = {name: usage[name] - self._usage[name] for name in usage}
         elapsed = self.now - figures.began
-        dropped = stats["requeues"].get("over_age", 0)
+        dropped = await self._dropped() - figures.dropped_before
         generated, trained = np.mean(figures.generated), np.mean(figures.trained)
         return {
             "policy": self._policy,
@@ -288,7 +292,7 @@ class Fleet:
             "steps": self.steps,
             "utilisation": figures.busy / elapsed,
             "in_flight": stats["leases"],
-            "dropped_share": dropped / max(1, dropped + self._step * self.prompts),
+            "dropped_share": dropped / (dropped + self.steps * self.prompts),
             "masked_share": figures.masked / figures.tokens,
             "mean_length_generated": float(generated),
             "mean_length_trained": float(trained),
