@@ -27,11 +27,12 @@ class MLflowRun:
     def __init__(
         self, config: MLflow, name: str, folder: Path, run_id: str | None, parameters: Mapping[str, Any]
     ) -> None:
+        folder = folder.absolute()
         store = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         files = config.artifact_location
         if store is None:
             folder.mkdir(parents=True, exist_ok=True)
-            store, files = f"sqlite:///{folder.absolute()}/mlflow.db", files or str(folder.absolute() / "mlflow")
+            store, files = f"sqlite:///{folder}/mlflow.db", files or str(folder / "mlflow")
         # the registry of models is not used, and the small package has none for a database
         self._client = mlflow.MlflowClient(store, registry_uri=store if store.startswith("http") else folder.as_uri())
         known = run_id or config.run_id
@@ -72,7 +73,7 @@ class MLflowRun:
 
     def _log_parameters(self, run_id: str, parameters: Mapping[str, Any]) -> None:
         plain = [
-            Param(key, (value if isinstance(value, str) else json.dumps(value))[:MAX_PARAM_VAL_LENGTH])
+            Param(_allowed(key), (value if isinstance(value, str) else json.dumps(value))[:MAX_PARAM_VAL_LENGTH])
             for key, value in flat(parameters).items()
         ]
         for first in range(0, len(plain), MAX_PARAMS_TAGS_PER_BATCH):
@@ -80,5 +81,5 @@ class MLflowRun:
 
 
 def _allowed(name: str) -> str:
-    """A name of a task may have characters that MLflow does not take."""
+    """A name of a task or of an environment may have characters that MLflow does not take."""
     return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name)

@@ -27,6 +27,7 @@ def config_of(folder: Path, tracker: str, **settings: Any) -> Config:
     return Config.model_validate(
         {
             "run": {"id": "adder", "dir": str(folder)},
+            "env": {"sums, easy": {"type": "math"}},
             "replay": {"redis_url": "redis://me:secret@host:6379/0"},
             "logger": {f"{tracker}_enabled": True, **settings},
         }
@@ -135,9 +136,10 @@ def test_mlflow_goes_on_with_its_run(tmp_path: Path, journal: Journal, monkeypat
     from mlflow import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    config = config_of(tmp_path, "mlflow")
+    monkeypatch.chdir(tmp_path)
+    config = config_of(Path("."), "mlflow")  # run.dir is relative by default
     two_lives(config, journal)
-    client = MlflowClient(f"sqlite:///{config.log_folder}/mlflow.db", registry_uri=tmp_path.as_uri())
+    client = MlflowClient(f"sqlite:///{tmp_path / config.log_folder}/mlflow.db", registry_uri=tmp_path.as_uri())
     (experiment,) = [e for e in client.search_experiments() if e.name == "headrace"]
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == ("adder", "FINISHED")
