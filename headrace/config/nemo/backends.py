@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from headrace.config.nemo.rules import look
+from headrace.config.nemo.rules import look, sources
 
 Said = tuple[str, str]  # key, what takes its place
 
@@ -19,7 +19,7 @@ _FOREVER = 10_000_000_000
 
 
 def in_force(values: dict[str, Any]) -> list[Said]:
-    """All of it, in place. Raises `ValueError` for a schedule that torch has not."""
+    """All of it, in place."""
     return [*_single_controller(values), *_trainers(values), *_splits(values)]
 
 
@@ -29,7 +29,7 @@ _SPLIT = ("OpenMathInstruct-2", "OpenR1-Math-220k", "NuminaMath-1.5", "ResponseD
 
 def _splits(values: dict[str, Any]) -> Iterator[Said]:
     """`split_validation_size` is in force for some data sets alone; files inherit it from another one's."""
-    for number, source in enumerate(look(values, "data.train") or []):
+    for number, source in enumerate(sources(values, "train")):
         name = source.get("dataset_name", look(values, "data.default.dataset_name"))
         if name not in _SPLIT and source.pop("split_validation_size", None):
             yield f"data.train.{number}.split_validation_size", f"{name} is not split in NeMo RL either"

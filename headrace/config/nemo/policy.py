@@ -12,10 +12,6 @@ _KERNELS = "torch and transformers choose the kernels; the mathematics is the sa
 _ROUTER = "the router of a mixture of experts is trained like every other weight, by the policy's loss alone"
 
 
-def _one(value: Any, whole: Whole) -> bool:
-    return off(value, whole) or value == 1
-
-
 def _dense(section: str) -> Any:
     """Whether nothing says that the model is a mixture of experts: no experts are spread over ranks."""
 

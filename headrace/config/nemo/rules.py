@@ -82,6 +82,13 @@ def only(*values: Any) -> Callable[[Any, Whole], bool]:
     return lambda value, whole: off(value, whole) or value in values
 
 
+def sources(whole: Any, part: str) -> list[dict[str, Any]]:
+    """The data sets in `data.train` or `data.validation`, as far as they are mappings."""
+    given = look(whole, f"data.{part}")
+    listed = given if isinstance(given, list) else [given]
+    return [source for source in listed if isinstance(source, dict)]
+
+
 def look(whole: Any, key: str, default: Any = None) -> Any:
     """The value at a dotted key, or `default`."""
     for part in key.split("."):

@@ -11,7 +11,7 @@ from typing import Any
 from headrace.config.explain import known_keys, pattern
 from headrace.config.nemo import backends
 from headrace.config.nemo.older import modernise
-from headrace.config.nemo.rules import Keys, Rule, look
+from headrace.config.nemo.rules import Keys, Rule, look, sources
 from headrace.config.nemo.table import GATHERED, IMPLIED, NO_FILE_OF_OURS, rule_for
 
 
@@ -127,35 +127,43 @@ class _Builder:
         self._put(target, value, keys)
 
     def _put(self, target: Keys, value: Any, origin: Keys) -> None:
+        """Set `target`, making sections on the way; not below what is no section, which is said where it is checked."""
         here: Any = self.ours
         for key, following in itertools.pairwise(target):
-            if isinstance(here, list):
-                here += [{} for _ in range(int(key) + 1 - len(here))]
-                here = here[int(key)]
-            else:
-                here = here.setdefault(key, [] if following.isdecimal() else {})
-        here[target[-1]] = value
+            here = _entered(here, key, [] if following.isdecimal() else {})
+        if isinstance(here, list):
+            _entered(here, target[-1], value)
+        elif isinstance(here, dict):
+            here[target[-1]] = value
         if target != origin:
             self.came_from[target] = origin
 
     def _environments(self) -> None:
         """Files of NeMo RL bring environments along that no data set of theirs names; the others have to be known."""
-        named = {
-            source.get("env_name")
-            for part in ("train", "validation")
-            for source in look(self.theirs, f"data.{part}") or []
-            if isinstance(source, dict)
-        } | {look(self.theirs, "data.default.env_name")}
+        given = [source.get("env_name") for part in ("train", "validation") for source in sources(self.theirs, part)]
+        named = [name for name in (*given, look(self.theirs, "data.default.env_name")) if isinstance(name, str)]
         environments = self.theirs.get("env")
         if not isinstance(environments, dict):
             return
         for name in list(environments):
-            if named != {None} and name not in named:
+            if named and name not in named:
                 del environments[name]
                 self.replaced.setdefault("no data set names this environment", []).append(f"env.{name}")
             else:
                 self.ours.setdefault("env", {})[name] = {}
                 self._decide(("env", name), environments[name])
+
+
+def _entered(here: Any, key: str, empty: Any) -> Any:
+    """What is at `key` of `here`, where `empty` is put if there is nothing."""
+    if isinstance(here, dict):
+        return here.setdefault(key, empty)
+    if isinstance(here, list) and key.isdecimal():
+        here += [{} for _ in range(int(key) - len(here))]
+        if int(key) == len(here):
+            here.append(empty)
+        return here[int(key)]
+    return None
 
 
 def _sources_as_lists(values: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -509,3 +510,17 @@ def test_the_models_own_configuration_is_overridden(folder: Path) -> None:
         "max_position_embeddings": 64,
         "rope_parameters": {"rope_type": "yarn"},
     }
+
+
+@pytest.mark.parametrize("value", [3, "text", [1], [{}], True, "{}"], ids=str)
+@pytest.mark.parametrize(
+    "section",
+    ["loss_fn", "data", "data.train", "data.validation", "data.default.env_name", "env", "policy.megatron_cfg", "policy.generation",
+     "policy.dtensor_cfg", "async_rl", "async_rl.sampler", "ppo"],
+)  # fmt: skip
+def test_a_value_that_is_no_section_never_ends_otherwise_than_by_a_refusal(
+    folder: Path, section: str, value: Any
+) -> None:
+    # some of these values ask for nothing there; none of them may end otherwise than by a ConfigError
+    with contextlib.suppress(ConfigError):
+        read(folder, "", f"{section}={value}")
