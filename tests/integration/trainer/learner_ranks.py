@@ -14,40 +14,63 @@ from headrace.errors import ServiceError
 from services.trainer.experience import Experience
 from services.trainer.learner import Learner
 
-SETTINGS = {
+POLICY = {
+    "train_micro_batch_size": 2,
+    "train_global_batch_size": 4,
     # an eps above the rounding errors of the smallest gradients, which AdamW otherwise blows up to lr
-    "policy": {"train_micro_batch_size": 2, "optimizer": {"kwargs": {"lr": 1e-3, "eps": 1e-4}}},
-    "loss_fn": {"reference_policy_kl_penalty": 0.1, "use_importance_sampling_correction": True},
+    "optimizer": {"kwargs": {"lr": 1e-3, "eps": 1e-4}},
 }
-STEPS, COUNT = 4, 9
+BATCH = {"num_prompts_per_step": 2, "num_generations_per_prompt": 4}
+SETTINGS = {
+    "grpo": {
+        "grpo": {**BATCH, "seq_logprob_error_threshold": 30.0},
+        "policy": POLICY,
+        "loss_fn": {"reference_policy_kl_penalty": 0.1, "use_importance_sampling_correction": True},
+    },
+    "ppo": {
+        "ppo": {**BATCH, "ppo_epochs": 2, "adv_estimator": {"gae_lambda_value": 1.0}},
+        "policy": POLICY,
+        "value": {"optimizer": POLICY["optimizer"], "train_global_batch_size": 8},
+        "loss_fn": {"reference_policy_kl_penalty": 0.1, "use_kl_in_reward": True},
+    },
+}
+STEPS, COUNT = 4, 8
 
 
-def share(batch: list[Experience]) -> list[Experience]:
-    """Unequal shares, so that one rank has more micro-batches; in the last step the second has none at all."""
-    cut = COUNT if len(batch) == COUNT - 1 else 6
+def share(batch: list[Experience], step: int) -> list[Experience]:
+    """Unequal shares that divide groups, so that one rank has more micro-batches; in the last step the second has none at all."""
+    cut = COUNT if step == STEPS - 1 else 5
     return batch[:cut] if dist.get_rank() == 0 else batch[cut:]
 
 
 def batches() -> list[list[Experience]]:
-    whole = [experiences(COUNT, seed) for seed in range(STEPS)]
-    return [*whole[:-1], whole[-1][:-1]]
+    return [experiences(COUNT, seed, prompts=2) for seed in range(STEPS)]
 
 
-def main(model: str, folder: Path) -> None:
-    dist.init_process_group("gloo")
-    learner = Learner(config(model, **SETTINGS))
+def train(model: str, folder: Path, kind: str) -> None:
+    settings = config(model, **SETTINGS[kind])
+    learner = Learner(settings)
     ids = np.arange(20, dtype=np.int32)
-    metrics = [learner.step(share(batch)) for batch in batches()[:2]]
+    shares = [share(batch, step) for step, batch in enumerate(batches())]
+    metrics = [learner.step(batch) for batch in shares[:2]]
     if dist.get_rank() == 0:
-        (folder / "saved").mkdir()
+        (folder / kind).mkdir()
     dist.barrier()
-    learner.save(folder / "saved")
-    metrics += [learner.step(share(batch)) for batch in batches()[2:]]
-    resumed = Learner(config(model, **SETTINGS), folder / "saved")
-    again = [resumed.step(share(batch)) for batch in batches()[2:]]
+    learner.save(folder / kind)
+    metrics += [learner.step(batch) for batch in shares[2:]]
+    resumed = Learner(settings, folder / kind)
+    again = [resumed.step(batch) for batch in shares[2:]]
+    weights = {name: tensor.cpu() for name, tensor in learner.iter_weights()}
+    out = {"metrics": metrics, "again": again, "probe": learner.probe(ids).tolist(), "version": learner.version}
+    (folder / f"{kind}{dist.get_rank()}.json").write_text(json.dumps(out))
+    if dist.get_rank() == 0:
+        torch.save(weights, folder / f"{kind}.pt")
+
+
+def refuse(model: str, folder: Path) -> None:
     refused = []
     for bad in ({"reward": float("nan")}, {"gen": -1e30}):
-        overflow = Learner(config(model, loss_fn={"prev_logprobs_source": "generation"}))
+        learner = Learner(config(model, loss_fn={"prev_logprobs_source": "generation"}))
         own = experiences(6, 5)[:3] if dist.get_rank() == 0 else experiences(6, 5)[3:]
         if dist.get_rank() == 1:
             change = {"reward": -1.0, **bad}
@@ -55,15 +78,17 @@ def main(model: str, folder: Path) -> None:
                 change["gen"] = np.full_like(own[1].gen, change["gen"])
             own[1] = dataclasses.replace(own[1], **change)
         try:
-            overflow.step(own)
+            learner.step(own)
         except ServiceError as error:
             refused.append(str(error))
-    weights = {name: tensor.cpu() for name, tensor in learner.iter_weights()}
-    probe = learner.probe(ids)
-    out = {"metrics": metrics, "again": again, "probe": probe.tolist(), "refused": refused, "version": learner.version}
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(out))
-    if dist.get_rank() == 0:
-        torch.save(weights, folder / "weights.pt")
+    (folder / f"refused{dist.get_rank()}.json").write_text(json.dumps(refused))
+
+
+def main(model: str, folder: Path) -> None:
+    dist.init_process_group("gloo")
+    for kind in SETTINGS:
+        train(model, folder, kind)
+    refuse(model, folder)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,7 @@
-"""Process of the tests: train and publish checkpoints until something stops it. Arguments: model, folder, file size limit."""
+"""Process of the tests: train and publish checkpoints until something stops it. Arguments: model, folder, file size limit.
+
+With a value model beside the policy.
+"""
 
 import resource
 import sys
@@ -10,10 +13,12 @@ from headrace.config.services import Checkpointing
 from services.trainer.checkpoint import Checkpoints, State
 from services.trainer.learner import Learner
 
+PPO = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "ppo_epochs": 1}
+
 
 def main(model: str, folder: str, limit: int) -> None:
     """With `limit` above 0, no file may grow past so many bytes once the first checkpoint is there."""
-    learner = Learner(config(model))
+    learner = Learner(config(model, ppo=PPO))
     checkpoints = Checkpoints(Path(folder), Checkpointing(keep_top_k=2, metric_name=None))
     while True:
         learner.step(experiences(4, learner.version))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import config, experiences
+from learner_saves import PPO
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config.services import Checkpointing
@@ -102,7 +103,7 @@ def test_a_damaged_training_state_is_an_error_with_the_remedy(tiny_model: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["policy", "training"])
+@pytest.mark.parametrize("stage", ["policy", "value", "training"])
 def test_sigkill_in_the_middle_of_a_save_leaves_the_newest_usable(tiny_model: Path, tmp_path: Path, stage: str) -> None:
     checkpoints = Checkpoints(tmp_path, Checkpointing())
     process = saver(tiny_model, tmp_path)
@@ -118,7 +119,7 @@ def test_sigkill_in_the_middle_of_a_save_leaves_the_newest_usable(tiny_model: Pa
     assert newest is not None
     assert checkpoints.state(newest).version == newest
     assert checkpoints.ledger(newest) == {newest - 1: ["g"]}
-    learner = Learner(config(tiny_model), checkpoints.path(newest))
+    learner = Learner(config(tiny_model, ppo=PPO), checkpoints.path(newest))
     learner.step(experiences(4, newest))
     learner.save(checkpoints.begin(learner.version))
     assert [path.name for path in tmp_path.glob(".unfinished*")] == [f".unfinished-step_{newest + 1}"]
@@ -127,7 +128,7 @@ def test_sigkill_in_the_middle_of_a_save_leaves_the_newest_usable(tiny_model: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [1_000_000, 3_000_000], ids=["policy", "optimizer"])
 def test_a_disk_without_room_leaves_the_newest_usable(tiny_model: Path, tmp_path: Path, limit: int) -> None:
-    """The policy takes 2.1 MB, the optimizer twice that."""
+    """Policy and value model take 2.1 MB each, their optimizers twice that."""
     process = saver(tiny_model, tmp_path, limit)
     stderr = process.communicate(timeout=120)[1]
     assert process.returncode == 1
@@ -136,4 +137,4 @@ def test_a_disk_without_room_leaves_the_newest_usable(tiny_model: Path, tmp_path
     assert "the earlier ones are untouched. Free space there" in last
     checkpoints = Checkpoints(tmp_path, Checkpointing())
     assert checkpoints.published() == [1]
-    Learner(config(tiny_model), checkpoints.path(1)).step(experiences(4))
+    Learner(config(tiny_model, ppo=PPO), checkpoints.path(1)).step(experiences(4))

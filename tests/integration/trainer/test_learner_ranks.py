@@ -35,49 +35,55 @@ def two_ranks(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def results(folder: Path, rank: int) -> dict[str, Any]:
-    return dict(json.loads((folder / f"rank{rank}.json").read_text()))
+def results(folder: Path, name: str, rank: int) -> Any:
+    return json.loads((folder / f"{name}{rank}.json").read_text())
+
+
+@pytest.fixture(scope="module", params=list(SETTINGS))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def one_rank(tiny_model: Path) -> tuple[Learner, list[dict[str, float]]]:
-    learner = Learner(config(tiny_model, **SETTINGS))
+def one_rank(tiny_model: Path, kind: str) -> tuple[Learner, list[dict[str, float]]]:
+    learner = Learner(config(tiny_model, **SETTINGS[kind]))
     return learner, [learner.step(batch) for batch in batches()]
 
 
 def test_two_ranks_take_the_same_steps_to_the_same_numbers(
-    two_ranks: Path, one_rank: tuple[Learner, list[dict[str, float]]]
+    two_ranks: Path, kind: str, one_rank: tuple[Learner, list[dict[str, float]]]
 ) -> None:
     learner, expected = one_rank
-    found = results(two_ranks, 0)["metrics"]
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
-    weights = torch.load(two_ranks / "weights.pt")
+    found = results(two_ranks, kind, 0)
+    assert len(found["metrics"]) == len(expected)
+    for ours, theirs in zip(found["metrics"], expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5, abs=1e-5)
+    weights = torch.load(two_ranks / f"{kind}.pt")
     for name, tensor in learner.iter_weights():
         torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0, msg=name)
-    np.testing.assert_allclose(results(two_ranks, 0)["probe"], learner.probe(np.arange(20, dtype=np.int32)), atol=1e-4)
+    np.testing.assert_allclose(found["probe"], learner.probe(np.arange(20, dtype=np.int32)), atol=1e-4)
 
 
-def test_every_rank_reports_the_same(two_ranks: Path) -> None:
-    assert results(two_ranks, 0) == results(two_ranks, 1)
+def test_every_rank_reports_the_same(two_ranks: Path, kind: str) -> None:
+    assert results(two_ranks, kind, 0) == results(two_ranks, kind, 1)
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_bit_for_bit(two_ranks: Path) -> None:
-    found = results(two_ranks, 0)
+def test_a_checkpoint_of_two_ranks_goes_on_bit_for_bit(two_ranks: Path, kind: str) -> None:
+    found = results(two_ranks, kind, 0)
     assert found["again"] == found["metrics"][2:]
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_with_one(two_ranks: Path, tiny_model: Path) -> None:
-    described = json.loads((two_ranks / "saved" / "policy" / "config.json").read_text())
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(two_ranks: Path, kind: str, tiny_model: Path) -> None:
+    described = json.loads((two_ranks / kind / "policy" / "config.json").read_text())
     assert described["architectures"] == ["Qwen2ForCausalLM"]
-    learner = Learner(config(tiny_model, **SETTINGS), two_ranks / "saved")
+    learner = Learner(config(tiny_model, **SETTINGS[kind]), two_ranks / kind)
     assert learner.version == 2
-    for batch, theirs in zip(batches()[2:], results(two_ranks, 0)["metrics"][2:], strict=True):
-        assert learner.step(batch) == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+    for batch, theirs in zip(batches()[2:], results(two_ranks, kind, 0)["metrics"][2:], strict=True):
+        assert learner.step(batch) == pytest.approx(theirs, rel=2e-5, abs=1e-5)
 
 
 def test_what_one_rank_refuses_every_rank_raises(two_ranks: Path) -> None:
-    invalid, overflow = results(two_ranks, 0)["refused"]
-    assert "trajectory 'g'[4]: its reward is nan" in invalid
-    assert "not both finite, because of trajectory 'g'[4];" in overflow
+    for rank in range(2):
+        invalid, overflow = results(two_ranks, "refused", rank)
+        assert "trajectory 'g'[4]: its reward is nan" in invalid
+        assert "not both finite, because of trajectory 'g'[4];" in overflow
