@@ -1,0 +1,115 @@
+"""A trainer that is killed goes on to the very numbers of one that was not, where the buffer and a checkpoint of every step are there."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_fleet import SmallReplica, running, score_all
+from safetensors.torch import load_file
+from test_loop import Trainer, check_history, limits, settings  # noqa: F401 - fixtures
+
+from headrace.replay import Limits, ReplayClient
+from headrace.replay.wire import open_redis
+from services.trainer.metrics import surviving
+
+pytestmark = pytest.mark.slow
+
+STEPS = 4
+PPO = {
+    "num_prompts_per_step": 2,
+    "num_generations_per_prompt": 2,
+    "max_num_steps": STEPS,
+    "val_period": 0,
+    "val_at_start": False,
+    "ppo_epochs": 2,
+    "policy_training_start_step": 1,
+}
+WARM_UP = [
+    {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 3}},
+    {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0}},
+    {"milestones": [3]},
+]
+CLOCKED = ("timing/", "performance/", "efficiency/", "idle/", "init/", "wasted/", "gpu/", "trackers/")
+
+
+@pytest.fixture
+def ppo(settings: dict[str, Any]) -> dict[str, Any]:  # noqa: F811
+    """Two optimizer steps an epoch, a warm-up of the rate, and one step of the value model alone."""
+    del settings["grpo"]
+    settings["ppo"] = PPO
+    settings["policy"] |= {"train_global_batch_size": 2, "scheduler": WARM_UP}
+    settings["value"] = {"scheduler": WARM_UP, "optimizer": {"kwargs": {"lr": 1e-2}}}
+    settings["loss_fn"] = {"reference_policy_kl_penalty": 0.1}
+    settings["checkpointing"] = {"save_period": 1, "keep_top_k": None}
+    return settings
+
+
+def numbers(trainer: Trainer) -> list[tuple[int, dict[str, float]]]:
+    """What each step of the newest weights' history gave, but for what a clock said."""
+    lines = [line for line in surviving(trainer.journal()) if line.kind == "train"]
+    return [
+        (line.step, {name: x for name, x in line.metrics.items() if not name.startswith(CLOCKED)}) for line in lines
+    ]
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    files = sorted(trainer.checkpoints().path(STEPS).glob("*/*.safetensors"))
+    assert [file.name for file in files] == ["model.safetensors", "model.safetensors", "value_head.safetensors"]
+    return {f"{file.parent.name}/{name}": x for file in files for name, x in load_file(file).items()}
+
+
+async def test_killed_and_resumed_every_metric_and_weight_is_the_same_to_the_last_bit(
+    ppo: dict[str, Any],
+    replay: ReplayClient,
+    limits: Limits,  # noqa: F811
+    redis_url: str,
+    tiny_model: Path,
+    tmp_path: Path,
+) -> None:
+    on_policy = dataclasses.replace(limits, max_age=0)
+    await replay.open_run(on_policy)
+    straight = Trainer(ppo, tmp_path / "straight.log")
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        assert await straight.run() == 0, straight.said()
+    twin = ReplayClient(open_redis(redis_url), f"{replay.run_id}-killed")
+    await twin.open_run(on_policy)
+    killed = Trainer({**ppo, "run": {**ppo["run"], "id": twin.run_id}}, tmp_path / "killed.log")
+    async with running(SmallReplica(twin, tiny_model).run(), score_all(twin)):
+        assert await killed.run("after_reserve:1") == -9, killed.said()
+        assert await killed.run("before_commit:3") == -9, killed.said()
+        assert await killed.run() == 0, killed.said()
+    await twin.aclose()
+
+    expected, found = numbers(straight), numbers(killed)
+    assert [step for step, _ in found] == list(range(STEPS))
+    for (step, ours), (_, theirs) in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert [(step, name) for name in ours if ours[name] != theirs[name]] == []
+    assert "loss" not in expected[0][1]  # the value model alone
+    assert {"loss", "critic/loss", "critic/explained_var"} <= expected[1][1].keys()
+    last = expected[-1][1]
+    assert (last["current_step"], last["consumed_samples"]) == (STEPS, 4 * STEPS)
+    ours, theirs = weights(killed), weights(straight)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    state = killed.checkpoints().state(STEPS)
+    assert state.consumed_samples == 4 * STEPS
+    assert state.total_valid_tokens == last["total_valid_tokens"] > 0
+
+
+async def test_ppo_trains_on_trajectories_of_older_weights_as_grpo_does(
+    ppo: dict[str, Any], replay: ReplayClient, tiny_model: Path, tmp_path: Path
+) -> None:
+    ppo["ppo"] = {**PPO, "async_ppo": {"enabled": True, "max_trajectory_age_steps": 1}}
+    trainer = Trainer(ppo, tmp_path / "trainer.log")
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        assert await trainer.run("after_reserve:2") == -9, trainer.said()
+        assert await trainer.run() == 0, trainer.said()
+    check_history(trainer)
+    ages = [metrics["max_trajectory_age"] for _, metrics in numbers(trainer)]
+    assert max(ages) <= 1
+    assert max(metrics["critic/loss"] for _, metrics in numbers(trainer)) > 0
