@@ -1,0 +1,50 @@
+"""Each recipe of `examples/`: its configuration loads, and the learner takes steps with it that change the policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.sampler import Sampler, problems
+from benchmarks.staleness import experiences
+from headrace.config import load
+from services.trainer.learner import Learner
+from services.trainer.metric_names import unknown
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+RECIPES = sorted(path.name for path in EXAMPLES.glob("*_arithmetic.yaml"))
+
+
+def test_every_recipe_is_here() -> None:
+    methods = {"cispo", "dapo", "dr_grpo", "gspo", "ppo", "reinforce_plus_plus", "rloo", "vapo"}
+    assert {name.removesuffix("_arithmetic.yaml") for name in RECIPES} == methods
+    assert (EXAMPLES / "arithmetic_tiny.yaml").is_file(), "GRPO, which the others build on"
+
+
+@pytest.mark.parametrize("recipe", ["arithmetic_tiny.yaml", *RECIPES])
+def test_steps_of_the_recipe_move_the_policy_and_its_metrics_are_finite(recipe: str, warm_model: Path) -> None:
+    section = "ppo" if recipe.startswith(("ppo", "vapo")) else "grpo"
+    size = [f"{section}.num_prompts_per_step=4", f"{section}.num_generations_per_prompt=4"]
+    if section == "ppo":
+        size.append("ppo.policy_training_start_step=1")
+    config = load(EXAMPLES / recipe, [f"policy.model_name={warm_model}", *size], {})
+    learner = Learner(config)
+    sampler = Sampler(warm_model, config.policy.generation.max_new_tokens)
+    before = weights(learner)
+    questions = problems(seed=0, count=4)
+    for step in range(3):
+        sampler.load(dict(learner.iter_weights()))
+        metrics = learner.step(experiences(sampler.draw(next(questions), 4, seed=step), 4, age=0))
+        assert all(np.isfinite(value) for value in metrics.values()), metrics
+        assert not unknown(metrics), "every metric is in docs/metrics.md"
+        if section == "ppo" and step == 0:
+            assert torch.equal(before, weights(learner)), "the critic has the first step for itself"
+    assert not torch.equal(before, weights(learner))
+    assert learner.version == 3
+
+
+def weights(learner: Learner) -> torch.Tensor:
+    return torch.cat([weight.flatten() for _, weight in learner.iter_weights()]).clone()
