@@ -45,8 +45,8 @@ class Experience:
 class Trace:
     """What a step knew of each policy token [T] of one trajectory, for those who want to look at it.
 
-    `start` are the trainer's log-probabilities at the start of the step, `ref` the reference policy's; `values` and `returns`
-    are the value model's and its targets. None: the configuration didn't ask for it. `reward` is scaled and shaped, and
+    `start` are the trainer's log-probabilities at the start of the step, `ref` the reference policy's, `teacher` the teacher's; `values`
+    and `returns` are the value model's and its targets. None: the configuration didn't ask for it. `reward` is scaled and shaped, and
     `multiplier` 0 where the trajectory left the loss.
     """
 
@@ -56,6 +56,7 @@ class Trace:
     advantages: Float64
     start: Float32 | None = None
     ref: Float32 | None = None
+    teacher: Float32 | None = None
     values: Float32 | None = None
     returns: Float64 | None = None
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from services.trainer.prepare import Passed, check_groups
 from services.trainer.projection import Warp
 from services.trainer.rows import Layout, MicroBatch, TokenSequence, build
 from services.trainer.step import Models, Step
+from services.trainer.teacher import load_teacher
 from services.trainer.training_state import Counters, load_state, save_state
 from services.trainer.update import NotFinite
 from services.trainer.value import Value
@@ -37,7 +39,8 @@ from services.trainer.world import World
 
 
 class Learner:
-    """Policy and optimizer; a frozen reference policy where something compares with it, and a value model where the estimator asks.
+    """Policy and optimizer; a frozen reference policy or teacher where something compares with it, and a value model where the
+    estimator asks.
 
     `counters` says how far it is, `tokenizer` is the run's, and `traces` are what the newest step knew of each token of this rank's
     trajectories, in the order they were given; `seconds` say how long each part of it took here.
@@ -52,7 +55,7 @@ class Learner:
             torch.set_num_threads(config.trainer.num_threads)
         self._config = config
         self.tokenizer = load_tokenizer(config)
-        self._models = _load(config, checkpoint)
+        self._models = _load(config, checkpoint, self.tokenizer)
         self._policy = self._models.policy
         self._world = World(self._policy.device)
         self._broken: str | None = None
@@ -152,7 +155,7 @@ class Learner:
             raise ServiceError(self._broken)
 
 
-def _load(config: Config, checkpoint: Path | None) -> Models:
+def _load(config: Config, checkpoint: Path | None, tokenizer: Any) -> Models:
     passed = Passed.of(config, 1)
     policy = Policy(config, checkpoint / "policy" if checkpoint else None)
     value = Value(config, checkpoint / "value" if checkpoint else None) if passed.values else None
@@ -162,24 +165,10 @@ def _load(config: Config, checkpoint: Path | None) -> Models:
         policy_trained=Trained(
             policy.model, config.policy.optimizer, config.policy.scheduler, config.policy.max_grad_norm, "policy"
         ),
-        reference=_reference(config, policy.vocab_size) if passed.ref else None,
+        reference=Policy(config, trainable=False) if passed.ref else None,
+        teacher=load_teacher(config, policy.vocab_size, tokenizer) if passed.teacher else None,
         value=value,
         value_trained=Trained(value.root, settings.optimizer, settings.scheduler, settings.max_grad_norm, "value")
         if value
         else None,
     )
-
-
-def _reference(config: Config, vocabulary: int) -> Policy:
-    """The initial policy, or the teacher whose log-probabilities the estimator `opd` compares with."""
-    teacher = config.grpo.adv_estimator.teacher_model_name if config.grpo else None
-    if teacher is None:
-        return Policy(config, trainable=False)
-    key = "grpo.adv_estimator.teacher_model_name"
-    model = Policy(config, trainable=False, other=(key, teacher))
-    if model.vocab_size != vocabulary:
-        raise ServiceError(
-            f"{key} {teacher!r} has a vocabulary of {model.vocab_size}, the policy one of {vocabulary}: token ids would mean different "
-            "tokens; choose a teacher of the policy's family"
-        )
-    return model

@@ -20,7 +20,11 @@ from services.trainer.rows.build import Rows
 def load_tokenizer(config: Config) -> Any:
     """The run's tokenizer. Raises `ServiceError` where there is none."""
     key = "policy.tokenizer.name" if config.policy.tokenizer.name else "policy.model_name"
-    name = config.policy.tokenizer.name or config.policy.model_name
+    return tokenizer_of(key, config.policy.tokenizer.name or config.policy.model_name)
+
+
+def tokenizer_of(key: str, name: str) -> Any:
+    """The tokenizer of the model or directory that `key` names. Raises `ServiceError` where there is none."""
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

@@ -38,6 +38,7 @@ class Passed:
     start: bool
     unfiltered: bool
     ref: bool
+    teacher: bool
     values: bool
 
     @classmethod
@@ -45,10 +46,12 @@ class Passed:
         """`start` is spared where the one optimizer step's own pass gives it, and nothing asks for it earlier."""
         estimator = needs(Settings.of(config.algorithm), config.loss_fn)
         measured = config.algorithm.seq_logprob_error_threshold is not None
+        distils = config.algorithm.adv_estimator.name == "opd"
         return cls(
             start=optimizer_steps > 1 or measured or estimator.start,
             unfiltered=estimator.start and Warp.of(config.policy.generation).filters,
-            ref=estimator.ref or config.loss_fn.kl_in_loss,
+            ref=(estimator.ref and not distils) or config.loss_fn.kl_in_loss,
+            teacher=estimator.ref and distils,
             values=estimator.values,
         )
 
@@ -60,6 +63,7 @@ class Known:
     start: PerToken
     unfiltered: PerToken
     ref: PerToken
+    teacher: PerToken
     values: PerToken
 
 
@@ -107,7 +111,6 @@ def traces_of(
     """A collective: what is known of each of the rank's trajectories before the first optimizer step, and metrics of the batch."""
     algorithm, size = config.algorithm, rewards.shaped.size
     start = known.start
-    arrays = {"start": start, "ref": known.ref, "values": known.values}
     multipliers = leave_out_truncated(
         np.array([e.multiplier for e in experiences], dtype=np.float64),
         np.array([e.truncated for e in experiences], dtype=np.bool_),
@@ -126,14 +129,16 @@ def traces_of(
             world.sum_array,
         )
         metrics |= found
-    episodes = _episodes(experiences, shaped, {**arrays, "start": known.unfiltered or start}, multipliers)
+    compared_with = known.ref if known.teacher is None else known.teacher
+    arrays = {"start": known.unfiltered or start, "ref": compared_with, "values": known.values}
+    episodes = _episodes(experiences, shaped, arrays, multipliers)
     settings = Settings.of(algorithm)
     generations = algorithm.num_generations_per_prompt
     estimates = estimate(
         settings, config.loss_fn, episodes, rewards.shaped, rewards.components, generations, world.sum_array
     )
     metrics |= estimates.metrics
-    at = _at(arrays)
+    at = _at({"start": start, "ref": known.ref, "teacher": known.teacher, "values": known.values})
     traces = [
         Trace(
             experience=experience,

@@ -35,9 +35,9 @@ class TrainingSample:
     """One trajectory as a step trained on it.
 
     Arrays are [T] over the completion. `mask` is 1 on tokens that count; the others are NaN on tokens that the policy did not
-    write: `advantages`, and the log-probabilities of the trainer at the start of the step (`start`) and of the reference policy
-    (`ref`), None where they were not computed. `total_reward` is the reward after scaling and shaping, `multiplier` the weight
-    of the trajectory in the loss.
+    write: `advantages`, and the log-probabilities of the trainer at the start of the step (`start`), of the reference policy
+    (`ref`) and of the `teacher`, None where they were not computed. `total_reward` is the reward after scaling and shaping,
+    `multiplier` the weight of the trajectory in the loss.
     """
 
     trajectory: Trajectory
@@ -48,6 +48,7 @@ class TrainingSample:
     multiplier: float
     start: Float32 | None = None
     ref: Float32 | None = None
+    teacher: Float32 | None = None
 
     @property
     def difference(self) -> Float32:
@@ -75,6 +76,7 @@ def sample_of(trajectory: Trajectory, score: Score, trace: Trace) -> TrainingSam
         trace.multiplier,
         None if trace.start is None else spread(trace.start),
         None if trace.ref is None else spread(trace.ref),
+        None if trace.teacher is None else spread(trace.teacher),
     )
 
 
@@ -88,6 +90,7 @@ def training_record(step: int, group: TrajectoryGroup, sample: TrainingSample) -
         "advantages": _rounded(sample.advantages),
         "prev_logprobs": _rounded(sample.start),
         "reference_policy_logprobs": _rounded(sample.ref),
+        "teacher_logprobs": _rounded(sample.teacher),
     }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import config, experience, experiences
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel
 
 from headrace.config import Config
 from headrace.errors import ServiceError
@@ -312,38 +312,3 @@ def test_a_token_that_top_k_leaves_out_now_is_in_no_ratio(tiny_model: Path, algo
     assert metrics["num_masked_seqs_by_logprob_error"] == 0
     assert metrics["probs_ratio_min"] > 0
     assert metrics["global_valid_toks"] == sum(e.tokens.policy_tokens for e in batch)
-
-
-def test_distillation_brings_the_policy_nearer_to_its_teacher(tiny_model: Path, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    teacher = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in teacher.parameters():
-            parameter.mul_(1.3)
-    teacher.save_pretrained(tmp_path)
-    estimator = {"name": "opd", "teacher_model_name": str(tmp_path)}
-    settings = config(
-        tiny_model,
-        grpo={"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "adv_estimator": estimator},
-        policy={"optimizer": {"kwargs": {"lr": 1e-4}}},
-    )
-    learner = Learner(settings)
-    batch = experiences(8)
-    gaps = [learner.step(batch)["on_policy_distillation/teacher_student_logprob_gap_mean"] for _ in range(4)]
-    with torch.no_grad():
-        expected = Policy(settings, other=("", str(tmp_path))).logprobs(rows_of(batch), Warp()).curr
-    np.testing.assert_allclose(np.concatenate([trace.ref for trace in learner.traces]), expected, atol=2e-5)
-    for trace in learner.traces:
-        if trace.start is not None:
-            assert trace.ref is not None
-            np.testing.assert_allclose(trace.advantages, trace.ref - trace.start, atol=1e-6)
-    assert abs(gaps[-1]) < abs(gaps[0])
-
-
-def test_a_teacher_of_another_vocabulary_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    teacher = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    teacher.resize_token_embeddings(40)
-    teacher.save_pretrained(tmp_path)
-    estimator = {"name": "opd", "teacher_model_name": str(tmp_path)}
-    with pytest.raises(ServiceError, match=r"teacher_model_name .* has a vocabulary of 40, the policy one of 20"):
-        Learner(config(tiny_model, grpo={"adv_estimator": estimator}))

@@ -33,10 +33,6 @@ def check(tmp_path: Path, *overrides: str) -> Config:
         ),
         (["grpo.adv_estimator.name=opd"], "opd without grpo.adv_estimator.teacher_model_name"),
         (["grpo.adv_estimator.teacher_model_name=x"], "which has no teacher: leave it out, or set name: opd"),
-        (
-            ["grpo.adv_estimator={name: opd, teacher_model_name: x}", "loss_fn.reference_policy_kl_penalty=0.1"],
-            "set the penalty to 0",
-        ),
         (["grpo.adv_estimator.name=gspo"], "'gspo' should be 'grpo'"),
         (["grpo.adv_estimator.reward_weights=[1,2]"], r"reward_weights \[1.0, 2.0\] with name grpo: only gdpo weighs"),
         (
