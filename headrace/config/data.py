@@ -81,6 +81,16 @@ class Data(Section):
         "refuse",
         description="what becomes of a longer one: it ends the run by its name, or its problem is left out from the start",
     )
+    use_multiple_dataloader: bool = Field(
+        False,
+        description="draw from every set of `train` in turn, each in an order and with epochs of its own; false makes one set of them. "
+        "A set that is through begins again, until all are through max_num_epochs times",
+    )
+    num_prompts_per_dataloader: int | None = Field(
+        None,
+        ge=1,
+        description="with use_multiple_dataloader: prompts of a set at its turn; null shares out num_prompts_per_step",
+    )
     train: list[DataSource] = Field([])
     validation: list[DataSource] = Field([], description="problems that also occur in train are removed from train")
     remove_duplicates: bool = Field(

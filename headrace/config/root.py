@@ -51,6 +51,7 @@ class Config(Section):
         _check_loss(self)
         _check_estimator(self)
         _check_shaping(self)
+        _check_data_sets(self)
         for source in (*self.data.train, *self.data.validation):
             if source.env_name is None or source.env_name not in self.env:
                 known = ", ".join(sorted(self.env)) or "none"
@@ -80,6 +81,11 @@ class Config(Section):
     def value_batch(self) -> int:
         """Trajectories in an optimizer step of the value model."""
         return self.value.train_global_batch_size or self.policy_batch
+
+    @property
+    def prompts_of_each_set(self) -> int:
+        """Prompts that a data set gives at its turn, under `data.use_multiple_dataloader`."""
+        return self.data.num_prompts_per_dataloader or self.algorithm.num_prompts_per_step // len(self.data.train)
 
     @property
     def max_response_length(self) -> int:
@@ -200,11 +206,6 @@ def _check_teacher(config: Config, key: str) -> None:
         raise ValueError(
             f"grpo.adv_estimator.teacher_model_name {teacher!r} with {key}, which has no teacher: leave it out, or set name: opd"
         )
-    if distils and config.loss_fn.reference_policy_kl_penalty > 0:
-        raise ValueError(
-            f"{key} with loss_fn.reference_policy_kl_penalty {config.loss_fn.reference_policy_kl_penalty}: the teacher is what the policy "
-            "is compared with; set the penalty to 0"
-        )
 
 
 def _check_shaping(config: Config) -> None:
@@ -214,4 +215,22 @@ def _check_shaping(config: Config) -> None:
         raise ValueError(
             f"{name}.reward_shaping.overlong_buffer_length {shaping.overlong_buffer_length} is more than max_response_length "
             f"{longest} (null takes policy.max_total_sequence_length): an empty completion would be overlong; lower it"
+        )
+
+
+def _check_data_sets(config: Config) -> None:
+    """Each data set has the same share of every batch."""
+    data, algorithm = config.data, config.algorithm
+    if not data.use_multiple_dataloader:
+        return
+    each, sets = data.num_prompts_per_dataloader, len(data.train)
+    if sets < 2:
+        raise ValueError(
+            f"data.use_multiple_dataloader true with {sets} data sets under data.train: list those to draw from in turn, or set it "
+            "to false"
+        )
+    if algorithm.num_prompts_per_step % (sets * (each or 1)):
+        raise ValueError(
+            f"{algorithm.name}.num_prompts_per_step {algorithm.num_prompts_per_step} is no multiple of the {sets} data sets of data.train "
+            f"times data.num_prompts_per_dataloader {each or 'null (any)'}: a batch would not be drawn evenly; change one of them"
         )

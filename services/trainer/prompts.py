@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.trajectory import Group
-from services.trainer.data import Problem, Prompter, PromptOrder, load_problems
+from services.trainer.data import EvenOrder, Problem, Prompter, PromptOrder, load_problems
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +25,7 @@ class Prompts:
             train, held_out = self._fitting(train, "data.train"), self._fitting(held_out, "data.validation")
         self._train = train
         self._held_out = held_out[: config.algorithm.max_val_samples]
-        algorithm = config.algorithm
-        self._order = PromptOrder(len(self._train), algorithm.seed, config.data.shuffle, algorithm.max_num_epochs)
+        self._order = _order_of(self._train, config)
         self._lock = threading.Lock()
 
     def _fitting(self, problems: list[Problem], key: str) -> list[Problem]:
@@ -65,3 +64,17 @@ class Prompts:
                 self._prompter.validation_group(problem, version, position)
                 for position, problem in enumerate(self._held_out)
             ]
+
+
+def _order_of(train: Sequence[Problem], config: Config) -> PromptOrder | EvenOrder:
+    """One line through all problems, or one that takes its prompts from each data set in turn."""
+    data, how = config.data, (config.algorithm.seed, config.data.shuffle, config.algorithm.max_num_epochs)
+    if not data.use_multiple_dataloader:
+        return PromptOrder(len(train), *how)
+    counts = [sum(problem.source == number for problem in train) for number in range(len(data.train))]
+    if not all(counts):
+        raise ConfigError(
+            f"data.train[{counts.index(0)}] has no problem left to draw from (those of validation and of the sets before it are "
+            "taken out): leave the set out, or set data.use_multiple_dataloader to false"
+        )
+    return EvenOrder(counts, config.prompts_of_each_set, *how)

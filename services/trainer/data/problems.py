@@ -22,13 +22,15 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One problem of a data set. `index` is its place there; `extra_env_info` is what the environment scores it by."""
+    """One problem of the data sets. `index` is its place among them all; `extra_env_info` is what the environment scores it by, and
+    `source` the place of its data set in `data.train` or `data.validation`."""
 
     index: int
     messages: tuple[Message, ...]
     extra_env_info: dict[str, Any]
     env_name: str
     task_name: str
+    source: int = 0
 
 
 def load_problems(data: Data) -> tuple[list[Problem], list[Problem]]:
@@ -41,10 +43,10 @@ def load_problems(data: Data) -> tuple[list[Problem], list[Problem]]:
     validation: list[_Sourced] = []
     train: list[_Sourced] = []
     for number, source in enumerate(data.validation):
-        origin = _Origin(source, _Words.of(source))
+        origin = _Origin(number, source, _Words.of(source))
         validation += (_Sourced(origin, draft) for draft in _read(source, f"data.validation[{number}]", held_out=True))
     for number, source in enumerate(data.train):
-        origin = _Origin(source, _Words.of(source))
+        origin = _Origin(number, source, _Words.of(source))
         held, rest = _split(_read(source, f"data.train[{number}]", held_out=False), source)
         validation += (_Sourced(origin, draft) for draft in held)
         train += (_Sourced(origin, draft) for draft in rest)
@@ -113,6 +115,7 @@ class _Words:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Origin:
+    number: int
     source: DataSource
     words: _Words
 
@@ -164,4 +167,4 @@ def _problem(item: _Sourced, index: int) -> Problem:
     if source.env_name is None:
         raise ConfigError(f"data: task {draft.task_name!r} has no env_name; set data.default.env_name")
     messages = item.origin.words.around(draft.messages)
-    return Problem(index, messages, draft.extra_env_info, source.env_name, draft.task_name)
+    return Problem(index, messages, draft.extra_env_info, source.env_name, draft.task_name, item.origin.number)
