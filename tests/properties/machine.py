@@ -6,14 +6,16 @@ Numbers that choose among what there is count from the newest, so that a shrunk 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 from hypothesis.stateful import initialize, rule
 
 from headrace.replay import End
 from headrace.trajectory import Score
+from tests.properties.caller import deliveries
 from tests.properties.rollout_rules import RolloutRules
-from tests.properties.scorer_rules import ScorerRules
+from tests.properties.scorer_rules import ScorerRules, Status, rewards, statuses
 from tests.properties.setting import Setting, settings_of_runs
 from tests.properties.trainer_rules import TrainerRules
 
@@ -91,6 +93,13 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
         for lease in leases:
             self.call("release", lease, "leaving", False)
         self.a_round(1, "plain", True, "trained")
+
+    @rule(groups=st.integers(1, 4), said=st.lists(st.tuples(statuses, rewards), min_size=2, max_size=8), how=deliveries)
+    def a_round_is_scored(self, groups: int, said: Sequence[tuple[Status, float]], how: str) -> None:
+        """By a scorer that also fails."""
+        self.a_round(groups, "plain", True, "taken")
+        if self.jobs:
+            self.score(said, 0, how)
 
     @rule(steps=st.integers(2, 4), commits=st.booleans())
     def some_steps(self, steps: int, commits: bool) -> None:

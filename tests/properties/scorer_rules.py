@@ -27,11 +27,13 @@ class ScorerRules(Caller):
         self.jobs += self.call("take_scoring", "scorer", most, how=how) or []
 
     @precondition(lambda self: self.jobs)
-    @rule(said=st.lists(statuses, min_size=1, max_size=6), skip=st.integers(0, 3), reward=rewards, how=deliveries)
-    def score(self, said: Sequence[Status], skip: int, reward: float, how: str) -> None:
+    @rule(said=st.lists(st.tuples(statuses, rewards), min_size=1, max_size=6), skip=st.integers(0, 3), how=deliveries)
+    def score(self, said: Sequence[tuple[Status, float]], skip: int, how: str) -> None:
         """Some of the newest, together; whether a trajectory was scored or failed is said of each."""
         jobs = self.jobs[: len(self.jobs) - skip][-len(said) :]
-        scores = [Score("SCORED", reward) if status == "SCORED" else Score(status, message="no") for status in said]
+        scores = [
+            Score("SCORED", reward) if status == "SCORED" else Score(status, message="no") for status, reward in said
+        ]
         if jobs:
             self.call("score_many", list(zip(jobs, scores, strict=False)), how=how)
 
