@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,10 +17,18 @@ from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, RedisError
 
 from headrace.errors import ServiceError
-from headrace.service import die_with_parent
 
 _log = logging.getLogger("headrace.replay")
 _STOP_S, _REPAIR_S = 10.0, 600.0
+# Becomes the server, which then dies with its parent. Not a preexec_fn: that runs in a forked copy of a process whose gRPC threads are
+# at work, and their libraries may crash there.
+_LAUNCHER = """
+import os, sys
+from headrace.service import die_with_parent
+die_with_parent()
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 _UNREADABLE = "Bad file format reading the append only file"
 
 
@@ -66,7 +76,10 @@ class EmbeddedServer:
     async def _launch(self) -> None:
         with (self.folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - returns at once, and must run in this thread
-                self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent
+                [sys.executable, "-c", _LAUNCHER, str(os.getpid()), *self._command()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
         try:
             await self._answers()
