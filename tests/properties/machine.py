@@ -32,7 +32,7 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
 
     @rule(differ=st.booleans())
     def finish_everything(self, differ: bool) -> None:
-        """Replicas and scorers catch up, so that runs get far."""
+        """Replicas and scorers catch up, so that runs get far. Rewards that do not `differ` are equal once they are clamped to 1."""
         open_tokens = {held.token for held in self.model.groups.values() if held.state == "open"}
         items = [
             (lease, self.trajectory(lease, index, "plain"))
@@ -44,7 +44,7 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
             self.call("push_many", items)
         self.call("release_scoring")
         while jobs := self.call("take_scoring", "scorer", 64):
-            scores = [Score("SCORED", float(job.trajectory.index if differ else 1)) for job in jobs]
+            scores = [Score("SCORED", float(job.trajectory.index + (not differ))) for job in jobs]
             self.call("score_many", list(zip(jobs, scores, strict=True)))
 
     @rule(
