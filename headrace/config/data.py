@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from headrace.config.base import Section
 
 Generator = Literal["arithmetic", "reasoning_gym"]
+BuiltInName = Literal["math", "math_multi_reward", "reasoning_gym"]
 # data sets of the hub that are read by name, as users of NeMo RL name them; what is where in them: services/trainer/data/hub.py
 HubName = Literal[
     "OpenMathInstruct-2",
@@ -117,7 +118,7 @@ class Data(Section):
 class Env(Section):
     """One environment, by the name the data sets call it."""
 
-    type: Literal["math", "reasoning_gym"] | None = Field(
+    type: BuiltInName | None = Field(
         None, description="a built-in one; null with no target takes the environment's own name"
     )
     target: str | None = Field(None, description="host:port of a process that serves a custom environment over gRPC")
@@ -126,8 +127,9 @@ class Env(Section):
     )
     extract: Literal["none", "last_number", "answer_tag", "answer_line"] = Field(
         "none",
-        description="what of the completion is the answer: all of it (of which math takes the boxed or else the last expression), its "
-        "last number, the last <answer>…</answer>, or what follows the last `Answer:` on its line in the last 300 characters",
+        description="math and reasoning_gym: what of the completion is the answer: all of it (of which math takes the boxed or else the "
+        "last expression), its last number, the last <answer>…</answer>, or what follows the last `Answer:` on its line in the last "
+        "300 characters",
     )
     threshold: float | None = Field(
         None,

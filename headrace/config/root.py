@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import Field, model_validator
 
 from headrace.config.advantages import KL_IN_REWARD
 from headrace.config.algorithm import GRPO, Algorithm
 from headrace.config.base import Section
-from headrace.config.data import Data, Env
+from headrace.config.data import BuiltInName, Data, Env
 from headrace.config.logger import Logger
 from headrace.config.loss import LossFn, ValueLossFn
 from headrace.config.policy import Policy
@@ -59,9 +59,9 @@ class Config(Section):
                     f"data: env_name {source.env_name!r} is not one of the environments under env ({known})"
                 )
         for name, env in self.env.items():
-            if env.target is None and env.type is None and name not in ("math", "reasoning_gym"):
+            if env.target is None and env.type is None and name not in get_args(BuiltInName):
                 raise ValueError(
-                    f"env.{name}: give `type` (math, reasoning_gym) or `target` (host:port of your environment)"
+                    f"env.{name}: give `type` ({', '.join(get_args(BuiltInName))}) or `target` (host:port of your environment)"
                 )
         return self
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.config.nemo.rules import Rule, Whole, look, only, refused, renamed, replaced, used
+from headrace.config.nemo.rules import Rule, Whole, look, off, only, refused, renamed, replaced, used
 
 _GYM = "environments of NeMo Gym are not served; serve yours with headrace.serve() or attach it, and name it in env.<name>.target"
 
@@ -137,6 +137,42 @@ def _no_tokens(value: Any, whole: Whole) -> bool:
     return not any(value for key, value in penalties.items() if key.startswith("penalize_"))
 
 
+def _sampled_alone(value: Any, whole: Whole) -> bool:
+    return off(look(whole, "on_policy_distillation.full.enabled"), whole)
+
+
+_DISTILLATION = [
+    renamed(
+        "on_policy_distillation.teacher_model_by_agent_name.*",
+        "grpo.adv_estimator.teacher_model_name",
+        "one teacher for all prompts: several names of one model are one",
+        gathered=True,
+    ),
+    *replaced(
+        "grpo.adv_estimator.name opd asks for a teacher, grpo.adv_estimator.teacher_model_name is it",
+        "on_policy_distillation",
+        "on_policy_distillation.enabled",
+        "on_policy_distillation.teacher_model_by_agent_name",
+    ),
+    *replaced(
+        "one teacher for all prompts",
+        "on_policy_distillation.default_teacher_alias",
+        "on_policy_distillation.strict_agent_name_match",
+        "on_policy_distillation.deduplicate_shared_teacher_checkpoints",
+    ),
+    *replaced(
+        "the trainer's own processes hold the teacher, sharded as the policy is",
+        "on_policy_distillation.non_colocated_teachers.**",
+    ),
+    *refused(
+        "the teacher judges the tokens that were sampled, not whole distributions; set on_policy_distillation.full.enabled to false",
+        "on_policy_distillation.full.**",
+        "on_policy_distillation.full",
+        fine=_sampled_alone,
+        once=True,
+    ),
+]
+
 ALGORITHM = [
     *_shared("grpo"),
     *used("grpo", "normalize_rewards use_leave_one_out_baseline"),
@@ -161,12 +197,7 @@ ALGORITHM = [
     *LOSS,
     *refused(_GYM, "reward_penalties.*"),
     *refused(_GYM, "reward_penalties.token_ids.**", "reward_penalties.token_ids", fine=_no_tokens),
-    *refused(
-        "teachers are not loaded; leave on_policy_distillation out",
-        "on_policy_distillation",
-        "on_policy_distillation.**",
-        once=True,
-    ),
+    *_DISTILLATION,
     *refused(
         "Headrace trains by reinforcement learning, under grpo or ppo; give a file that has one of them",
         *(f"{section}.**" for section in ("sft", "dpo", "rm", "eval", "distillation", "teacher", "cross_tokenizer")),

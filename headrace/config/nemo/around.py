@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from headrace.config.data import Generator, HubName
-from headrace.config.nemo.rules import Rule, Whole, look, only, refused, replaced, used
+from headrace.config.nemo.rules import Rule, Whole, look, off, only, refused, replaced, used
 
 _BRING = "bring it as a JSONL file: data_path, with the question under input_key and the answer under output_key"
 
@@ -42,6 +42,12 @@ def _served(name: str) -> Any:
     return fine
 
 
+def _custom_dataloader(value: Any, whole: Whole) -> bool:
+    """The example there draws as Headrace does, and no other is called without several data loaders."""
+    example = isinstance(value, str) and value.endswith(".example_custom_dataloader")
+    return off(value, whole) or example or off(look(whole, "data.use_multiple_dataloader"), whole)
+
+
 def _metric(value: Any) -> Any:
     """Bare names are those of older releases; `val_reward` was the mean reward of a validation."""
     if isinstance(value, str) and not value.startswith(("val:", "train:")):
@@ -58,9 +64,11 @@ def _source(at: str) -> list[Any]:
         *used(at, "data_path input_key output_key seed env_name"),
         *used(at, "split subset split_validation_size repeat prompt_file system_prompt_file"),
         *refused(
-            f"problems come as question and answer, with one reward from their environment; {_BRING}",
+            f"problems come as question and answer; {_BRING}",
             f"{at}.processor",
-            fine=only("math_hf_data_processor", "math_data_processor", "multichoice_qa_processor"),
+            fine=only(
+                "math_hf_data_processor", "math_data_processor", "math_gdpo_data_processor", "multichoice_qa_processor"
+            ),
         ),
         *refused(_BRING, f"{at}.chat_key", f"{at}.system_key", f"{at}.system_prompt", f"{at}.tool_key"),
         *replaced("datasets keeps its own cache (HF_HOME)", f"{at}.download_dir", f"{at}.cache_dir"),
@@ -68,16 +76,19 @@ def _source(at: str) -> list[Any]:
 
 
 DATA = [
-    *used("data", "shuffle max_input_seq_length"),
+    *used("data", "shuffle max_input_seq_length num_prompts_per_dataloader"),
+    *used("data", "use_multiple_dataloader", "asynchronous runs draw from several sets too"),
     *replaced("problems are read once, by the trainer", "data.num_workers"),
     *_source("data.train.*"),
     *_source("data.validation.*"),
     *_source("data.default"),
     *refused(
-        "data sets are drawn from in one order; list them in data.train",
-        "data.use_multiple_dataloader",
-        "data.num_prompts_per_dataloader",
+        "which prompt is at which place of the order is a function of the seed alone, so that a run that was killed trains none twice and "
+        "leaves none out; iterators with a state of their own can't say it. use_multiple_dataloader draws num_prompts_per_dataloader "
+        "prompts from each set in turn, as the example there does; for other shares, list a set more than once, with "
+        "data.remove_duplicates false",
         "data.custom_dataloader",
+        fine=_custom_dataloader,
     ),
     *refused(
         "prompts go through the chat template; leave it out",
@@ -101,11 +112,20 @@ ENV = [
         "env.math.verifier_type",
         fine=only("math"),
     ),
-    *replaced("policy.generation.stop_strings", "env.math.stop_strings"),
+    *refused(
+        "math_multi_reward compares letter by letter, as hf_math_verify does there; leave it out",
+        "env.math_multi_reward.math_verify_impl",
+        fine=only("hf_math_verify"),
+    ),
+    *refused(
+        "multiple-choice answers are not read; serve an environment and name it in env.<name>.target",
+        "env.math_multi_reward.verifier_type",
+        fine=only("math"),
+    ),
+    *replaced("policy.generation.stop_strings", "env.math.stop_strings", "env.math_multi_reward.stop_strings"),
     *(
         row
         for name in (
-            "math_multi_reward",
             "code",
             "code_jaccard",
             "reward_model",

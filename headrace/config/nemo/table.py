@@ -74,7 +74,23 @@ def _single_controller(values: dict[str, Any], refuse: Callable[[str], None]) ->
         yield f"{name}.async_{name}.{key}", value, "async_rl"
 
 
-GATHERED: tuple[Gathered, ...] = (_megatron, _single_controller)
+def _teacher(values: dict[str, Any], refuse: Callable[[str], None]) -> Iterator[tuple[str, Any, str]]:
+    given = values.get("on_policy_distillation")
+    own = look(values, "grpo.adv_estimator.teacher_model_name")
+    if own is not None or not isinstance(given, dict) or not given.get("enabled"):
+        return
+    key = "on_policy_distillation.teacher_model_by_agent_name"
+    teachers = given.get("teacher_model_by_agent_name")
+    models = sorted({str(model) for model in teachers.values()}) if isinstance(teachers, dict) else []
+    if len(models) != 1:
+        refuse(
+            f"{key}: {', '.join(models) or 'no model'}: there is one teacher for all prompts; name one, here or by grpo.adv_estimator.teacher_model_name"
+        )
+        return
+    yield "grpo.adv_estimator.teacher_model_name", models[0], key
+
+
+GATHERED: tuple[Gathered, ...] = (_megatron, _single_controller, _teacher)
 
 
 def rule_for(keys: Keys) -> Rule | None:

@@ -12,6 +12,10 @@ def make(name: str, env: Env) -> BuiltIn:
         from services.reward.environments.math import Math
 
         return Math(name, env)
+    if (env.type or name) == "math_multi_reward":
+        from services.reward.environments.math_multi_reward import MathMultiReward
+
+        return MathMultiReward(name, env)
     from services.reward.environments.reasoning_gym import ReasoningGym
 
     return ReasoningGym(name, env)

@@ -524,3 +524,65 @@ def test_a_value_that_is_no_section_never_ends_otherwise_than_by_a_refusal(
     # some of these values ask for nothing there; none of them may end otherwise than by a ConfigError
     with contextlib.suppress(ConfigError):
         read(folder, "", f"{section}={value}")
+
+
+DISTILLED = """
+grpo: {adv_estimator: {name: opd}}
+on_policy_distillation:
+  enabled: true
+  teacher_model_by_agent_name: {one: some/teacher, two: some/teacher}
+  default_teacher_alias: one
+  strict_agent_name_match: false
+  non_colocated_teachers: {enabled: true, default_teacher_cfg: {num_nodes: 1, precision: bf16}}
+  full: {enabled: false, teacher_payload: logits}
+"""
+
+
+def test_the_teacher_of_a_distillation_is_headrace_s(folder: Path) -> None:
+    config, translation = read(folder, DISTILLED)
+    assert config.grpo is not None
+    assert config.grpo.adv_estimator.teacher_model_name == "some/teacher"
+    assert translation.came_from["grpo", "adv_estimator", "teacher_model_name"][0] == "on_policy_distillation"
+    own, _ = read(folder, DISTILLED, "grpo.adv_estimator.teacher_model_name=mine")
+    assert own.grpo is not None
+    assert own.grpo.adv_estimator.teacher_model_name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        (
+            "on_policy_distillation.teacher_model_by_agent_name.two=another",
+            "teacher_model_by_agent_name: another, some/teacher: there is one teacher",
+        ),
+        ("on_policy_distillation.full.enabled=true", "the tokens that were sampled, not whole distributions"),
+        ("on_policy_distillation.enabled=false", "opd without grpo.adv_estimator.teacher_model_name"),
+    ],
+    ids=["several", "whole-distributions", "off"],
+)
+def test_a_distillation_that_can_t_be_honoured_says_why(folder: Path, override: str, problem: str) -> None:
+    assert any(problem in line for line in refusal(folder, DISTILLED, override))
+
+
+SEVERAL = """
+data:
+  use_multiple_dataloader: true
+  num_prompts_per_dataloader: 4
+  custom_dataloader: examples.custom_dataloader.custom_dataloader.example_custom_dataloader
+  train: [{dataset_name: gsm8k}, {dataset_name: DeepScaler}]
+"""
+
+
+def test_several_data_loaders_are_taken_with_their_example_and_a_function_of_one_s_own_is_not(folder: Path) -> None:
+    config, _ = read(folder, SEVERAL)
+    assert config.data.use_multiple_dataloader
+    assert config.prompts_of_each_set == 4
+    problem = "a function of the seed alone"
+    assert any(problem in line for line in refusal(folder, SEVERAL, "data.custom_dataloader=mine.mix"))
+    read(folder, "data: {custom_dataloader: mine.mix}\n")  # not called there either
+
+
+def test_the_environment_of_several_rewards_is_built_in(folder: Path) -> None:
+    text = "env: {math_multi_reward: {num_workers: 8, math_verify_impl: hf_math_verify}}\ndata: {default: {env_name: math_multi_reward}}\n"
+    config, _ = read(folder, text)
+    assert config.env.keys() == {"math_multi_reward"}

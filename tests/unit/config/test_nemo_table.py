@@ -80,7 +80,8 @@ KEYS = {
     "data.train.0": SOURCE + " processor env_name",
     "data.validation.0": SOURCE + " processor env_name",
     "data.default": SOURCE + " processor env_name",
-    "env": "math.num_workers math.math_verify_impl math.verifier_type math_multi_reward code code_jaccard reward_model vlm nemo_gym",
+    "env": "math.num_workers math.math_verify_impl math.verifier_type math_multi_reward.num_workers "
+    "math_multi_reward.math_verify_impl code code_jaccard reward_model vlm nemo_gym",
     "logger": "log_dir wandb_enabled tensorboard_enabled mlflow_enabled swanlab_enabled monitor_gpus num_val_samples_to_print "
     "wandb.project wandb.name swanlab.project mlflow.experiment_name mlflow.run_name gpu_monitoring.collection_interval "
     "gpu_monitoring.flush_interval",
@@ -88,7 +89,9 @@ KEYS = {
     "checkpoint_must_save_by save_optimizer model_save_format save_consolidated",
     "cluster": "gpus_per_node num_nodes master_port_range_low segment_size",
     "data_plane": "enabled impl",
-    "on_policy_distillation": "teachers",
+    "on_policy_distillation": "enabled teacher_model_by_agent_name.default_teacher default_teacher_alias strict_agent_name_match "
+    "deduplicate_shared_teacher_checkpoints non_colocated_teachers.enabled non_colocated_teachers.default_teacher_cfg.num_nodes "
+    "full.enabled full.teacher_payload",
 }
 
 

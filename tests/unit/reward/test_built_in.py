@@ -16,6 +16,7 @@ from headrace.wire import sample_from_wire, sample_to_wire
 from services.reward.environments import make
 from services.reward.environments.base import Extract, extract_answer
 from services.reward.environments.math import Math
+from services.reward.environments.math_multi_reward import MathMultiReward
 from services.reward.environments.reasoning_gym import ReasoningGym
 from services.reward.worker import judge
 
@@ -166,3 +167,49 @@ def test_an_environment_is_made_by_its_type_or_else_its_name() -> None:
     assert isinstance(make("math", Env()), Math)
     assert isinstance(make("reasoning_gym", Env()), ReasoningGym)
     assert isinstance(make("sums", Env(type="math")), Math)
+
+
+def components(completion: str, answer: Any = "132", finish_reason: str = "stop", **env: Any) -> Score:
+    environment = make("sums", Env(type="math_multi_reward", **env))
+    assert isinstance(environment, MathMultiReward)
+    sample = Sample(completion, {"answer": answer}, environment="sums", finish_reason=finish_reason)
+    return judge(environment, sample_to_wire(sample))
+
+
+@pytest.mark.parametrize(
+    ("completion", "correct", "written", "whole"),
+    [
+        ("<think>47 and 85</think>\n<answer>132</answer>", 1, 1, 1),
+        ("<think>47\nand 85</think>\n<answer> 132\n</answer>", 1, 1, 1),
+        ("<think></think>\n<answer>13</answer>", 0, 1, 1),
+        ("<think></think>\n<answer>about 132</answer>", 0, 1, 0),
+        ("<think></think><answer>132</answer>", 1, 0, 1),
+        ("<think></think>\n<answer>132</answer> it is", 1, 0, 1),
+        ("<think></think>\n<answer>7</answer><answer>132</answer>", 1, 0, 1),
+        ("<answer>132", 1, 0, 1),
+        ("132", 1, 0, 1),
+        ("132.0", 0, 0, 0),
+        ("-132", 0, 0, 0),
+        ("", 0, 0, 0),
+    ],
+)
+def test_math_multi_reward_gives_a_component_for_each_thing_asked(
+    completion: str, correct: int, written: int, whole: int
+) -> None:
+    score = components(completion)
+    assert score.components == {"correctness": correct, "format": written, "integer": whole}
+    assert (score.status, score.reward) == ("SCORED", correct + written + whole)
+
+
+def test_math_multi_reward_takes_numbers_and_no_answer_is_invalid() -> None:
+    assert components("132", 132).reward == 2
+    for answer in (None, "", " ", True, ["132"]):
+        assert components("132", answer).status == "INVALID"
+
+
+def test_what_was_cut_off_has_0_of_every_component_where_an_end_is_required() -> None:
+    cut = components("132", finish_reason="length", require_stop=True)
+    assert (cut.status, cut.reward) == ("SCORED", 0)
+    assert cut.components == {"correctness": 0, "format": 0, "integer": 0}
+    assert "cut off" in str(cut.metadata)
+    assert components("132", finish_reason="length").reward == 2

@@ -1,0 +1,50 @@
+"""`math_multi_reward`: is the answer right, is it a whole number, is the completion written as asked? One reward component each."""
+
+from __future__ import annotations
+
+import re
+
+from headrace.config.data import Env
+from headrace.environment import Sample
+from headrace.trajectory import Score
+from services.reward.environments.base import BuiltIn
+
+_FORMAT = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
+_NONE = {"correctness": 0.0, "format": 0.0, "integer": 0.0}
+
+
+class MathMultiReward(BuiltIn):
+    """`extra_env_info` is `{"answer": …}`, text or a number. Components, each 0 or 1, by the rules of NeMo RL's environment of this
+    name; the reward is their sum.
+
+    correctness: what stands in the last `<answer>…</answer>`, or the whole completion without such a tag, is the expected answer,
+    letter by letter. integer: it is nothing but digits. format: the completion is `<think>…</think>`, a new line, and the one
+    `<answer>…</answer>`.
+    """
+
+    def __init__(self, name: str, env: Env) -> None:
+        super().__init__(name, env)
+        self.build = "1"
+        self.description = "correctness, integer and format of an answer, as components"
+
+    def score(self, sample: Sample) -> float | Score:
+        score = super().score(sample)
+        if isinstance(score, Score) and score.status == "SCORED" and not score.components:
+            return Score("SCORED", reward=0.0, components=_NONE, metadata=score.metadata)  # it was cut off
+        return score
+
+    def judge(self, sample: Sample) -> float | Score:
+        expected = sample.extra_env_info.get("answer")
+        if isinstance(expected, bool) or not isinstance(expected, str | int | float) or not str(expected).strip():
+            return Score(
+                "INVALID",
+                message=f"extra_env_info.answer is {expected!r:.80}; math_multi_reward needs text or a number",
+            )
+        said = sample.completion.split("<answer>")[-1].split("</answer>")[0].strip()
+        tags = sample.completion.count("<answer>"), sample.completion.count("</answer>")
+        components = {
+            "correctness": float(said == str(expected).strip()),
+            "format": float(tags == (1, 1) and _FORMAT.search(sample.completion) is not None),
+            "integer": float(said.isdigit()),
+        }
+        return Score("SCORED", reward=sum(components.values()), components=components, metadata={"answer": said})
