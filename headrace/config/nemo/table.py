@@ -84,7 +84,8 @@ def _teacher(values: dict[str, Any], refuse: Callable[[str], None]) -> Iterator[
     models = sorted({str(model) for model in teachers.values()}) if isinstance(teachers, dict) else []
     if len(models) != 1:
         refuse(
-            f"{key}: {', '.join(models) or 'no model'}: there is one teacher for all prompts; name one, here or by grpo.adv_estimator.teacher_model_name"
+            f"{key}: {', '.join(models) or 'no model'}: there is one teacher for all prompts; name one, here or by "
+            "grpo.adv_estimator.teacher_model_name"
         )
         return
     yield "grpo.adv_estimator.teacher_model_name", models[0], key
