@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from benchmarks.sampler import Sampler, problems
 from benchmarks.staleness import experiences
 from headrace.config import load
+from services.trainer.experience import Experience
 from services.trainer.learner import Learner
 from services.trainer.metric_names import unknown
 
@@ -19,17 +21,21 @@ RECIPES = sorted(path.name for path in EXAMPLES.glob("*_arithmetic.yaml"))
 
 
 def test_every_recipe_is_here() -> None:
-    methods = {"cispo", "dapo", "dr_grpo", "gspo", "ppo", "reinforce_plus_plus", "rloo", "vapo"}
+    methods = {"cispo", "dapo", "dr_grpo", "gdpo", "gspo", "opd", "ppo", "reinforce_plus_plus", "rloo", "vapo"}
     assert {name.removesuffix("_arithmetic.yaml") for name in RECIPES} == methods
     assert (EXAMPLES / "arithmetic_tiny.yaml").is_file(), "GRPO, which the others build on"
 
 
 @pytest.mark.parametrize("recipe", ["arithmetic_tiny.yaml", *RECIPES])
-def test_steps_of_the_recipe_move_the_policy_and_its_metrics_are_finite(recipe: str, warm_model: Path) -> None:
+def test_steps_of_the_recipe_move_the_policy_and_its_metrics_are_finite(
+    recipe: str, warm_model: Path, tiny_model: Path
+) -> None:
     section = "ppo" if recipe.startswith(("ppo", "vapo")) else "grpo"
     size = [f"{section}.num_prompts_per_step=4", f"{section}.num_generations_per_prompt=4"]
     if section == "ppo":
         size.append("ppo.policy_training_start_step=1")
+    if recipe.startswith("opd"):
+        size.append(f"grpo.adv_estimator.teacher_model_name={tiny_model}")
     config = load(EXAMPLES / recipe, [f"policy.model_name={warm_model}", *size], {})
     learner = Learner(config)
     sampler = Sampler(warm_model, config.policy.generation.max_new_tokens)
@@ -37,13 +43,20 @@ def test_steps_of_the_recipe_move_the_policy_and_its_metrics_are_finite(recipe: 
     questions = problems(seed=0, count=4)
     for step in range(3):
         sampler.load(dict(learner.iter_weights()))
-        metrics = learner.step(experiences(sampler.draw(next(questions), 4, seed=step), 4, age=0))
+        batch = experiences(sampler.draw(next(questions), 4, seed=step), 4, age=0)
+        metrics = learner.step([dataclasses.replace(e, components=components(e)) for e in batch])
         assert all(np.isfinite(value) for value in metrics.values()), metrics
         assert not unknown(metrics), "every metric is in docs/metrics.md"
         if section == "ppo" and step == 0:
             assert torch.equal(before, weights(learner)), "the critic has the first step for itself"
     assert not torch.equal(before, weights(learner))
     assert learner.version == 3
+
+
+def components(experience: Experience) -> dict[str, float]:
+    """As the environment of the recipe of gdpo gives them."""
+    ended = float(not experience.truncated)
+    return {"correctness": experience.reward, "format": 0.0, "integer": ended}
 
 
 def weights(learner: Learner) -> torch.Tensor:
