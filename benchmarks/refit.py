@@ -36,8 +36,8 @@ from services.replay import library
 from services.replay.embedded import EmbeddedServer
 from services.rollout.engine import running_engine
 from services.rollout.weight_receiver import WeightReceiver
+from services.trainer.control.weight_sender import WeightSender
 from services.trainer.models import tiny
-from services.trainer.weight_sender import WeightSender
 
 ROUNDS = 9
 TIMELINE = "benchmark"

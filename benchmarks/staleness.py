@@ -26,9 +26,9 @@ from rich.table import Table
 
 from benchmarks.sampler import Completion, Sampler, held_out, problems
 from headrace.config import Config, load
-from services.trainer.experience import Experience
-from services.trainer.learner import Learner
-from services.trainer.rows import TokenSequence
+from services.trainer.learning.experience import Experience
+from services.trainer.learning.learner import Learner
+from services.trainer.network.rows import TokenSequence
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic_tiny.yaml"
 STEPS, VALIDATE = 40, 5

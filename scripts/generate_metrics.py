@@ -1,4 +1,4 @@
-"""Generate the tables of docs/metrics.md from `services.trainer.metric_names`: `python scripts/generate_metrics.py [OUTPUT]`.
+"""Generate the tables of docs/metrics.md from `services.trainer.telemetry.metric_names`: `python scripts/generate_metrics.py [OUTPUT]`.
 
 The output is committed; a test generates it again and compares.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from services.trainer.metric_names import CHAPTERS, Chapter, Metric
+from services.trainer.telemetry.metric_names import CHAPTERS, Chapter, Metric
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
-MARK = "<!-- What follows is generated from services/trainer/metric_names.py: run `make docs`. -->\n"
+MARK = "<!-- What follows is generated from services/trainer/telemetry/metric_names.py: run `make docs`. -->\n"
 
 
 def page(written: str) -> str:

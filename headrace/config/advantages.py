@@ -37,7 +37,7 @@ class RewardScaling(Section):
 
 
 class RewardShaping(Section):
-    """What length costs a completion; formulae in `services/trainer/advantages/rewards.py`. It comes after `reward_scaling`."""
+    """What length costs a completion; formulae in `services/trainer/learning/advantages/rewards.py`. It comes after `reward_scaling`."""
 
     enabled: bool = False
     overlong_buffer_length: int = Field(
@@ -66,7 +66,7 @@ class RewardShaping(Section):
 
 
 class AdvEstimator(Section):
-    """Formulae in `services/trainer/advantages/estimators.py`."""
+    """Formulae in `services/trainer/learning/advantages/estimators.py`."""
 
     name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = Field(
         "grpo",
@@ -116,7 +116,7 @@ class AdvEstimator(Section):
 
 
 class PPOAdvEstimator(Section):
-    """Formulae in `services/trainer/advantages/estimators.py`."""
+    """Formulae in `services/trainer/learning/advantages/estimators.py`."""
 
     name: Literal["gae", "raw_reward"] = Field(
         "gae",

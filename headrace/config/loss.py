@@ -1,4 +1,7 @@
-"""`loss_fn` and `value_loss_fn`: keys, meanings and defaults as users of NeMo RL know them; formulae in `services/trainer/losses`."""
+"""`loss_fn` and `value_loss_fn`: keys, meanings and defaults as users of NeMo RL know them.
+
+The formulae are in `services/trainer/learning/losses`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from headrace.config.base import Section
 
 
 class LossFn(Section):
-    """The policy's loss; formulae in `services/trainer/losses`."""
+    """The policy's loss; formulae in `services/trainer/learning/losses`."""
 
     # what the loss is averaged over
     token_level_loss: bool = Field(
@@ -183,7 +186,7 @@ class LossFn(Section):
 
 
 class ValueLossFn(Section):
-    """The value model's loss: half the squared error, clipped as in PPO; formula in `services/trainer/losses/value.py`."""
+    """The value model's loss: half the squared error, clipped as in PPO; formula in `services/trainer/learning/losses/value.py`."""
 
     scale: float = Field(0.4, gt=0, description="factor of the whole loss")
     cliprange: float | None = Field(

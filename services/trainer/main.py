@@ -18,21 +18,21 @@ from headrace.model_name import check_model_name
 from headrace.replay import ReplayClient
 from headrace.service import EXIT_STOPPED, bind, die_with_parent, serve_http, stop_on_signals
 from headrace.trajectory import Score, Trajectory
-from services.trainer.checkpoint import Checkpoints
-from services.trainer.feeder import Demand, Feeder
-from services.trainer.http import build_app
-from services.trainer.lineage import Lineage
-from services.trainer.loop import Loop, Phase, Sender, Tools
-from services.trainer.metrics import JOURNAL, Gauges, Journal
-from services.trainer.patience import Patience
-from services.trainer.prompts import Prompts
-from services.trainer.ranks import Ranks, join_ranks
-from services.trainer.start import Standing, lost_writes, take_up
-from services.trainer.threads import TorchThread
-from services.trainer.throughput import Meter
-from services.trainer.tracking import Tracking
-from services.trainer.weight_sender import WeightSender
-from services.trainer.worker import Lead, Worker, dismiss, follow
+from services.trainer.control.checkpoint import Checkpoints
+from services.trainer.control.feeder import Demand, Feeder
+from services.trainer.control.lineage import Lineage
+from services.trainer.control.loop import Loop, Phase, Sender, Tools
+from services.trainer.control.patience import Patience
+from services.trainer.control.prompts import Prompts
+from services.trainer.control.ranks import Ranks, join_ranks
+from services.trainer.control.start import Standing, lost_writes, take_up
+from services.trainer.control.threads import TorchThread
+from services.trainer.control.weight_sender import WeightSender
+from services.trainer.control.worker import Lead, Worker, dismiss, follow
+from services.trainer.telemetry.http import build_app
+from services.trainer.telemetry.metrics import JOURNAL, Gauges, Journal
+from services.trainer.telemetry.throughput import Meter
+from services.trainer.telemetry.tracking import Tracking
 
 log = logging.getLogger(__name__)
 

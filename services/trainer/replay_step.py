@@ -15,11 +15,11 @@ from headrace.errors import ServiceError
 from headrace.lineage import FOLDER, LineageFiles
 from headrace.replay import ReplayClient, Reservation
 from headrace.trajectory import Group, Score, Trajectory
-from services.trainer.checkpoint import Checkpoints
-from services.trainer.metrics import JOURNAL, Line, read_journal, surviving
-from services.trainer.ranks import Ranks
-from services.trainer.shares import assign, check_batch
-from services.trainer.worker import Worker
+from services.trainer.control.checkpoint import Checkpoints
+from services.trainer.control.ranks import Ranks
+from services.trainer.control.worker import Worker
+from services.trainer.learning.shares import assign, check_batch
+from services.trainer.telemetry.metrics import JOURNAL, Line, read_journal, surviving
 
 COMPARED = ("loss", "grad_norm", "critic/loss", "critic/grad_norm", "reward")
 # Differences count in proportion to what was logged, but not to less than this: the loss of an on-policy step is about 0.

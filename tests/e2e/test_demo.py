@@ -16,8 +16,8 @@ import pytest
 
 from headrace.config import load
 from headrace.service import bind
-from services.trainer.checkpoint import TRAINED, Checkpoints
-from services.trainer.ledger import Orders
+from services.trainer.control.checkpoint import TRAINED, Checkpoints
+from services.trainer.control.ledger import Orders
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "arithmetic_tiny.yaml"
@@ -142,7 +142,7 @@ def test_a_run_killed_with_its_supervisor_leaves_no_orphan_and_goes_on(tmp_path:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = journal(run)
     assert any(line["kind"] == "rewind" and line["step"] >= 2 for line in lines), "it went on from a checkpoint"
-    from services.trainer.metrics import Journal, surviving
+    from services.trainer.telemetry.metrics import Journal, surviving
 
     train = [line.step for line in surviving(Journal(run / "metrics.jsonl").read()) if line.kind == "train"]
     assert train == list(range(steps))

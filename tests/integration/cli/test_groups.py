@@ -18,7 +18,7 @@ from headrace.replay.wire import open_redis
 from headrace.trajectory import Score
 from services.replay import library
 from services.replay.embedded import EmbeddedServer
-from services.trainer.lineage import Lineage
+from services.trainer.control.lineage import Lineage
 from tests.conftest import free_port
 from tests.integration.replay.helpers import enqueue, healthy_replica, make_group, make_trajectory
 

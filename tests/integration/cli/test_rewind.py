@@ -13,7 +13,7 @@ import pytest
 from headrace.cli import runs
 from headrace.config import load
 from headrace.config.services import Checkpointing
-from services.trainer.checkpoint import Checkpoints, State
+from services.trainer.control.checkpoint import Checkpoints, State
 
 CONFIG = "run: {id: adder, dir: elsewhere}\n"
 

@@ -24,9 +24,9 @@ from headrace.replay.wire import open_redis
 from headrace.trajectory import Score
 from services.replay import library
 from services.replay.embedded import EmbeddedServer
-from services.trainer.checkpoint import State
-from services.trainer.ledger import Orders
-from services.trainer.start import Rewind, choose_start
+from services.trainer.control.checkpoint import State
+from services.trainer.control.ledger import Orders
+from services.trainer.control.start import Rewind, choose_start
 from tests.conftest import free_port
 from tests.integration.replay.helpers import contents, eventually, make_group, make_trajectory, nonce, push_all, refit
 from tests.integration.replay.servers import RedisServer, needs_redis, redis_server

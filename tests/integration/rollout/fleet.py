@@ -20,7 +20,7 @@ from headrace.config import Config
 from headrace.replay import ReplayClient, Replica, Reservation
 from headrace.trajectory import Group, Sampling, Score, Trajectory
 from headrace.weights.probe import choose_token_ids
-from services.trainer.weight_sender import RefitReport, WeightSender
+from services.trainer.control.weight_sender import RefitReport, WeightSender
 
 PATIENCE_S = 240.0  # for an engine to start, or a long completion to end, on a busy machine
 PROMPT = (3, 7, 8, 15, 9, 6, 4)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from headrace.config import Config
-from services.trainer.experience import Experience
-from services.trainer.rows import TokenSequence
+from services.trainer.learning.experience import Experience
+from services.trainer.network.rows import TokenSequence
 
 # every trajectory's advantage is its reward, so that a test can give whichever it wants
 REWARD_IS_ADVANTAGE = {

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from learner_cases import config, experiences
 
 from headrace.errors import ServiceError
-from services.trainer.experience import Experience
-from services.trainer.learner import Learner
+from services.trainer.learning.experience import Experience
+from services.trainer.learning.learner import Learner
 
 POLICY = {
     "train_micro_batch_size": 2,

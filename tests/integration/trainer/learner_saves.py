@@ -10,8 +10,8 @@ from pathlib import Path
 from learner_cases import config, experiences
 
 from headrace.config.services import Checkpointing
-from services.trainer.checkpoint import Checkpoints, State
-from services.trainer.learner import Learner
+from services.trainer.control.checkpoint import Checkpoints, State
+from services.trainer.learning.learner import Learner
 
 PPO = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "ppo_epochs": 1}
 

@@ -24,7 +24,7 @@ from headrace.errors import HeadraceError
 from headrace.replay import ReplayClient, Reservation
 from headrace.service import die_with_parent
 from headrace.trajectory import Group
-from services.trainer.checkpoint import Checkpoints, State
+from services.trainer.control.checkpoint import Checkpoints, State
 from services.trainer.main import Makers, main, open_sender
 
 

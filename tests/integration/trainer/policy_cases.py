@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from learner_cases import config
 
-from services.trainer.rows import TokenSequence
+from services.trainer.network.rows import TokenSequence
 
 SIZES: dict[str, Any] = {
     "vocab_size": 20,

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from policy_cases import MODES, groups, settings, weights_of
 from torch.distributed.tensor import DTensor
 
-from services.trainer.policy import Policy
-from services.trainer.projection import Warp
-from services.trainer.rows import Layout, MicroBatch, build, join, plan
+from services.trainer.network.policy import Policy
+from services.trainer.network.projection import Warp
+from services.trainer.network.rows import Layout, MicroBatch, build, join, plan
 
 CUT = 10  # sequences of the first rank; the second has 3 and keeps pace
 

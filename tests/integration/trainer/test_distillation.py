@@ -16,10 +16,10 @@ from benchmarks.sampler import Sampler, problems
 from benchmarks.staleness import experiences as drawn
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.learner import Learner
-from services.trainer.policy import Policy
-from services.trainer.projection import Warp
-from services.trainer.rows import Layout, MicroBatch, build
+from services.trainer.learning.learner import Learner
+from services.trainer.network.policy import Policy
+from services.trainer.network.projection import Warp
+from services.trainer.network.rows import Layout, MicroBatch, build
 
 GAP = "on_policy_distillation/teacher_student_logprob_gap_mean"
 

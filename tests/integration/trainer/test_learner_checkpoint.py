@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config.services import Checkpointing
 from headrace.errors import ServiceError
-from services.trainer.checkpoint import Checkpoints
-from services.trainer.learner import Learner
+from services.trainer.control.checkpoint import Checkpoints
+from services.trainer.learning.learner import Learner
 
 HERE = Path(__file__).parent
 

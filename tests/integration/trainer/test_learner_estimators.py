@@ -11,8 +11,8 @@ from learner_cases import config, experiences
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.experience import Experience
-from services.trainer.learner import Learner
+from services.trainer.learning.experience import Experience
+from services.trainer.learning.learner import Learner
 
 GROUPS = {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "use_leave_one_out_baseline": False}
 

@@ -14,14 +14,14 @@ from transformers import AutoModel
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.experience import Experience
-from services.trainer.learner import Learner
-from services.trainer.losses import policy_loss
-from services.trainer.policy import Policy
-from services.trainer.projection import Warp
-from services.trainer.rows import Layout, MicroBatch, Rows, TokenSequence, build
-from services.trainer.tokens import GlobalCounts, Logprobs, Tokens
-from services.trainer.value import HEAD, Value
+from services.trainer.learning.experience import Experience
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.losses import policy_loss
+from services.trainer.learning.tokens import GlobalCounts, Logprobs, Tokens
+from services.trainer.network.policy import Policy
+from services.trainer.network.projection import Warp
+from services.trainer.network.rows import Layout, MicroBatch, Rows, TokenSequence, build
+from services.trainer.network.value import HEAD, Value
 
 # an eps above the rounding errors of the smallest gradients, which AdamW otherwise blows up to lr
 SMOOTH = {"kwargs": {"lr": 1e-3, "eps": 1e-4}}

@@ -13,7 +13,7 @@ import torch
 from learner_cases import config
 from learner_ranks import SETTINGS, batches
 
-from services.trainer.learner import Learner
+from services.trainer.learning.learner import Learner
 
 HERE = Path(__file__).parent
 

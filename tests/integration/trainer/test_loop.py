@@ -24,12 +24,12 @@ from headrace.lineage import FOLDER, LineageFiles, timeline_of
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.wire import open_redis
 from headrace.service import EXIT_STOPPED
-from services.trainer.checkpoint import TRAINED, Checkpoints
-from services.trainer.ledger import Orders
-from services.trainer.metric_names import unknown
-from services.trainer.metrics import Journal, Line, surviving
-from services.trainer.samples import SampleFiles
-from services.trainer.start import Restore, choose_start
+from services.trainer.control.checkpoint import TRAINED, Checkpoints
+from services.trainer.control.ledger import Orders
+from services.trainer.control.start import Restore, choose_start
+from services.trainer.telemetry.metric_names import unknown
+from services.trainer.telemetry.metrics import Journal, Line, surviving
+from services.trainer.telemetry.samples import SampleFiles
 
 pytestmark = pytest.mark.slow
 

@@ -26,9 +26,9 @@ from transformers import (
 )
 
 from headrace.errors import ServiceError
-from services.trainer.policy import Policy
-from services.trainer.projection import Warp
-from services.trainer.rows import Layout, MicroBatch, Rows, TokenSequence, build, join, plan
+from services.trainer.network.policy import Policy
+from services.trainer.network.projection import Warp
+from services.trainer.network.rows import Layout, MicroBatch, Rows, TokenSequence, build, join, plan
 
 
 @pytest.fixture(scope="module")

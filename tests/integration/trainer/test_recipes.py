@@ -12,9 +12,9 @@ import torch
 from benchmarks.sampler import Sampler, problems
 from benchmarks.staleness import experiences
 from headrace.config import load
-from services.trainer.experience import Experience
-from services.trainer.learner import Learner
-from services.trainer.metric_names import unknown
+from services.trainer.learning.experience import Experience
+from services.trainer.learning.learner import Learner
+from services.trainer.telemetry.metric_names import unknown
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 RECIPES = sorted(path.name for path in EXAMPLES.glob("*_arithmetic.yaml"))

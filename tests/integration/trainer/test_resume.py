@@ -14,7 +14,7 @@ from test_loop import Trainer, check_history, limits, settings  # noqa: F401 - f
 
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.wire import open_redis
-from services.trainer.metrics import surviving
+from services.trainer.telemetry.metrics import surviving
 
 pytestmark = pytest.mark.slow
 

@@ -14,11 +14,11 @@ import pytest
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.loggers.follower import Follower, counts
-from services.trainer.loggers.opening import followers
-from services.trainer.loggers.tracker import Entry, parameters
-from services.trainer.metrics import Journal
-from services.trainer.samples import SampleFiles
+from services.trainer.telemetry.loggers.follower import Follower, counts
+from services.trainer.telemetry.loggers.opening import followers
+from services.trainer.telemetry.loggers.tracker import Entry, parameters
+from services.trainer.telemetry.metrics import Journal
+from services.trainer.telemetry.samples import SampleFiles
 
 LONG_S = 100.0
 

@@ -15,8 +15,8 @@ from headrace.config import Config
 from headrace.errors import Fenced, ReplayUnavailable, WrongTimeline
 from headrace.replay import Epoch, ReplayClient
 from headrace.replay.wire import open_redis
-from services.trainer.patience import Patience
-from services.trainer.weight_sender import RefitReport, WeightSender
+from services.trainer.control.patience import Patience
+from services.trainer.control.weight_sender import RefitReport, WeightSender
 
 TIMELINE, REPLICA, REASON = "timeline-1", "replica", "its disk is full"
 MOMENTS = ["gathering", "beginning", "sending", "ending"]

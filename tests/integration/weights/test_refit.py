@@ -22,7 +22,7 @@ from headrace.config import Config
 from headrace.replay import Limits, ReplayClient
 from headrace.weights.probe import choose_token_ids
 from headrace.weights.rendezvous import Rendezvous
-from services.trainer.weight_sender import RefitReport, WeightSender
+from services.trainer.control.weight_sender import RefitReport, WeightSender
 
 HERE = Path(__file__).parent
 PATIENCE_S = 240.0  # for an engine to start on a busy machine

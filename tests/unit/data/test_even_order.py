@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from headrace.config import Config
 from headrace.errors import ConfigError
+from services.trainer.control.prompts import Prompts
 from services.trainer.data import EvenOrder, PromptOrder
 from services.trainer.models import tiny
-from services.trainer.prompts import Prompts
 
 SETS = st.lists(st.integers(1, 12), min_size=1, max_size=4)
 

@@ -12,8 +12,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from headrace.config.loss import LossFn
-from services.trainer.advantages import Settings, SumOverRanks, estimate
-from services.trainer.tokens import Episode, Estimates, Float64
+from services.trainer.learning.advantages import Settings, SumOverRanks, estimate
+from services.trainer.learning.tokens import Episode, Estimates, Float64
 
 T = TypeVar("T")
 

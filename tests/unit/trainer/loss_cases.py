@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.config import LossFn
-from services.trainer.tokens import GlobalCounts, Logprobs, Tokens
+from services.trainer.learning.tokens import GlobalCounts, Logprobs, Tokens
 
 EPSILON = 1e-8
 FLOAT32 = float(np.log(np.finfo(np.float32).max))  # exponents above overflow there

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.advantages import group_advantages
+from services.trainer.learning.advantages import group_advantages
 
 BOTH = pytest.mark.parametrize("leave_one_out", [False, True])
 

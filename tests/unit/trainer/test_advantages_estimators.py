@@ -15,9 +15,9 @@ from headrace.config import Config
 from headrace.config.advantages import AdvEstimator, PPOAdvEstimator
 from headrace.config.loss import LossFn
 from headrace.errors import ServiceError
-from services.trainer.advantages import Needs, Settings, needs
-from services.trainer.losses import explained_variance
-from services.trainer.tokens import Float64
+from services.trainer.learning.advantages import Needs, Settings, needs
+from services.trainer.learning.losses import explained_variance
+from services.trainer.learning.tokens import Float64
 from tests.unit.trainer.advantage_cases import Batch, batches, episode
 
 NO_KL = LossFn()

@@ -11,8 +11,8 @@ import pytest
 
 from headrace.config.logger import TrainInferenceAlarm
 from headrace.trajectory import Score, Span, Trajectory
-from services.trainer import alarm
-from services.trainer.samples import TrainingSample
+from services.trainer.telemetry import alarm
+from services.trainer.telemetry.samples import TrainingSample
 
 LIMITS = TrainInferenceAlarm()
 

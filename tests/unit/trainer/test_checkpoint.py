@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.config.services import Checkpointing
 from headrace.errors import ServiceError
-from services.trainer.checkpoint import Checkpoints, State, superseded
+from services.trainer.control.checkpoint import Checkpoints, State, superseded
 
 
 def state(version: int, **metrics: float) -> State:

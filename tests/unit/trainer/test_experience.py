@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.replay import Reservation, ReservedTrajectory
 from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
-from services.trainer.experience import (
+from services.trainer.learning.experience import (
     Experience,
     Trace,
     experience_of,
@@ -19,8 +19,8 @@ from services.trainer.experience import (
     split_across_ranks,
     split_groups_across_ranks,
 )
-from services.trainer.rows import TokenSequence
-from services.trainer.shares import assign
+from services.trainer.learning.shares import assign
+from services.trainer.network.rows import TokenSequence
 
 TRAJECTORY = Trajectory(
     group_id="g",

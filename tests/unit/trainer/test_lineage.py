@@ -12,7 +12,7 @@ import pytest
 from headrace.errors import CodecError, ServiceError
 from headrace.lineage import ABANDONED, GroupLineage, LineageFiles, Origin, TokenRange, origin_of
 from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
-from services.trainer.lineage import Lineage
+from services.trainer.control.lineage import Lineage
 
 
 def group(order: int) -> Group:

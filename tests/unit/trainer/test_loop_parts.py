@@ -15,15 +15,23 @@ from hypothesis import strategies as st
 from headrace.errors import ReplayUnavailable, ServiceError, WrongTimeline
 from headrace.replay import Ended, Evaluated, Reservation, ReservedTrajectory, RunState
 from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
-from services.trainer.checkpoint import State
-from services.trainer.feeder import Demand, Feed, next_feed
-from services.trainer.ledger import Ledger, Orders, orders_of
-from services.trainer.metrics import Gauges, Journal, Line, batch_metrics, sampling_metrics, surviving, total_lengths
-from services.trainer.patience import Patience
-from services.trainer.plot import draw_curve
-from services.trainer.shares import Assignment, assign, check_batch, law_broken
-from services.trainer.start import Restore, Rewind, Standing, choose_start, lost_writes
-from services.trainer.validation import Tally, reaches, summarise
+from services.trainer.control.checkpoint import State
+from services.trainer.control.feeder import Demand, Feed, next_feed
+from services.trainer.control.ledger import Ledger, Orders, orders_of
+from services.trainer.control.patience import Patience
+from services.trainer.control.start import Restore, Rewind, Standing, choose_start, lost_writes
+from services.trainer.control.validation import Tally, reaches, summarise
+from services.trainer.learning.shares import Assignment, assign, check_batch, law_broken
+from services.trainer.telemetry.metrics import (
+    Gauges,
+    Journal,
+    Line,
+    batch_metrics,
+    sampling_metrics,
+    surviving,
+    total_lengths,
+)
+from services.trainer.telemetry.plot import draw_curve
 
 
 def run_state(**changes: object) -> RunState:

@@ -13,7 +13,7 @@ from loss_cases import Case
 from pydantic import ValidationError
 
 from headrace.config import LossFn
-from services.trainer.losses import policy_loss, policy_metric_names
+from services.trainer.learning.losses import policy_loss, policy_metric_names
 
 torch.set_num_threads(1)
 

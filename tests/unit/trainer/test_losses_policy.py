@@ -13,8 +13,8 @@ from loss_cases import Case
 from torch import Tensor
 
 from headrace.config import LossFn
-from services.trainer.losses import policy_loss
-from services.trainer.tokens import GlobalCounts, Logprobs, LossParts, Tokens
+from services.trainer.learning.losses import policy_loss
+from services.trainer.learning.tokens import GlobalCounts, Logprobs, LossParts, Tokens
 
 torch.set_num_threads(1)
 

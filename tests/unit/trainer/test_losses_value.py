@@ -14,8 +14,8 @@ from loss_cases import Case
 from torch import Tensor
 
 from headrace.config import ValueLossFn
-from services.trainer.losses import explained_variance, value_loss, value_metric_names
-from services.trainer.tokens import GlobalCounts, LossParts, Tokens
+from services.trainer.learning.losses import explained_variance, value_loss, value_metric_names
+from services.trainer.learning.tokens import GlobalCounts, LossParts, Tokens
 
 torch.set_num_threads(1)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from headrace.config.loss import LossFn, ValueLossFn
-from services.trainer.losses.policy import policy_metric_names
-from services.trainer.losses.value import value_metric_names
-from services.trainer.metric_names import CHAPTERS, tracked_name, unknown
+from services.trainer.learning.losses.policy import policy_metric_names
+from services.trainer.learning.losses.value import value_metric_names
+from services.trainer.telemetry.metric_names import CHAPTERS, tracked_name, unknown
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.metric_names import unknown
-from services.trainer.metrics import Kind, Line
-from services.trainer.page import CHARTS, POINTS, _ticks, render, standing, write
+from services.trainer.telemetry.metric_names import unknown
+from services.trainer.telemetry.metrics import Kind, Line
+from services.trainer.telemetry.page import CHARTS, POINTS, _ticks, render, standing, write
 
 
 def line(step: int, kind: Kind = "train", **metrics: float) -> Line:

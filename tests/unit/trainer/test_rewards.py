@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.config.advantages import AdvEstimator, RewardScaling, RewardShaping
 from headrace.config.loss import LossFn
 from headrace.errors import ServiceError
-from services.trainer.advantages import (
+from services.trainer.learning.advantages import (
     Settings,
     SumOverRanks,
     components_of,
@@ -22,7 +22,7 @@ from services.trainer.advantages import (
     scale_rewards,
     shape_rewards,
 )
-from services.trainer.tokens import Episode, Float64
+from services.trainer.learning.tokens import Episode, Float64
 from tests.unit.trainer.advantage_cases import Batch, batches, episode, on_ranks
 
 NONE = np.zeros(1, dtype=bool)

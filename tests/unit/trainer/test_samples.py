@@ -11,8 +11,8 @@ from rich.console import Console
 
 from headrace.errors import ServiceError
 from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
-from services.trainer.experience import Trace, experience_of
-from services.trainer.samples import (
+from services.trainer.learning.experience import Trace, experience_of
+from services.trainer.telemetry.samples import (
     SampleFiles,
     as_markdown,
     choose,

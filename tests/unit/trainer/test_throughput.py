@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import Config
-from services.trainer.decisions import Action
-from services.trainer.flops import Architecture, Peak
-from services.trainer.metric_names import unknown
-from services.trainer.throughput import Devices, Meter, StepTimes, efficiency_metrics
+from services.trainer.control.decisions import Action
+from services.trainer.telemetry.flops import Architecture, Peak
+from services.trainer.telemetry.metric_names import unknown
+from services.trainer.telemetry.throughput import Devices, Meter, StepTimes, efficiency_metrics
 
 SECONDS = st.floats(0, 1e4)
 

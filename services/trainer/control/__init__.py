@@ -1,0 +1,1 @@
+"""How a run goes on: what the trainer does next, its batches, checkpoints, validation, ranks and refits."""

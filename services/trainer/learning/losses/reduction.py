@@ -1,0 +1,88 @@
+"""What a sum over tokens or sequences is divided by. Sums are taken in float64, so that their order doesn't show.
+
+Every mean of the losses is a weighted sum: a token-level mean has weights `M / T`, a mean over sequences of each one's mean
+`m / Σ m · s / N`, where `m` is the token's mask, `s` its sequence's multiplier and `M = m s`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from headrace.config.loss import LossFn
+from services.trainer.learning.tokens import GlobalCounts, Tokens
+
+EPSILON = 1e-8  # keeps what is empty from dividing by zero, as in the reference
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricNames:
+    """Names of the metrics in a `LossParts`, which the configuration alone decides."""
+
+    sums: tuple[str, ...]
+    minima: tuple[str, ...]
+    maxima: tuple[str, ...]
+
+
+def token_counts(tokens: Tokens) -> Tensor:
+    """M [N] float64: the mask times the multiplier of the sequence."""
+    return tokens.mask.double() * tokens.multiplier.double()[tokens.sequence]
+
+
+def token_weights(tokens: Tokens, counts: GlobalCounts) -> Tensor:
+    """[N] float64, of a mean over all tokens that count: `M / T`."""
+    return token_counts(tokens) / (counts.tokens + EPSILON)
+
+
+def sequence_counts(tokens: Tokens) -> Tensor:
+    """s [B] float64: the multiplier of each sequence that has a token, 0 for one that has none."""
+    lengths = sum_by_sequence(torch.ones_like(tokens.mask), tokens)
+    return torch.where(lengths > 0, tokens.multiplier.double(), 0.0)
+
+
+def sequence_weights(tokens: Tokens, counts: GlobalCounts) -> Tensor:
+    """[B] float64, of a mean over all sequences: `s / N`."""
+    return sequence_counts(tokens) / (counts.sequences + EPSILON)
+
+
+def loss_weights(config: LossFn, tokens: Tokens, kept: Tensor, counts: GlobalCounts) -> Tensor:
+    """[N] float64, of the mean that a term of the loss is; 0 on tokens that `kept` [N] bool leaves out.
+
+    Token level: `M / T` (DAPO, arXiv 2503.14476). Sequence level: `m / Σ m · s / N` (GRPO, arXiv 2402.03300). With a
+    constant length L: `M / (N L)` (Dr. GRPO, arXiv 2503.20783). Tokens left out leave the sequence's own `Σ m`, not `T`.
+    """
+    if config.constant_length is not None:
+        weights = token_counts(tokens) / (counts.sequences * config.constant_length + EPSILON)
+    elif config.token_level_loss:
+        weights = token_weights(tokens, counts)
+    else:
+        mask = torch.where(kept, tokens.mask.double(), 0.0)
+        per_sequence = sequence_weights(tokens, counts) / (sum_by_sequence(mask, tokens) + EPSILON)
+        weights = mask * per_sequence[tokens.sequence]
+    return torch.where(kept, weights, 0.0)
+
+
+def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """Σ weights · values, a float64 scalar; where the weight is 0 the value may be anything."""
+    return (torch.where(weights > 0, values.double(), 0.0) * weights).sum()
+
+
+def sum_by_sequence(values: Tensor, tokens: Tokens) -> Tensor:
+    """[B] float64: the sum of `values` [N] over each sequence."""
+    zeros = torch.zeros(tokens.multiplier.shape, dtype=torch.float64, device=values.device)
+    return zeros.index_add(0, tokens.sequence, values.double())
+
+
+def mean_by_sequence(values: Tensor, kept: Tensor, tokens: Tokens) -> Tensor:
+    """[B] float64: the mean of `values` [N] over those tokens of each sequence that are `kept` [N] bool; 0 where none is."""
+    total = sum_by_sequence(torch.where(kept, values, 0.0), tokens)
+    return total / (sum_by_sequence(kept, tokens) + EPSILON)
+
+
+def extremes(values: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest of `values` where `valid`, float64; inf and -inf where none is."""
+    values = values.detach().double()
+    low, high = values.new_full((1,), torch.inf), values.new_full((1,), -torch.inf)
+    return torch.cat([values[valid], low]).amin(), torch.cat([values[valid], high]).amax()

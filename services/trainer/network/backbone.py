@@ -1,0 +1,161 @@
+"""What policy and value model share: a transformers model on this rank's device, and the hidden states before each policy token.
+
+A model scores tokens by a **root** module of ours around the transformers model, whose forward is everything that needs
+weights: backbone, choice of positions, head. It is FSDP2's outermost unit, so that its one forward gathers embedding and
+head once, however many chunks the head is applied in, and ranks with unequal rows enter the same collectives.
+
+Weights are float32 whatever `policy.precision` says: a step at a usual learning rate is smaller than bfloat16 resolves, so
+bfloat16 is only what matrices are multiplied in (autocast). Models stay in evaluation mode: dropout would make two passes over
+the same weights disagree, and the ratio of the loss compares exactly those.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from headrace.config import Config
+from headrace.errors import ServiceError
+from services.trainer.network.rows.attention import attention_arguments
+from services.trainer.network.rows.build import Rows
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto`, `cpu` or `cuda` as a device; CUDA is the process's current one. Raises `ServiceError` without a GPU."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ServiceError(
+            "trainer.device cuda: torch sees no GPU here; set trainer.device=cpu or install a CUDA build"
+        )
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def load_model(
+    auto: Any, config: Config, key: str, name: str, what: str, overrides: Mapping[str, Any] | None = None
+) -> Any:
+    """`auto.from_pretrained(name)` in float32 and evaluation mode, its own configuration under `overrides`. `key` named it, `what`
+    it should be.
+
+    Raises `ServiceError` if it can't be loaded, an override is none of its configuration's keys, or its context is shorter than
+    `policy.max_total_sequence_length`.
+    """
+    try:
+        settings = _settings(name, overrides) if overrides else {}
+        model = auto.from_pretrained(name, dtype=torch.float32, **settings)
+    except (OSError, ValueError) as error:
+        raise cannot_load(key, name, what, error) from error
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and config.policy.max_total_sequence_length > context:
+        raise ServiceError(
+            f"policy.max_total_sequence_length {config.policy.max_total_sequence_length} is more than the {context} "
+            f"positions of {name!r}; set it to {context} or less"
+        )
+    return model.eval()
+
+
+def _settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's own configuration under `overrides`, as an argument of `from_pretrained`."""
+    settings, unknown = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **copy.deepcopy(dict(overrides)))
+    if unknown:
+        raise ServiceError(
+            f"hf_config_overrides: the configuration of {name!r} has no {', '.join(sorted(unknown))}; leave it out"
+        )
+    return {"config": settings}
+
+
+def place(root: nn.Module, model: Any, device: torch.device, *, recompute: bool) -> None:
+    """Move `root`, which holds `model`, to `device`; with several ranks shard it by FSDP2.
+
+    There is one FSDP2 unit a decoder layer and one for the rest, so that a tied embedding and head stay together. With
+    `recompute` a layer keeps its input alone for the backward pass.
+    """
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if recompute:
+        if not layers:
+            raise ServiceError(
+                f"policy.activation_checkpointing true: {type(model).__name__} does not say which of its modules are "
+                "layers; set it to false"
+            )
+        for layer in layers:
+            # transformers' own switch works in training mode alone, which would turn on dropout
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        root.to(device)
+        return
+    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(root, mesh=mesh)
+
+
+def hidden_before(backbone: nn.Module, rows: Rows) -> Tensor:
+    """Hidden states [N, H] of the backbone's last layer at the place before each policy token.
+
+    What a head reads here has seen the prompt and the completion up to that token, and not the token itself: a vocabulary
+    projection predicts it, a value head gives the value before it.
+    """
+    output = backbone(input_ids=rows.input_ids, use_cache=False, **attention_arguments(backbone, rows))
+    return output.last_hidden_state.flatten(0, 1).index_select(0, rows.before)
+
+
+def precision(config: Config, device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which a forward pass runs under `policy.precision`."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.policy.precision == "bfloat16")
+
+
+def whole_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every weight once, whole, by its name in a Hugging Face checkpoint; a tied head is left out. A collective."""
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach()
+        yield from _as_saved(model, name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+
+def weight_shapes(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and full shapes in the order of `whole_weights`; gathers nothing."""
+    for name, parameter in model.named_parameters():
+        for saved, tensor in _as_saved(model, name, torch.empty(parameter.shape, device="meta")):
+            yield saved, tuple(tensor.shape)
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """Write config and safetensors to `folder` from rank 0, as `from_pretrained` reads them. A collective."""
+    keep = not dist.is_initialized() or dist.get_rank() == 0
+    whole: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach()
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if keep:
+            whole[name] = full.cpu()
+    if keep:
+        model.save_pretrained(folder, state_dict=whole)
+
+
+def cannot_load(key: str, name: str, what: str, error: Exception) -> ServiceError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ServiceError(
+        f"{key} {name!r}: can't load {what} ({reason}); give a directory with config.json, tokenizer and "
+        "safetensors files, or the name of a model that can be downloaded or is in HF_HOME"
+    )
+
+
+def _as_saved(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What one parameter is called in a checkpoint; some architectures fuse several saved tensors into one."""
+    if not model._weight_conversions:
+        yield name, tensor
+        return
+    yield from revert_weight_conversion(model, {name: tensor}).items()

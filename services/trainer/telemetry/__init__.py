@@ -1,0 +1,1 @@
+"""What people see of a run: metrics, trackers, samples, alarms, pictures and pages."""
