@@ -1,9 +1,9 @@
 """Every recipe in `examples/*_arithmetic.yaml` as `headrace up` runs it, with several seeds: accuracy against steps, in one picture.
 
-    python -m benchmarks.recipes --model models/tiny [--seeds 3] [--recipe NAME …] [--jobs 1] [--out FOLDER] [KEY=VALUE …]
+    python -m benchmarks.recipes --model models/tiny [--seeds 3] [--recipe NAME …] [--teacher DIR] [--jobs 1] [--out DIR] [KEY=VALUE …]
 
 Each run is the whole pipeline with the recipe's own steps, sizes and age bound; only the seed, the model's path and the ports are set, and
-whatever KEY=VALUE says. What has been measured is kept in `recipes.json` in FOLDER; a run found there is not run again.
+whatever KEY=VALUE says. Distillation needs a teacher, and is left out without one. What has been measured is kept in `recipes.json` in DIR; a run found there is not run again.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from benchmarks.peer import free_port, run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 BASE = "grpo"  # the recipe that the others build on
+DISTILLATION = "opd"
 REWARD, ACCURACY = "#4477aa", "#cc6677"
 COLUMNS = 3
 
@@ -63,6 +64,9 @@ def main() -> None:
     parser.add_argument(
         "--recipe", action="append", choices=list(known), help="only this one; may be given several times"
     )
+    parser.add_argument(
+        "--teacher", type=Path, help="what `opd` learns from: a checkpoint's policy/ of the base recipe"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="pipelines at a time, about two cores each")
     parser.add_argument("--out", type=Path, default=Path("runs") / "recipes")
     parser.add_argument("override", nargs="*", metavar="KEY=VALUE", help="changes every run")
@@ -76,12 +80,25 @@ def main() -> None:
     kept = arguments.out / "recipes.json"
     curves = read(kept)
     done = {(curve.recipe, curve.seed) for curve in curves}
-    chosen = arguments.recipe or list(known)
+    chosen = arguments.recipe or [name for name in known if name != DISTILLATION or arguments.teacher]
+    if DISTILLATION in chosen and not arguments.teacher:
+        parser.error(f"--recipe {DISTILLATION} needs --teacher")
+    overrides = list(arguments.override)
     # seed by seed: an interrupted benchmark has something of every recipe
     wanted = [(name, seed) for seed in range(arguments.seeds) for name in chosen if (name, seed) not in done]
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         running = [
-            pool.submit(measure, name, known[name], arguments.model, seed, arguments.override) for name, seed in wanted
+            pool.submit(
+                measure,
+                name,
+                known[name],
+                arguments.model,
+                seed,
+                [f"grpo.adv_estimator.teacher_model_name={arguments.teacher}", *overrides]
+                if name == DISTILLATION
+                else overrides,
+            )
+            for name, seed in wanted
         ]
         for future in concurrent.futures.as_completed(running):
             curves.append(future.result())
