@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.curves import dress, gather, kept, model_folder
 from benchmarks.peer import free_port, run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -60,7 +61,7 @@ def recipes() -> dict[str, Path]:
 def main() -> None:
     known = recipes()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="what `headrace model tiny` wrote")
+    parser.add_argument("--model", type=model_folder, required=True, help="what `headrace model tiny` wrote")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
         "--recipe", action="append", choices=list(known), help="only this one; may be given several times"
@@ -72,14 +73,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs") / "recipes")
     parser.add_argument("override", nargs="*", metavar="KEY=VALUE", help="changes every run")
     arguments = parser.parse_args()
-    if not (arguments.model / "config.json").is_file():
-        parser.error(
-            f"--model {arguments.model}: no model there; make one with `headrace model tiny {arguments.model}`"
-        )
     console = Console()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    kept = arguments.out / "recipes.json"
-    curves = read(kept)
+    results = arguments.out / "recipes.json"
+    curves = [Curve(c["recipe"], c["seed"], _pairs(c["rewards"]), _pairs(c["accuracies"])) for c in kept(results)]
     done = {(curve.recipe, curve.seed) for curve in curves}
     chosen = arguments.recipe or [name for name in known if name != DISTILLATION or arguments.teacher]
     if DISTILLATION in chosen and not arguments.teacher:
@@ -101,22 +98,8 @@ def main() -> None:
             )
             for name, seed in wanted
         ]
-        for future in concurrent.futures.as_completed(running):
-            curves.append(future.result())
-            console.print(curves[-1].line())
-            kept.write_text(json.dumps([dataclasses.asdict(curve) for curve in curves]))
-            draw(curves, arguments.out / "recipes.png")
+        gather(running, curves, results, draw, console)
     console.print(table(curves))
-    console.print(f"picture: {arguments.out / 'recipes.png'}")
-
-
-def read(path: Path) -> list[Curve]:
-    if not path.exists():
-        return []
-    return [
-        Curve(c["recipe"], c["seed"], _pairs(c["rewards"]), _pairs(c["accuracies"]))
-        for c in json.loads(path.read_text())
-    ]
 
 
 def _pairs(values: Iterable[Sequence[float]]) -> tuple[tuple[int, float], ...]:
@@ -170,12 +153,7 @@ def panel(axes: Axes, name: str, mine: Sequence[Curve]) -> None:
     axes.plot(
         *mean([curve.accuracies for curve in mine]), color=ACCURACY, lw=2, marker="o", ms=3, label="held-out accuracy"
     )
-    axes.set_title(f"{name.replace('_', ' ')} ({len(mine)} seeds)", loc="left", fontsize=11)
-    axes.set_ylim(0, 1.05)
-    axes.set_xlabel("step", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#dddddd", lw=0.8)
-    axes.set_axisbelow(True)
+    dress(axes, f"{name.replace('_', ' ')} ({len(mine)} seeds)")
 
 
 def mean(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list[float]]:

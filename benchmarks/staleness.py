@@ -13,7 +13,6 @@ import argparse
 import collections
 import concurrent.futures
 import dataclasses
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.curves import dress, gather, kept, model_folder
 from benchmarks.sampler import Completion, Sampler, held_out, problems
 from headrace.config import Config, load
 from services.trainer.learning.experience import Experience
@@ -84,42 +84,24 @@ class Curve:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="what `headrace model tiny` wrote")
+    parser.add_argument("--model", type=model_folder, required=True, help="what `headrace model tiny` wrote")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--age", type=int, action="append", help=f"in steps; by default {AGES}")
     parser.add_argument("--correction", action="append", choices=list(CORRECTIONS))
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each")
     parser.add_argument("--out", type=Path, default=Path("runs") / "staleness")
     arguments = parser.parse_args()
-    if not (arguments.model / "config.json").is_file():
-        parser.error(
-            f"--model {arguments.model}: no model there; make one with `headrace model tiny {arguments.model}`"
-        )
     console = Console()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    kept = arguments.out / "staleness.json"
-    curves = read(kept)
+    results = arguments.out / "staleness.json"
+    curves = [Curve(c["age"], c["correction"], c["seed"], tuple(map(tuple, c["accuracies"]))) for c in kept(results)]
     done = {(curve.age, curve.correction, curve.seed) for curve in curves}
     ages, corrections = arguments.age or AGES, arguments.correction or list(CORRECTIONS)
     wanted = [(age, name, seed) for seed in range(arguments.seeds) for age in ages for name in corrections]
     with concurrent.futures.ProcessPoolExecutor(arguments.jobs) as pool:
         running = [pool.submit(measure, arguments.model, *job) for job in wanted if job not in done]
-        for future in concurrent.futures.as_completed(running):
-            curves.append(future.result())
-            console.print(curves[-1].line())
-            kept.write_text(json.dumps([dataclasses.asdict(curve) for curve in curves]))
-            draw(curves, arguments.out / "staleness.png")
+        gather(running, curves, results, draw, console)
     console.print(table(curves))
-    console.print(f"picture: {arguments.out / 'staleness.png'}")
-
-
-def read(path: Path) -> list[Curve]:
-    if not path.exists():
-        return []
-    return [
-        Curve(c["age"], c["correction"], c["seed"], tuple((int(step), value) for step, value in c["accuracies"]))
-        for c in json.loads(path.read_text())
-    ]
 
 
 def configuration(model: Path, age: int, correction: str) -> Config:
@@ -192,11 +174,7 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
             at = [[curve[step] for curve in mine] for step in steps]
             axes.plot(steps, [statistics.fmean(values) for values in at], color=colour, lw=1.8, label=name)
             axes.fill_between(steps, list(map(min, at)), list(map(max, at)), color=colour, alpha=0.12, lw=0)
-        axes.set_title(f"age {age}", loc="left", fontsize=12)
-        axes.set_xlabel("step", fontsize=10)
-        axes.set_ylim(0, 1.05)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#dddddd", lw=0.8)
+        dress(axes, f"age {age}")
     panels[0].set_ylabel("held-out accuracy", fontsize=11)
     figure.legend(
         *panels[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=10

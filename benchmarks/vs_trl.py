@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.curves import dress, model_folder
 from benchmarks.peer import free_port, peer_environment, peer_python, run
 from headrace.config import Config, load
 from services.trainer.data import PromptOrder, load_problems
@@ -59,7 +59,7 @@ class Curve:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="what `headrace model tiny` wrote")
+    parser.add_argument("--model", type=model_folder, required=True, help="what `headrace model tiny` wrote")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30, help=f"steps of each run, more than {WARM_UP + 2}")
     parser.add_argument(
@@ -69,10 +69,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.steps < WARM_UP + 2:
         parser.error(f"--steps {arguments.steps}: at least {WARM_UP + 2}")
-    if not (arguments.model / "config.json").is_file():
-        parser.error(
-            f"--model {arguments.model}: no model there; make one with `headrace model tiny {arguments.model}`"
-        )
     console = Console()
     peer = arguments.peer_python or peer_python(console)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -187,21 +183,11 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
         by_step.plot(steps, mean, color=colour, lw=2, label=name)
         by_second.plot(when, mean, color=colour, lw=2, label=name)
     seeds = len({curve.seed for curve in curves})
-    by_step.set_title(f"Two-digit sums, tiny model, {seeds} seeds", loc="left", fontsize=12)
-    dress(by_step, "optimizer step")
-    dress(by_second, "seconds from the start of the command")
+    dress(by_step, f"Two-digit sums, tiny model, {seeds} seeds", "optimizer step")
+    dress(by_second, below="seconds from the start of the command")
     by_step.set_ylabel("mean training reward", fontsize=11)
     by_step.legend(loc="lower right", frameon=False, fontsize=10)
     figure.savefig(path)
-
-
-def dress(axes: Axes, what: str) -> None:
-    axes.set_xlabel(what, fontsize=11)
-    axes.set_ylim(0, 1.05)
-    axes.set_xlim(left=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#dddddd", lw=0.8)
-    axes.set_axisbelow(True)
 
 
 def table(curves: Sequence[Curve]) -> Table:
