@@ -122,7 +122,7 @@ async def test_law_2_age_mask_trains_on_the_tokens_that_are_young_enough(
     for metrics in train.values():
         tokens = metrics["mean_gen_tokens_per_sample"] * PROMPTS * 2
         # T counts what is left, and the reward that of the whole group
-        assert metrics["total_valid_tokens"] + metrics["masked_tokens"] == tokens
+        assert metrics["global_valid_toks"] + metrics["masked_tokens"] == tokens
     assert any(metrics["masked_tokens"] for metrics in train.values())
     assert (await replay.bias())["masked"].tokens == sum(metrics["masked_tokens"] for metrics in train.values())
     assert max(metrics["max_trajectory_age"] for metrics in train.values()) > trainer.config.algorithm.max_age
