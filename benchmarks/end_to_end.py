@@ -123,8 +123,9 @@ def run_pipeline(folder: Path, steps: int, latency_s: float) -> Row:
     wrong = {m["mean_gen_tokens_per_sample"] for m in spent} - {float(TOKENS)}
     if len(lines) != steps or wrong:
         raise SystemExit(f"the pipeline made {len(lines)} of {steps} steps, with {wrong or TOKENS} tokens a completion")
+    parts = {"wait": "exposed_generation", "train": "policy_training", "refit": "weight_sync"}
     where = ", ".join(
-        f"{name} {statistics.fmean(m[f'{name}_time'] for m in spent):.2f}" for name in ("wait", "train", "refit")
+        f"{name} {statistics.fmean(m[f'timing/train/{metric}'] for m in spent):.2f}" for name, metric in parts.items()
     )
     return Row("Headrace", "1 + 1", latency_s, mean_step([line["time"] for line in lines]), where)
 
