@@ -126,7 +126,7 @@ def measure(recipe: str, config: Path, model: Path, seed: int, overrides: Sequen
     return Curve(
         recipe,
         seed,
-        _pairs((line["step"], line["metrics"]["reward"]) for line in lines if line["kind"] == "train"),
+        _pairs((line["step"], line["metrics"]["environment_reward"]) for line in lines if line["kind"] == "train"),
         _pairs((line["step"], line["metrics"]["accuracy"]) for line in lines if line["kind"] == "validation"),
     )
 
