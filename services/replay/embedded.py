@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, RedisError
 
 from headrace.errors import ServiceError
+from headrace.replay.wire import keeping_cancellation
 
 _log = logging.getLogger("headrace.replay")
 _STOP_S, _REPAIR_S = 10.0, 600.0
@@ -136,7 +137,7 @@ class EmbeddedServer:
         async with redis:
             while process.poll() is None:
                 # another server may hold the port: only the answer of this process counts
-                with contextlib.suppress(BusyLoadingError, RedisError, OSError):
+                with contextlib.suppress(BusyLoadingError, RedisError, OSError), keeping_cancellation():
                     if (await redis.info("server"))["process_id"] == process.pid:
                         await redis.ping()
                         return
