@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import secrets
 import statistics
 import time
@@ -27,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 from redis.asyncio import Redis
 from rich.console import Console
@@ -246,7 +246,7 @@ def _trajectory(lease: Lease, index: int, size: int) -> Trajectory:
         replica="replica",
     )
     tokens = max(1, (size - len(draft.encode())) // BYTES_A_TOKEN)
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         draft,
         completion_token_ids=np.arange(tokens, dtype=np.int32),
         logprobs=np.full(tokens, -0.5, dtype=np.float32),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgpack
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -51,10 +52,16 @@ RECORDS = [GROUP, TRAJECTORY, SCORE]
 Record = Group | Trajectory | Score
 
 
+def names(record: Any) -> tuple[str, ...]:
+    if isinstance(record, msgspec.Struct):
+        return record.__struct_fields__
+    return tuple(field.name for field in dataclasses.fields(record))
+
+
 def same(a: Any, b: Any) -> bool:
     """Equality of records that hold arrays, dtypes included."""
-    for field in dataclasses.fields(a):
-        x, y = getattr(a, field.name), getattr(b, field.name)
+    for name in names(a):
+        x, y = getattr(a, name), getattr(b, name)
         if isinstance(x, np.ndarray):
             if x.dtype != y.dtype or not np.array_equal(x, y):
                 return False
@@ -127,7 +134,7 @@ def test_age_is_counted_from_the_oldest_token() -> None:
 
 def test_arrays_of_any_layout_are_written_little_endian() -> None:
     tokens = np.arange(1, 9, dtype=">i4")[::2]
-    written = dataclasses.replace(TRAJECTORY, completion_token_ids=tokens)
+    written = msgspec.structs.replace(TRAJECTORY, completion_token_ids=tokens)
     assert Trajectory.decode(written.encode()).completion_token_ids.tolist() == [1, 3, 5, 7]
 
 
@@ -200,7 +207,7 @@ def test_a_wrong_type_never_becomes_a_record_that_breaks_later(record: Record, n
         decoded = type(record).decode(data)
     except CodecError:
         return
-    fields = {field.name: type(getattr(record, field.name)) for field in dataclasses.fields(record)}
+    fields = {field: type(getattr(record, field)) for field in names(record)}
     value = getattr(decoded, name)
     assert isinstance(value, fields[name]) or (fields[name] is float and isinstance(value, float))
     assert same(type(record).decode(decoded.encode()), decoded)

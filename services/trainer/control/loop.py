@@ -226,13 +226,13 @@ class Loop:
             await self._call(lambda: replay.masked(step, self._standing.timeline, masked))
         self._ledger.record(step, reservation.groups, [group.order for group in groups])
         tracking, lead = self._tools.tracking, self._tools.lead
-        samples = await self._tools.torch(lead.samples) if tracking.wants_samples else []
         origins = await self._tools.torch(lead.origins)
         await asyncio.to_thread(self._tools.lineage.write, step, groups, origins)
         truncated = learnt.pop("truncated")
         metrics = {**learnt, **batch_metrics(reservation, groups, truncated)}
         if self._config.algorithm.use_dynamic_sampling:
             metrics |= sampling_metrics(reservation, self._config.algorithm.generation_batch)
+        samples = await self._tools.torch(lead.samples) if tracking.wants_samples(metrics) else []
         metrics |= await tracking.trained(step, groups, samples, metrics)
         metrics |= self._end_step(began, total_lengths(reservation, groups))
         self._reward = metrics["reward"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -183,16 +183,17 @@ class Step:
     def _policy_loss(self, counts: GlobalCounts, seen: list[tuple[MicroBatch, Tensor]]) -> LossOf:
         """The loss of micro-batches; with one optimizer step, the log-probabilities at the start of the step are those of its own
         pass, and are left in `seen`."""
-        config, traces, device = self._config, self.traces, self._models.policy.device
+        config, device = self._config, self._models.policy.device
+        prepared = all(trace.start is not None for trace in self.traces)
 
         def loss(batch: MicroBatch, rows: Rows) -> LossParts:
             known = self._models.policy.logprobs(rows, self._warp)
-            gen = self._flat(batch, [trace.experience.gen for trace in traces], device)
+            gen = self._flat(batch, lambda trace: trace.experience.gen, device)
             ref = None
             if self._models.reference is not None:
-                ref = self._flat(batch, [trace.ref for trace in traces], device)
-            if all(trace.start is not None for trace in traces):
-                start = self._flat(batch, [trace.start for trace in traces], device)
+                ref = self._flat(batch, lambda trace: trace.ref, device)
+            if prepared:
+                start = self._flat(batch, lambda trace: trace.start, device)
             else:
                 start = known.curr.detach()
                 seen.append((batch, start))
@@ -204,8 +205,8 @@ class Step:
 
     def _value_loss(self, value: Value, counts: GlobalCounts) -> LossOf:
         def loss(batch: MicroBatch, rows: Rows) -> LossParts:
-            old = self._flat(batch, [trace.values for trace in self.traces], value.device)
-            returns = self._flat(batch, [trace.returns for trace in self.traces], value.device)
+            old = self._flat(batch, lambda trace: trace.values, value.device)
+            returns = self._flat(batch, lambda trace: trace.returns, value.device)
             tokens = self._tokens(batch, rows, value.device)
             return value_loss(self._config.value_loss_fn, value.values(rows), old, returns, tokens, counts)
 
@@ -219,15 +220,15 @@ class Step:
 
         return Tokens(
             sequence=rows.sequence,
-            advantages=self._flat(batch, [trace.advantages for trace in traces], device),
-            mask=self._flat(batch, [trace.experience.mask for trace in traces], device),
-            behind=self._flat(batch, [trace.experience.behind for trace in traces], device),
+            advantages=self._flat(batch, lambda trace: trace.advantages, device),
+            mask=self._flat(batch, lambda trace: trace.experience.mask, device),
+            behind=self._flat(batch, lambda trace: trace.experience.behind, device),
             multiplier=by_sequence("multiplier"),
             reward=by_sequence("reward"),
         )
 
-    def _flat(self, batch: MicroBatch, arrays: Sequence[Any], device: torch.device) -> Tensor:
-        return torch.from_numpy(join(batch, arrays).astype(np.float32)).to(device)
+    def _flat(self, batch: MicroBatch, of: Callable[[Trace], Any], device: torch.device) -> Tensor:
+        return torch.from_numpy(join(batch, lambda i: of(self.traces[i])).astype(np.float32)).to(device)
 
     def _passes(self, device: torch.device, training: Layout) -> Passes:
         inference = Layout.of(self._config.policy, training=False)

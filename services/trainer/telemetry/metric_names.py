@@ -107,7 +107,7 @@ AGREEMENT = Chapter(
         Metric(
             "masked_correct_pct",
             "share",
-            "of those left out, the ones with a reward above 0",
+            "of those left out, the ones with a reward of 1 after scaling and shaping",
             "about the share in the batch",
         ),
     ),

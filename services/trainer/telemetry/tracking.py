@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
@@ -67,10 +67,9 @@ class Tracking:
             await asyncio.to_thread(follower.join)
         await self._written()
 
-    @property
-    def wants_samples(self) -> bool:
-        limits = self._settings.train_inference_alarm
-        return self._samples.wanted or any(limit is not None for limit in limits.model_dump().values())
+    def wants_samples(self, metrics: Mapping[str, float]) -> bool:
+        """Whether a step with these metrics is to be written down, or shown for an alarm: gathering it from the ranks costs."""
+        return self._samples.wanted or bool(alarm.excesses(metrics, self._settings.train_inference_alarm))
 
     async def trained(
         self, step: int, groups: Sequence[Group], samples: Sequence[TrainingSample], metrics: dict[str, float]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -103,7 +103,7 @@ async def test_a_waiting_trajectory_names_its_replica_its_weights_and_what_score
 async def test_exported_trajectories_come_back_to_the_last_bit(replay: ReplayClient, tmp_path: Path) -> None:
     await enqueue(replay, range(2))
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
-    odd = dataclasses.replace(
+    odd = msgspec.structs.replace(
         make_trajectory(lease, 0, [0, 0]),
         logprobs=np.array([-1e-30, -0.1, -3.4e38, -1 / 3, 0, -2, -1, -0.7], dtype=np.float32),
         text='line\nbreak "é" \u2028',

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -35,7 +36,7 @@ from tests.integration.replay.helpers import (
 
 
 def prefix(lease: Lease, index: int, length: int = 3, versions: Sequence[int] | None = None) -> Trajectory:
-    return dataclasses.replace(make_trajectory(lease, index, versions, length), finish_reason="length", text="")
+    return msgspec.structs.replace(make_trajectory(lease, index, versions, length), finish_reason="length", text="")
 
 
 async def test_law_1_conservation_trajectories_scores_and_prefixes_outlive_their_replica(
@@ -251,7 +252,7 @@ async def test_a_prefix_that_can_not_be_is_refused(replay: ReplayClient, change:
     before = await contents(replay)
     saved = prefix(lease, change.get("index", 0), versions=change.get("versions"))
     with pytest.raises(InvalidCall, match=said):
-        await replay.save(lease, dataclasses.replace(saved, attempt=change.get("attempt", 1)))
+        await replay.save(lease, msgspec.structs.replace(saved, attempt=change.get("attempt", 1)))
     assert await contents(replay) == before
 
 

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace import Environment, Sample
@@ -63,7 +64,7 @@ async def push(replay: ReplayClient, groups: list[Group], text: Callable[[Group]
     for lease in await replay.lease(replica, len(groups)):
         for index in range(N):
             trajectory = make_trajectory(lease, index)
-            await replay.push(lease, dataclasses.replace(trajectory, text=text(lease.group)))
+            await replay.push(lease, msgspec.structs.replace(trajectory, text=text(lease.group)))
 
 
 @contextlib.asynccontextmanager

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -331,7 +332,7 @@ async def test_going_on_takes_other_numbers_than_the_beginning_took(engine: Any)
 
 
 def _first(it: Trajectory, size: int) -> Trajectory:
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         it,
         completion_token_ids=it.completion_token_ids[:size],
         logprobs=it.logprobs[:size],

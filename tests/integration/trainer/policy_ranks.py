@@ -29,7 +29,7 @@ def main(model: str, folder: Path) -> None:
         batches += [MicroBatch()] * (int(rounds) - len(batches))
         for batch in batches:
             values = policy.logprobs(build(sequences, batch, layout), Warp()).curr
-            factor = torch.from_numpy(join(batch, weights)).float()
+            factor = torch.from_numpy(join(batch, weights.__getitem__)).float()
             (2 * (values * factor).sum()).backward()  # FSDP averages over ranks
         gradients = {}
         for key, parameter in policy.model.named_parameters():

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from loop_fleet import SmallReplica, running, score_all
 from test_loop import PROMPTS, STEPS, Trainer, check_history, limits, settings, settled, trainer  # noqa: F401
@@ -103,7 +104,7 @@ class MixedReplica(SmallReplica):
         size = whole.completion_token_ids.size
         if size == 1 or lease.version < 2:
             return whole
-        return dataclasses.replace(whole, spans=(Span(lease.version - 2, 0, 1), Span(lease.version, 1, size)))
+        return msgspec.structs.replace(whole, spans=(Span(lease.version - 2, 0, 1), Span(lease.version, 1, size)))
 
 
 async def test_law_2_age_mask_trains_on_the_tokens_that_are_young_enough(

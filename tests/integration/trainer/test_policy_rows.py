@@ -61,7 +61,9 @@ def run(
         rows = build(sequences, batch, layout)
         places += rows.input_ids.numel()
         values = policy.logprobs(rows, warp).curr
-        weighted = torch.where(values.isneginf(), 0.0, values) * torch.from_numpy(join(batch, weights_of(sequences)))
+        weighted = torch.where(values.isneginf(), 0.0, values) * torch.from_numpy(
+            join(batch, weights_of(sequences).__getitem__)
+        )
         weighted.sum().backward()
         for place, i in enumerate(batch.order):
             found[i] = values[rows.sequence == place].detach().numpy()

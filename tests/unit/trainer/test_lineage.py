@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -145,7 +145,7 @@ def test_the_origin_of_a_trajectory_says_who_wrote_what_and_who_scored_it() -> N
     )
     assert origin_of(trajectory, None).reward is None
     # begun by one replica, gone on by another under the same weights, in two turns with an observation between them
-    passed_on = dataclasses.replace(trajectory, writers=(("r0", 0, 1), ("r1", 1, 5)), turns=((0, 3), (4, 5)))
+    passed_on = msgspec.structs.replace(trajectory, writers=(("r0", 0, 1), ("r1", 1, 5)), turns=((0, 3), (4, 5)))
     assert origin_of(passed_on, None).ranges == (
         TokenRange(0, 1, "r0", 3),
         TokenRange(1, 2, "r1", 3),

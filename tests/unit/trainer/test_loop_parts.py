@@ -7,6 +7,7 @@ import json
 import random
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -181,7 +182,7 @@ def trajectory(**changes: object) -> Trajectory:
         text="34",
         replica="r",
     )
-    return dataclasses.replace(base, **changes)
+    return msgspec.structs.replace(base, **changes)
 
 
 @pytest.mark.parametrize(

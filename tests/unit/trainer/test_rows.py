@@ -122,7 +122,7 @@ def test_shared_prompts_are_computed_once_where_they_fit(sequences: list[TokenSe
 def test_join_and_divide_are_each_other_s_inverse(sequences: list[TokenSequence], layout: Layout) -> None:
     arrays = [np.arange(s.policy_tokens) + 100 * i for i, s in enumerate(sequences)]
     for batch in plan(sequences, layout):
-        flat = join(batch, arrays)
+        flat = join(batch, arrays.__getitem__)
         assert flat.size == build(sequences, batch, layout).targets.numel()
         for i, own in divide(batch, sequences, flat):
             assert own.tolist() == arrays[i].tolist()
@@ -133,7 +133,7 @@ def test_a_pass_that_keeps_pace_has_one_place_and_no_value() -> None:
     rows = build([], MicroBatch(), layout)
     assert rows.input_ids.shape == (1, 1)
     assert rows.targets.numel() == rows.before.numel() == rows.sequence.numel() == 0
-    assert join(MicroBatch(), []).size == 0
+    assert join(MicroBatch(), [].__getitem__).size == 0
     assert divide(MicroBatch(), [], np.empty(0)) == []
     assert plan([], layout) == []
 

@@ -3,7 +3,7 @@
     plans = plan(sequences, layout)                  pure; a sequence is never divided
     rows = build(sequences, plans[0], layout)        tensors on the CPU; `.to(device)`
     values = policy.logprobs(rows)                   [N], flat over policy tokens
-    tokens = join(plans[0], per_sequence_arrays)     whatever else a loss needs, [N] in the same order
+    tokens = join(plans[0], array_of_sequence)       whatever else a loss needs, [N] in the same order
     arrays = divide(plans[0], sequences, values)     back to one array a sequence
 
 Nothing here knows of losses or advantages. The N values of a micro-batch are those of the tokens that the policy wrote, one

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -123,10 +123,10 @@ def tree_length(sequences: Sequence[TokenSequence], tree: Tree) -> int:
     return sequences[tree[0]].prompt.size + sum(sequences[i].completion.size for i in tree)
 
 
-def join(batch: MicroBatch, arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Flat [N] of `arrays`, one [policy tokens] for each sequence that was planned."""
-    parts = [arrays[i] for i in batch.order]
-    return np.concatenate(parts) if parts else np.empty(0, arrays[0].dtype if len(arrays) else np.float32)
+def join(batch: MicroBatch, of: Callable[[int], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Flat [N] of what `of` gives for each sequence of the micro-batch, [policy tokens], by its place among those that were planned."""
+    parts = [of(i) for i in batch.order]
+    return np.concatenate(parts) if parts else np.empty(0, np.float32)
 
 
 def divide(
