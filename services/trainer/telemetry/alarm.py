@@ -173,8 +173,12 @@ def picture_path(folder: Path, step: int) -> Path:
 
 
 def pictures(folder: Path) -> list[Path]:
-    """Those there are, the oldest first."""
-    return sorted(folder.glob("disagreement_step*.png"), key=lambda path: path.stat().st_mtime_ns)
+    """Those there are, the oldest first: by when they were written, as a rewound run takes a step again."""
+
+    def age(path: Path) -> tuple[int, int]:  # a clock may not tell two files apart
+        return path.stat().st_mtime_ns, int(path.stem.removeprefix("disagreement_step"))
+
+    return sorted(folder.glob("disagreement_step*.png"), key=age)
 
 
 def drop_old_pictures(folder: Path) -> None:
