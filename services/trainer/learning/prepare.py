@@ -84,7 +84,7 @@ def rewards_of(config: Config, experiences: Sequence[Experience], size: int, wor
     lengths = np.array([e.tokens.policy_tokens for e in experiences], dtype=np.intp)
     truncated = np.array([e.truncated for e in experiences], dtype=np.bool_)
     shaped = shape_rewards(scaled, lengths, truncated, shaping, config.max_response_length)
-    share = Share(_episodes(experiences, shaped, {}, [e.multiplier for e in experiences]), size, world.sum_array)
+    share = Share(_episodes(experiences, shaped, {}, [e.multiplier for e in experiences]), size, world)
     table = share.whole(np.stack([scaled, shaped], axis=1))
     return Rewards(
         table[:, 1], _components(config, experiences, world), reward_metrics(table[:, 0], table[:, 1], shaping)
@@ -126,7 +126,7 @@ def traces_of(
             _episodes(experiences, shaped, {"start": compared}, multipliers),
             [e.gen.astype(np.float64) for e in experiences],
             size,
-            world.sum_array,
+            world,
         )
         metrics |= found
     compared_with = known.ref if known.teacher is None else known.teacher
@@ -134,9 +134,7 @@ def traces_of(
     episodes = _episodes(experiences, shaped, arrays, multipliers)
     settings = Settings.of(algorithm)
     generations = algorithm.num_generations_per_prompt
-    estimates = estimate(
-        settings, config.loss_fn, episodes, rewards.shaped, rewards.components, generations, world.sum_array
-    )
+    estimates = estimate(settings, config.loss_fn, episodes, rewards.shaped, rewards.components, generations, world)
     metrics |= estimates.metrics
     at = _at({"start": start, "ref": known.ref, "teacher": known.teacher, "values": known.values})
     traces = [
@@ -162,6 +160,7 @@ def _episodes(
     at = _at(arrays)
     return [
         Episode(
+            name=experience.name,
             group=experience.group,
             index=experience.place,
             length=experience.tokens.policy_tokens,

@@ -85,12 +85,13 @@ class LossParts:
 class Episode:
     """One trajectory as the advantage estimators see it.
 
-    `group` is its group's place in the batch, `index` its own place in the batch (groups one after the other). `reward` is the
-    total after scaling and shaping, `components` the scaled `reward/<name>` by name. Per policy token [T] float64, None where
-    the configuration does not ask for it: `start`, `ref` log-probabilities and `values` (before each token). `mask` [T] is
-    False on tokens over age, `multiplier` the weight of the sequence in the loss.
+    `name` is what errors call it, `group` its group's place in the batch, `index` its own place in the batch (groups one after
+    the other). `reward` is the total after scaling and shaping, `components` the scaled `reward/<name>` by name. Per policy
+    token [T] float64, None where the configuration does not ask for it: `start`, `ref` log-probabilities and `values` (before
+    each token). `mask` [T] is False on tokens over age, `multiplier` the weight of the sequence in the loss.
     """
 
+    name: str
     group: int
     index: int
     length: int

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from headrace.config.loss import LossFn
-from services.trainer.learning.advantages import Settings, SumOverRanks, estimate
+from services.trainer.learning.advantages import AllRanks, Settings, estimate
 from services.trainer.learning.tokens import Episode, Estimates, Float64
 
 T = TypeVar("T")
@@ -41,12 +41,12 @@ class Batch:
     def estimates(self, settings: Settings, loss_fn: LossFn, owners: Sequence[int] = ()) -> Estimates:
         """Of the whole batch, in its order; `owners` says which rank holds each trajectory (none: one rank holds all)."""
         if not owners:
-            return estimate(settings, loss_fn, self.episodes, self.rewards, self.components, self.n, lambda x: x)
+            return estimate(settings, loss_fn, self.episodes, self.rewards, self.components, self.n, Alone())
 
-        def of_rank(rank: int, sum_over_ranks: SumOverRanks) -> Estimates:
+        def of_rank(rank: int, ranks: AllRanks) -> Estimates:
             mine = [e for e, owner in zip(self.episodes, owners, strict=True) if owner == rank]
             # a rank need not hold its trajectories in the batch's order
-            return estimate(settings, loss_fn, mine[::-1], self.rewards, self.components, self.n, sum_over_ranks)
+            return estimate(settings, loss_fn, mine[::-1], self.rewards, self.components, self.n, ranks)
 
         found = on_ranks(of_rank, 3)
         assert all(estimates.metrics == found[0].metrics for estimates in found)
@@ -59,24 +59,43 @@ class Batch:
         )
 
 
-def on_ranks(work: Callable[[int, SumOverRanks], T], ranks: int) -> list[T]:
-    """What `work(rank, sum_over_ranks)` returns on each of `ranks` ranks that run at once, or what all of them raise."""
-    barrier = threading.Barrier(ranks, timeout=10)
-    tables: list[Float64] = [np.empty(0)] * ranks
+class Alone:
+    """The collectives of the only rank there is."""
 
-    def run(rank: int) -> T:
-        def add(table: Float64) -> Float64:
-            tables[rank] = table
-            barrier.wait()
-            assert {t.shape for t in tables} == {table.shape}, "ranks are not in the same collective"
-            total: Float64 = np.sum(np.stack(tables), axis=0)
-            barrier.wait()
-            return total
+    def sum_array(self, values: Float64) -> Float64:
+        return values
 
-        return work(rank, add)
+    def gather(self, value: T) -> list[T]:
+        return [value]
 
-    with ThreadPoolExecutor(ranks) as pool:
-        futures = [pool.submit(run, rank) for rank in range(ranks)]
+
+class _Together:
+    """Those of one of several ranks, each a thread; `said` is what all of them bring to the collective they are in."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, said: list[Any]) -> None:
+        self._rank = rank
+        self._barrier = barrier
+        self._said = said
+
+    def sum_array(self, values: Float64) -> Float64:
+        tables = self.gather(values)
+        assert {t.shape for t in tables} == {values.shape}, "ranks are not in the same collective"
+        total: Float64 = np.sum(np.stack(tables), axis=0)
+        return total
+
+    def gather(self, value: T) -> list[T]:
+        self._said[self._rank] = value
+        self._barrier.wait()
+        everyone = list(self._said)
+        self._barrier.wait()
+        return everyone
+
+
+def on_ranks(work: Callable[[int, AllRanks], T], count: int) -> list[T]:
+    """What `work(rank, ranks)` returns on each of `count` ranks that run at once, or what all of them raise."""
+    barrier, said = threading.Barrier(count, timeout=10), [None] * count
+    with ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(work, rank, _Together(rank, barrier, said)) for rank in range(count)]
     if any(future.exception() for future in futures):
         assert len({repr(future.exception()) for future in futures}) == 1, [future.exception() for future in futures]
     return [future.result() for future in futures]
@@ -86,6 +105,7 @@ def episode(index: int = 0, n: int = 1, **given: Any) -> Episode:
     """One trajectory of 3 tokens and reward 0, but for what is given."""
     length = given.get("length", 3)
     values: Mapping[str, Any] = {
+        "name": f"trajectory 'p{index // n}'[{index % n}]",
         "group": index // n,
         "index": index,
         "length": length,

@@ -313,16 +313,36 @@ def test_the_share_of_trivial_baselines_is_measured() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("owners", [(), (1, 0, 2, 1)], ids=["one-rank", "three-ranks"])
 def test_values_that_are_not_finite_are_an_error_that_every_rank_raises(value: float, owners: tuple[int, ...]) -> None:
-    values = [np.zeros(3), np.zeros(3), np.array([0.0, value, 0.0]), np.zeros(3)]
+    values = [np.zeros(3), np.zeros(3), np.zeros(3), np.array([0.0, value, 0.0])]
     batch = Batch(tuple(episode(i, 2, values=v) for i, v in enumerate(values)), 2)
-    with pytest.raises(ServiceError, match="trajectory 2 of the batch: values that are not finite"):
+    with pytest.raises(ServiceError, match=r"^trajectory 'p1'\[1\]: values that are not finite"):
         batch.estimates(Settings(PPOAdvEstimator()), NO_KL, owners)
 
 
+@pytest.mark.parametrize("owners", [(), (1, 0, 2, 1), (2, 2, 0, 0)], ids=["one-rank", "three-ranks", "other-order"])
+@pytest.mark.parametrize(
+    ("estimator", "loss_fn"),
+    [(AdvEstimator(name="opd"), NO_KL), (AdvEstimator(name="reinforce_plus_plus"), KL["k1"])],
+    ids=["opd", "kl-in-reward"],
+)
+def test_the_first_of_several_is_named_whichever_rank_holds_it(
+    estimator: AdvEstimator, loss_fn: LossFn, owners: tuple[int, ...]
+) -> None:
+    def start(i: int) -> Float64:
+        return np.full(3, math.nan if i in (1, 3) else -1.0)
+
+    batch = Batch(tuple(episode(i, 2, start=start(i), ref=-np.ones(3)) for i in range(4)), 2)
+    with pytest.raises(
+        ServiceError,
+        match=r"^trajectory 'p0'\[1\] and 1 more of the 4 trajectories: log-probabilities that are not finite",
+    ):
+        batch.estimates(Settings(estimator), loss_fn, owners)
+
+
 def test_an_array_that_is_missing_or_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"trajectory 0: values of shape None for 3 tokens"):
+    with pytest.raises(ValueError, match=r"trajectory 'p0'\[0\]: values of shape None for 3 tokens"):
         Batch((episode(),), 1).estimates(Settings(PPOAdvEstimator()), NO_KL)
-    with pytest.raises(ValueError, match=r"trajectory 0: values of shape \(2,\) for 3 tokens"):
+    with pytest.raises(ValueError, match=r"trajectory 'p0'\[0\]: values of shape \(2,\) for 3 tokens"):
         Batch((episode(values=np.zeros(2)),), 1).estimates(Settings(PPOAdvEstimator()), NO_KL)
 
 

@@ -13,8 +13,8 @@ from headrace.config.advantages import AdvEstimator, RewardScaling, RewardShapin
 from headrace.config.loss import LossFn
 from headrace.errors import ServiceError
 from services.trainer.learning.advantages import (
+    AllRanks,
     Settings,
-    SumOverRanks,
     components_of,
     leave_out_truncated,
     mask_logprob_errors,
@@ -23,7 +23,7 @@ from services.trainer.learning.advantages import (
     shape_rewards,
 )
 from services.trainer.learning.tokens import Episode, Float64
-from tests.unit.trainer.advantage_cases import Batch, batches, episode, on_ranks
+from tests.unit.trainer.advantage_cases import Alone, Batch, batches, episode, on_ranks
 
 NONE = np.zeros(1, dtype=bool)
 TO_1 = RewardScaling(enabled=True, source_min=0.0, source_max=2.0, target_min=-1.0, target_max=1.0)
@@ -158,16 +158,16 @@ def test_sequences_whose_mean_error_is_above_the_threshold_leave_the_loss(
     gen = [e.start + rng.uniform(-far, far) * rng.random(e.length) for e in episodes]
     owners = data.draw(st.lists(st.integers(0, 1), min_size=len(episodes), max_size=len(episodes)))
 
-    def of_rank(rank: int, add: SumOverRanks) -> tuple[Float64, dict[str, float]]:
+    def of_rank(rank: int, ranks: AllRanks) -> tuple[Float64, dict[str, float]]:
         mine = [i for i, owner in enumerate(owners) if owner == rank]
-        return mask_logprob_errors(threshold, [episodes[i] for i in mine], [gen[i] for i in mine], len(episodes), add)
+        return mask_logprob_errors(threshold, [episodes[i] for i in mine], [gen[i] for i in mine], len(episodes), ranks)
 
-    ranks = on_ranks(of_rank, 2)
+    both = on_ranks(of_rank, 2)
     found = np.zeros(len(episodes))
-    for rank, (multipliers, _) in enumerate(ranks):
+    for rank, (multipliers, _) in enumerate(both):
         found[[i for i, owner in enumerate(owners) if owner == rank]] = multipliers
-    metrics = ranks[0][1]
-    assert metrics == ranks[1][1]
+    metrics = both[0][1]
+    assert metrics == both[1][1]
 
     errors = _errors(episodes, gen)
     valid = [i for i, e in enumerate(episodes) if e.length and e.multiplier > 0]
@@ -188,7 +188,7 @@ def test_sequences_whose_mean_error_is_above_the_threshold_leave_the_loss(
 
 def test_a_sequence_whose_log_probabilities_are_not_numbers_leaves_the_loss() -> None:
     episodes = [episode(0, start=np.array([0.0, np.nan, 0.0])), episode(1, start=np.zeros(3))]
-    found, metrics = mask_logprob_errors(2.0, episodes, [np.zeros(3), np.zeros(3)], 2, lambda x: x)
+    found, metrics = mask_logprob_errors(2.0, episodes, [np.zeros(3), np.zeros(3)], 2, Alone())
     np.testing.assert_array_equal(found, [0.0, 1.0])
     assert metrics["num_masked_seqs_by_logprob_error"] == 1
     assert metrics["max_seq_mult_prob_error_after_mask"] == 1.0

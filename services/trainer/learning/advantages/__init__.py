@@ -16,13 +16,13 @@ from services.trainer.learning.advantages.rewards import (
     scale_rewards,
     shape_rewards,
 )
-from services.trainer.learning.advantages.share import Share, SumOverRanks
+from services.trainer.learning.advantages.share import AllRanks, Share
 
 __all__ = [
+    "AllRanks",
     "Needs",
     "Settings",
     "Share",
-    "SumOverRanks",
     "components_of",
     "estimate",
     "group_advantages",

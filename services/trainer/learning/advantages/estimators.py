@@ -29,7 +29,7 @@ from services.trainer.learning.advantages.group import group_advantages, weighed
 from services.trainer.learning.advantages.kl import kl_of_tokens
 from services.trainer.learning.advantages.metrics import baseline_metrics, token_metrics
 from services.trainer.learning.advantages.recursion import generalized_advantages, length_adaptive_lambdas, sums_to_go
-from services.trainer.learning.advantages.share import Share, SumOverRanks
+from services.trainer.learning.advantages.share import AllRanks, Share
 from services.trainer.learning.advantages.whitening import whiten_biased, whiten_unbiased
 from services.trainer.learning.tokens import Episode, Estimates, Float64
 
@@ -76,21 +76,21 @@ def estimate(
     rewards: Float64,
     components: Mapping[str, Float64],
     generations: int,
-    sum_over_ranks: SumOverRanks,
+    ranks: AllRanks,
 ) -> Estimates:
     """A collective: advantages of this rank's `episodes`, token by token, and for `gae` returns.
 
     `rewards` [P·n], after scaling and shaping, and `components` (by name, [P·n] each, scaled; `gdpo` alone reads them) are the whole
-    batch's, groups of `generations` one after the other; every rank gives the same. `sum_over_ranks` adds an array over the
-    ranks, and is the identity with one. What comes out is the same for any number of ranks, to the last bit.
+    batch's, groups of `generations` one after the other; every rank gives the same. What comes out is the same for
+    any number of ranks, to the last bit.
 
     Metrics: `advantages/mean`, `/std`, `/min`, `/max` over all tokens of the batch; of the estimators of `grpo` also
     `baseline_reward/pct_0`, `_1` and `_mixed`; of `opd` `on_policy_distillation/teacher_student_logprob_gap_mean`.
 
-    Raises `ServiceError`, on every rank, for log-probabilities or values that are not finite; `ValueError` for arrays that are not
-    as `Episode` says, or not what `needs` asks for.
+    Raises `ServiceError` naming the trajectory, on every rank, for log-probabilities or values that are not finite; `ValueError`
+    for arrays that are not as `Episode` says, or not what `needs` asks for.
     """
-    share = Share(episodes, rewards.size, sum_over_ranks)
+    share = Share(episodes, rewards.size, ranks)
     estimator = settings.estimator
     returns, metrics = None, {}
     if isinstance(estimator, PPOAdvEstimator):
@@ -187,11 +187,14 @@ def _kl_penalty(share: Share, loss_fn: LossFn) -> Float64:
 
 
 def _finite(share: Share, tokens: Float64, what: str) -> Float64:
-    """A collective: `tokens`, unless one of the batch is not finite."""
-    bad = np.flatnonzero(share.whole(share.sums((~np.isfinite(tokens)).astype(np.float64))))
-    if bad.size:
+    """A collective: `tokens`, unless one of the batch is not finite; whoever holds it, every rank says the same."""
+    own = [share.episodes[i] for i in np.flatnonzero(share.sums((~np.isfinite(tokens)).astype(np.float64)))]
+    found = share.ranks.gather([(episode.index, episode.name) for episode in own])
+    names = [name for _, name in sorted(bad for of_rank in found for bad in of_rank)]
+    if names:
+        others = f" and {len(names) - 1} more of the {share.size} trajectories" if len(names) > 1 else ""
         raise ServiceError(
-            f"trajectory {bad[0]} of the batch: {what} that are not finite; the weights of a model are broken, or its precision is "
-            "too low: go on from an earlier checkpoint with a lower learning rate or in float32"
+            f"{names[0]}{others}: {what} that are not finite; the weights of a model are broken, or its precision is too low: go on "
+            "from an earlier checkpoint with a lower learning rate or in float32"
         )
     return tokens

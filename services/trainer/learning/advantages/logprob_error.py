@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.trainer.learning.advantages.share import Share, SumOverRanks
+from services.trainer.learning.advantages.share import AllRanks, Share
 from services.trainer.learning.tokens import Episode, Float64
 
 
@@ -15,7 +15,7 @@ def mask_logprob_errors(
     episodes: Sequence[Episode],
     gen: Sequence[Float64],
     batch_size: int,
-    sum_over_ranks: SumOverRanks,
+    ranks: AllRanks,
 ) -> tuple[Float64, dict[str, float]]:
     """A collective, before advantages. New multipliers [E] of this rank's episodes, and metrics of the whole batch.
 
@@ -27,7 +27,7 @@ def mask_logprob_errors(
     `_after_mask` over what is left of them, 0 without any. `num_masked_seqs_by_logprob_error` is the number of sequences left
     out, `masked_correct_pct` the share of them with a reward of 1 (after scaling and shaping), between 0 and 1.
     """
-    share = Share(episodes, batch_size, sum_over_ranks)
+    share = Share(episodes, batch_size, ranks)
     with np.errstate(over="ignore"):
         tokens = np.exp(np.abs(np.concatenate([np.empty(0), *gen]) - share.tokens("start")))
     errors = share.sums(tokens) / np.maximum(share.lengths, 1)

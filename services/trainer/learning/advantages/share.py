@@ -8,28 +8,38 @@ number of ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from services.trainer.learning.tokens import Episode, Float64
 
-SumOverRanks = Callable[[Float64], Float64]
+T = TypeVar("T")
+
+
+class AllRanks(Protocol):
+    """The collectives that a share takes part in; `World` has them. With one rank, all it says is what it was told."""
+
+    def sum_array(self, values: Float64) -> Float64:
+        """The sum over the ranks of arrays of one shape."""
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in order of rank, on every rank."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
     """`episodes` are this rank's of a batch of `size` trajectories; their tokens lie one after the other, N in all.
 
-    `sum_over_ranks` adds arrays of one shape over the ranks, and is the identity with one. Every method that says so is a
-    collective: all ranks call it alike.
+    Every method that says so is a collective: all `ranks` call it alike.
     """
 
     episodes: Sequence[Episode]
     size: int
-    sum_over_ranks: SumOverRanks
+    ranks: AllRanks
 
     @cached_property
     def places(self) -> npt.NDArray[np.intp]:
@@ -67,7 +77,7 @@ class Share:
             values = getattr(episode, name)
             if values is None or values.shape != (episode.length,):
                 shape = None if values is None else values.shape
-                raise ValueError(f"trajectory {episode.index}: {name} of shape {shape} for {episode.length} tokens")
+                raise ValueError(f"{episode.name}: {name} of shape {shape} for {episode.length} tokens")
             parts.append(values)
         return np.concatenate(parts).astype(np.float64)
 
@@ -83,4 +93,4 @@ class Share:
         """A collective. From every rank's rows [E, ...], those of the batch, [size, ...], in its order."""
         table = np.zeros((self.size, *rows.shape[1:]))
         table[self.places] = rows
-        return self.sum_over_ranks(table)
+        return self.ranks.sum_array(table)
