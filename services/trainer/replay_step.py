@@ -16,9 +16,10 @@ from headrace.lineage import FOLDER, LineageFiles
 from headrace.replay import ReplayClient, Reservation
 from headrace.trajectory import Group, Score, Trajectory
 from services.trainer.control.checkpoint import Checkpoints
+from services.trainer.control.laws import check_batch
 from services.trainer.control.ranks import Ranks
+from services.trainer.control.shares import assign
 from services.trainer.control.worker import Worker
-from services.trainer.learning.shares import assign, check_batch
 from services.trainer.telemetry.metrics import JOURNAL, Line, read_journal, surviving
 
 COMPARED = ("loss", "grad_norm", "critic/loss", "critic/grad_norm", "reward")

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_
 
 from headrace.config.services import Checkpointing
 from headrace.errors import ServiceError
+from services.trainer.errors import cannot_write
 
 Ledger = dict[int, list[str]]
 T = TypeVar("T")
@@ -210,13 +211,6 @@ def superseded(metrics: Mapping[int, Mapping[str, float]], settings: Checkpointi
 def _unreadable(path: Path, error: Exception) -> ServiceError:
     reason = str(error).replace("\n", " ")
     return ServiceError(f"{path} can't be read ({reason}); remove {path.parent} to go on from an earlier checkpoint")
-
-
-def cannot_write(folder: Path, error: BaseException) -> ServiceError:
-    return ServiceError(
-        f"can't write a checkpoint to {folder} ({error}); the earlier ones are untouched. Free space there, or set "
-        "checkpointing.checkpoint_dir"
-    )
 
 
 @contextlib.contextmanager

@@ -23,15 +23,17 @@ from services.trainer.control import decisions
 from services.trainer.control.checkpoint import ENDED, TRAINED, Checkpoints, State
 from services.trainer.control.decisions import Action, Plan, Retry, RunningValidation, View
 from services.trainer.control.feeder import Feeder
+from services.trainer.control.laws import check_batch
 from services.trainer.control.lineage import Lineage
 from services.trainer.control.patience import Patience
 from services.trainer.control.prompts import Prompts
+from services.trainer.control.shares import assign
 from services.trainer.control.start import Standing
+from services.trainer.control.step_times import step_times
 from services.trainer.control.threads import TorchThread
 from services.trainer.control.validation import Validation, reaches
 from services.trainer.control.weight_sender import RefitReport, WeightSource
 from services.trainer.control.worker import Lead, Weights
-from services.trainer.learning.shares import assign, check_batch
 from services.trainer.learning.step import policy_epochs
 from services.trainer.telemetry.metrics import (
     Gauges,
@@ -45,7 +47,7 @@ from services.trainer.telemetry.metrics import (
 from services.trainer.telemetry.page import CURVES
 from services.trainer.telemetry.page import write as write_page
 from services.trainer.telemetry.plot import draw_curve
-from services.trainer.telemetry.throughput import Devices, Meter, StepTimes
+from services.trainer.telemetry.throughput import Devices, Meter
 from services.trainer.telemetry.tracking import Tracking
 
 log = logging.getLogger(__name__)
@@ -250,7 +252,7 @@ class Loop:
         """Where the time since the last step went, this one's training having begun at `began`; the next step begins here."""
         now, lead = self._tools.clock(), self._tools.lead
         total, training = now - self._step_began, now - began
-        times = StepTimes.of(self._seconds, total, training, lead.learner.seconds)
+        times = step_times(self._seconds, total, training, lead.learner.seconds)
         self._step_began, self._step_s = now, times.total
         self._seconds.clear()
         generating = self._generating * self._config.policy.generation.vllm_cfg.tensor_parallel_size

@@ -18,10 +18,11 @@ from headrace.config import Config
 from headrace.errors import HeadraceError, ServiceError
 from headrace.lineage import Origin, origin_of
 from headrace.trajectory import Float32, Score, Trajectory
+from services.trainer.control.laws import law_broken
 from services.trainer.control.ranks import Ranks
+from services.trainer.control.shares import Assignment
 from services.trainer.learning.experience import Experience, Trace, experience_of
 from services.trainer.learning.learner import Learner
-from services.trainer.learning.shares import Assignment, law_broken
 from services.trainer.telemetry.samples import TrainingSample, sample_of
 
 Read = Callable[[Sequence[str]], list[tuple[Trajectory, Score]]]

@@ -129,26 +129,3 @@ def mini_batches(experiences: Sequence[Experience], size: int, whole: int) -> li
     for index, experience in enumerate(experiences):
         shares[experience.place // size].append(index)
     return shares
-
-
-def split_groups_across_ranks(lengths: Sequence[int], groups: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices for each rank, all of one of the `groups` on the same: the longest first, each to the rank that has least."""
-    members: dict[int, list[int]] = {}
-    for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for own in sorted(members.values(), key=lambda own: -sum(lengths[i] for i in own)):
-        rank = loads.index(min(loads))
-        shares[rank].extend(own)
-        loads[rank] += sum(lengths[i] for i in own)
-    return [sorted(share) for share in shares]
-
-
-def split_across_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices for each rank: counts differ by at most one, lengths are dealt longest first, back and forth."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    for place, index in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
-        turn, seat = divmod(place, ranks)
-        shares[seat if turn % 2 == 0 else ranks - 1 - seat].append(index)
-    return [sorted(share) for share in shares]

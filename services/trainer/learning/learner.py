@@ -23,7 +23,7 @@ from torch import Tensor
 from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace.trajectory import Float32, Int32
-from services.trainer.control.checkpoint import cannot_write
+from services.trainer.errors import cannot_write
 from services.trainer.learning.experience import Experience, Trace, problem_with
 from services.trainer.learning.optimizer import Trained
 from services.trainer.learning.prepare import Passed, check_groups

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from headrace.errors import ServiceError
-from services.trainer.control.checkpoint import cannot_write
+from services.trainer.errors import cannot_write
 from services.trainer.learning.optimizer import Trained
 
 logger = logging.getLogger(__name__)

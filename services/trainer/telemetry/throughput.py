@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from transformers import AutoConfig
 
 from headrace.config import Config
-from services.trainer.control.decisions import Action
 from services.trainer.network.backbone import choose_device
 from services.trainer.telemetry.flops import Architecture, Peak, peak_of
 
@@ -39,21 +38,6 @@ class StepTimes:
     refit_bubble: float
     validation: float
     checkpoint: float
-
-    @classmethod
-    def of(
-        cls, spent: Mapping[Action, float], total: float, training: float, learner: Mapping[str, float]
-    ) -> StepTimes:
-        """`spent`: seconds that the loop took over each of its other actions."""
-        return cls(
-            total=total,
-            training=training,
-            learner=learner,
-            buffer_starvation=_sum(spent, Action.WAIT, Action.RESERVE),
-            refit_bubble=_sum(spent, Action.REFIT),
-            validation=_sum(spent, Action.AWAIT_VALIDATION, Action.VALIDATE, Action.ABANDON_VALIDATION),
-            checkpoint=_sum(spent, Action.CHECKPOINT),
-        )
 
     @property
     def upkeep(self) -> float:
@@ -173,10 +157,6 @@ class Meter:
         timing = timing_metrics(times)
         rates = performance_metrics(timing, lengths, devices, flops, self.peak.tflops)
         return timing | efficiency_metrics(times) | rates
-
-
-def _sum(spent: Mapping[Action, float], *actions: Action) -> float:
-    return sum(spent.get(action, 0.0) for action in actions)
 
 
 def _rate(amount: float, seconds: float) -> float:

@@ -18,11 +18,12 @@ from headrace.replay import Ended, Evaluated, Reservation, ReservedTrajectory, R
 from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
 from services.trainer.control.checkpoint import State
 from services.trainer.control.feeder import Demand, Feed, next_feed
+from services.trainer.control.laws import check_batch, law_broken
 from services.trainer.control.ledger import Ledger, Orders, orders_of
 from services.trainer.control.patience import Patience
+from services.trainer.control.shares import Assignment, assign
 from services.trainer.control.start import Restore, Rewind, Standing, choose_start, lost_writes
 from services.trainer.control.validation import Tally, reaches, summarise
-from services.trainer.learning.shares import Assignment, assign, check_batch, law_broken
 from services.trainer.telemetry.metrics import (
     Gauges,
     Journal,

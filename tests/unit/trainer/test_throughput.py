@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import Config
-from services.trainer.control.decisions import Action
 from services.trainer.telemetry.flops import Architecture, Peak
 from services.trainer.telemetry.metric_names import unknown
 from services.trainer.telemetry.throughput import Devices, Meter, StepTimes, efficiency_metrics
@@ -22,14 +21,7 @@ def test_the_shares_of_a_step_add_up_to_the_whole(
     training: float, waited: float, refit: float, validation: float, checkpoint: float, rest: float
 ) -> None:
     total = training + waited + refit + validation + checkpoint + rest
-    spent = {
-        Action.WAIT: waited / 2,
-        Action.RESERVE: waited / 2,
-        Action.REFIT: refit,
-        Action.AWAIT_VALIDATION: validation,
-        Action.CHECKPOINT: checkpoint,
-    }
-    metrics = efficiency_metrics(StepTimes.of(spent, total, training, {}))
+    metrics = efficiency_metrics(StepTimes(total, training, {}, waited, refit, validation, checkpoint))
     shares = [value for name, value in metrics.items() if name.endswith("_pct")]
     assert sum(shares) == pytest.approx(100 if total > 0 else 0)
     seconds = [value for name, value in metrics.items() if name.endswith("_s")]
@@ -45,7 +37,7 @@ def metrics_of(
     epochs: int = 1,
 ) -> dict[str, float]:
     """Of a step of 10 s, of which 2 s were waited for a batch and 1 s for a refit."""
-    times = StepTimes.of({Action.WAIT: 2.0, Action.REFIT: 1.0}, 10.0, 6.0, learner)
+    times = StepTimes(10.0, 6.0, learner, buffer_starvation=2.0, refit_bubble=1.0, validation=0.0, checkpoint=0.0)
     return Meter(architecture, Peak(0.5, "a data sheet")).metrics(times, lengths, devices, epochs)
 
 

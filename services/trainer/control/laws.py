@@ -1,14 +1,13 @@
-"""Which rank trains on what of a batch, and the laws on it, checked where it is used."""
+"""The laws on a batch, checked where it is used: the buffer keeps them, the trainer takes nobody's word for it."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from headrace.errors import ServiceError
 from headrace.replay import Reservation
 from headrace.trajectory import Group, Score, Trajectory
-from services.trainer.learning.experience import split_across_ranks, split_groups_across_ranks
+from services.trainer.control.shares import Assignment
 
 
 def check_batch(reservation: Reservation, groups: Sequence[Group], prompts_per_step: int) -> None:
@@ -24,42 +23,6 @@ def check_batch(reservation: Reservation, groups: Sequence[Group], prompts_per_s
         raise ServiceError(
             f"step {reservation.step}: the reserved trajectories are not those of complete groups (law 3)"
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Assignment:
-    """One trajectory of a batch, as rank 0 gives it to the rank that trains on it: `place` is its own in the batch, `group` its
-    group's."""
-
-    key: str
-    group_id: str
-    index: int
-    reward: float
-    loss_multiplier: float
-    group: int
-    place: int
-
-
-def assign(
-    reservation: Reservation, groups: Sequence[Group], ranks: int, optimizer_step: int, *, whole_groups: bool = False
-) -> list[list[Assignment]]:
-    """Each rank's share of a batch: of the trajectories of every optimizer step (`optimizer_step` of them), about equally many tokens.
-
-    With `whole_groups` those of a group go to one rank, so that they can share its prompt.
-    """
-    batch = reservation.trajectories
-    place_of = {group.id: place for place, group in enumerate(groups)}
-    shares: list[list[Assignment]] = [[] for _ in range(ranks)]
-    for first in range(0, len(batch), optimizer_step):
-        step = batch[first : first + optimizer_step]
-        lengths, own = [t.length for t in step], [place_of[t.group_id] for t in step]
-        split = split_groups_across_ranks(lengths, own, ranks) if whole_groups else split_across_ranks(lengths, ranks)
-        for share, indices in zip(shares, split, strict=True):
-            for place in (first + index for index in indices):
-                one, group = batch[place], place_of[batch[place].group_id]
-                multiplier = groups[group].loss_multiplier
-                share.append(Assignment(one.key, one.group_id, one.index, one.reward, multiplier, group, place))
-    return shares
 
 
 def law_broken(

@@ -1,0 +1,31 @@
+"""Where the loop's time goes: every action into one part of the step."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.trainer.control.decisions import Action
+from services.trainer.control.step_times import step_times
+from services.trainer.telemetry.throughput import StepTimes
+
+# Training is timed by itself, and after the other three there is no next step.
+BETWEEN = [a for a in Action if a not in (Action.TRAIN, Action.STOP, Action.FINISH, Action.FAIL)]
+
+
+@pytest.mark.parametrize("action", BETWEEN, ids=lambda action: action.name)
+def test_whatever_the_loop_does_between_steps_is_no_upkeep(action: Action) -> None:
+    assert step_times({}, 10.0, 5.0, {}).upkeep == 5.0
+    assert step_times({action: 2.0}, 10.0, 5.0, {}).upkeep == 3.0
+
+
+def test_each_action_goes_into_the_part_of_its_name() -> None:
+    spent = {action: 2.0**power for power, action in enumerate(Action)}
+    assert step_times(spent, 4096.0, 1024.0, {"policy_training": 512.0}) == StepTimes(
+        total=4096.0,
+        training=1024.0,
+        learner={"policy_training": 512.0},
+        buffer_starvation=spent[Action.WAIT] + spent[Action.RESERVE],
+        refit_bubble=spent[Action.REFIT],
+        validation=spent[Action.AWAIT_VALIDATION] + spent[Action.VALIDATE] + spent[Action.ABANDON_VALIDATION],
+        checkpoint=spent[Action.CHECKPOINT],
+    )
