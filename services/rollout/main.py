@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def main(config: Config) -> None:
     """Returns on SIGTERM or SIGINT, its leases handed back. Raises `HeadraceError` for what a person must mend."""
     _leave_on_signals()
-    check_model_name(config.policy.model_name)
+    check_model_name("policy.model_name", config.policy.model_name)
     with closing(bind(config.rollout.host, config.rollout.port, "rollout.port")) as sock, asyncio.Runner() as runner:
         replay = runner.run(ReplayClient.connect(config.redis_url, config.run.id))
         try:

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
 from headrace.config import Config
@@ -29,6 +29,9 @@ from services.trainer.control.start import Standing, lost_writes, take_up
 from services.trainer.control.threads import TorchThread
 from services.trainer.control.weight_sender import WeightSender
 from services.trainer.control.worker import Lead, Worker, dismiss, follow
+from services.trainer.learning.prepare import Passed
+from services.trainer.network.teacher import KEY as TEACHER
+from services.trainer.network.teacher import teacher_name
 from services.trainer.telemetry.http import build_app
 from services.trainer.telemetry.metrics import JOURNAL, Gauges, Journal
 from services.trainer.telemetry.throughput import Meter
@@ -63,7 +66,8 @@ def main(config: Config, makers: Makers | None = None) -> None:
     """Train until the last step or the last prompt. Raises `HeadraceError` for what a person must mend, and `SystemExit` with
     `EXIT_STOPPED` when a signal came first: nobody may take a stopped run for a finished one."""
     makers = makers or Makers()
-    check_model_name(config.policy.model_name)
+    for key, name in _models(config):
+        check_model_name(key, name)
     if "LOCAL_RANK" in os.environ:
         die_with_parent()
     with join_ranks(config) as ranks:
@@ -72,6 +76,16 @@ def main(config: Config, makers: Makers | None = None) -> None:
                 raise SystemExit(EXIT_STOPPED)
         else:
             _follow(config, ranks, makers)
+
+
+def _models(config: Config) -> Iterator[tuple[str, str]]:
+    """Key and name of each model that a run starts from."""
+    yield "policy.model_name", config.policy.model_name
+    teacher = teacher_name(config)
+    if teacher is not None:
+        yield TEACHER, teacher
+    if config.value.model_name is not None and Passed.of(config, 1).values:
+        yield "value.model_name", config.value.model_name
 
 
 def _follow(config: Config, ranks: Ranks, makers: Makers) -> None:

@@ -15,14 +15,15 @@ import pytest
 from headrace.errors import ServiceError
 from headrace.model_name import check_model_name
 
-CHECK = "import sys; from headrace.model_name import check_model_name; check_model_name(sys.argv[1])"
+KEY = "policy.model_name"
+CHECK = f"import sys; from headrace.model_name import check_model_name; check_model_name({KEY!r}, sys.argv[1])"
 
 
 def test_a_directory_without_config_json_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match=r"policy\.model_name: .* has no config\.json"):
-        check_model_name(str(tmp_path))
+        check_model_name(KEY, str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    check_model_name(str(tmp_path))
+    check_model_name(KEY, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_a_directory_without_config_json_is_refused_by_name(tmp_path: Path) -> N
 )
 def test_what_no_model_of_the_hub_can_be_named_is_refused_by_name(name: str) -> None:
     with pytest.raises(ServiceError, match=r"policy\.model_name: there is no directory") as caught:
-        check_model_name(name)
+        check_model_name(KEY, name)
     assert name in str(caught.value)
 
 

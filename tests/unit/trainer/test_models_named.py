@@ -1,0 +1,57 @@
+"""Every model that a run starts from is looked for before anything else, and refused by the key that names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config import Config
+from headrace.errors import ServiceError
+from services.trainer.main import Makers, main
+
+OPD = {"adv_estimator": {"name": "opd", "teacher_model_name": "./no-such-teacher"}}
+
+
+async def buffer(url: str, run: str | None, patience_s: float) -> Any:
+    raise ServiceError("the run went on to the buffer")
+
+
+def complaint(tmp_path: Path, **sections: Any) -> str:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    run = {"id": "r", "dir": str(tmp_path)}
+    sections = {"run": run, "trainer": {"port": 0}, "policy": {"model_name": str(model)}, **sections}
+    with pytest.raises(ServiceError) as caught:
+        main(Config.model_validate(sections), Makers(replay=buffer))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "name"),
+    [
+        ({"policy": {"model_name": "./no-such-policy"}}, "policy.model_name", "./no-such-policy"),
+        ({"grpo": OPD}, "grpo.adv_estimator.teacher_model_name", "./no-such-teacher"),
+        ({"ppo": {}, "value": {"model_name": "./no-such-value"}}, "value.model_name", "./no-such-value"),
+    ],
+    ids=["policy", "teacher", "value"],
+)
+def test_a_model_that_is_not_there_is_refused_by_its_key_before_anything_else(
+    tmp_path: Path, sections: dict[str, Any], key: str, name: str
+) -> None:
+    assert complaint(tmp_path, **sections).startswith(f"{key}: there is no directory {name};")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"grpo": {}, "value": {"model_name": "./no-such-value"}},
+        {"ppo": {"adv_estimator": {"name": "raw_reward"}}, "value": {"model_name": "./no-such-value"}},
+        {"ppo": {}},
+    ],
+    ids=["grpo", "raw-reward", "the-policy-s-own"],
+)
+def test_a_value_model_that_nothing_loads_is_not_looked_for(tmp_path: Path, sections: dict[str, Any]) -> None:
+    assert complaint(tmp_path, **sections) == "the run went on to the buffer"
