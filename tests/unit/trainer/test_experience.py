@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loop_cases import group, reservation
 
-from headrace.replay import Reservation, ReservedTrajectory
-from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
+from headrace.trajectory import Score, Span, Trajectory
 from services.trainer.control.shares import assign
 from services.trainer.learning.experience import (
     Experience,
@@ -103,9 +103,9 @@ def test_an_optimizer_step_has_the_same_trajectories_for_any_number_of_ranks(
 ) -> None:
     size, count = sizes
     groups, per_group = size * count, 2
-    lengths = np.random.default_rng(seed).integers(1, 50, groups * per_group)
-    reservation, made = batch_of(groups, per_group, lengths)
-    shares = assign(reservation, made, ranks, size * per_group)
+    lengths = np.random.default_rng(seed).integers(1, 50, groups * per_group).tolist()
+    made = [group(f"g{place}") for place in range(groups)]
+    shares = assign(reservation(*(one.id for one in made), lengths=lengths), made, ranks, size * per_group)
     places = [a.place for share in shares for a in share]
     assert sorted(places) == list(range(groups * per_group))
     for share in shares:
@@ -117,37 +117,3 @@ def test_an_optimizer_step_has_the_same_trajectories_for_any_number_of_ranks(
         assert found == list(range(step * size * per_group, (step + 1) * size * per_group))
         counts = [len(chosen[rank][step]) for rank in range(ranks)]
         assert max(counts) - min(counts) <= 1
-
-
-def batch_of(groups: int, per_group: int, lengths: np.ndarray) -> tuple[Reservation, list[Group]]:
-    ids = [f"g{place}" for place in range(groups)]
-    made = [
-        Group(
-            id=group_id,
-            lane="train",
-            order=order,
-            task_name="t",
-            env_name="e",
-            messages=(),
-            prompt_token_ids=np.array([1], np.int32),
-            extra_env_info={},
-            dataset_index=order,
-            n=per_group,
-            sampling=Sampling(1.0, 8),
-        )
-        for order, group_id in enumerate(ids)
-    ]
-    reserved = [
-        ReservedTrajectory(
-            key=f"k{place}-{index}",
-            group_id=group_id,
-            index=index,
-            reward=1.0,
-            length=int(lengths[place * per_group + index]),
-            oldest_version=0,
-            newest_version=0,
-        )
-        for place, group_id in enumerate(ids)
-        for index in range(per_group)
-    ]
-    return Reservation(step=0, groups=tuple(ids), trajectories=tuple(reserved)), made

@@ -1,0 +1,55 @@
+"""The journal of metrics: what of it survives rewinds, kills and damage, and the curve that is drawn of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import ServiceError
+from services.trainer.telemetry.metrics import Journal, Line, surviving
+from services.trainer.telemetry.plot import draw_curve
+
+
+def line(kind: str, step: int, timeline: str = "a") -> Line:
+    return Line(kind, step, timeline, 0.0, {"reward": 0.5, "accuracy": 0.25})  # type: ignore[arg-type]
+
+
+def test_lines_of_abandoned_steps_are_superseded() -> None:
+    first = [line("validation", 0), line("train", 0), line("train", 1), line("validation", 2), line("train", 2)]
+    again = [line("rewind", 2, "b"), line("train", 2, "b"), line("validation", 3, "b")]
+    kept = surviving([*first, *again])
+    assert [(k.kind, k.step, k.timeline) for k in kept] == [
+        ("validation", 0, "a"),
+        ("train", 0, "a"),
+        ("train", 1, "a"),
+        ("validation", 2, "a"),
+        ("train", 2, "b"),
+        ("validation", 3, "b"),
+    ]
+
+
+def test_half_a_line_of_a_killed_trainer_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    Journal(path).append("train", 0, "a", {"reward": 1.0})
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')
+    journal = Journal(path)
+    journal.append("train", 1, "a", {"reward": 2.0})
+    assert [(entry.step, entry.metrics) for entry in journal.read()] == [(0, {"reward": 1.0}), (1, {"reward": 2.0})]
+
+
+@pytest.mark.parametrize("text", ["nonsense", json.dumps({"kind": "train"}), "[]"])
+def test_a_line_that_is_not_metrics_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(text + "\n")
+    with pytest.raises(ServiceError, match=r"metrics.jsonl:1: not a line of metrics"):
+        Journal(tmp_path / "metrics.jsonl").read()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 40])
+def test_the_curve_is_a_picture_however_long_the_run(tmp_path: Path, steps: int) -> None:
+    lines = [line(kind, step) for step in range(steps) for kind in ("train", "validation")]
+    draw_curve(lines, tmp_path / "curve.png", "a run")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["curve.png"]

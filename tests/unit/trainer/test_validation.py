@@ -1,0 +1,49 @@
+"""What the held-out prompts say: failures are counts, and a threshold ends the run."""
+
+from __future__ import annotations
+
+import pytest
+from loop_cases import group, trajectory
+
+from headrace.replay import Evaluated
+from headrace.trajectory import Score, Span
+from services.trainer.control.validation import Tally, reaches, summarise
+
+
+def evaluated(name: str, reward: float, version: int, task: str = "sums") -> Evaluated:
+    written = trajectory(group_id=name, spans=(Span(version, 0, 2),))
+    return Evaluated(group(name, 1, task), ((written, Score("SCORED", reward)),))
+
+
+def test_law_7_failed_and_pending_validation_groups_are_counts_never_zeros() -> None:
+    tallies = [Tally.of(evaluated("a", 1.0, 4)), Tally.of(evaluated("b", 0.0, 4, "words"))]
+    metrics = summarise(tallies, failed=2, pending=3)
+    assert metrics["accuracy"] == 0.5
+    assert (metrics["evaluated"], metrics["failed"], metrics["pending"]) == (2, 2, 3)
+    assert (metrics["version_min"], metrics["version_max"]) == (4, 4)
+    assert (metrics["accuracy/sums"], metrics["accuracy/words"]) == (1.0, 0.0)
+    assert summarise([], failed=2, pending=0) == {"evaluated": 0, "failed": 2, "pending": 0}
+    assert "pass_k" not in metrics
+
+
+def test_pass_k_is_the_share_of_prompts_that_any_completion_solves() -> None:
+    rewards = [(0.0, 1.0), (0.0, 0.0), (-1.0, 0.5), (-1.0, -1.0)]
+    tallies = [Tally("a", of_prompt, (1, 1), 0, frozenset({3})) for of_prompt in rewards]
+    metrics = summarise(tallies, failed=0, pending=0)
+    assert (metrics["pass_k"], metrics["accuracy"]) == (0.5, -1.5 / 8)
+
+
+@pytest.mark.parametrize(
+    ("metric", "threshold", "ends"),
+    [
+        ("accuracy", 0.5, True),
+        ("val:accuracy", 0.5, True),
+        ("accuracy", 0.51, False),
+        ("pass_k", 0.1, False),
+        (None, None, False),
+    ],
+)
+def test_a_validation_ends_the_run_at_its_threshold_and_never_without_its_metric(
+    metric: str | None, threshold: float | None, ends: bool
+) -> None:
+    assert reaches({"accuracy": 0.5}, metric, threshold) is ends
