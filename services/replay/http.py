@@ -9,6 +9,7 @@ import math
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, get_args
 
+import msgspec
 import numpy as np
 from fastapi import FastAPI, Header, HTTPException, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -163,7 +164,8 @@ def _meter(meter: Meter) -> dict[str, Any]:
 
 def _plain(record: Group | Trajectory | Score) -> dict[str, Any]:
     """A record as JSON types; arrays become lists."""
-    return {
-        name: value.tolist() if isinstance(value, np.ndarray) else value
-        for name, value in dataclasses.asdict(record).items()
-    }
+    if isinstance(record, Trajectory):
+        fields = {**msgspec.structs.asdict(record), "spans": [span._asdict() for span in record.spans]}
+    else:
+        fields = dataclasses.asdict(record)
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}

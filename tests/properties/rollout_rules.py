@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import numpy as np
 from hypothesis.stateful import precondition, rule
 
@@ -96,7 +96,7 @@ class RolloutRules(Caller):
         span = {"plain": [lease.version], "refit": [lease.version, lease.version + 1]}.get(versions, [max(0, first)])
         plain = make_trajectory(lease, index, span, length)
         tokens = np.full_like(plain.completion_token_ids, int(self.name(), 16))
-        return dataclasses.replace(plain, completion_token_ids=tokens)
+        return msgspec.structs.replace(plain, completion_token_ids=tokens)
 
     @precondition(lambda self: self.leases)
     @rule(
