@@ -1,0 +1,179 @@
+"""What a file of NeMo RL trains with: optimizers and schedules, ages, the value model and the teacher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nemo_cases import read, refusal
+
+from headrace.config import Config
+
+
+def scheduler(config: Config) -> list[dict[str, Any]]:
+    return [item.model_dump(exclude_defaults=True) for item in config.policy.scheduler]
+
+
+CONSTANT = {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0, "total_iters": 10_000_000_000}}
+
+
+def test_megatrons_optimizer_and_schedule_are_in_force_where_megatron_is(tmp_path: Path) -> None:
+    text = "policy: {megatron_cfg: {enabled: true, optimizer: {clip_grad: 0.5}}, dtensor_cfg: {enabled: false}}"
+    config, translation = read(tmp_path, text)
+    kwargs = config.policy.optimizer.kwargs
+    assert (kwargs.lr, kwargs.weight_decay, kwargs.betas, kwargs.eps) == (3e-7, 0.1, (0.9, 0.95), 1e-6)
+    assert config.policy.max_grad_norm == 0.5
+    ramp = {"start_factor": pytest.approx(0.1), "end_factor": 1.0, "total_iters": 10}
+    assert scheduler(config) == [
+        {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": ramp}, CONSTANT, {"milestones": [10]}
+    ]  # fmt: skip
+    said = {key: says for says, keys in translation.replaced.items() for key in keys}
+    assert "policy.megatron_cfg.optimizer is in force instead" in said["policy.optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({"lr_warmup_iters": 0}, []),
+        (
+            {"lr_warmup_iters": 0, "lr_decay_style": "cosine"},
+            [("CosineAnnealingLR", {"T_max": 1000, "eta_min": 3e-8})],
+        ),
+        (
+            {"lr_warmup_init": 0, "lr_decay_style": "linear"},
+            [
+                ("LinearLR", {"start_factor": 1e-8, "end_factor": 1.0, "total_iters": 10}),
+                ("LinearLR", {"start_factor": 1.0, "end_factor": pytest.approx(0.1), "total_iters": 990}),
+            ],
+        ),
+    ],
+    ids=["constant", "cosine", "linear"],
+)
+def test_megatrons_schedules_in_torchs_words(tmp_path: Path, schedule: dict[str, Any], expected: list[Any]) -> None:
+    given = ", ".join(f"{key}: {value}" for key, value in schedule.items())
+    config, _ = read(tmp_path, f"policy: {{megatron_cfg: {{enabled: true, scheduler: {{{given}}}}}}}")
+    named = [item for item in scheduler(config) if "name" in item]
+    assert [(item["name"].rpartition(".")[2], item["kwargs"]) for item in named] == expected
+
+
+def test_a_schedule_that_torch_has_not_is_refused(tmp_path: Path) -> None:
+    said = refusal(tmp_path, "policy: {megatron_cfg: {enabled: true, scheduler: {lr_decay_style: WSD}}}")
+    assert said == [
+        "policy.megatron_cfg.scheduler: lr_decay_style 'WSD' is none of constant, linear, cosine; write policy.scheduler instead"
+    ]
+
+
+def test_a_router_that_is_frozen_or_balanced_is_refused_where_there_are_experts(tmp_path: Path) -> None:
+    text = "policy: {megatron_cfg: {enabled: true, expert_model_parallel_size: 8, fp8_cfg: {enabled: true}}}"
+    assert {line.split(": ")[0] for line in refusal(tmp_path, text)} == {
+        "policy.megatron_cfg.freeze_moe_router", "policy.megatron_cfg.fp8_cfg.enabled"
+    }  # fmt: skip
+
+
+SINGLE = """
+grpo: {async_grpo: null}
+async_rl:
+  sampler: {name: NAME, KEY: 3}
+  recompute_kv_cache_after_weight_updates: true
+  max_inflight_prompts: 8
+  rollout_failure: {max_skipped_prompts: 0, native: {env_timeout_s: null}}
+data_plane: {enabled: true}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "policy"),
+    [
+        ("in_order", "max_lookahead_versions", "ordered"),
+        ("weight_fifo", "max_staleness_versions", "drop"),
+        ("windowed", "max_staleness_versions", "drop"),
+    ],
+)
+def test_the_samplers_of_the_single_controller(tmp_path: Path, name: str, key: str, policy: str) -> None:
+    config, _ = read(tmp_path, SINGLE.replace("NAME", name).replace("KEY", key))
+    asynchrony = config.algorithm.asynchrony
+    assert (config.algorithm.max_age, asynchrony.staleness_policy) == (3, policy)
+    assert asynchrony.in_flight_weight_updates
+    assert asynchrony.recompute_kv_cache_after_weight_updates
+
+
+def test_async_rl_does_nothing_beside_async_grpo(tmp_path: Path) -> None:
+    config, translation = read(tmp_path, "async_rl: {sampler: {name: weight_fifo, max_staleness_versions: 5}}")
+    assert config.algorithm.max_age == 0
+    assert ("async_rl",) in translation.replaced.values()
+
+
+def test_a_sampler_of_ones_own_is_refused(tmp_path: Path) -> None:
+    said = refusal(tmp_path, "grpo: {async_grpo: null}\nasync_rl: {sampler: {name: custom, target: 'mine:Sampler'}}")
+    assert {line.split(": ")[0] for line in said} == {"async_rl.sampler.target", "async_rl.sampler.name"}
+
+
+def test_a_file_of_ppo(tmp_path: Path) -> None:
+    text = """
+grpo: null
+ppo:
+  num_prompts_per_step: 8
+  num_generations_per_prompt: 4
+  max_num_epochs: -1
+  ppo_epochs: 2
+  critic_ppo_epochs: ${ppo.ppo_epochs}
+  warm_start_value_checkpoint: null
+  adv_estimator: {name: gae, gae_lambda: 0.9, gae_gamma: 1, length_adaptive_alpha: 0.0}
+  async_ppo: {enabled: true, max_trajectory_age_steps: 2, warmup_generation_lead_steps: null}
+loss_fn: {reference_policy_kl_penalty: 0.0, use_importance_sampling_correction: true}
+value_loss_fn: {scale: 0.4, cliprange: 0.2}
+value:
+  model_name: ${policy.model_name}
+  tokenizer: {name: "${value.model_name}"}
+  max_total_sequence_length: ${policy.max_total_sequence_length}
+  reward_model_cfg: {enabled: true, reward_model_type: regression}
+  automodel_cfg: {enabled: true, activation_checkpointing: false, tensor_parallel_size: 1}
+  sequence_packing: {enabled: false}
+  optimizer: {name: torch.optim.AdamW, kwargs: {lr: 1.0e-05}}
+  scheduler: [{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0, total_iters: 10000000000}}, {milestones: []}]
+"""
+    config, _ = read(tmp_path, text)
+    assert config.ppo is not None
+    assert (config.ppo.max_age, config.ppo.critic_ppo_epochs, config.ppo.adv_estimator.gae_lambda) == (2, 2, 0.9)
+    assert config.ppo.max_num_epochs > 10**6
+    assert (config.value.optimizer.kwargs.lr, config.value_loss_fn.scale) == (1e-5, 0.4)
+    assert config.policy.activation_checkpointing  # the policy's, not the value model's
+
+
+DISTILLED = """
+grpo: {adv_estimator: {name: opd}}
+on_policy_distillation:
+  enabled: true
+  teacher_model_by_agent_name: {one: some/teacher, two: some/teacher}
+  default_teacher_alias: one
+  strict_agent_name_match: false
+  non_colocated_teachers: {enabled: true, default_teacher_cfg: {num_nodes: 1, precision: bf16}}
+  full: {enabled: false, teacher_payload: logits}
+"""
+
+
+def test_the_teacher_of_a_distillation_is_headrace_s(tmp_path: Path) -> None:
+    config, translation = read(tmp_path, DISTILLED)
+    assert config.grpo is not None
+    assert config.grpo.adv_estimator.teacher_model_name == "some/teacher"
+    assert translation.came_from["grpo", "adv_estimator", "teacher_model_name"][0] == "on_policy_distillation"
+    own, _ = read(tmp_path, DISTILLED, "grpo.adv_estimator.teacher_model_name=mine")
+    assert own.grpo is not None
+    assert own.grpo.adv_estimator.teacher_model_name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        (
+            "on_policy_distillation.teacher_model_by_agent_name.two=another",
+            "teacher_model_by_agent_name: another, some/teacher: there is one teacher",
+        ),
+        ("on_policy_distillation.full.enabled=true", "the tokens that were sampled, not whole distributions"),
+        ("on_policy_distillation.enabled=false", "opd without grpo.adv_estimator.teacher_model_name"),
+    ],
+    ids=["several", "whole-distributions", "off"],
+)
+def test_a_distillation_that_can_t_be_honoured_says_why(tmp_path: Path, override: str, problem: str) -> None:
+    assert any(problem in line for line in refusal(tmp_path, DISTILLED, override))

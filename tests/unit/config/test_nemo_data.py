@@ -1,0 +1,97 @@
+"""Environments and data sets of a file of NeMo RL, of the newest release and of older ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from nemo_cases import read, refusal
+
+
+def test_an_environment_that_is_not_built_in_has_to_be_served(tmp_path: Path) -> None:
+    text = "data: {default: {env_name: code}}\n"
+    (line,) = refusal(tmp_path, text)
+    assert line.startswith("env.code: not built in; serve it")
+    config, _ = read(tmp_path, text + "env: {code: {_override_: true, target: 'localhost:9'}}")
+    assert config.env["code"].target == "localhost:9"
+
+
+def test_a_data_set_that_is_not_read_says_how_to_bring_it(tmp_path: Path) -> None:
+    (line,) = refusal(tmp_path, "data: {train: {dataset_name: HelpSteer3}}")
+    assert line.startswith("data.train.0.dataset_name: 'HelpSteer3' is not read; bring it as a JSONL file")
+
+
+def test_a_file_of_ones_own_and_lists_of_sets(tmp_path: Path) -> None:
+    text = """
+data:
+  train: [{dataset_name: ResponseDataset, data_path: a.jsonl, input_key: q}, {dataset_name: DeepScaler}]
+  validation: {dataset_name: AIME2024, repeat: 4}
+"""
+    config, _ = read(tmp_path, text.replace("data:\n", "data:\n  _override_: true\n  default: {env_name: math}\n"))
+    first, second = config.data.train
+    assert (first.dataset_name, first.data_path, first.input_key) == (None, "a.jsonl", "q")
+    assert second.dataset_name == "DeepScaler"
+    assert config.data.validation[0].repeat == 4
+
+
+def test_a_split_that_a_data_set_there_takes_no_notice_of_is_not_made(tmp_path: Path) -> None:
+    config, translation = read(tmp_path, "data: {train: {dataset_name: DAPOMath17K}}")
+    assert config.data.train[0].split_validation_size == 0
+    assert any("is not split in NeMo RL" in says for says in translation.replaced)
+
+
+@pytest.mark.parametrize(
+    ("name", "validation", "share"),
+    [("OpenMathInstruct-2", [], 0.05), ("DeepScaler", ["AIME2024"], 0), ("DAPOMath17K", ["DAPOMathAIME2024"], 0)],
+)
+def test_a_flat_data_section_brings_the_validation_it_brought_then(
+    tmp_path: Path, name: str, validation: list[str], share: float
+) -> None:
+    flat = (
+        f"data: {{_override_: true, dataset_name: {name}, prompt_file: p.txt, max_input_seq_length: 9, shuffle: false}}"
+    )
+    config, translation = read(tmp_path, flat)
+    (train,) = config.data.train
+    assert (train.dataset_name, train.prompt_file, train.env_name) == (name, "p.txt", "math")
+    assert train.split_validation_size == share
+    assert [source.dataset_name for source in config.data.validation] == validation
+    assert not config.data.shuffle
+    assert ("data.dataset_name", "data.train.dataset_name") in translation.renamed
+
+
+def test_a_flat_data_section_with_files(tmp_path: Path) -> None:
+    flat = "{_override_: true, dataset_name: ResponseDataset, train_data_path: a.jsonl, val_data_path: b.jsonl, output_key: a}"
+    config, _ = read(tmp_path, f"data: {flat}")
+    assert (config.data.train[0].data_path, config.data.validation[0].data_path) == ("a.jsonl", "b.jsonl")
+    assert config.data.train[0].output_key == config.data.validation[0].output_key == "a"
+
+
+SEVERAL = """
+data:
+  use_multiple_dataloader: true
+  num_prompts_per_dataloader: 4
+  custom_dataloader: examples.custom_dataloader.custom_dataloader.example_custom_dataloader
+  train: [{dataset_name: gsm8k}, {dataset_name: DeepScaler}]
+"""
+
+
+def test_several_data_loaders_are_taken_with_their_example_and_a_function_of_one_s_own_is_not(tmp_path: Path) -> None:
+    config, _ = read(tmp_path, SEVERAL)
+    assert config.data.use_multiple_dataloader
+    assert config.prompts_of_each_set == 4
+    problem = "a function of the seed alone"
+    assert any(problem in line for line in refusal(tmp_path, SEVERAL, "data.custom_dataloader=mine.mix"))
+    read(tmp_path, "data: {custom_dataloader: mine.mix}\n")  # not called there either
+
+
+def test_dapos_verifier_is_an_answer_line(tmp_path: Path) -> None:
+    config, translation = read(tmp_path, "env: {math: {math_verify_impl: dapo_math_verify}}")
+    assert config.env["math"].extract == "answer_line"
+    assert ("env.math.math_verify_impl", "env.math.extract") in translation.renamed
+    assert read(tmp_path)[0].env["math"].extract == "none"
+
+
+def test_the_environment_of_several_rewards_is_built_in(tmp_path: Path) -> None:
+    text = "env: {math_multi_reward: {num_workers: 8, math_verify_impl: hf_math_verify}}\ndata: {default: {env_name: math_multi_reward}}\n"
+    config, _ = read(tmp_path, text)
+    assert config.env.keys() == {"math_multi_reward"}
