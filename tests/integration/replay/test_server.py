@@ -248,6 +248,7 @@ async def test_service_serves_the_run_over_http(tmp_path: Path) -> None:
         assert group["trajectories"][0]["length"] == 4
         trajectory = (await http.get(f"/v1/trajectories/{lease.group.id}/0")).json()
         assert trajectory["completion_token_ids"] == [0, 1, 2, 3]
+        assert trajectory["spans"] == [{"version": 0, "start": 0, "end": 4}]
         assert trajectory["score"] is None
         stats = (await http.get("/v1/stats")).json()
         assert stats["counts"]["train"]["open"] == 2
