@@ -63,7 +63,7 @@ replay:
   max_scoring_attempts: 12
 rollout: {{max_concurrent_groups: 4, heartbeat_s: 0.5, dead_after_s: {LEASE_S}, save_partial_tokens: 16}}
 reward: {{host: {address["reward"]}, http_port: {HTTP}, workers: 1}}
-trainer: {{host: {address["trainer"]}, port: {HTTP}, num_threads: 1, fleet_deadline_s: 150}}
+trainer: {{host: {address["trainer"]}, port: {HTTP}, num_threads: 1}}
 weight_channel: {{host: {address["trainer"]}, timeout_s: 8}}
 checkpointing: {{save_period: {shape.save_period}, keep_top_k: 3, metric_name: null}}
 """
