@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from kept_run import kept_run
 from typer.testing import CliRunner
 
 from headrace import export
@@ -14,32 +15,13 @@ from headrace.cli.app import app
 from headrace.errors import HeadraceError
 from headrace.lineage import FOLDER
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.wire import open_redis
 from headrace.trajectory import Score
-from services.replay import library
-from services.replay.embedded import EmbeddedServer
 from services.trainer.control.lineage import Lineage
-from tests.conftest import free_port
 from tests.integration.replay.helpers import enqueue, healthy_replica, make_group, make_trajectory
 
-CONFIG = """
-run: {{id: seen, dir: {folder}}}
-policy: {{model_name: none, precision: float32}}
-data:
-  train: {{dataset_name: arithmetic, env_name: math}}
-env:
-  math: {{type: math}}
-replay: {{redis_port: {port}}}
-"""
 
-
-async def make_run(folder: Path, server: EmbeddedServer, limits: Limits) -> None:
-    """A group with a scored and an unscored trajectory, one that failed, one that waits, and one that was trained."""
-    await server.start()
-    async with open_redis(server.url) as redis:
-        await library.load(redis)
-    replay = ReplayClient(open_redis(server.url), "seen")
-    await replay.open_run(limits)
+async def fill(replay: ReplayClient) -> None:
+    """A group with a scored and an unscored trajectory, one that failed, and one that waits."""
     await enqueue(replay, range(3))
     one, two = await replay.lease(await healthy_replica(replay), 2)
     await replay.push(one, make_trajectory(one, 0))
@@ -47,9 +29,6 @@ async def make_run(folder: Path, server: EmbeddedServer, limits: Limits) -> None
     await replay.score(job, Score("SCORED", 0.25, environment="math", build="7"))
     await replay.push(one, make_trajectory(one, 1))
     await replay.reject(two, "its prompt is too long")
-    await replay.aclose()
-    trained = make_group(9)
-    Lineage(folder / "checkpoints" / FOLDER, "t1").write(4, [trained], {trained.id: []})
 
 
 def headrace(*args: object) -> str:
@@ -66,14 +45,11 @@ def refused(*args: object) -> str:
 
 @pytest.mark.parametrize("up", [True, False])
 def test_groups_are_shown_listed_and_exported(tmp_path: Path, limits: Limits, up: bool) -> None:
-    folder, port = tmp_path / "seen", free_port()
-    folder.mkdir()
-    (folder / "config.yaml").write_text(CONFIG.format(folder=tmp_path, port=port))
-    server = EmbeddedServer(folder / "replay", "127.0.0.1", port)
-    asyncio.run(make_run(folder, server, limits))
-    if not up:
-        asyncio.run(server.stop())
-    try:
+    trained = make_group(9)
+    with kept_run(tmp_path, "seen", limits, fill) as (folder, server):
+        Lineage(folder / "checkpoints" / FOLDER, "t1").write(4, [trained], {trained.id: []})
+        if not up:
+            asyncio.run(server.stop())
         said = headrace("groups", "show", "e0-train-0", "--run", folder)
         assert "group       e0-train-0 (scoring)" in said
         assert "math build 7" in said
@@ -92,8 +68,6 @@ def test_groups_are_shown_listed_and_exported(tmp_path: Path, limits: Limits, up
         assert "2 trajectories" in headrace("groups", "export", "--run", folder, "-o", out)
         assert [each.trajectory.index for each in export.read(out)] == [0, 1]
         assert "can't be written" in refused("groups", "export", "--run", folder, "-o", tmp_path / "no" / "out.jsonl")
-    finally:
-        asyncio.run(server.stop())
 
 
 def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 import re
@@ -13,27 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kept_run import kept_run
 
 from headrace.lineage import FOLDER, Origin, TokenRange
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.wire import open_redis
-from services.replay import library
-from services.replay.embedded import EmbeddedServer
 from services.trainer.control.lineage import Lineage
-from tests.conftest import free_port
 from tests.integration.replay.helpers import enqueue, generate, healthy_replica, make_group
 
 PAGE = Path(__file__).parents[3] / "docs" / "lineage.md"
 EXAMPLES = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-CONFIG = """
-run: {{id: adder, dir: {folder}}}
-policy: {{model_name: none, precision: float32}}
-data:
-  train: {{dataset_name: arithmetic, env_name: math}}
-env:
-  math: {{type: math}}
-replay: {{redis_port: {port}}}
-"""
 TIMELINE, ONE, OTHER = "9f2c61d07be4a583", "5b1e07c2d9", "e4407a91fc"
 # What was trained at step 13, as the page shows it.
 ORIGINS = (
@@ -52,34 +39,23 @@ ORIGINS = (
 )
 
 
-async def fill(server: EmbeddedServer, limits: Limits) -> None:
+async def fill(replay: ReplayClient) -> None:
     """Groups that are ready, open and queued."""
-    await server.start()
-    async with open_redis(server.url) as redis:
-        await library.load(redis)
-    replay = ReplayClient(open_redis(server.url), "adder")
-    await replay.open_run(limits)
     await enqueue(replay, range(4))
     replica = await healthy_replica(replay)
     await generate(replay, replica, most=2)
     await replay.lease(replica, 1)
-    await replay.aclose()
 
 
 @pytest.fixture
 def workplace(tmp_path: Path, limits: Limits) -> Path:
     """The folder that the examples are run in: a run that is down, under `runs/adder`."""
-    run = tmp_path / "runs" / "adder"
-    run.mkdir(parents=True)
-    (run / "config.yaml").write_text(CONFIG.format(folder=tmp_path / "runs", port=free_port()), encoding="utf-8")
-    server = EmbeddedServer(run / "replay", "127.0.0.1", free_port())
-    asyncio.run(fill(server, limits))
-    asyncio.run(server.stop())
-    lineage = Lineage(run / "checkpoints" / FOLDER, TIMELINE)
-    # weights 12 and 13 are of this timeline, since it began at step 11
-    for step in (11, 12, 13):
-        group = dataclasses.replace(make_group(404 + step), task_name="arithmetic")
-        lineage.write(step, [group], {group.id: ORIGINS})
+    with kept_run(tmp_path / "runs", "adder", limits, fill) as (run, _):
+        lineage = Lineage(run / "checkpoints" / FOLDER, TIMELINE)
+        # weights 12 and 13 are of this timeline, since it began at step 11
+        for step in (11, 12, 13):
+            group = dataclasses.replace(make_group(404 + step), task_name="arithmetic")
+            lineage.write(step, [group], {group.id: ORIGINS})
     return tmp_path
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import free_port
+
 CONFIG = """
 run: {{id: test, dir: {folder}/runs}}
 policy: {{model_name: {folder}/no-such-model, precision: float32}}
@@ -23,12 +25,6 @@ env:
 replay: {{port: 0, redis_port: {redis_port}}}
 reward: {{port: 0, http_port: 0, workers: 1}}
 """
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.fixture
