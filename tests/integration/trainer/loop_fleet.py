@@ -153,6 +153,11 @@ class SmallReplica:
         )
 
 
+async def installed(replica: SmallReplica, version: int) -> None:
+    async with replica.changed:
+        await replica.changed.wait_for(lambda: version in replica.installed)
+
+
 async def score_all(replay: ReplayClient, equal_every: int = 0) -> None:
     """Score what waits, for ever; of each `equal_every` prompts, the rewards of the first are all equal."""
     while True:

@@ -1,4 +1,4 @@
-"""Going on from an older checkpoint or with an emptied buffer, and ages token by token: the trainer as a process, as in test_loop."""
+"""Going on from an older checkpoint or with an emptied buffer, and ages token by token: the trainer as a process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from loop_fleet import SmallReplica, running, score_all
-from test_loop import PROMPTS, STEPS, Trainer, check_history, limits, settings, settled, trainer  # noqa: F401
+from loop_trainer import PROMPTS, STEPS, Trainer, check_history, settled
 
 from headrace.cli.rewind import set_aside
 from headrace.errors import NotVerified
@@ -24,7 +24,7 @@ from services.trainer.data import PromptOrder, load_problems
 pytestmark = pytest.mark.slow
 
 
-def first_prompt(trainer: Trainer) -> int:  # noqa: F811
+def first_prompt(trainer: Trainer) -> int:
     """Index in the data set of the problem that is asked first."""
     config = trainer.config
     problems, _ = load_problems(config.data)
@@ -46,9 +46,9 @@ class CountingReplica(SmallReplica):
 
 @pytest.mark.parametrize("retained", [0, 4])
 async def test_law_1_conservation_back_to_an_older_checkpoint_with_a_kill_in_the_refill(
-    trainer: Trainer,  # noqa: F811
+    trainer: Trainer,
     replay: ReplayClient,
-    limits: Limits,  # noqa: F811
+    limits: Limits,
     tiny_model: Path,
     retained: int,
 ) -> None:
@@ -74,9 +74,9 @@ async def test_law_1_conservation_back_to_an_older_checkpoint_with_a_kill_in_the
 
 
 async def test_law_1_conservation_an_emptied_buffer_with_a_kill_in_the_refill(
-    trainer: Trainer,  # noqa: F811
+    trainer: Trainer,
     replay: ReplayClient,
-    limits: Limits,  # noqa: F811
+    limits: Limits,
     tiny_model: Path,
 ) -> None:
     doomed = frozenset({first_prompt(trainer)})
@@ -108,9 +108,9 @@ class MixedReplica(SmallReplica):
 
 
 async def test_law_2_age_mask_trains_on_the_tokens_that_are_young_enough(
-    trainer: Trainer,  # noqa: F811
+    trainer: Trainer,
     replay: ReplayClient,
-    limits: Limits,  # noqa: F811
+    limits: Limits,
     tiny_model: Path,
 ) -> None:
     trainer.settings["grpo"] |= {"val_period": 0, "val_at_start": False}
@@ -151,9 +151,9 @@ class UnevenReplica(SmallReplica):
 
 
 async def test_law_2_age_drop_waits_for_nobody_and_trains_on_nothing_over_age(
-    trainer: Trainer,  # noqa: F811
+    trainer: Trainer,
     replay: ReplayClient,
-    limits: Limits,  # noqa: F811
+    limits: Limits,
     tiny_model: Path,
 ) -> None:
     trainer.settings["grpo"] |= {"val_period": 0, "val_at_start": False}

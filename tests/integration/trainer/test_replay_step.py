@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 from loop_fleet import SmallReplica, running, score_all
-from test_loop import STEPS, Trainer, settings, trainer  # noqa: F401 - fixtures
+from loop_trainer import STEPS, Trainer
 from typer.testing import CliRunner
 
 from headrace.cli import runs
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def limits(limits: Limits) -> Limits:
-    return dataclasses.replace(limits, replica_dead_s=2.0, retain_steps=3)
+    return dataclasses.replace(limits, retain_steps=3)
 
 
 async def headrace(*args: object) -> Result:
@@ -31,7 +31,7 @@ async def headrace(*args: object) -> Result:
 
 
 async def test_a_retained_step_is_recomputed_and_compared_with_what_was_logged(
-    trainer: Trainer,  # noqa: F811
+    trainer: Trainer,
     replay: ReplayClient,
     tiny_model: Path,
 ) -> None:

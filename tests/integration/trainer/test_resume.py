@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from loop_fleet import SmallReplica, running, score_all
+from loop_trainer import Trainer, check_history
 from safetensors.torch import load_file
-from test_loop import Trainer, check_history, limits, settings  # noqa: F401 - fixtures
 
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.wire import open_redis
@@ -37,7 +37,7 @@ CLOCKED = ("timing/", "performance/", "efficiency/", "idle/", "init/", "wasted/"
 
 
 @pytest.fixture
-def ppo(settings: dict[str, Any]) -> dict[str, Any]:  # noqa: F811
+def ppo(settings: dict[str, Any]) -> dict[str, Any]:
     """Two optimizer steps an epoch, a warm-up of the rate, and one step of the value model alone."""
     del settings["grpo"]
     settings["ppo"] = PPO
@@ -65,7 +65,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 async def test_killed_and_resumed_every_metric_and_weight_is_the_same_to_the_last_bit(
     ppo: dict[str, Any],
     replay: ReplayClient,
-    limits: Limits,  # noqa: F811
+    limits: Limits,
     redis_url: str,
     tiny_model: Path,
     tmp_path: Path,
