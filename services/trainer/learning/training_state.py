@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def save_state(folder: Path, counters: Counters, trained: Mapping[str, Trained],
         "trained": {name: one.state(moments=moments) for name, one in trained.items()},
     }
     try:
-        dcp.save(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        with _process_group():
+            dcp.save(state, checkpoint_id=folder)
     except dcp.CheckpointException as error:
         raise cannot_write(folder.parent, _cause(error)) from error
 
@@ -60,7 +62,8 @@ def load_state(folder: Path, trained: Mapping[str, Trained]) -> Counters:
                 )
             moments = any(key.startswith(f"trained.{name}.optimizer.") for key in saved)
             state["trained"][name] = one.empty_state(moments=moments)
-        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+        with _process_group():
+            dcp.load(state, storage_reader=reader)
     except (OSError, EOFError, pickle.UnpicklingError, dcp.CheckpointException) as error:
         raise ServiceError(
             f"checkpoint {folder.parent}: its training state can't be read ({_cause(error)!r}); remove this checkpoint "
@@ -71,6 +74,20 @@ def load_state(folder: Path, trained: Mapping[str, Trained]) -> Counters:
             logger.warning("%s: no optimizer state of the %s model; its moments start from zero", folder, name)
         one.restore(state["trained"][name])
     return Counters(**{field.name: int(state[field.name]) for field in dataclasses.fields(Counters)})
+
+
+@contextlib.contextmanager
+def _process_group() -> Iterator[None]:
+    """The ranks' own; a process alone is one rank for as long as this is open. Where there is none, `torch.distributed.checkpoint` warns
+    each time that it takes the process to be alone."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from learner_cases import config, experiences
 from learner_saves import PPO
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -51,6 +53,19 @@ def test_saving_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
     saved.save(tmp_path)
     assert saved.step(experiences(5)) == other.step(experiences(5))
     assert_same_weights(saved, other)
+
+
+def test_a_process_alone_saves_and_goes_on_without_a_warning_and_leaves_no_process_group(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    learner = Learner(config(tiny_model))
+    learner.step(experiences(5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        learner.save(tmp_path)
+        assert not dist.is_initialized()
+        assert Learner(config(tiny_model), tmp_path).version == 1
+    assert not dist.is_initialized()
 
 
 def test_transformers_loads_the_policy_and_its_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
