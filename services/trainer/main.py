@@ -21,19 +21,21 @@ from headrace.trajectory import Score, Trajectory
 from services.trainer.control.checkpoint import Checkpoints
 from services.trainer.control.feeder import Demand, Feeder
 from services.trainer.control.lineage import Lineage
-from services.trainer.control.loop import Loop, Phase, Sender, Tools
+from services.trainer.control.loop import Loop
 from services.trainer.control.patience import Patience
 from services.trainer.control.prompts import Prompts
 from services.trainer.control.ranks import Ranks, join_ranks
 from services.trainer.control.start import Standing, lost_writes, take_up
 from services.trainer.control.threads import TorchThread
+from services.trainer.control.tools import Phase, Sender, Tools
 from services.trainer.control.weight_sender import WeightSender
 from services.trainer.control.worker import Lead, Worker, dismiss, follow
 from services.trainer.learning.prepare import Passed
 from services.trainer.network.teacher import KEY as TEACHER
 from services.trainer.network.teacher import teacher_name
+from services.trainer.telemetry.gauges import Gauges
 from services.trainer.telemetry.http import build_app
-from services.trainer.telemetry.metrics import JOURNAL, Gauges, Journal
+from services.trainer.telemetry.journal import JOURNAL, Journal
 from services.trainer.telemetry.throughput import Meter
 from services.trainer.telemetry.tracking import Tracking
 
@@ -157,21 +159,21 @@ async def _train(
         await asyncio.to_thread(lineage.supersede, standing.version)
         sender = await stack.enter_async_context(makers.sender(config, replay))
         tools = Tools(
-            replay,
-            patience,
-            lead,
-            torch_thread,
-            sender,
-            checkpoints,
-            journal,
-            lineage,
-            gauges,
-            prompts,
-            feeder,
-            meter,
-            tracking,
-            phase,
-            stop,
+            replay=replay,
+            patience=patience,
+            lead=lead,
+            torch=torch_thread,
+            sender=sender,
+            checkpoints=checkpoints,
+            journal=journal,
+            lineage=lineage,
+            gauges=gauges,
+            prompts=prompts,
+            feeder=feeder,
+            meter=meter,
+            tracking=tracking,
+            phase=phase,
+            stop=stop,
         )
         finished = False
         tracking.start()

@@ -20,7 +20,7 @@ from services.trainer.control.laws import check_batch
 from services.trainer.control.ranks import Ranks
 from services.trainer.control.shares import assign
 from services.trainer.control.worker import Worker
-from services.trainer.telemetry.metrics import JOURNAL, Line, read_journal, surviving
+from services.trainer.telemetry.journal import JOURNAL, Line, read_journal, surviving
 
 COMPARED = ("loss", "grad_norm", "critic/loss", "critic/grad_norm", "reward")
 # Differences count in proportion to what was logged, but not to less than this: the loss of an on-policy step is about 0.

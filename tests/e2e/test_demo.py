@@ -142,7 +142,7 @@ def test_a_run_killed_with_its_supervisor_leaves_no_orphan_and_goes_on(tmp_path:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = journal(run)
     assert any(line["kind"] == "rewind" and line["step"] >= 2 for line in lines), "it went on from a checkpoint"
-    from services.trainer.telemetry.metrics import Journal, surviving
+    from services.trainer.telemetry.journal import Journal, surviving
 
     train = [line.step for line in surviving(Journal(run / "metrics.jsonl").read()) if line.kind == "train"]
     assert train == list(range(steps))

@@ -7,48 +7,33 @@ one thread, so that health pages stay alive. A step whose batch was dropped by a
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 from headrace.config import Config
 from headrace.errors import SamplingStarved, ServiceError
-from headrace.replay import End, ReplayClient, Replica, Reservation, Waiting
+from headrace.replay import End, Replica, Reservation, Waiting
 from headrace.trajectory import Float32, Int32
 from headrace.weights.probe import choose_token_ids
 from services.trainer.control import decisions
-from services.trainer.control.checkpoint import ENDED, TRAINED, Checkpoints, State
+from services.trainer.control.checkpoint import ENDED, TRAINED, State
 from services.trainer.control.decisions import Action, Plan, Retry, RunningValidation, View
-from services.trainer.control.feeder import Feeder
 from services.trainer.control.laws import check_batch
-from services.trainer.control.lineage import Lineage
-from services.trainer.control.patience import Patience
-from services.trainer.control.prompts import Prompts
 from services.trainer.control.shares import assign
 from services.trainer.control.start import Standing
 from services.trainer.control.step_times import step_times
-from services.trainer.control.threads import TorchThread
+from services.trainer.control.tools import Tools
 from services.trainer.control.validation import Validation, reaches
-from services.trainer.control.weight_sender import RefitReport, WeightSource
-from services.trainer.control.worker import Lead, Weights
+from services.trainer.control.worker import Weights
 from services.trainer.learning.step import policy_epochs
-from services.trainer.telemetry.metrics import (
-    Gauges,
-    Journal,
-    Line,
-    batch_metrics,
-    sampling_metrics,
-    surviving,
-    total_lengths,
-)
+from services.trainer.telemetry.journal import Line, surviving
+from services.trainer.telemetry.metrics import batch_metrics, sampling_metrics, total_lengths
 from services.trainer.telemetry.page import CURVES
 from services.trainer.telemetry.page import write as write_page
 from services.trainer.telemetry.plot import draw_curve
-from services.trainer.telemetry.throughput import Devices, Meter
-from services.trainer.telemetry.tracking import Tracking
+from services.trainer.telemetry.throughput import Devices
 
 log = logging.getLogger(__name__)
 
@@ -56,43 +41,6 @@ GLANCE_S = 0.5
 PROBE_TOKENS = 64
 
 T = TypeVar("T")
-
-
-class Sender(Protocol):
-    """What the loop asks of the weight channel; `WeightSender` is it."""
-
-    async def refit(
-        self, version: int, timeline: str, source: WeightSource, probe_ids: Int32, probe_logprobs: Float32
-    ) -> RefitReport: ...
-
-
-@dataclasses.dataclass
-class Phase:
-    """What the trainer is doing, for `/readyz`: None when it is at work, else why it can't."""
-
-    problem: str | None = "starting"
-
-
-@dataclasses.dataclass(frozen=True)
-class Tools:
-    """What the loop works with."""
-
-    replay: ReplayClient
-    patience: Patience
-    lead: Lead
-    torch: TorchThread
-    sender: Sender
-    checkpoints: Checkpoints
-    journal: Journal
-    lineage: Lineage
-    gauges: Gauges
-    prompts: Prompts
-    feeder: Feeder
-    meter: Meter
-    tracking: Tracking
-    phase: Phase
-    stop: asyncio.Event
-    clock: Callable[[], float] = time.monotonic
 
 
 class Loop:

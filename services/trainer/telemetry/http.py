@@ -10,7 +10,7 @@ from fastapi.responses import HTMLResponse
 from headrace.config import Config
 from headrace.service import Ready, create_app
 from services.trainer.telemetry import page
-from services.trainer.telemetry.metrics import JOURNAL, read_journal, surviving
+from services.trainer.telemetry.journal import JOURNAL, read_journal, surviving
 
 REFRESH_S = 10
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.trainer.telemetry.metrics import Kind, Line
+from services.trainer.telemetry.journal import Kind, Line
 
 CURVES = "curves.html"  # in the run's folder
 

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from services.trainer.telemetry.metrics import Line
+from services.trainer.telemetry.journal import Line
 
 REWARD = "#4477aa"
 ACCURACY = "#cc6677"

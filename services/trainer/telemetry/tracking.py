@@ -14,9 +14,9 @@ from headrace.replay import Evaluated
 from headrace.trajectory import Group
 from services.trainer.telemetry import alarm
 from services.trainer.telemetry.gpus import GPUMonitor
+from services.trainer.telemetry.journal import Journal
 from services.trainer.telemetry.loggers.follower import counts
 from services.trainer.telemetry.loggers.opening import followers
-from services.trainer.telemetry.metrics import Journal
 from services.trainer.telemetry.samples import (
     SampleFiles,
     TrainingSample,

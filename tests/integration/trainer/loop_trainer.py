@@ -21,7 +21,7 @@ from headrace.lineage import FOLDER, LineageFiles, timeline_of
 from headrace.replay import ReplayClient
 from services.trainer.control.checkpoint import TRAINED, Checkpoints
 from services.trainer.control.ledger import Orders
-from services.trainer.telemetry.metrics import Journal, Line, surviving
+from services.trainer.telemetry.journal import Journal, Line, surviving
 from services.trainer.telemetry.samples import SampleFiles
 
 STEPS, PROMPTS = 4, 2

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.wire import open_redis
-from services.trainer.telemetry.metrics import surviving
+from services.trainer.telemetry.journal import surviving
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,10 @@ import pytest
 
 from headrace.config import Config
 from headrace.errors import ServiceError
+from services.trainer.telemetry.journal import Journal
 from services.trainer.telemetry.loggers.follower import Follower, counts
 from services.trainer.telemetry.loggers.opening import followers
 from services.trainer.telemetry.loggers.tracker import Entry, parameters
-from services.trainer.telemetry.metrics import Journal
 from services.trainer.telemetry.samples import SampleFiles
 
 LONG_S = 100.0

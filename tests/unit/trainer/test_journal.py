@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ServiceError
-from services.trainer.telemetry.metrics import Journal, Line, surviving
+from services.trainer.telemetry.journal import Journal, Line, surviving
 from services.trainer.telemetry.plot import draw_curve
 
 

@@ -6,7 +6,8 @@ import dataclasses
 
 from loop_cases import group, reservation
 
-from services.trainer.telemetry.metrics import Gauges, batch_metrics, sampling_metrics, total_lengths
+from services.trainer.telemetry.gauges import Gauges
+from services.trainer.telemetry.metrics import batch_metrics, sampling_metrics, total_lengths
 
 
 def test_batch_metrics_say_what_the_batch_was_like() -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.trainer.telemetry.journal import Kind, Line
 from services.trainer.telemetry.metric_names import unknown
-from services.trainer.telemetry.metrics import Kind, Line
 from services.trainer.telemetry.page import CHARTS, POINTS, _ticks, render, standing, write
 
 

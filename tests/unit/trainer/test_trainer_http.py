@@ -8,7 +8,7 @@ from fastapi.testclient import TestClient
 
 from headrace.config import Config
 from services.trainer.telemetry.http import build_app
-from services.trainer.telemetry.metrics import Journal
+from services.trainer.telemetry.journal import Journal
 
 
 async def ready() -> str | None:

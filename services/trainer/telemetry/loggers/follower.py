@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from headrace.errors import ServiceError
+from services.trainer.telemetry.journal import Line, parse_lines, surviving
 from services.trainer.telemetry.loggers.tracker import Entry, Tracker, entry_of
-from services.trainer.telemetry.metrics import Line, parse_lines, surviving
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from headrace.config import Config
 from headrace.errors import ServiceError
 from services.trainer.telemetry import alarm
+from services.trainer.telemetry.journal import Line
 from services.trainer.telemetry.loggers.follower import Follower, Make
 from services.trainer.telemetry.loggers.tracker import Entry, Tracker, parameters
-from services.trainer.telemetry.metrics import Line
 from services.trainer.telemetry.samples import SampleFiles, as_markdown, choose, shown
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.config import Config
+from services.trainer.telemetry.journal import Line
 from services.trainer.telemetry.metric_names import tracked_name
-from services.trainer.telemetry.metrics import Line
 
 
 @dataclasses.dataclass(frozen=True)
