@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_
 from headrace.config.services import Checkpointing
 from headrace.errors import ServiceError
 from services.trainer.errors import cannot_write
+from services.trainer.files import force, whole_file
 
 Ledger = dict[int, list[str]]
 T = TypeVar("T")
@@ -154,7 +155,7 @@ class Checkpoints:
             (unfinished / "state.json").write_text(state.model_dump_json(indent=2))
             _force_to_disk(unfinished)
             unfinished.rename(final)
-            _force(self._folder)
+            force(self._folder)
             self._retain(keep)
         return final
 
@@ -166,9 +167,9 @@ class Checkpoints:
         known = state.model_copy(update={"metrics": {**state.metrics, **metrics}})
         path = self.path(version) / "state.json"
         with _disk_errors(self._folder):
-            path.with_suffix(".new").write_text(known.model_dump_json(indent=2))
-            _force(path.with_suffix(".new"))
-            path.with_suffix(".new").rename(path)
+            with whole_file(path) as unfinished:
+                unfinished.write_text(known.model_dump_json(indent=2))
+                force(unfinished)
             self._retain()
 
     def _read(self, version: int, name: str, adapter: TypeAdapter[T]) -> T:
@@ -224,13 +225,5 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 def _force_to_disk(folder: Path) -> None:
     for parent, _, names in os.walk(folder):
         for name in names:
-            _force(Path(parent) / name)
-        _force(Path(parent))
-
-
-def _force(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            force(Path(parent) / name)
+        force(Path(parent))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from headrace.lineage import (
     with_timelines,
 )
 from headrace.trajectory import Group
+from services.trainer.files import force, whole_file
 
 
 class Lineage:
@@ -68,13 +68,11 @@ class Lineage:
         ]
         header = Header(SCHEMA, step, self._timeline, time.time(), tuple(group.id for group in groups))
         path = self._folder / f"step_{step}-{self._timeline}.jsonl.gz"
-        unfinished = self._folder / f".{path.name}"
         with self._disk_errors():
             self._folder.mkdir(parents=True, exist_ok=True)
-            with gzip.open(unfinished, "wb", compresslevel=6) as file:
+            with whole_file(path) as unfinished, gzip.open(unfinished, "wb", compresslevel=6) as file:
                 for line in (header, *records):
                     file.write(msgspec.json.encode(line) + b"\n")
-            unfinished.rename(path)
         self._unforced.append(path)
         if not self._changes or self._changes[-1][1] != self._timeline:
             self._changes.append((step, self._timeline))
@@ -85,11 +83,7 @@ class Lineage:
             return
         with self._disk_errors():
             for path in (*self._unforced, self._folder):
-                handle = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(handle)
-                finally:
-                    os.close(handle)
+                force(path)
         self._unforced.clear()
 
     @contextlib.contextmanager

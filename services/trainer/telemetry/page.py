@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from services.trainer.files import whole_file
 from services.trainer.telemetry.journal import Kind, Line
 
 CURVES = "curves.html"  # in the run's folder
@@ -113,9 +114,8 @@ def standing(lines: Sequence[Line]) -> str:
 
 
 def write(lines: Sequence[Line], path: Path, title: str) -> None:
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(render(lines, title, standing(lines)), encoding="utf-8")
-    unfinished.replace(path)
+    with whole_file(path) as unfinished:
+        unfinished.write_text(render(lines, title, standing(lines)), encoding="utf-8")
 
 
 def _card(chart: Chart, lines: Sequence[Line]) -> str:

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from services.trainer.files import whole_file
 from services.trainer.telemetry.journal import Line
 
 REWARD = "#4477aa"
@@ -35,9 +36,8 @@ def draw_curve(lines: Sequence[Line], path: Path, title: str) -> None:
         axes.plot(*zip(*held_out, strict=True), color=ACCURACY, lw=2, marker="o", ms=5, label="held-out accuracy")
         _annotate_ends(axes, held_out)
     _dress(axes, title, [value for _, value in train + held_out])
-    temporary = path.with_suffix(".tmp.png")
-    figure.savefig(temporary)
-    temporary.replace(path)
+    with whole_file(path) as unfinished:
+        figure.savefig(unfinished)
 
 
 def _draw_reward(axes: Axes, train: Sequence[tuple[int, float]]) -> None:

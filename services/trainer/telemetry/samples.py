@@ -24,6 +24,7 @@ from rich.text import Text
 from headrace.errors import ServiceError
 from headrace.trajectory import Float32, Score, Trajectory, UInt8
 from headrace.trajectory import Group as TrajectoryGroup
+from services.trainer.files import whole_file
 from services.trainer.learning.experience import Trace
 
 Kind = Literal["train", "val"]
@@ -145,13 +146,11 @@ class SampleFiles:
         if not self.wanted:
             return
         path = self.path(kind, step)
-        unfinished = path.with_name(f".{path.name}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with gzip.open(unfinished, "wb", compresslevel=1) as file:
+            with whole_file(path) as unfinished, gzip.open(unfinished, "wb", compresslevel=1) as file:
                 for record in records:
                     file.write(msgspec.json.encode(record) + b"\n")
-            unfinished.rename(path)
             self._retain(kind)
         except OSError as error:
             raise ServiceError(

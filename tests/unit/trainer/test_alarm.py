@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from headrace.config.logger import TrainInferenceAlarm
 from headrace.trajectory import Score, Span, Trajectory
@@ -130,3 +131,17 @@ def test_pictures_are_drawn_and_the_newest_stay(tmp_path: Path) -> None:
         alarm.picture_path(tmp_path, step).write_bytes(b"")
         alarm.drop_old_pictures(tmp_path)
     assert alarm.pictures(tmp_path) == [alarm.picture_path(tmp_path, step) for step in range(10, 20)]
+
+
+def test_half_a_picture_of_a_trainer_that_died_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(_: Figure, path: Path) -> None:
+        path.write_bytes(b"\x89PN")
+        raise OSError("no space left")
+
+    with monkeypatch.context() as fault:
+        fault.setattr(Figure, "savefig", die)
+        with pytest.raises(OSError, match="no space"):
+            alarm.draw([sample(0, [0.1, 0.5])], 5, alarm.picture_path(tmp_path, 5))
+    alarm.picture_path(tmp_path, 6).write_bytes(b"")
+    alarm.drop_old_pictures(tmp_path)
+    assert alarm.pictures(tmp_path) == [alarm.picture_path(tmp_path, 6)]

@@ -9,7 +9,6 @@ missed. One that is switched on late gets the run from its beginning.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.errors import ServiceError
+from services.trainer.files import force, whole_file
 from services.trainer.telemetry.journal import Line, parse_lines, surviving
 from services.trainer.telemetry.loggers.tracker import Entry, Tracker, entry_of
 
@@ -168,12 +168,9 @@ class Follower:
     def _remember(self, place: Place) -> None:
         self._place = place
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._file.with_suffix(".tmp")
-        with unfinished.open("wb") as file:
-            file.write(msgspec.json.encode(place))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, self._file)
+        with whole_file(self._file) as unfinished:
+            unfinished.write_bytes(msgspec.json.encode(place))
+            force(unfinished)
 
 
 def counts(followers: Sequence[Follower]) -> dict[str, float]:
