@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config import Config
 from services.trainer.learning.experience import Experience
@@ -86,6 +88,17 @@ def experiences(count: int, seed: int = 0, vocabulary: int = 20, prompts: int | 
             prompt = found[-1].tokens.prompt
         found.append(experience(prompt, rng.integers(0, vocabulary, length), gen, float(rng.normal()), own, place))
     return found
+
+
+def shaken(model: Path, folder: Path) -> Path:
+    """A model of the family of `model`, with its tokenizer, that writes otherwise: in `folder`."""
+    other = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.3)
+    other.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
 
 
 def placed(batch: Sequence[Experience]) -> list[Experience]:

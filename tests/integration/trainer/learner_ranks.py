@@ -1,15 +1,18 @@
-"""Process of the tests, under torchrun: the steps of several ranks. Arguments: model, folder for what came out."""
+"""Process of the tests, under torchrun: the steps of several ranks. Arguments: model, teacher, folder for what came out."""
 
+import copy
 import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from learner_cases import config, experiences
 
+from headrace.config import Config
 from headrace.errors import ServiceError
 from services.trainer.learning.experience import Experience
 from services.trainer.learning.learner import Learner
@@ -21,7 +24,7 @@ POLICY = {
     "optimizer": {"kwargs": {"lr": 1e-3, "eps": 1e-4}},
 }
 BATCH = {"num_prompts_per_step": 2, "num_generations_per_prompt": 4}
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {
         "grpo": {**BATCH, "seq_logprob_error_threshold": 30.0},
         "policy": POLICY,
@@ -33,8 +36,20 @@ SETTINGS = {
         "value": {"optimizer": POLICY["optimizer"], "train_global_batch_size": 8},
         "loss_fn": {"reference_policy_kl_penalty": 0.1, "use_kl_in_reward": True},
     },
+    "opd": {
+        "grpo": {**BATCH, "adv_estimator": {"name": "opd"}},
+        "policy": POLICY,
+        "loss_fn": {"reference_policy_kl_penalty": 0.1},
+    },
 }
 STEPS, COUNT = 4, 8
+
+
+def settings(kind: str, model: Path | str, teacher: Path | str) -> Config:
+    sections = copy.deepcopy(SETTINGS[kind])
+    if kind == "opd":
+        sections["grpo"]["adv_estimator"]["teacher_model_name"] = str(teacher)
+    return config(model, **sections)
 
 
 def share(batch: list[Experience], step: int) -> list[Experience]:
@@ -47,9 +62,9 @@ def batches() -> list[list[Experience]]:
     return [experiences(COUNT, seed, prompts=2) for seed in range(STEPS)]
 
 
-def train(model: str, folder: Path, kind: str) -> None:
-    settings = config(model, **SETTINGS[kind])
-    learner = Learner(settings)
+def train(model: str, teacher: str, folder: Path, kind: str) -> None:
+    chosen = settings(kind, model, teacher)
+    learner = Learner(chosen)
     ids = np.arange(20, dtype=np.int32)
     shares = [share(batch, step) for step, batch in enumerate(batches())]
     metrics = [learner.step(batch) for batch in shares[:2]]
@@ -58,7 +73,7 @@ def train(model: str, folder: Path, kind: str) -> None:
     dist.barrier()
     learner.save(folder / kind)
     metrics += [learner.step(batch) for batch in shares[2:]]
-    resumed = Learner(settings, folder / kind)
+    resumed = Learner(chosen, folder / kind)
     again = [resumed.step(batch) for batch in shares[2:]]
     weights = {name: tensor.cpu() for name, tensor in learner.iter_weights()}
     out = {"metrics": metrics, "again": again, "probe": learner.probe(ids).tolist(), "version": learner.version}
@@ -84,13 +99,13 @@ def refuse(model: str, folder: Path) -> None:
     (folder / f"refused{dist.get_rank()}.json").write_text(json.dumps(refused))
 
 
-def main(model: str, folder: Path) -> None:
+def main(model: str, teacher: str, folder: Path) -> None:
     dist.init_process_group("gloo")
     for kind in SETTINGS:
-        train(model, folder, kind)
+        train(model, teacher, folder, kind)
     refuse(model, folder)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_cases import config, experiences
+from learner_cases import config, experiences, shaken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.sampler import Sampler, problems
@@ -36,15 +36,7 @@ def distilled(student: Path, teacher: Path, *, lr: float = 1e-4, **sections: dic
 
 @pytest.fixture
 def other_model(tiny_model: Path, tmp_path: Path) -> Path:
-    """A model of the tiny one's family that writes otherwise."""
-    folder = tmp_path / "other"
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.3)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
-    return folder
+    return shaken(tiny_model, tmp_path / "other")
 
 
 def said(name: Path, settings: Config, batch: list[Any]) -> np.ndarray:
