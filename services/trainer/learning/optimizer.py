@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 
 from headrace.config.optimizer import NAMESPACE, Optimizer, Schedule
 from headrace.errors import ServiceError
+from services.trainer.network.backbone import gathered
 
 CLASSES: dict[str, type[optim.AdamW] | type[optim.Adam]] = {
     "torch.optim.AdamW": optim.AdamW,
@@ -87,7 +87,7 @@ class Trained:
     def norm(self) -> float:
         """2-norm of all gradients together, before they are clipped."""
         norm = torch.nn.utils.get_total_norm([p.grad for p in self._model.parameters() if p.grad is not None])
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return float(gathered(norm))
 
     def move(self, norm: float) -> None:
         """One optimizer step along gradients of 2-norm `norm`, which are clipped to `max_grad_norm` and forgotten."""

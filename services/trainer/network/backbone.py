@@ -113,16 +113,25 @@ def hidden_before(backbone: nn.Module, rows: Rows) -> Tensor:
     return output.last_hidden_state.flatten(0, 1).index_select(0, rows.before)
 
 
-def precision(config: Config, device: torch.device) -> AbstractContextManager[Any]:
-    """The context in which a forward pass runs under `policy.precision`."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.policy.precision == "bfloat16")
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which a forward pass runs in `precision`, that of a configuration."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded. A collective if it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def writes_files() -> bool:
+    """Whether this rank is the one that writes what all of them hold."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def whole_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Every weight once, whole, by its name in a Hugging Face checkpoint; a tied head is left out. A collective."""
     for name, parameter in model.named_parameters():
-        tensor = parameter.detach()
-        yield from _as_saved(model, name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        yield from _as_saved(model, name, gathered(parameter.detach()))
 
 
 def weight_shapes(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -134,13 +143,12 @@ def weight_shapes(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def save_model(model: Any, folder: Path) -> None:
     """Write config and safetensors to `folder` from rank 0, as `from_pretrained` reads them. A collective."""
-    keep = not dist.is_initialized() or dist.get_rank() == 0
+    keep = writes_files()
     whole: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        tensor = parameter.detach()
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        tensor = gathered(parameter.detach())
         if keep:
-            whole[name] = full.cpu()
+            whole[name] = tensor.cpu()
     if keep:
         model.save_pretrained(folder, state_dict=whole)
 

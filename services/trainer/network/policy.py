@@ -82,7 +82,7 @@ class Policy:
 
         Only the places before a policy token go through the vocabulary projection, `policy.logprob_chunk_size` of them at a time.
         """
-        with backbone.precision(self._config, self.device):
+        with backbone.autocast(self._config.policy.precision, self.device):
             curr, unfiltered, *rest = self._root(rows, warp, entropy)
         return TokenValues(curr, unfiltered if warp.filters else None, rest[0] if rest else None)
 

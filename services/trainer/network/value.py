@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoModel
 
 from headrace.config import Config
@@ -56,7 +54,7 @@ class Value:
         Raises `ServiceError` if it can't be loaded, or the model can't take the rows that `policy` asks for.
         """
         self.device = backbone.choose_device(config.trainer.device)
-        self._bfloat16 = (config.value.precision or config.policy.precision) == "bfloat16"
+        self._precision = config.value.precision or config.policy.precision
         key = "value.model_name" if config.value.model_name else "policy.model_name"
         name = str(folder) if folder else config.value.model_name or config.policy.model_name
         what = "the backbone of a value model"
@@ -73,14 +71,14 @@ class Value:
 
     def values(self, rows: Rows) -> Tensor:
         """Values [N] float32, one before each policy token of rows on this device."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._bfloat16):
+        with backbone.autocast(self._precision, self.device):
             values: Tensor = self.root(rows)
         return values
 
     def save(self, folder: Path) -> None:
         """Write the backbone as `AutoModel.from_pretrained` reads it, and the head beside it, from rank 0."""
         backbone.save_model(self.root.model, folder)
-        head = {name: parameter.detach() for name, parameter in self.root.head.named_parameters()}
-        whole = {name: (x.full_tensor() if isinstance(x, DTensor) else x).cpu() for name, x in head.items()}
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            save_file(whole, folder / HEAD)
+        parameters = self.root.head.named_parameters()
+        head = {name: backbone.gathered(parameter.detach()).cpu() for name, parameter in parameters}
+        if backbone.writes_files():
+            save_file(head, folder / HEAD)
