@@ -48,15 +48,23 @@ class Model(Fleet):
                     piece.attempts -= 1
 
     def score_many(self, items: Sequence[tuple[ScoringJob, Score]], seen: object) -> list[ReplayError | None]:
-        """Of each group first the scores, then the failures."""
+        """Of each group first what says again what is scored, then the scores, then the failures: the scores may end the group."""
         self.expire()
         groups = list(dict.fromkeys(job.group.id for job, _ in items))
-        order = sorted(
-            range(len(items)),
-            key=lambda place: (groups.index(items[place][0].group.id), items[place][1].status != "SCORED", place),
-        )
+
+        def turn(place: int) -> tuple[int, int, int]:
+            job, score = items[place]
+            known = self._known(job)
+            return groups.index(job.group.id), 0 if known else 1 if score.status == "SCORED" else 2, place
+
+        order = sorted(range(len(items)), key=turn)
         answers = {place: self._score(*items[place]) for place in order}
         return [answers[place] for place in range(len(items))]
+
+    def _known(self, job: ScoringJob) -> bool:
+        held = self.groups.get(job.group.id)
+        piece = held.pieces.get(job.trajectory.index) if held else None
+        return piece is not None and piece.token == job.token and piece.reward is not None
 
     def _score(self, job: ScoringJob, score: Score) -> ReplayError | None:
         held = self.groups.get(job.group.id)

@@ -108,3 +108,20 @@ async def test_law_3_a_batch_whose_scores_end_a_group_answers_what_else_it_bring
     assert none is None
     assert isinstance(lost, LeaseLost)
     await world.client.aclose()
+
+
+async def test_law_4_a_score_that_comes_again_is_known_though_the_same_batch_ends_its_group(
+    clocked_url: str, run_id: str
+) -> None:
+    """The group is filtered, and forgotten, by the last score; what was scored before the batch stays known."""
+    world = World(clocked_url, run_id)
+    await world.open(Setting(n=2, filter=True).limits())
+    await world.call("enqueue", [make_group(0, n=2)], world.model.timeline, False)
+    await verified_replica(world)
+    (lease,) = await world.call("lease", "replica", 1)
+    await world.call("push_many", [(lease, make_trajectory(lease, index)) for index in range(2)])
+    first, last = await world.call("take_scoring", "scorer", 2)
+    await world.call("score_many", [(first, Score("SCORED", 1.0))])
+    said = [(first, Score("TIMED_OUT", message="no")), (last, Score("SCORED", 1.0))]
+    assert await world.call("score_many", said) == [None, None]
+    await world.client.aclose()
