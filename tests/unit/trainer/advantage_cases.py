@@ -19,6 +19,12 @@ T = TypeVar("T")
 
 COMPONENTS = ("correct", "format")
 
+NO_KL = LossFn()
+KL = {
+    kind: LossFn(use_kl_in_reward=True, reference_policy_kl_penalty=0.3, reference_policy_kl_type=kind)
+    for kind in ("k1", "k2", "k3")
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Batch:

@@ -148,3 +148,19 @@ def test_explained_variance() -> None:
     assert of(values) == pytest.approx(1 - residual.var() / np.var(returns), abs=1e-6)
     # a constant error explains all variance
     assert of([x + 7 for x in returns]) == pytest.approx(1, abs=1e-6)
+
+
+@settings(max_examples=40)
+@given(pairs=st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=2))
+def test_explained_variance_is_one_less_the_share_of_variance_left(pairs: list[tuple[float, float]]) -> None:
+    returns, values = np.array(pairs).T
+    found = explained_variance(
+        {
+            "returns_mean": returns.mean(),
+            "returns_sq_mean": (returns**2).mean(),
+            "residual_sq_mean": ((returns - values) ** 2).mean(),
+            "values_mean": values.mean(),
+        }
+    )
+    if returns.var() > 1e-3:
+        assert found == pytest.approx(1 - (returns - values).var() / returns.var(), abs=1e-6)
