@@ -24,6 +24,7 @@ from services.trainer.learning.losses import (
     explained_variance,
     policy_loss,
     policy_metric_names,
+    token_mean,
     value_loss,
     value_metric_names,
 )
@@ -37,6 +38,8 @@ from services.trainer.network.policy import Policy
 from services.trainer.network.projection import Warp
 from services.trainer.network.rows import Layout, MicroBatch, Rows, divide, join
 from services.trainer.network.value import Value
+
+ENTROPY = "entropy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +157,7 @@ class Step:
     def _train_policy(self, counts: Sequence[GlobalCounts]) -> dict[str, float]:
         models = self._models
         names = policy_metric_names(self._config.loss_fn)
+        names = dataclasses.replace(names, sums=(*names.sums, ENTROPY))
         passes = self._passes(models.policy.device, Layout.of(self._config.policy, training=True))
         update = Update(self._world, passes, models.policy_trained, names, self.traces, "policy", self._version)
         seen: list[tuple[MicroBatch, Tensor]] = []
@@ -187,7 +191,8 @@ class Step:
         prepared = all(trace.start is not None for trace in self.traces)
 
         def loss(batch: MicroBatch, rows: Rows) -> LossParts:
-            known = self._models.policy.logprobs(rows, self._warp)
+            known = self._models.policy.logprobs(rows, self._warp, entropy=True)
+            assert known.entropy is not None
             gen = self._flat(batch, lambda trace: trace.experience.gen, device)
             ref = None
             if self._models.reference is not None:
@@ -199,7 +204,11 @@ class Step:
                 seen.append((batch, start))
             prev = gen if config.loss_fn.prev_logprobs_source == "generation" else start
             logprobs = Logprobs(known.curr, prev, gen, start, ref, known.unfiltered)
-            return policy_loss(config.loss_fn, self._tokens(batch, rows, device), logprobs, counts)
+            tokens = self._tokens(batch, rows, device)
+            parts = policy_loss(config.loss_fn, tokens, logprobs, counts)
+            # of tokens that top-k or top-p leaves out, too: it is the distribution's, not the token's
+            entropy = token_mean(known.entropy, tokens, counts)
+            return dataclasses.replace(parts, sums={**parts.sums, ENTROPY: entropy})
 
         return loss
 

@@ -105,20 +105,29 @@ def _token_values(tail: Any, hidden: Tensor, targets: Tensor, warp: Warp, entrop
     logits = tail(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
     if warp.temperature != 1:
         logits = logits / warp.temperature
-    unfiltered = _pick(logits, targets)
+    logp = logits.log_softmax(-1)
+    unfiltered = _pick(logp, targets)
     curr = unfiltered
     if warp.filters:
-        logits = logits.masked_fill(~kept(logits.detach(), warp), -torch.inf)
-        curr = _pick(logits, targets)
-    if not entropy:
-        return curr, unfiltered
-    with torch.no_grad():
-        logp = logits.detach().log_softmax(-1)
-        return curr, unfiltered, -torch.where(logp > -torch.inf, logp.exp() * logp, 0.0).sum(-1)
+        logp = logits.masked_fill(~kept(logits.detach(), warp), -torch.inf).log_softmax(-1)
+        curr = _pick(logp, targets)
+    return (curr, unfiltered, entropy_of(logp.detach())) if entropy else (curr, unfiltered)
 
 
-def _pick(logits: Tensor, targets: Tensor) -> Tensor:
-    return -nn.functional.cross_entropy(logits, targets, reduction="none")
+def _pick(logp: Tensor, targets: Tensor) -> Tensor:
+    return -nn.functional.nll_loss(logp, targets, reduction="none")
+
+
+def entropy_of(logp: Tensor) -> Tensor:
+    """[N], in nats, of distributions over V ids from their log-probabilities [N, V], -inf among them.
+
+    A few rows at a time: on a CPU what is made of them stays in its cache, which halves the cost; on a GPU it takes a sixteenth of the
+    memory, and few enough kernels are started.
+    """
+    count, vocabulary = logp.shape
+    rows = max(1, -(-count // 16) if logp.is_cuda else 2**16 // vocabulary)
+    lowest = torch.finfo(logp.dtype).min  # 0 log 0 is 0
+    return -torch.cat([part.exp().mul_(part.clamp(min=lowest)).sum(-1) for part in logp.split(rows)])
 
 
 def kept(logits: Tensor, warp: Warp) -> Tensor:

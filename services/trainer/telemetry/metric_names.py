@@ -134,7 +134,18 @@ LOSS = Chapter(
         Metric("sampling_importance_ratio_truncated", "", "mean w after truncation"),
         Metric("is_oob_ratio", "share", "tokens (seq-mask-tis: sequences) whose w is out of bounds", "small"),
         Metric(
-            "approx_entropy", "nats", "-mean of exp(curr - gen) curr", "falls slowly; 0 means that nothing is explored"
+            "entropy",
+            "nats",
+            "mean over tokens that count of -Σ p log p, p over the whole vocabulary as sampled from: after temperature, top-k and "
+            "top-p; exact",
+            "falls slowly; 0 means that nothing is explored",
+        ),
+        Metric(
+            "approx_entropy",
+            "nats",
+            "-mean of exp(curr - gen) curr: NeMo RL's estimate of the same, from the sampled tokens alone; it has their noise, and the "
+            "more of it the older the data",
+            "near entropy",
         ),
         Metric("positive_nll_loss", "nats", "negative log-likelihood of trajectories with a positive reward"),
         Metric("probability_difference_masked", "share", "tokens that `probability_difference_mask` drops"),

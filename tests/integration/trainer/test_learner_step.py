@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import config, experience, experiences, placed
+from policy_cases import MODES
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -185,6 +186,31 @@ def test_micro_batching_changes_nothing(tiny_model: Path, size: int) -> None:
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     for name in reference:
         torch.testing.assert_close(after[name], reference[name], atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("mode", ["padded", "dynamic", "shared-packed", "all"])
+def test_the_entropy_is_the_mean_over_tokens_that_count_whatever_the_rows(tiny_model: Path, mode: str) -> None:
+    """Of the distribution after temperature and top-k, against float64 by transformers alone; tokens weigh what they weigh in the loss."""
+    batch = experiences(8, prompts=2)
+    batch[1] = dataclasses.replace(batch[1], multiplier=0.5)
+    batch[2] = dataclasses.replace(batch[2], multiplier=0.0)
+    batch[5].mask[::2] = False
+    generation = {"max_new_tokens": 16, "temperature": 0.7, "top_k": 5}
+    policy = {"train_micro_batch_size": 3, "generation": generation, **MODES[mode]}
+    metrics = Learner(config(tiny_model, policy=policy)).step(batch)
+
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64).eval()
+    total = count = 0.0
+    for one in batch:
+        ids = torch.from_numpy(np.concatenate([one.tokens.prompt, one.tokens.completion]).astype(np.int64))
+        with torch.no_grad():
+            logits = plain(input_ids=ids[None]).logits[0, one.tokens.prompt.size - 1 : -1] / 0.7
+        p = logits[torch.from_numpy(one.tokens.policy).bool()].topk(5).values.softmax(-1)
+        weights = one.multiplier * torch.from_numpy(one.mask).double()
+        total += float((torch.special.entr(p).sum(-1) * weights).sum())
+        count += float(weights.sum())
+    assert metrics["entropy"] == pytest.approx(total / count, abs=1e-5)
+    assert 0.5 < metrics["entropy"] < np.log(5)
 
 
 def test_same_batch_gives_the_same_bits(tiny_model: Path) -> None:

@@ -43,7 +43,7 @@ async def test_a_run_trains_every_step_and_leaves_metrics_checkpoints_and_a_curv
     assert await replay.newest_metrics(2) == (await replay.metrics())[:-3:-1]
     wanted = "reward loss grad_norm lr avg_trajectory_age max_trajectory_age performance/train_fp_utilization"
     wanted += " total_valid_tokens mean_gen_tokens_per_sample truncation_rate token_mult_prob_error gen_kl_error"
-    wanted += " sampling_importance_ratio approx_entropy probs_ratio kl_penalty"
+    wanted += " sampling_importance_ratio entropy approx_entropy probs_ratio kl_penalty"
     assert set(wanted.split()) <= trainer.journal()[-2].metrics.keys() | trainer.journal()[-1].metrics.keys()
     assert unknown({name for line in trainer.journal() for name in line.metrics}) == []
     check_samples(SampleFiles(trainer.config.log_folder, None), trainer.journal())

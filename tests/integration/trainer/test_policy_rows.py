@@ -237,8 +237,9 @@ def test_filtered_values_and_gradients_are_those_of_the_formula(
         torch.testing.assert_close(own[key], parameter.grad, atol=1e-5, rtol=1e-5, msg=key)
 
 
-def test_entropy_is_that_of_the_distribution_sampled_from(models: dict[str, Path]) -> None:
-    chosen = settings(models["llama"], {"logprob_chunk_size": 6})
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_entropy_is_that_of_the_distribution_sampled_from(models: dict[str, Path], precision: str) -> None:
+    chosen = settings(models["llama"], {"logprob_chunk_size": 6, "precision": precision})
     policy, layout = Policy(chosen), Layout.of(chosen.policy, training=True)
     sequences = groups()
     rows = build(sequences, plan(sequences, layout)[0], layout)

@@ -6,7 +6,7 @@ those of the whole.
 """
 
 from services.trainer.learning.losses.policy import policy_loss, policy_metric_names
-from services.trainer.learning.losses.reduction import MetricNames
+from services.trainer.learning.losses.reduction import MetricNames, token_mean
 from services.trainer.learning.losses.value import explained_variance, value_loss, value_metric_names
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "explained_variance",
     "policy_loss",
     "policy_metric_names",
+    "token_mean",
     "value_loss",
     "value_metric_names",
 ]

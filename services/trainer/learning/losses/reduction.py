@@ -36,6 +36,11 @@ def token_weights(tokens: Tokens, counts: GlobalCounts) -> Tensor:
     return token_counts(tokens) / (counts.tokens + EPSILON)
 
 
+def token_mean(values: Tensor, tokens: Tokens, counts: GlobalCounts) -> Tensor:
+    """A float64 scalar: this micro-batch's share of the mean of `values` [N] over all tokens that count."""
+    return weighted_sum(values, token_weights(tokens, counts))
+
+
 def sequence_counts(tokens: Tokens) -> Tensor:
     """s [B] float64: the multiplier of each sequence that has a token, 0 for one that has none."""
     lengths = sum_by_sequence(torch.ones_like(tokens.mask), tokens)
