@@ -121,7 +121,7 @@ def _pick(logp: Tensor, targets: Tensor) -> Tensor:
 def entropy_of(logp: Tensor) -> Tensor:
     """[N], in nats, of distributions over V ids from their log-probabilities [N, V], -inf among them.
 
-    A few rows at a time: on a CPU what is made of them stays in its cache, which halves the cost; on a GPU it takes a sixteenth of the
+    A few rows at a time: on a CPU what is made of them stays in its cache, which costs a third less; on a GPU it takes a sixteenth of the
     memory, and few enough kernels are started.
     """
     count, vocabulary = logp.shape
