@@ -39,6 +39,7 @@ def gather(
         console.print(curve.line())
         path.write_text(json.dumps([dataclasses.asdict(each) for each in curves]))  # type: ignore[call-overload]
         draw(curves, path.with_suffix(".png"))
+    draw(curves, path.with_suffix(".png"))  # where all was measured before
     console.print(f"picture: {path.with_suffix('.png')}")
 
 

@@ -1,10 +1,11 @@
-"""Every recipe in `examples/*_arithmetic.yaml` as `headrace up` runs it, with several seeds: accuracy against steps, in one picture.
+"""Every recipe in `examples/*_arithmetic.yaml` as `headrace up` runs it, with several seeds: rewards against steps, in one picture.
 
     python -m benchmarks.recipes --model models/tiny [--seeds 3] [--recipe NAME …] [--teacher DIR] [--jobs 1] [--out DIR] [KEY=VALUE …]
 
-Each run is the whole pipeline with the recipe's own steps, sizes and age bound; only the seed, the model's path and the ports are set, and
-whatever KEY=VALUE says. Distillation needs a teacher, and is left out without one. What has been
-measured is kept in `recipes.json` in DIR; a run found there is not run again.
+Each run is the whole pipeline with the recipe's own steps, sizes and age bound; only the seed, the model's path and the ports are set,
+and whatever KEY=VALUE says. Rewards are shares of the largest that an answer can have: of held-out sums that is accuracy, but for GDPO, whose
+environment also rewards digits. Distillation needs a teacher, and is left out without one. What has been measured is kept in
+`recipes.json` in DIR; a run found there is not run again.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ BASE = "grpo"  # the recipe that the others build on
 DISTILLATION = "opd"
 REWARD, ACCURACY = "#4477aa", "#cc6677"
 COLUMNS = 3
+# What an answer is worth at most, where it isn't 1: a point for the sum and one for being a number.
+LARGEST = {"gdpo": 2.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +47,14 @@ class Curve:
     rewards: tuple[tuple[int, float], ...]
     accuracies: tuple[tuple[int, float], ...]
 
+    def shares(self, values: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+        """Of the largest reward that an answer can have."""
+        return tuple((step, value / LARGEST.get(self.recipe, 1.0)) for step, value in values)
+
     def line(self) -> str:
-        (_, first), (last, end) = self.accuracies[0], self.accuracies[-1]
-        return f"{self.recipe}, seed {self.seed}: held-out accuracy {first:.2f} -> {end:.2f} at step {last}"
+        accuracies = self.shares(self.accuracies)
+        (_, first), (last, end) = accuracies[0], accuracies[-1]
+        return f"{self.recipe}, seed {self.seed}: held-out reward {first:.2f} -> {end:.2f} at step {last}"
 
 
 def recipes() -> dict[str, Path]:
@@ -147,13 +155,13 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
 
 def panel(axes: Axes, name: str, mine: Sequence[Curve]) -> None:
     for curve in mine:
-        axes.plot(*zip(*curve.rewards, strict=True), color=REWARD, lw=0.7, alpha=0.3)
-        axes.plot(*zip(*curve.accuracies, strict=True), color=ACCURACY, lw=0.7, alpha=0.3)
-    axes.plot(*mean([curve.rewards for curve in mine]), color=REWARD, lw=1.5, label="training reward")
-    axes.plot(
-        *mean([curve.accuracies for curve in mine]), color=ACCURACY, lw=2, marker="o", ms=3, label="held-out accuracy"
-    )
-    dress(axes, f"{name.replace('_', ' ')} ({len(mine)} seeds)")
+        axes.plot(*zip(*curve.shares(curve.rewards), strict=True), color=REWARD, lw=0.7, alpha=0.3)
+        axes.plot(*zip(*curve.shares(curve.accuracies), strict=True), color=ACCURACY, lw=0.7, alpha=0.3)
+    rewards = mean([curve.shares(curve.rewards) for curve in mine])
+    accuracies = mean([curve.shares(curve.accuracies) for curve in mine])
+    axes.plot(*rewards, color=REWARD, lw=1.5, label="training, sampled")
+    axes.plot(*accuracies, color=ACCURACY, lw=2, marker="o", ms=3, label="held-out, greedy")
+    dress(axes, f"{name.replace('_', ' ')} ({len(mine)} {'seed' if len(mine) == 1 else 'seeds'})")
 
 
 def mean(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list[float]]:
@@ -164,14 +172,16 @@ def mean(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list
 
 
 def table(curves: Sequence[Curve]) -> Table:
-    made = Table(title="greedy accuracy on 400 held-out sums: mean and range over seeds", title_justify="left")
+    made = Table(
+        title="mean reward of greedy answers to 400 held-out sums: mean and range over seeds", title_justify="left"
+    )
     for heading in ("recipe", "seeds", "before", "step 10", "step 20", "end", "steps"):
         made.add_column(heading, justify="left" if heading == "recipe" else "right")
     for name in recipes():
         mine = [curve for curve in curves if curve.recipe == name]
         if not mine:
             continue
-        at = [dict(curve.accuracies) for curve in mine]
+        at = [dict(curve.shares(curve.accuracies)) for curve in mine]
         last = max(at[0])
         cells = [spread([curve[step] for curve in at if step in curve]) for step in (0, 10, 20, last)]
         made.add_row(name, str(len(mine)), *cells, str(last))
@@ -179,7 +189,9 @@ def table(curves: Sequence[Curve]) -> Table:
 
 
 def spread(values: Sequence[float]) -> str:
-    return f"{statistics.fmean(values):.2f} ({min(values):.2f}-{max(values):.2f})" if values else "-"
+    if len(values) < 2:
+        return f"{values[0]:.2f}" if values else "-"
+    return f"{statistics.fmean(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 if __name__ == "__main__":
