@@ -3,8 +3,8 @@
     python -m benchmarks.recipes --model models/tiny [--seeds 3] [--recipe NAME …] [--teacher DIR] [--jobs 1] [--out DIR] [KEY=VALUE …]
 
 Each run is the whole pipeline with the recipe's own steps, sizes and age bound; only the seed, the model's path and the ports are set,
-and whatever KEY=VALUE says. Rewards are shares of the largest that an answer can have: of held-out sums that is accuracy, but for GDPO, whose
-environment also rewards digits. Distillation needs a teacher, and is left out without one. What has been measured is kept in
+and whatever KEY=VALUE says. Rewards are shares of the largest that an answer can have: that is accuracy, but for GDPO, whose environment
+also rewards digits. Distillation needs a teacher, and is left out without one. What has been measured is kept in
 `recipes.json` in DIR; a run found there is not run again.
 """
 
