@@ -44,7 +44,7 @@ CHARTS = (
     Chart("Trainer against inference", "1 is agreement", (Curve("error", "token_mult_prob_error"),), limit=1.05),
     Chart("Trainer against inference, KL", "nats", (Curve("gen_kl_error", "gen_kl_error"), Curve("policy_kl_error", "policy_kl_error"))),
     Chart("Age of the data", "steps", (Curve("mean", "avg_trajectory_age"), Curve("oldest", "max_trajectory_age"))),
-    Chart("Entropy", "nats a token", (Curve("entropy", "approx_entropy"),)),
+    Chart("Entropy", "nats a token", (Curve("entropy", "entropy"),)),
     Chart("Groups that teach", "% of trajectories, by baseline", (
         Curve("0", "baseline_reward/pct_0"), Curve("1", "baseline_reward/pct_1"), Curve("between", "baseline_reward/pct_mixed"))),
     Chart("Gradient norm", "before clipping", (Curve("policy", "grad_norm"), Curve("value model", "critic/grad_norm"))),
