@@ -22,7 +22,7 @@ SHARES = {"valkey": 0.8, "redis-7.0": 0.2}
 @pytest.mark.slow
 @pytest.mark.timeout(300 + CALLS // 10)
 def test_the_buffer_does_what_the_model_says(server_kind: str, clocked_url: str) -> None:
-    made = []
+    made: list[int] = []
 
     class EveryoneThere(Everyone):
         url = clocked_url
@@ -32,17 +32,17 @@ def test_the_buffer_does_what_the_model_says(server_kind: str, clocked_url: str)
             made.append(self.calls)
 
     calls = CALLS * SHARES[server_kind]
-    run_state_machine_as_test(
-        EveryoneThere,
-        settings=settings(
-            max_examples=1 + int(calls / CALLS_AN_EXAMPLE),
-            stateful_step_count=STEPS,
-            deadline=None,
-            database=None,
-            print_blob=True,
-            report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate, Phase.shrink],
-        ),
-    )
-    assert sum(made) > calls / 2, f"{sum(made)} calls were made instead of {calls}: correct CALLS_AN_EXAMPLE"
+    while (left := calls - sum(made)) > 0:  # some examples make fewer
+        run_state_machine_as_test(
+            EveryoneThere,
+            settings=settings(
+                max_examples=1 + int(left / CALLS_AN_EXAMPLE),
+                stateful_step_count=STEPS,
+                deadline=None,
+                database=None,
+                print_blob=True,
+                report_multiple_bugs=False,
+                suppress_health_check=list(HealthCheck),
+                phases=[Phase.generate, Phase.shrink],
+            ),
+        )
