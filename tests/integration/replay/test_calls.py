@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import msgpack
+import msgspec
 import pytest
 from redis.exceptions import ResponseError
 
@@ -85,9 +86,8 @@ async def test_malformed_trajectories_do_not_get_past_the_client(replay: ReplayC
     first, second = await replay.lease(await healthy_replica(replay), 2)
     before = await contents(replay)
     good = make_trajectory(first, 0)
-    object.__setattr__(good, "logprobs", good.logprobs[:2])
     with pytest.raises(CodecError, match="logprobs has 2 entries"):
-        await replay.push(first, good)
+        await replay.push(first, msgspec.structs.replace(good, logprobs=good.logprobs[:2]))
     with pytest.raises(InvalidCall, match="under the lease of"):
         await replay.push(second, make_trajectory(first, 0))
     assert await contents(replay) == before

@@ -35,8 +35,10 @@ ENDLESS = Sample("9^9^9^9", {"answer": "132"}, environment="math")
 
 def workers_of(parent: int | None = None) -> set[int]:
     """The scoring processes that `parent`, or else this process, started; other children are not the hub's."""
-    tasks = Path(f"/proc/{parent or os.getpid()}/task").iterdir()
-    children = {pid for task in tasks for pid in (task / "children").read_text().split()}
+    children: set[str] = set()
+    for task in Path(f"/proc/{parent or os.getpid()}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile has none
+            children.update((task / "children").read_text().split())
     return {int(pid) for pid in children if b"services.reward.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
