@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -20,6 +21,8 @@ from headrace.replay.bias import Distribution, Meter, Moment, beyond, skews
 
 # enough to hold the last validation beside the steps since, in most runs
 NEWEST = 50
+# No table is as wide: fitted to a narrow terminal or a pipe, `HEALTHY` would become `HEALT…` and a URL half of itself.
+WIDTH = 1000
 
 
 def status(
@@ -43,7 +46,7 @@ def status(
     loaded = load(config, overrides or ()) if config else runs.find(run or "", overrides or ())
     state, replicas, meters, newest = asyncio.run(_read(loaded.redis_url, loaded.run.id))
     loaded = loaded.model_copy(update={"run": loaded.run.model_copy(update={"id": state.run_id})})
-    show(Console(), state, replicas, meters, loaded.replay.bias_warning, progress(newest, loaded.log_folder))
+    show(sys.stdout, state, replicas, meters, loaded.replay.bias_warning, progress(newest, loaded.log_folder))
 
 
 Newest = list[tuple[str, str, int, dict[str, float]]]
@@ -77,7 +80,7 @@ def progress(newest: Newest, logs: Path) -> list[tuple[str, str]]:
 
 
 def show(
-    console: Console,
+    out: TextIO,
     state: RunState,
     replicas: list[Replica],
     meters: Mapping[Moment, Meter],
@@ -85,6 +88,7 @@ def show(
     progress: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Plain enough for a pipe: one line a fact, then the replicas."""
+    console = Console(file=out, width=WIDTH)
     groups = ", ".join(f"{count} {name}" for name, count in state.counts.items() if count) or "none yet"
     for name, value in (
         ("run", state.run_id),

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from headrace.cli.status import show
 from headrace.replay import Limits, ReplayClient
@@ -288,8 +287,8 @@ async def test_the_service_warns_once_and_shows_the_bias_wherever_people_look(
     assert [(event["quantity"], event["message"]) for event in events] == [("length", said)]
     assert [said in record.getMessage() for record in caplog.records if "bias" in record.getMessage()] == [True]
 
-    console = Console(file=io.StringIO(), width=60)
-    show(console, await replay.state(), [], await replay.bias(), 0.9)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    out = io.StringIO()
+    show(out, await replay.state(), [], await replay.bias(), 0.9)
+    lines = out.getvalue().splitlines()
     assert f"bias          {said}" in lines
     assert any(line.startswith("trained       200 trajectories, length 4 ± 0, reward 0.5 ± 0.5") for line in lines)
