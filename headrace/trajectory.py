@@ -115,9 +115,8 @@ class Group:
         return group
 
 
-class Trajectory(
-    msgspec.Struct, frozen=True
-):  # making a frozen dataclass takes six times as long, and these come by the thousand
+# A Struct, as making a frozen dataclass takes six times as long, and these come by the thousand.
+class Trajectory(msgspec.Struct, frozen=True):
     """One completion as it was sampled: token in, token out, never re-tokenized.
 
     Shapes: `prompt_token_ids` [S] int32; `completion_token_ids` [T] int32; `logprobs` [T] float32, natural logarithm of the
