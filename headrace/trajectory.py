@@ -157,6 +157,12 @@ class Trajectory(msgspec.Struct, frozen=True):
     def newest_version(self) -> int:
         return max(span.version for span in self.spans)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays: nearly all of what it takes encoded."""
+        arrays = self.prompt_token_ids, self.completion_token_ids, self.logprobs, self.loss_mask
+        return sum(array.nbytes for array in arrays)
+
     def encode(self) -> bytes:
         record = _TrajectoryRecord(
             schema=SCHEMA,

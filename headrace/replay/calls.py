@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
@@ -18,8 +18,10 @@ STAGED = b"60"
 # Entries in one call of a batched function (BATCH in _args.lua); payloads in one round trip.
 BATCH = 256
 PAYLOADS = 64
+# More than this in one round trip only waits in the client's memory for the socket (`benchmarks.replay --bytes 262144`).
+WRITTEN_BYTES = 4 << 20
 # Round trips with payloads under way at a time.
-_TRANSFERS = 4
+READS, WRITES = 4, 2
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -34,7 +36,7 @@ class Calls:
         self._wire = Wire(redis, run_id)
         self._wakeups = Wakeups(self._wire)
         self._incarnation: str | None = None
-        self._transfers = asyncio.Semaphore(_TRANSFERS)
+        self._reads, self._writes = asyncio.Semaphore(READS), asyncio.Semaphore(WRITES)
         self._epoch: Epoch | None = None  # the newest that a heartbeat brought
 
     async def aclose(self) -> None:
@@ -61,15 +63,15 @@ class Calls:
                 raise InvalidCall(f"{key!r} is not held any more; it was committed, dropped or rewound")
         return [value for value in values if value is not None]
 
-    async def _in_batches(self, send: Callable[[Sequence[T]], Awaitable[list[R]]], items: Sequence[T]) -> list[R]:
-        """`send` for each batch of payloads, a few at a time, so that the server works on one while the next is encoded."""
+    async def _read_batches(self, read: Callable[[Sequence[T]], Awaitable[list[R]]], keys: Sequence[T]) -> list[R]:
+        """`read` of all payloads, a few round trips at a time, so that one is decoded while the server works on the next."""
+        return await _each(read, chunks(keys, PAYLOADS), self._reads)
 
-        async def one(batch: Sequence[T]) -> list[R]:
-            async with self._transfers:
-                return await send(batch)
-
-        results = await asyncio.gather(*(one(batch) for batch in chunks(items, PAYLOADS)))
-        return [result for batch in results for result in batch]
+    async def _write_batches(
+        self, write: Callable[[Sequence[T]], Awaitable[list[R]]], items: Sequence[T], size: Callable[[T], int]
+    ) -> list[R]:
+        """`write` of all payloads, so that one batch is encoded while the server works on another. `size` of an item in bytes."""
+        return await _each(write, of_bounded_size(items, size), self._writes)
 
     async def _until_done(self, function: str, *args: Any) -> None:
         """A function that does a bounded part of its work in a call and returns how much is left."""
@@ -101,3 +103,26 @@ class Calls:
 
 def chunks(items: Sequence[T], size: int) -> list[Sequence[T]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+async def _each(
+    transfer: Callable[[Sequence[T]], Awaitable[list[R]]], batches: Iterable[Sequence[T]], at_a_time: asyncio.Semaphore
+) -> list[R]:
+    async def one(batch: Sequence[T]) -> list[R]:
+        async with at_a_time:
+            return await transfer(batch)
+
+    results = await asyncio.gather(*map(one, batches))
+    return [result for batch in results for result in batch]
+
+
+def of_bounded_size(items: Sequence[T], size: Callable[[T], int]) -> Iterator[Sequence[T]]:
+    """Batches of at most `PAYLOADS` items and `WRITTEN_BYTES`, or of one item that is larger."""
+    start = written = 0
+    for end, item in enumerate(items):
+        if end > start and (end - start == PAYLOADS or written + size(item) > WRITTEN_BYTES):
+            yield items[start:end]
+            start, written = end, 0
+        written += size(item)
+    if items:
+        yield items[start:]

@@ -86,7 +86,7 @@ class RolloutCalls(ChannelCalls):
         """By token and index, from (group id, token, index, payload key). One that was freed or can't be read is left out: it
         starts over."""
         begun: dict[bytes, dict[int, Trajectory]] = {}
-        payloads = await self._in_batches(self._fetch, [entry[3] for entry in saved])
+        payloads = await self._read_batches(self._fetch, [entry[3] for entry in saved])
         for (group_id, token, index, key), payload in zip(saved, payloads, strict=True):
             if payload is None:
                 continue
@@ -112,7 +112,7 @@ class RolloutCalls(ChannelCalls):
         """`push` of many at once: for each None, or the error that `push` would raise."""
         for lease, trajectory in items:
             _check_push(lease, trajectory)
-        return await self._in_batches(partial(self._hand_in, "push"), items)
+        return await self._write_batches(partial(self._hand_in, "push"), items, _size)
 
     async def save(self, lease: Lease, trajectory: Trajectory) -> None:
         """What there is of an unfinished trajectory, so that another replica can go on from there should the lease be lost. Each is longer
@@ -125,7 +125,7 @@ class RolloutCalls(ChannelCalls):
         """`save` of many at once: for each None, or the error that `save` would raise."""
         for lease, trajectory in items:
             _check_push(lease, trajectory)
-        return await self._in_batches(partial(self._hand_in, "save"), items)
+        return await self._write_batches(partial(self._hand_in, "save"), items, _size)
 
     async def _hand_in(self, function: str, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | None]:
         """One round trip: payloads staged under nonces, then a call for each timeline that makes them permanent or deletes them."""
@@ -171,6 +171,10 @@ class RolloutCalls(ChannelCalls):
 
 def pairs(flat: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     return zip(*[iter(flat)] * 2, strict=True)
+
+
+def _size(item: tuple[Lease, Trajectory]) -> int:
+    return item[1].nbytes
 
 
 def _check_push(lease: Lease, trajectory: Trajectory) -> None:

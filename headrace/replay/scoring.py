@@ -31,7 +31,7 @@ class ScoringCalls(Calls):
             record: None if data is None else Group.decode(data)
             for record, data in zip(records, await self._fetch(records), strict=True)
         }
-        payloads = await self._in_batches(self._fetch, [entry.payload for entry in taken])
+        payloads = await self._read_batches(self._fetch, [entry.payload for entry in taken])
         jobs = []
         for entry, payload in zip(taken, payloads, strict=True):
             group = groups[entry.record]

@@ -103,7 +103,7 @@ class TrainerCalls(Calls):
             pairs = zip(values[: len(batch)], values[len(batch) :], strict=True)
             return [(Trajectory.decode(payload), Score.decode(score)) for payload, score in pairs]
 
-        return await self._in_batches(read_batch, keys)
+        return await self._read_batches(read_batch, keys)
 
     async def read_groups(self, ids: Sequence[str]) -> list[Group]:
         records = []
