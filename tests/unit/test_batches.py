@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,5 +19,5 @@ def test_a_round_trip_is_as_large_as_may_be_and_no_larger(sizes: list[int]) -> N
     for batch in batches:
         assert 1 <= len(batch) <= PAYLOADS
         assert len(batch) == 1 or sum(batch) <= WRITTEN_BYTES
-    for batch, after in zip(batches, batches[1:], strict=False):
+    for batch, after in itertools.pairwise(batches):
         assert len(batch) == PAYLOADS or sum(batch) + after[0] > WRITTEN_BYTES
