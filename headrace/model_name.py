@@ -1,15 +1,35 @@
-"""What a key like `policy.model_name` may name: a directory, or a model of the Hugging Face hub."""
+"""What a key like `policy.model_name` or `policy.tokenizer.name` may name: a directory, or something of the Hugging Face hub."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
-_REMEDY = "give the directory of a Hugging Face causal language model, or the name of one on the hub or in HF_HOME"
+
+@dataclass(frozen=True)
+class _Kind:
+    """`files`: one of them is in every directory of this kind."""
+
+    name: str
+    files: tuple[str, ...]
+    remedy: str
+
+
+_MODEL = _Kind(
+    "model",
+    ("config.json",),
+    "give the directory of a Hugging Face causal language model, or the name of one on the hub or in HF_HOME",
+)
+_TOKENIZER = _Kind(
+    "tokenizer",
+    ("tokenizer_config.json", "tokenizer.json"),
+    "give the directory of a Hugging Face tokenizer, or the name of a model on the hub or in HF_HOME that has one",
+)
 
 
 def check_model_name(key: str, name: str) -> None:
@@ -19,29 +39,45 @@ def check_model_name(key: str, name: str) -> None:
     Asks the hub, once and with its own patience, for a name that is neither a directory nor in the hub's cache; with
     HF_HUB_OFFLINE=1 there is nobody to ask. Raises `ServiceError`.
     """
+    _check(_MODEL, key, name)
+
+
+def check_tokenizer_name(key: str, name: str) -> None:
+    """The same of a tokenizer's name."""
+    _check(_TOKENIZER, key, name)
+
+
+def _check(kind: _Kind, key: str, name: str) -> None:
     path = Path(name)
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ServiceError(f"{key}: {name} has no config.json; {_REMEDY}")
+        if not any((path / file).is_file() for file in kind.files):
+            raise ServiceError(f"{key}: {name} has no {' or '.join(kind.files)}; {kind.remedy}")
         return
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ServiceError(f"{key}: there is no directory {name}; {_REMEDY}")
-    _check_hub(key, name)
+        raise ServiceError(f"{key}: there is no directory {name}; {kind.remedy}")
+    _check_hub(kind, key, name)
 
 
-def _check_hub(key: str, name: str) -> None:
+def _check_hub(kind: _Kind, key: str, name: str) -> None:
     # with the libraries that load models, so not with the base installation
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        if any(isinstance(try_to_load_from_cache(name, file), str) for file in kind.files):
             return
-        log.info("%s: there is no directory %s here; asking the hub for a model of that name", key, name)
-        hf_hub_download(name, "config.json")
+        log.info("%s: there is no directory %s here; asking the hub for a %s of that name", key, name, kind.name)
+        for file in kind.files[:-1]:
+            try:
+                hf_hub_download(name, file)
+            except EntryNotFoundError:
+                continue
+            return
+        hf_hub_download(name, kind.files[-1])
     except (OSError, ValueError) as error:
         # its own words speak of connections and caches, the cause says what is the matter
         said = str(error.__cause__ or error).strip().splitlines()
         reason = said[0] if said else type(error).__name__
         raise ServiceError(
-            f"{key}: there is no directory {name} here, nor does the hub give a model of that name ({reason}); {_REMEDY}"
+            f"{key}: there is no directory {name} here, nor does the hub give a {kind.name} of that name ({reason}); {kind.remedy}"
         ) from error

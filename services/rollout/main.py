@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from headrace.config import Config
 from headrace.config.services import Rollout
-from headrace.model_name import check_model_name
+from headrace.model_name import check_model_name, check_tokenizer_name
 from headrace.replay import ReplayClient
 from headrace.service import bind, serve_http, stop_on_signals
 from services.rollout.engine import running_engine
@@ -28,6 +28,8 @@ def main(config: Config) -> None:
     """Returns on SIGTERM or SIGINT, its leases handed back. Raises `HeadraceError` for what a person must mend."""
     _leave_on_signals()
     check_model_name("policy.model_name", config.policy.model_name)
+    if config.policy.tokenizer.name is not None:
+        check_tokenizer_name("policy.tokenizer.name", config.policy.tokenizer.name)
     with closing(bind(config.rollout.host, config.rollout.port, "rollout.port")) as sock, asyncio.Runner() as runner:
         replay = runner.run(ReplayClient.connect(config.redis_url, config.run.id))
         try:

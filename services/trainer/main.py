@@ -8,13 +8,14 @@ import dataclasses
 import logging
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
 from headrace.config import Config
 from headrace.errors import ReplayUnavailable, ServiceError, WrongStep, WrongTimeline
 from headrace.lineage import FOLDER
-from headrace.model_name import check_model_name
+from headrace.model_name import check_model_name, check_tokenizer_name
 from headrace.replay import ReplayClient
 from headrace.service import EXIT_STOPPED, bind, die_with_parent, serve_http, stop_on_signals
 from headrace.trajectory import Score, Trajectory
@@ -70,6 +71,8 @@ def main(config: Config, makers: Makers | None = None) -> None:
     makers = makers or Makers()
     for key, name in _models(config):
         check_model_name(key, name)
+    if config.policy.tokenizer.name is not None:
+        check_tokenizer_name("policy.tokenizer.name", config.policy.tokenizer.name)
     if "LOCAL_RANK" in os.environ:
         die_with_parent()
     with join_ranks(config) as ranks:
@@ -134,6 +137,7 @@ async def _lead(config: Config, ranks: Ranks, makers: Makers) -> bool:
 async def _train(
     config: Config, ranks: Ranks, makers: Makers, stop: asyncio.Event, phase: Phase, gauges: Gauges
 ) -> bool:
+    began = time.monotonic()
     journal = Journal(config.run_folder / JOURNAL)
     tracking = Tracking(config, journal)
     async with contextlib.AsyncExitStack() as stack:
@@ -174,6 +178,7 @@ async def _train(
             tracking=tracking,
             phase=phase,
             stop=stop,
+            began=began,
         )
         finished = False
         tracking.start()

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ServiceError
-from headrace.model_name import check_model_name
+from headrace.model_name import check_model_name, check_tokenizer_name
 
 KEY = "policy.model_name"
-CHECK = f"import sys; from headrace.model_name import check_model_name; check_model_name({KEY!r}, sys.argv[1])"
+CHECK = "import sys; from headrace import model_name; getattr(model_name, sys.argv[1])(*sys.argv[2:])"
 
 
 def test_a_directory_without_config_json_is_refused_by_name(tmp_path: Path) -> None:
@@ -40,11 +40,12 @@ class Hub(BaseHTTPRequestHandler):
     """As the hub answers for the one model that it has."""
 
     def do_HEAD(self) -> None:
-        there = self.path == "/models/real/resolve/main/config.json"
+        model, _, file = self.path.partition("/resolve/main/")
+        there = model == "/models/real" and file in ("config.json", "tokenizer.json")
+        error = "EntryNotFound" if model == "/models/real" else "RepoNotFound"
+        headers = {"ETag": '"e"', "X-Repo-Commit": "c" * 40} if there else {"X-Error-Code": error}
         self.send_response(200 if there else 404)
-        for name, value in (
-            {"ETag": '"e"', "X-Repo-Commit": "c" * 40} if there else {"X-Error-Code": "RepoNotFound"}
-        ).items():
+        for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", "2" if there else "0")
         self.end_headers()
@@ -68,11 +69,11 @@ def hub() -> Iterator[str]:
     server.server_close()
 
 
-def complaint(name: str, home: Path, **environ: str) -> str:
+def complaint(name: str, home: Path, check: str = "check_model_name", key: str = KEY, **environ: str) -> str:
     """What the check says of `name` in a process of its own, which reads the hub's settings at its start; empty if nothing."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))}
     done = subprocess.run(
-        [sys.executable, "-c", CHECK, name],
+        [sys.executable, "-c", CHECK, check, key, name],
         env={**kept, "HF_HOME": str(home), **environ},
         capture_output=True,
         text=True,
@@ -85,6 +86,27 @@ def test_a_model_of_the_hub_is_taken_and_once_it_is_there_the_hub_may_be_away(hu
     assert "nor does the hub give a model" in complaint("models/tiny", tmp_path, HF_ENDPOINT=hub)
     assert complaint("models/real", tmp_path, HF_ENDPOINT=hub) == ""
     assert complaint("models/real", tmp_path, HF_HUB_OFFLINE="1") == ""
+
+
+def test_a_tokenizer_is_known_by_its_own_files(hub: str, tmp_path: Path) -> None:
+    key = "policy.tokenizer.name"
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        ServiceError, match=r"policy\.tokenizer\.name: .* has no tokenizer_config\.json or tokenizer\.json"
+    ):
+        check_tokenizer_name(key, str(tmp_path))
+    with pytest.raises(
+        ServiceError, match=r"there is no directory ./misspelt; give the directory of a Hugging Face tokenizer"
+    ):
+        check_tokenizer_name(key, "./misspelt")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    check_tokenizer_name(key, str(tmp_path))
+
+    home, asked = tmp_path / "home", "check_tokenizer_name"
+    assert "nor does the hub give a tokenizer" in complaint("models/tiny", home, asked, key, HF_ENDPOINT=hub)
+    # it has no tokenizer_config.json
+    assert complaint("models/real", home, asked, key, HF_ENDPOINT=hub) == ""
+    assert complaint("models/real", home, asked, key, HF_HUB_OFFLINE="1") == ""
 
 
 def test_offline_a_name_that_is_in_no_cache_is_refused_with_that_reason(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+from functools import lru_cache
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -38,7 +39,7 @@ class Math(BuiltIn):
             )
         text = str(answer)
         boxed = text if "\\boxed" in text else f"\\boxed{{{text}}}"
-        expected = parse(boxed, extraction_config=_EXPECTED, parsing_timeout=None)
+        expected = _parse(boxed, _EXPECTED)
         if not expected:
             return Score(
                 "INVALID", message=f"extra_env_info.answer {text!r:.80} is not mathematics that math-verify can read"
@@ -46,17 +47,24 @@ class Math(BuiltIn):
         said = sample.completion if self.env.extract == "none" else extract_answer(sample.completion, self.env.extract)
         if said is None:
             return Score("SCORED", reward=0.0, metadata={"rule": f"extract: {self.env.extract} finds no answer"})
-        found = parse(said, extraction_config=_ANSWER, parsing_timeout=None)
+        found = _parse(said, _ANSWER)
         equal = _equal(expected, found)
         # `found` ends with the text as it was written, where it could be told
         written = next((item for item in reversed(found) if isinstance(item, str)), None)
         return Score("SCORED", reward=float(equal), metadata={} if written is None else {"answer": written})
 
 
-def _equal(expected: list[Any], found: list[Any]) -> bool:
+@lru_cache(maxsize=256)
+def _parse(text: str, extraction: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What math-verify finds in `text`. Kept, as a group's completions share their answer and often say the same, and this takes
+    longer than all else that a score needs."""
+    return tuple(parse(text, extraction_config=extraction, parsing_timeout=None))
+
+
+def _equal(expected: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
     try:
-        return bool(verify(expected, found, timeout_seconds=None, raise_on_error=True))
+        return bool(verify(list(expected), list(found), timeout_seconds=None, raise_on_error=True))
     except MemoryError:  # law 7: not "not equal"
         raise
     except Exception:  # noqa: BLE001  # a comparison that can't be made must not hide another that can
-        return bool(verify(expected, found, timeout_seconds=None))
+        return bool(verify(list(expected), list(found), timeout_seconds=None))

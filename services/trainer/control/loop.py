@@ -67,6 +67,7 @@ class Loop:
         self._reward: float | None = None
         self._reached = any(self._ends_the_run(line.metrics) for line in history if line.kind == "validation")
         self._healthy_at = self._step_began = self._began = tools.clock()
+        self._start = {"efficiency/init/total_s": self._began - tools.began}  # until the first step's metrics have it
         self._step_s = 0.0  # how long the last step took
         self._saved_in_time = False
         self._seconds: dict[Action, float] = defaultdict(float)
@@ -199,13 +200,14 @@ class Loop:
     def _end_step(self, began: float, lengths: Sequence[int]) -> dict[str, float]:
         """Where the time since the last step went, this one's training having begun at `began`; the next step begins here."""
         now, lead = self._tools.clock(), self._tools.lead
+        start, self._start = self._start, {}
         total, training = now - self._step_began, now - began
         times = step_times(self._seconds, total, training, lead.learner.seconds)
         self._step_began, self._step_s = now, times.total
         self._seconds.clear()
         generating = self._generating * self._config.policy.generation.vllm_cfg.tensor_parallel_size
         epochs = policy_epochs(self._config, self._version)
-        return self._tools.meter.metrics(times, lengths, Devices(lead.ranks, generating), epochs)
+        return start | self._tools.meter.metrics(times, lengths, Devices(lead.ranks, generating), epochs)
 
     async def _checkpoint(self) -> None:
         """Publish, then let the buffer forget what led here: in this order nothing is lost, whatever dies in between."""

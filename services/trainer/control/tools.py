@@ -41,7 +41,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """One of each; `stop` is set when the run is to end, `clock` counts seconds."""
+    """One of each; `stop` is set when the run is to end, `clock` counts seconds and stood at `began` when the trainer started."""
 
     replay: ReplayClient
     patience: Patience
@@ -58,4 +58,5 @@ class Tools:
     tracking: Tracking
     phase: Phase
     stop: asyncio.Event
+    began: float
     clock: Callable[[], float] = time.monotonic

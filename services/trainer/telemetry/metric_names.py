@@ -267,6 +267,11 @@ EFFICIENCY = Chapter(
                 Metric(f"efficiency/{name}_pct", "%", "the same, of the step"),
             )
         ),
+        Metric(
+            "efficiency/init/total_s",
+            "s",
+            "of the first step after each start: loading models, waiting for the buffer, taking up the run; no part of the step",
+        ),
         Metric("efficiency/productive_time_s", "s", "from the batch to its new weights"),
         Metric("efficiency/efficiency_pct", "%", "the same, of the step", "near 100"),
     ),

@@ -56,6 +56,12 @@ def numbers(trainer: Trainer) -> list[tuple[int, dict[str, float]]]:
     ]
 
 
+def starts(trainer: Trainer) -> list[int]:
+    """The steps that say how long the start before them took."""
+    lines = surviving(trainer.journal())
+    return [line.step for line in lines if "efficiency/init/total_s" in line.metrics]
+
+
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     files = sorted(trainer.checkpoints().path(STEPS).glob("*/*.safetensors"))
     assert [file.name for file in files] == ["model.safetensors", "model.safetensors", "value_head.safetensors"]
@@ -89,6 +95,7 @@ async def test_killed_and_resumed_every_metric_and_weight_is_the_same_to_the_las
     for (step, ours), (_, theirs) in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys()
         assert [(step, name) for name in ours if ours[name] != theirs[name]] == []
+    assert (starts(straight), starts(killed)) == ([0], [0, 1, 3])
     assert "loss" not in expected[0][1]  # the value model alone
     assert {"loss", "critic/loss", "critic/explained_var"} <= expected[1][1].keys()
     last = expected[-1][1]
