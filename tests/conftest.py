@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from hypothesis import HealthCheck, settings
 
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.wire import open_redis
@@ -17,6 +18,10 @@ from services.replay.embedded import EmbeddedServer
 
 # before torch is imported: a second thread on a busy core makes both slower
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# how long an example takes says how busy the machine is
+settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("headrace")
 
 
 def free_port() -> int:

@@ -15,10 +15,12 @@ from headrace.replay.wire import Wakeups, Wire
 
 # A payload that no call made visible is gone after this many seconds.
 STAGED = b"60"
-# Entries in one call of a batched function (BATCH in _args.lua); payloads in one round trip.
+# Entries in one call of a batched function (BATCH in _args.lua); payloads that are read in one round trip.
 BATCH = 256
 PAYLOADS = 64
-# More than this in one round trip only waits in the client's memory for the socket (`benchmarks.replay --bytes 262144`).
+# Payloads that are written in one round trip, and their bytes. With fewer the round trips cost more, with more the server has nothing to
+# do until the first are encoded, and they wait in the client's memory for the socket (`benchmarks.replay`).
+WRITTEN = 32
 WRITTEN_BYTES = 4 << 20
 # Round trips with payloads under way at a time.
 READS, WRITES = 4, 2
@@ -117,10 +119,10 @@ async def _each(
 
 
 def of_bounded_size(items: Sequence[T], size: Callable[[T], int]) -> Iterator[Sequence[T]]:
-    """Batches of at most `PAYLOADS` items and `WRITTEN_BYTES`, or of one item that is larger."""
+    """Batches of at most `WRITTEN` items and `WRITTEN_BYTES`, or of one item that is larger."""
     start = written = 0
     for end, item in enumerate(items):
-        if end > start and (end - start == PAYLOADS or written + size(item) > WRITTEN_BYTES):
+        if end > start and (end - start == WRITTEN or written + size(item) > WRITTEN_BYTES):
             yield items[start:end]
             start, written = end, 0
         written += size(item)

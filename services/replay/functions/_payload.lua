@@ -8,8 +8,9 @@ local function parse_payload(line)
   if not id or #line > 1000 then
     refuse('HR_INVALID', 'trajectory ' .. show(line) .. ' is not an id, an index, a token, a nonce and four numbers')
   end
+  index = natural(index, 'index')
   return {
-    id = id, index = natural(index, 'index'), token = token, nonce = nonce, bytes = natural(bytes, 'bytes'),
+    id = id, index = index, at = tostring(index), token = token, nonce = nonce, bytes = natural(bytes, 'bytes'),
     length = positive(length, 'length'), oldest = natural(oldest, 'oldest version'), newest = natural(newest, 'newest version'),
   }
 end

@@ -13,7 +13,7 @@ local function load(run, entries_of_group)
     'state', 'token', 'lane', 'replica', 'n', 'count', 'dropped', 'pushed', 'actual', 'held', 'oldest', 'newest', 'saves', 'leased',
   }
   for i, entry in ipairs(entries_of_group) do
-    fields[13 + 2 * i], fields[14 + 2 * i] = 'p' .. entry.index, 'x' .. entry.index
+    fields[13 + 2 * i], fields[14 + 2 * i] = 'p' .. entry.at, 'x' .. entry.at
   end
   local values = redis.call('HMGET', key, unpack(fields))
   if not values[1] then return nil, {} end
@@ -28,7 +28,7 @@ end
 -- Entries of one group: what is accepted is written once.
 local function push(run, entries_of_group, foreign, reply)
   local group, mine = load(run, entries_of_group)
-  local written, members = {}, {}
+  local written, members, now = {}, {}, string.format('%d', run.now)
   for _, entry in ipairs(entries_of_group) do
     local code, message
     local before = mine[entry.index]
@@ -44,8 +44,8 @@ local function push(run, entries_of_group, foreign, reply)
         local latency = math.max(0, run.now - group.leased)
         local value = table.concat({entry.nonce, entry.length, entry.oldest, entry.newest, latency}, ' ')
         mine[entry.index] = value
-        written[#written + 1], written[#written + 2] = 'p' .. entry.index, value
-        members[#members + 1], members[#members + 2] = run.now, entry.id .. ':' .. entry.index
+        written[#written + 1], written[#written + 2] = 'p' .. entry.at, value
+        members[#members + 1], members[#members + 2] = now, entry.id .. ':' .. entry.at
         forget_prefix(run, group, entry.index)
         group.pushed, group.actual = group.pushed + 1, group.actual + entry.bytes
         group.oldest = math.min(group.oldest or entry.oldest, entry.oldest)

@@ -12,11 +12,11 @@ local function save(run, entry)
   local code, message = lease_refusal(run, entry, group)
   if not code then code, message = record_refusal(run, entry, group) end
   if code then
-    unstage(entry, group and redis.call('HGET', group.key, 'q' .. entry.index))
+    unstage(entry, group and redis.call('HGET', group.key, 'q' .. entry.at))
     return code, message
   end
   local pushed, dropped, saved =
-    unpack(redis.call('HMGET', group.key, 'p' .. entry.index, 'x' .. entry.index, 'q' .. entry.index))
+    unpack(redis.call('HMGET', group.key, 'p' .. entry.at, 'x' .. entry.at, 'q' .. entry.at))
   local nonce, length = string.match(saved or '', '^(%S+) (%d+)')
   if nonce == entry.nonce then return end
   if pushed or dropped or (length and tonumber(length) >= entry.length) then
@@ -27,7 +27,7 @@ local function save(run, entry)
     return 'HR_INVALID', 'the payload of group ' .. entry.id .. ' was not staged, or its time ran out'
   end
   forget_prefix(run, group, entry.index)
-  redis.call('HSET', group.key, 'q' .. entry.index,
+  redis.call('HSET', group.key, 'q' .. entry.at,
     entry.nonce .. ' ' .. entry.length .. ' ' .. entry.oldest .. ' ' .. entry.newest, 'saves', (group.saves or 0) + 1)
 end
 

@@ -17,7 +17,7 @@
 local STATUSES = {SCORED = true, FAILED = true, TIMED_OUT = true, INVALID = true}
 local LINE = '^(' .. NAME .. ') (%d+) (' .. NAME .. ') ([A-Z_]+) (%S+)$'
 
-local function parse(run, line, record, message)
+local function parse(by_components, line, record, message)
   local id, index, token, status, reward = string.match(line, LINE)
   if not id or #line > 1000 then
     refuse('HR_INVALID', 'score ' .. show(line) .. ' is not an id, an index, a token, a status and a reward')
@@ -25,13 +25,14 @@ local function parse(run, line, record, message)
   choice(status, STATUSES, 'status')
   if status == 'SCORED' then
     finite(reward, 'reward')
-    if select(3, parse_filter(run.filter)) == 'components' and not components_of(record) then
+    if by_components and not components_of(record) then
       refuse('HR_INVALID', 'the score record of ' .. id .. ':' .. index .. ' is not one, and groups are filtered by its components')
     end
   elseif reward ~= '-' then
     refuse('HR_INVALID', 'status ' .. status .. ' with reward ' .. show(reward) .. '; only SCORED has one')
   end
-  return {id = id, index = tonumber(index), token = token, status = status, reward = reward, record = record, message = message}
+  index = tonumber(index)
+  return {id = id, index = index, at = tostring(index), token = token, status = status, reward = reward, record = record, message = message}
 end
 
 -- The group ends as filtered: only its order stays.
@@ -93,7 +94,7 @@ local function load(run, entries_of_group)
   local id = entries_of_group[1].id
   local fields = {'n', 'scored'}
   for _, entry in ipairs(entries_of_group) do
-    for _, letter in ipairs({'w', 'r', 'p'}) do fields[#fields + 1] = letter .. entry.index end
+    for _, letter in ipairs({'w', 'r', 'p'}) do fields[#fields + 1] = letter .. entry.at end
   end
   local group = {id = id, key = group_key(run, id)}
   for i, value in ipairs(redis.call('HMGET', group.key, unpack(fields))) do group[fields[i]] = value end
@@ -101,7 +102,7 @@ local function load(run, entries_of_group)
 end
 
 local function refusal(run, entry, token)
-  local member = entry.id .. ':' .. entry.index
+  local member = entry.id .. ':' .. entry.at
   if token ~= entry.token then
     return refuse_entry(run, 'HR_LEASE_LOST', 'trajectory ' .. member .. ' is no longer with this scorer')
   end
@@ -114,13 +115,13 @@ end
 local function sift(run, group, entries_of_group, reply)
   local scored, failed = {}, {}
   for _, entry in ipairs(entries_of_group) do
-    local token = string.match(group['w' .. entry.index] or '', '^%d+ (.+)$')
-    local known = group['r' .. entry.index] and token == entry.token  -- the same call again
+    local token = string.match(group['w' .. entry.at] or '', '^%d+ (.+)$')
+    local known = group['r' .. entry.at] and token == entry.token  -- the same call again
     reply[entry.place] = not known and refusal(run, entry, token) or ''
     if not known and reply[entry.place] == '' then
       local kind = entry.status == 'SCORED' and scored or failed
       kind[#kind + 1] = entry
-      group['r' .. entry.index] = entry.reward
+      group['r' .. entry.at] = entry.reward
     end
   end
   return scored, failed
@@ -133,10 +134,10 @@ local function write(run, group, scored, reply)
     reply[entry.place] = refuse_entry(run, 'HR_LEASE_LOST', 'group ' .. entry.id .. ' has its ' .. group.n .. ' scores without this one')
   end
   for i, entry in ipairs(scored) do
-    fields[2 * i - 1], fields[2 * i] = 'r' .. entry.index, entry.reward
-    records[2 * i - 1] = run.base .. 's:' .. string.match(group['p' .. entry.index], '^%S+')
+    fields[2 * i - 1], fields[2 * i] = 'r' .. entry.at, entry.reward
+    records[2 * i - 1] = run.base .. 's:' .. string.match(group['p' .. entry.at], '^%S+')
     records[2 * i] = entry.record
-    members[i] = entry.id .. ':' .. entry.index
+    members[i] = entry.id .. ':' .. entry.at
   end
   local count = group.scored + #scored
   redis.call('MSET', unpack(records))
@@ -147,7 +148,7 @@ end
 
 local function give_up_or_retry(run, entry, reply)
   local group = load_group(run, entry.id)
-  local attempts = group and tonumber(string.match(redis.call('HGET', group.key, 'w' .. entry.index) or '', '^%d+'))
+  local attempts = group and tonumber(string.match(redis.call('HGET', group.key, 'w' .. entry.at) or '', '^%d+'))
   local message = entry.status .. ': ' .. words(entry.message)
   if not attempts then
     reply[entry.place] = refuse_entry(run, 'HR_LEASE_LOST', 'group ' .. entry.id .. ' has just ended')
@@ -160,8 +161,9 @@ end
 
 register('hr_score', nil, function(run, args)
   local groups, by_id, reply = {}, {}, {}
+  local by_components = select(3, parse_filter(run.filter)) == 'components'
   for i = 1, entries(args, 0, 3, BATCH) do
-    local entry = parse(run, args[3 * i - 2], args[3 * i - 1], args[3 * i])
+    local entry = parse(by_components, args[3 * i - 2], args[3 * i - 1], args[3 * i])
     entry.place = i
     group_entry(groups, by_id, entry)
   end

@@ -46,7 +46,8 @@ register('hr_take_scoring', 3, function(run, args)
   local reply, taken, token = {}, {}, nonce .. '-' .. take_ticket(run) .. '/' .. scorer
   for _, group in ipairs(by_group(members)) do take(run, group.id, group.indices, token, reply) end
   local deadline = run.now + run.scoring_deadline_ms
-  for i, member in ipairs(members) do taken[2 * i - 1], taken[2 * i] = deadline, member end
+  local score = string.format('%d', deadline)
+  for i, member in ipairs(members) do taken[2 * i - 1], taken[2 * i] = score, member end
   redis.call('ZREMRANGEBYRANK', run.base .. 'unscored', 0, #members - 1)
   redis.call('ZADD', run.base .. 'taken', unpack(taken))
   due_at(run, deadline)

@@ -50,7 +50,7 @@ def extreme_cases(draw: st.DrawFn) -> Case:
     return dataclasses.replace(case, curr=curr, start=start, gen=gen, ref=values(*LOGPROBS))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(config=loss_cases.configs(kl_input_clamp_value=20.0), case=extreme_cases())
 def test_extremes_are_the_formula_where_float32_can_hold_it(config: LossFn, case: Case) -> None:
     case = case.under(config)

@@ -48,7 +48,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=lambda text: f"{what}: {text}")
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(config=loss_cases.configs(), case=loss_cases.cases)
 def test_loss_gradient_and_metrics_are_those_of_the_formulae(config: LossFn, case: Case) -> None:
     compare(config, case)

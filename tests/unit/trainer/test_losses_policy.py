@@ -298,7 +298,7 @@ def shares(config: LossFn, case: Case, micro_batches: list[list[int]]) -> tuple[
     return totals, gradients
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(config=loss_cases.configs(), case=loss_cases.cases, data=st.data())
 def test_the_split_into_micro_batches_and_the_order_of_sequences_change_nothing(
     config: LossFn, case: Case, data: st.DataObject

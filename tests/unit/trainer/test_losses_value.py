@@ -94,7 +94,7 @@ def written(config: ValueLossFn, case: Case, values: Tensor, old: Tensor, return
 configs = st.builds(ValueLossFn, scale=st.sampled_from([0.4, 1.0]), cliprange=st.sampled_from([None, 0.05, 0.2, 1.0]))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(config=configs, case=loss_cases.cases, seed=st.integers(0, 2**32 - 1), cut=st.integers(0, 4))
 def test_loss_gradient_and_metrics_are_those_of_the_formula_under_any_split(
     config: ValueLossFn, case: Case, seed: int, cut: int

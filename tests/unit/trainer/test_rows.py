@@ -47,7 +47,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(sequences=sequences(), layout=layouts())
 def test_every_sequence_with_a_policy_token_is_planned_once_and_whole(
     sequences: list[TokenSequence], layout: Layout
@@ -63,7 +63,7 @@ def test_every_sequence_with_a_policy_token_is_planned_once_and_whole(
                 assert len({sequences[i].prompt.tobytes() for i in tree}) == 1
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(sequences=sequences(), layout=layouts())
 def test_no_micro_batch_is_over_its_budget(sequences: list[TokenSequence], layout: Layout) -> None:
     for batch in plan(sequences, layout):
@@ -78,7 +78,7 @@ def test_no_micro_batch_is_over_its_budget(sequences: list[TokenSequence], layou
             assert width % layout.multiple == 0 or width == layout.tokens
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(sequences=sequences(), layout=layouts())
 def test_what_a_token_may_see_spells_its_own_sequence_up_to_it(sequences: list[TokenSequence], layout: Layout) -> None:
     """From mask and positions alone the sequence of every value is read back, and its target follows it."""
@@ -100,7 +100,7 @@ def test_what_a_token_may_see_spells_its_own_sequence_up_to_it(sequences: list[T
             assert target == own.completion[t]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(sequences=sequences(), layout=layouts())
 def test_shared_prompts_are_computed_once_where_they_fit(sequences: list[TokenSequence], layout: Layout) -> None:
     trees = [tree for batch in plan(sequences, layout) for row in batch.rows for tree in row]
@@ -117,7 +117,7 @@ def test_shared_prompts_are_computed_once_where_they_fit(sequences: list[TokenSe
             assert whole > layout.tokens or len(own) == 1
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(sequences=sequences(), layout=layouts())
 def test_join_and_divide_are_each_other_s_inverse(sequences: list[TokenSequence], layout: Layout) -> None:
     arrays = [np.arange(s.policy_tokens) + 100 * i for i, s in enumerate(sequences)]
@@ -151,7 +151,7 @@ def test_padded_rows_of_like_length_go_together() -> None:
     assert [[lengths[i] for i in batch.order] for batch in batches] == [[9, 8], [8, 3], [2]]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(sequences=sequences(), layout=layouts())
 def test_flex_attention_s_mask_is_the_same(sequences: list[TokenSequence], layout: Layout) -> None:
     for batch in plan(sequences, layout)[:1]:
@@ -172,7 +172,7 @@ sizes = st.lists(st.integers(1, 60), max_size=40)
 
 
 @pytest.mark.parametrize("pack", [first_fit_decreasing, modified_first_fit_decreasing])
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(sizes=sizes)
 def test_bins_hold_every_item_once_and_are_never_over_full(
     pack: Callable[[list[int], int], list[list[int]]], sizes: list[int]
