@@ -3,6 +3,7 @@
 
 local PAYLOAD_LINE = '^(' .. NAME .. ') (%d+) (' .. NAME .. ') (' .. NAME .. ') (%d+) (%d+) (%d+) (%d+)$'
 
+-- `at` is the index as text: it becomes part of many names, and Lua would write the number out for each.
 local function parse_payload(line)
   local id, index, token, nonce, bytes, length, oldest, newest = string.match(line, PAYLOAD_LINE)
   if not id or #line > 1000 then

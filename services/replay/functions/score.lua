@@ -17,6 +17,7 @@
 local STATUSES = {SCORED = true, FAILED = true, TIMED_OUT = true, INVALID = true}
 local LINE = '^(' .. NAME .. ') (%d+) (' .. NAME .. ') ([A-Z_]+) (%S+)$'
 
+-- `at` as in _payload.lua.
 local function parse(by_components, line, record, message)
   local id, index, token, status, reward = string.match(line, LINE)
   if not id or #line > 1000 then
