@@ -157,7 +157,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         for batch in batches:
             rows = build(sequences, batch, layout).to(policy.device)
             places += rows.input_ids.numel()
-            factor = torch.from_numpy(join(batch, weights)).float().to(policy.device)
+            factor = torch.from_numpy(join(batch, weights.__getitem__)).float().to(policy.device)
             (policy.logprobs(rows, Warp()).curr * factor).sum().backward()
         if policy.device.type == "cuda":
             torch.cuda.synchronize()
