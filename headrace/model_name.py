@@ -61,7 +61,7 @@ def _check(kind: _Kind, key: str, name: str) -> None:
 def _check_hub(kind: _Kind, key: str, name: str) -> None:
     # with the libraries that load models, so not with the base installation
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     try:
         if any(isinstance(try_to_load_from_cache(name, file), str) for file in kind.files):
@@ -70,7 +70,7 @@ def _check_hub(kind: _Kind, key: str, name: str) -> None:
         for file in kind.files[:-1]:
             try:
                 hf_hub_download(name, file)
-            except EntryNotFoundError:
+            except RemoteEntryNotFoundError:
                 continue
             return
         hf_hub_download(name, kind.files[-1])
