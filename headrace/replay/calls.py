@@ -15,6 +15,9 @@ from headrace.replay.wire import Wakeups, Wire
 
 # A payload that no call made visible is gone after this many seconds.
 STAGED = b"60"
+# A payload of up to so many bytes travels in the call that makes it visible, which spares client and server a command each. A larger one
+# would cost more there, and keep the server from others for longer.
+CARRIED_BYTES = 32 << 10
 # Entries in one call of a batched function (BATCH in _args.lua); payloads that are read in one round trip.
 BATCH = 256
 PAYLOADS = 64
@@ -122,9 +125,10 @@ def of_bounded_size(items: Sequence[T], size: Callable[[T], int]) -> Iterator[Se
     """Batches of at most `WRITTEN` items and `WRITTEN_BYTES`, or of one item that is larger."""
     start = written = 0
     for end, item in enumerate(items):
-        if end > start and (end - start == WRITTEN or written + size(item) > WRITTEN_BYTES):
+        bytes_ = size(item)
+        if end > start and (end - start == WRITTEN or written + bytes_ > WRITTEN_BYTES):
             yield items[start:end]
             start, written = end, 0
-        written += size(item)
+        written += bytes_
     if items:
         yield items[start:]

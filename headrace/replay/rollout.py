@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 
 from headrace.errors import CodecError, InvalidCall, ReplayError
-from headrace.replay.calls import STAGED
+from headrace.replay.calls import CARRIED_BYTES, STAGED
 from headrace.replay.channel import ChannelCalls
 from headrace.replay.records import HeartbeatReply, Lease
 from headrace.replay.wire import refusal
@@ -108,10 +108,8 @@ class RolloutCalls(ChannelCalls):
         if error is not None:
             raise error
 
-    async def push_many(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | None]:
+    async def push_many(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | CodecError | None]:
         """`push` of many at once: for each None, or the error that `push` would raise."""
-        for lease, trajectory in items:
-            _check_push(lease, trajectory)
         return await self._write_batches(partial(self._hand_in, "push"), items, _size)
 
     async def save(self, lease: Lease, trajectory: Trajectory) -> None:
@@ -121,30 +119,39 @@ class RolloutCalls(ChannelCalls):
         if error is not None:
             raise error
 
-    async def save_many(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | None]:
+    async def save_many(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | CodecError | None]:
         """`save` of many at once: for each None, or the error that `save` would raise."""
-        for lease, trajectory in items:
-            _check_push(lease, trajectory)
         return await self._write_batches(partial(self._hand_in, "save"), items, _size)
 
-    async def _hand_in(self, function: str, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | None]:
-        """One round trip: payloads staged under nonces, then a call for each timeline that makes them permanent or deletes them."""
+    async def _hand_in(
+        self, function: str, items: Sequence[tuple[Lease, Trajectory]]
+    ) -> list[ReplayError | CodecError | None]:
+        """One round trip: large payloads staged under nonces, then a call for each timeline that makes them permanent or deletes them,
+        and carries the small ones."""
+        errors: list[ReplayError | CodecError | None] = [None] * len(items)
         commands: list[tuple[Any, ...]] = []
-        calls: dict[tuple[str, str], tuple[list[str], list[int]]] = {}
+        calls: dict[tuple[str, str], tuple[list[str | bytes], list[int]]] = {}
         for position, (lease, trajectory) in enumerate(items):
-            nonce, payload = secrets.token_hex(8), trajectory.encode()
-            key = f"{self._wire.key}:{lease.incarnation}:p:{nonce}"
-            commands.append((b"SET", key, payload, b"NX", b"EX", STAGED))
-            lines, positions = calls.setdefault((lease.timeline, lease.incarnation), ([], []))
-            lines.append(
+            try:
+                payload = _payload(lease, trajectory)
+            except (InvalidCall, CodecError) as error:
+                errors[position] = error
+                continue
+            nonce = secrets.token_hex(8)
+            arguments, positions = calls.setdefault((lease.timeline, lease.incarnation), ([], []))
+            arguments.append(
                 f"{lease.group.id} {trajectory.index} {lease.token} {nonce} {len(payload)} "
                 f"{trajectory.completion_token_ids.size} {trajectory.oldest_version} {trajectory.newest_version}"
             )
+            if len(payload) > CARRIED_BYTES:
+                key = f"{self._wire.key}:{lease.incarnation}:p:{nonce}"
+                commands.append((b"SET", key, payload, b"NX", b"EX", STAGED))
+                payload = b""
+            arguments.append(payload)
             positions.append(position)
-        for fence, (lines, _) in calls.items():
-            commands.append(self._fcall(function, *fence, *lines))
-        replies = (await self._wire.pipeline(commands))[len(items) :]
-        errors: list[ReplayError | None] = [None] * len(items)
+        for fence, (arguments, _) in calls.items():
+            commands.append(self._fcall(function, *fence, *arguments))
+        replies = (await self._wire.pipeline(commands))[-len(calls) :] if calls else []
         for (_, positions), reply in zip(calls.values(), replies, strict=True):
             for position, text in zip(positions, reply, strict=True):
                 errors[position] = refusal(text.decode()) if text else None
@@ -177,10 +184,12 @@ def _size(item: tuple[Lease, Trajectory]) -> int:
     return item[1].nbytes
 
 
-def _check_push(lease: Lease, trajectory: Trajectory) -> None:
+def _payload(lease: Lease, trajectory: Trajectory) -> bytes:
+    """What is stored of a trajectory. Raises `CodecError` for one that is none, `InvalidCall` for one of another group or attempt."""
     trajectory.check()
     if (trajectory.group_id, trajectory.attempt) != (lease.group.id, lease.attempt):
         raise InvalidCall(
             f"trajectory of group {trajectory.group_id!r} attempt {trajectory.attempt} pushed under the lease of "
             f"{lease.group.id!r} attempt {lease.attempt}"
         )
+    return trajectory.encode()

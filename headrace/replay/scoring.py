@@ -77,5 +77,5 @@ class ScoringCalls(Calls):
         args: list[Any] = []
         for group_id, index, token, score in items:
             reward = "-" if score.reward is None else repr(float(score.reward))
-            args += [f"{group_id} {index} {token} {score.status} {reward}", score.encode(), score.message]
+            args += [f"{group_id} {index} {token} {score.status} {reward}", score.encode()]
         return [refusal(text.decode()) if text else None for text in await self._wire.call("score", *args)]

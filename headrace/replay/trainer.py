@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.errors import InvalidCall
-from headrace.replay.calls import BATCH, PAYLOADS, STAGED, Calls, chunks
+from headrace.replay.calls import BATCH, PAYLOADS, Calls, chunks, of_bounded_size
 from headrace.replay.records import End, Ended, Evaluated, Reservation, RunState, Waiting
 from headrace.replay.replies import reservation, score_key
 from headrace.trajectory import Group, Score, Trajectory
@@ -60,18 +60,14 @@ class TrainerCalls(Calls):
         `WrongTimeline`, and `WrongStep` for groups beyond the next order: the server lost the writes of those in between."""
         if self._incarnation is None:
             await self.state()
-        prefix = f"{self._wire.key}:{self._incarnation}:d:"
+        records = [(group, group.encode()) for group in sorted(groups, key=lambda group: group.order)]
         new = 0
-        for batch in chunks(sorted(groups, key=lambda group: group.order), PAYLOADS):
-            commands: list[tuple[Any, ...]] = []
+        for batch in of_bounded_size(records, lambda item: len(item[1])):
             args: list[Any] = []
-            for group in batch:
-                nonce = secrets.token_hex(8)
-                commands.append(("SET", prefix + nonce, group.encode(), "NX", "EX", STAGED))
+            for group, record in batch:
                 worst = worst_case_bytes(group.n, group.prompt_token_ids.size, group.sampling.max_new_tokens)
-                args += [group.id, group.lane, group.order, group.n, worst, nonce]
-            commands.append(self._fcall("enqueue", timeline, self._incarnation, int(refill), *args))
-            new += (await self._wire.pipeline(commands))[-1]
+                args += [group.id, group.lane, group.order, group.n, worst, secrets.token_hex(8), record]
+            new += await self._wire.call("enqueue", timeline, self._incarnation, int(refill), *args)
         return new
 
     async def close(self, timeline: str) -> None:

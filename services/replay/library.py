@@ -15,6 +15,7 @@ NAME = "headrace"
 SHARED = (
     "_args",
     "_run",
+    "_fields",
     "_meter",
     "_group",
     "_filter",

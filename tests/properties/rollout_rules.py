@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis.stateful import precondition, rule
 
 from headrace.replay import Lease
+from headrace.replay.calls import CARRIED_BYTES
 from headrace.trajectory import Trajectory
 from tests.integration.replay.helpers import make_trajectory
 from tests.properties.caller import REPLICAS, Caller, deliveries, lateness, new_each_time, some
@@ -91,12 +92,17 @@ class RolloutRules(Caller):
         self.leases += self.call("lease", self.replica(which), most, how=how) or []
 
     def trajectory(self, lease: Lease, index: int, versions: str, length: int = 4) -> Trajectory:
-        """No two are of the same tokens. `versions`: of the lease; with a refit in its middle; older than they may be."""
+        """No two are of the same tokens, and every third is too large to travel in the call. `versions`: of the lease; with a refit in its
+        middle; older than they may be."""
         first = lease.version - (versions == "old")
         span = {"plain": [lease.version], "refit": [lease.version, lease.version + 1]}.get(versions, [max(0, first)])
         plain = make_trajectory(lease, index, span, length)
-        tokens = np.full_like(plain.completion_token_ids, int(self.name(), 16))
-        return msgspec.structs.replace(plain, completion_token_ids=tokens)
+        number = int(self.name(), 16)
+        return msgspec.structs.replace(
+            plain,
+            completion_token_ids=np.full_like(plain.completion_token_ids, number),
+            text="7" if number % 3 else "7" * CARRIED_BYTES,
+        )
 
     @precondition(lambda self: self.leases)
     @rule(

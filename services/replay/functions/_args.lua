@@ -19,6 +19,14 @@ local function natural(text, what)
   return tonumber(text)
 end
 
+-- The number that digits stand for, which a pattern has found. Written in one way only: what a number is part of is a name.
+local function whole(digits, what)
+  if #digits > 15 or (#digits > 1 and string.byte(digits) == 48) then
+    refuse('HR_INVALID', what .. ' is ' .. show(digits) .. ', not a whole number below 10^15 without leading zeros')
+  end
+  return tonumber(digits)
+end
+
 local function positive(text, what)
   local number = natural(text, what)
   if number == 0 then refuse('HR_INVALID', what .. ' is 0, not a whole number of at least 1') end

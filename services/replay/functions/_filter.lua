@@ -11,10 +11,10 @@ local function parse_filter(text)
   if low and tonumber(low) and tonumber(high) and FILTERS[compared] then return tonumber(low), tonumber(high), compared end
 end
 
--- Reward components by name of a score record, or nil if it is not one.
-local function components_of(record)
+-- A field of a score record, or nil if it has none of that kind.
+local function score_field(record, field, kind)
   local ok, score = pcall(cmsgpack.unpack, record)
-  if ok and type(score) == 'table' and type(score.components) == 'table' then return score.components end
+  if ok and type(score) == 'table' and type(score[field]) == kind then return score[field] end
 end
 
 -- What is compared of each of the group's scored trajectories, by name.
@@ -24,7 +24,8 @@ local function compared_of(run, group, compared)
   local found = {}
   for i, reward in ipairs(rewards) do
     if reward and compared == 'components' then
-      found[#found + 1] = components_of(redis.call('GET', run.base .. 's:' .. string.match(pushed[i], '^%S+')))
+      local record = redis.call('GET', run.base .. 's:' .. string.match(pushed[i], '^%S+'))
+      found[#found + 1] = score_field(record, 'components', 'table')
     elseif reward then
       found[#found + 1] = {reward = tonumber(reward)}
     end

@@ -69,12 +69,12 @@ local function meter_one(run, moment, pushed, reward, step)
   if reward then measure(sums, 'reward', tonumber(reward)) end
 end
 
--- Every trajectory that the group has, `least` only those with a token of that age; at `step`, or the next one if none is given.
-local function meter(run, moment, group, step, least)
+-- Every trajectory that the group has, `least` only those with a token of that age; at `step`, or the next one if none is given. `known` is
+-- what the group holds of `field_names_of(group, 'pr')`, where that was read before.
+local function meter(run, moment, group, step, least, known)
   if group.lane ~= 'train' then return end
-  local started, fields = group.count or group.n, {}
-  for i = 0, started - 1 do fields[i + 1], fields[started + i + 1] = 'p' .. i, 'r' .. i end
-  local values = redis.call('HMGET', group.key, unpack(fields))
+  local started = group.count or group.n
+  local values = known or redis.call('HMGET', group.key, unpack(field_names_of(group, 'pr')))
   step = step or run.next_step
   for i = 1, started do
     local pushed = values[i]

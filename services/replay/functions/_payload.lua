@@ -1,18 +1,20 @@
--- Trajectories as replicas hand them in, finished (push) or to be gone on from (save): a line each, its payload staged at p:<nonce> with a
--- time to live.
+-- Trajectories as replicas hand them in, finished (push) or to be gone on from (save): `<group id> <index> <token> <nonce> <bytes> <length>
+-- <oldest> <newest>`, length in tokens, weight versions; then the payload of so many bytes, or '' where it is staged at p:<nonce> with a time to live.
 
-local PAYLOAD_LINE = '^(' .. NAME .. ') (%d+) (' .. NAME .. ') (' .. NAME .. ') (%d+) (%d+) (%d+) (%d+)$'
+local PAYLOAD_LINE = '^(' .. NAME .. ') (%d+) (' .. NAME .. ') (' .. NAME .. ') (%d+) ((%d+) (%d+) (%d+))$'
 
--- `at` is the index as text: it becomes part of many names, and Lua would write the number out for each.
-local function parse_payload(line)
-  local id, index, token, nonce, bytes, length, oldest, newest = string.match(line, PAYLOAD_LINE)
+-- Lua takes its time to write a number out: `at` is the index as text, as it becomes part of many names, and `extent` is length, oldest and
+-- newest version as they are kept.
+local function parse_payload(line, payload)
+  local id, at, token, nonce, bytes, extent, length, oldest, newest = string.match(line, PAYLOAD_LINE)
   if not id or #line > 1000 then
     refuse('HR_INVALID', 'trajectory ' .. show(line) .. ' is not an id, an index, a token, a nonce and four numbers')
   end
-  index = natural(index, 'index')
+  length = whole(length, 'length')
+  if length == 0 then refuse('HR_INVALID', 'length is 0, not a whole number of at least 1') end
   return {
-    id = id, index = index, at = tostring(index), token = token, nonce = nonce, bytes = natural(bytes, 'bytes'),
-    length = positive(length, 'length'), oldest = natural(oldest, 'oldest version'), newest = natural(newest, 'newest version'),
+    id = id, index = whole(at, 'index'), at = at, token = token, nonce = nonce, bytes = whole(bytes, 'bytes'), extent = extent,
+    length = length, oldest = whole(oldest, 'oldest version'), newest = whole(newest, 'newest version'), payload = payload, place = 0, key = '',
   }
 end
 
@@ -38,7 +40,28 @@ local function record_refusal(run, entry, group)
   end
 end
 
--- The staged payload goes, unless it is the one an earlier delivery of the same call made permanent.
+-- The entries of a call, from the arguments after timeline and incarnation.
+local function parse_payloads(run, args)
+  local all, count = {}, entries(args, 2, 2, BATCH)
+  local prefix = run.key .. ':' .. name(args[2], 'incarnation') .. ':p:'
+  for i = 1, count do
+    local entry = parse_payload(args[2 * i + 1], args[2 * i + 2])
+    entry.place, entry.key = i, prefix .. entry.nonce
+    all[i] = entry
+  end
+  return all
+end
+
+-- The payload is there to stay; or code and message.
+local function keep_payload(entry)
+  if entry.payload ~= '' then
+    redis.call('SET', entry.key, entry.payload)
+  elseif redis.call('PERSIST', entry.key) == 0 then
+    return 'HR_INVALID', 'the payload of group ' .. entry.id .. ' was not staged, or its time ran out'
+  end
+end
+
+-- What was staged goes, unless it is what an earlier delivery of the same call made permanent.
 local function unstage(entry, mine)
-  if not mine or string.match(mine, '^%S+') ~= entry.nonce then redis.call('UNLINK', entry.payload) end
+  if entry.payload == '' and (not mine or string.match(mine, '^%S+') ~= entry.nonce) then redis.call('UNLINK', entry.key) end
 end

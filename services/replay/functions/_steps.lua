@@ -45,11 +45,14 @@ local function commit_steps(run, version)
   end
 end
 
+-- What meters and `erase` look at.
+local METERED, ERASED = {'state', 'lane', 'n', 'count', 'step'}, {'record', 'n', 'count', 'held'}
+
 -- Meters up to BATCH groups, the first to be freed first; returns how many are left. A rewind may have taken some of them back.
 local function meter_tally(run)
   local tally = run.base .. 'tally'
   for _, id in ipairs(redis.call('LPOP', tally, BATCH) or {}) do
-    local group = load_group(run, id)
+    local group = load_group(run, id, METERED)
     if group and group.state == 'reserved' and group.step < run.committed then meter_trained(run, group) end
   end
   return redis.call('LLEN', tally)
@@ -58,7 +61,7 @@ end
 -- Frees up to BATCH groups; returns how many are left.
 local function empty_trash(run)
   local trash = run.base .. 'trash'
-  for _, id in ipairs(redis.call('LPOP', trash, BATCH) or {}) do erase(run, load_group(run, id)) end
+  for _, id in ipairs(redis.call('LPOP', trash, BATCH) or {}) do erase(run, load_group(run, id, ERASED)) end
   wake(run, 'work')  -- freed bytes may admit a lease
   return redis.call('LLEN', trash)
 end
@@ -69,9 +72,7 @@ local function batch_of(run, step, ids)
   for i, id in ipairs(ids) do
     local key, mine = group_key(run, id), {}
     local count = tonumber(redis.call('HGET', key, 'count'))
-    local fields = field_names('p', count)
-    for _, field in ipairs(field_names('r', count)) do fields[#fields + 1] = field end
-    local values = redis.call('HMGET', key, unpack(fields))
+    local values = redis.call('HMGET', key, unpack(field_names('pr', count)))
     for index = 0, count - 1 do
       if values[index + 1] then
         mine[#mine + 1], mine[#mine + 2], mine[#mine + 3] = index, values[index + 1], values[count + index + 1]

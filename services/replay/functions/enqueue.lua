@@ -1,11 +1,11 @@
 -- enqueue: groups come into the queue of their lane; those already taken change nothing (law 1: no prompt twice).
 -- KEYS     the run
--- ARGV     timeline, incarnation, refill (0/1: take orders at or below the watermark), then for each group: id, lane, order, n, worst-case bytes, nonce of the
---          record staged at d:<nonce> with a time to live
+-- ARGV     timeline, incarnation, refill (0/1: take orders at or below the watermark), then for each group: id, lane, order, n, worst-case bytes, nonce,
+--          record (msgpack; kept at d:<nonce>)
 -- Returns  how many were new. A train group is new if its order is past the watermark `enqueued` (any order while the run wants a refill) and
 --          not in `ended`, and its id unknown; a validation group if its id is unknown.
--- Errors   HR_TIMELINE, HR_STEP (train groups that leave out some after `enqueued`), HR_INVALID (malformed; record not staged; new train
---          groups after close; refill while steps are being freed)
+-- Errors   HR_TIMELINE, HR_STEP (train groups that leave out some after `enqueued`), HR_INVALID (malformed; new train groups after close; refill
+--          while steps are being freed)
 
 local MOST_TRAJECTORIES = 1024
 -- bits of the bitmap `ended`
@@ -14,7 +14,8 @@ local MOST_ORDERS = 2 ^ 32
 local function parse(run, args, i)
   local group = {
     id = name(args[i], 'group id'), lane = choice(args[i + 1], LANES, 'lane'), order = natural(args[i + 2], 'order'),
-    n = positive(args[i + 3], 'n'), worst = natural(args[i + 4], 'worst-case bytes'), record = name(args[i + 5], 'nonce'),
+    n = positive(args[i + 3], 'n'), worst = natural(args[i + 4], 'worst-case bytes'), nonce = name(args[i + 5], 'nonce'),
+    record = args[i + 6],
   }
   -- tokens and members are made of it
   if #group.id > 200 then refuse('HR_INVALID', 'group id ' .. show(group.id) .. ' is longer than 200') end
@@ -24,7 +25,7 @@ local function parse(run, args, i)
   if group.order >= MOST_ORDERS then
     refuse('HR_INVALID', 'order ' .. args[i + 2] .. ' of group ' .. group.id .. '; a run has at most 2^32 prompts')
   end
-  group.key, group.staged = group_key(run, group.id), run.base .. 'd:' .. group.record
+  group.key = group_key(run, group.id)
   return group
 end
 
@@ -38,15 +39,12 @@ local function check_new(run, group)
   if group.lane == 'train' and run.closed == 1 then
     refuse('HR_INVALID', 'group ' .. group.id .. ' comes after the queue was closed')
   end
-  if redis.call('EXISTS', group.staged) == 0 then
-    refuse('HR_INVALID', 'the record of group ' .. group.id .. ' was not staged, or its time ran out; enqueue it again')
-  end
 end
 
 local function add(run, group)
-  redis.call('PERSIST', group.staged)
+  redis.call('SET', run.base .. 'd:' .. group.nonce, group.record)
   redis.call('HSET', group.key, 'state', 'queued', 'lane', group.lane, 'order', group.order, 'n', group.n,
-    'record', group.record, 'worst', group.worst, 'attempt', 0, 'failures', 0, 'token', '', 'held', 0, 'pushed', 0,
+    'record', group.nonce, 'worst', group.worst, 'attempt', 0, 'failures', 0, 'token', '', 'held', 0, 'pushed', 0,
     'scored', 0, 'actual', 0)
   redis.call('ZADD', queue_of(run, group.lane), group.order, group.id)
   if group.lane == 'validation' then redis.call('SADD', run.base .. 'lane', group.id) end
@@ -65,7 +63,7 @@ local function require_no_gap(run, groups)
 end
 
 register('hr_enqueue', nil, function(run, args)
-  local count = entries(args, 3, 6, BATCH)
+  local count = entries(args, 3, 7, BATCH)
   require_timeline(run, args[1])
   require_incarnation(run, args[2])
   -- one that arrives late, after `refilled`, brings nothing back: what it names may have been trained and freed since (law 1)
@@ -74,11 +72,10 @@ register('hr_enqueue', nil, function(run, args)
   if refill and redis.call('EXISTS', run.base .. 'trash') == 1 then
     refuse('HR_INVALID', 'a refill while trained steps are still being freed; call commit until nothing is left')
   end
-  local new, known, seen = {}, {}, {}
+  local new, seen = {}, {}
   for i = 0, count - 1 do
-    local group = parse(run, args, 4 + i * 6)
-    local kind = is_new(run, group, refill, seen) and new or known
-    kind[#kind + 1] = group
+    local group = parse(run, args, 4 + i * 7)
+    if is_new(run, group, refill, seen) then new[#new + 1] = group end
     seen[group.id] = true
   end
   require_no_gap(run, new)
@@ -87,10 +84,6 @@ register('hr_enqueue', nil, function(run, args)
   for _, group in ipairs(new) do
     add(run, group)
     if group.lane == 'train' then enqueued = math.max(enqueued, group.order) end
-  end
-  -- the staged record goes, unless it is the one that an earlier delivery of the same call made permanent
-  for _, group in ipairs(known) do
-    if redis.call('HGET', group.key, 'record') ~= group.record then redis.call('UNLINK', group.staged) end
   end
   if enqueued ~= run.enqueued then set(run, 'enqueued', enqueued) end
   if #new > 0 then wake(run, 'work') end

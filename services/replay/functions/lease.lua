@@ -123,11 +123,7 @@ end
 -- Indices that are to be generated, and for those of them that are begun: index, payload key.
 local function missing(run, group)
   local indices, prefixes = {}, {}
-  local fields = field_names_of(group, 'p')
-  for _, letter in ipairs({'x', 'q'}) do
-    for _, field in ipairs(field_names_of(group, letter)) do fields[#fields + 1] = field end
-  end
-  local values = redis.call('HMGET', group.key, unpack(fields))
+  local values = redis.call('HMGET', group.key, unpack(field_names_of(group, 'pxq')))
   for index = 0, group.count - 1 do
     local saved = values[2 * group.count + index + 1]
     if not values[index + 1] and not values[group.count + index + 1] then indices[#indices + 1] = index end
@@ -163,10 +159,12 @@ local function hand_on(run, most, replica, nonce, reply)
   return #ids
 end
 
+local QUEUED = {'state', 'lane', 'record', 'n', 'worst', 'attempt', 'held'}
+
 local function lease_from(run, lane, most, replica, version, nonce, reply)
   local granted = 0
   for _, id in ipairs(most > 0 and redis.call('ZRANGE', queue_of(run, lane), 0, most - 1) or {}) do
-    local group = load_group(run, id)
+    local group = load_group(run, id, QUEUED)
     local count, worst = extent(run, group)
     if not fits(run, worst) then break end
     granted = granted + 1

@@ -17,6 +17,8 @@ local function age_of(run, group, step)
   return step - (run.staleness_policy == 'mask' and group.newest or group.oldest)
 end
 
+local JUDGED = {'n', 'count', 'pushed', 'scored', 'oldest', 'newest', 'ticket'}
+
 -- Why the group may not be trained at `step`, or nil.
 local function objection(run, group, step)
   if group.pushed ~= group.n or group.scored ~= group.n then return 'incomplete' end
@@ -30,10 +32,10 @@ end
 local function pinned_groups(run, step)
   local kept, ids = {}, {}
   for _, id in ipairs(step_ids(run, step)) do
-    local group = load_group(run, id)
+    local group = load_group(run, id, JUDGED)
     local why = objection(run, group, step)
     if why then
-      requeue(run, group, why, false, 'step ' .. step .. ': ' .. why)
+      requeue(run, load_group(run, id), why, false, 'step ' .. step .. ': ' .. why)
       set(run, 'pinned', run.pinned - 1)
     else
       kept[#kept + 1], ids[#ids + 1] = group, id
@@ -86,10 +88,10 @@ end
 -- Append those of `ids` that may be trained at `step` to `groups`; the others are requeued.
 local function take_lawful(run, step, ids, groups)
   for _, id in ipairs(ids) do
-    local group = load_group(run, id)
+    local group = load_group(run, id, JUDGED)
     local why = objection(run, group, step)
     if why then
-      requeue(run, group, why, false, 'step ' .. step .. ': ' .. why)
+      requeue(run, load_group(run, id), why, false, 'step ' .. step .. ': ' .. why)
     else
       groups[#groups + 1] = group
     end

@@ -1,7 +1,7 @@
 -- score: what the environment said comes back. The last score makes the group ready, or filtered (validation: evaluated).
 -- KEYS     the run
 -- ARGV     for each trajectory: a line `<group id> <index> <token> <status> <reward>` (reward `-` unless SCORED), score record
---          (msgpack), message
+--          (msgpack)
 -- Returns  for each trajectory '' or `<code> <message>`
 -- Errors   HR_INVALID (malformed). Of entries: HR_LEASE_LOST
 --
@@ -18,22 +18,48 @@ local STATUSES = {SCORED = true, FAILED = true, TIMED_OUT = true, INVALID = true
 local LINE = '^(' .. NAME .. ') (%d+) (' .. NAME .. ') ([A-Z_]+) (%S+)$'
 
 -- `at` as in _payload.lua.
-local function parse(by_components, line, record, message)
-  local id, index, token, status, reward = string.match(line, LINE)
+local function parse(by_components, line, record)
+  local id, at, token, status, reward = string.match(line, LINE)
   if not id or #line > 1000 then
     refuse('HR_INVALID', 'score ' .. show(line) .. ' is not an id, an index, a token, a status and a reward')
   end
   choice(status, STATUSES, 'status')
+  local message
   if status == 'SCORED' then
     finite(reward, 'reward')
-    if by_components and not components_of(record) then
-      refuse('HR_INVALID', 'the score record of ' .. id .. ':' .. index .. ' is not one, and groups are filtered by its components')
+    if by_components and not score_field(record, 'components', 'table') then
+      refuse('HR_INVALID', 'the score record of ' .. id .. ':' .. at .. ' is not one, and groups are filtered by its components')
     end
-  elseif reward ~= '-' then
-    refuse('HR_INVALID', 'status ' .. status .. ' with reward ' .. show(reward) .. '; only SCORED has one')
+  else
+    if reward ~= '-' then refuse('HR_INVALID', 'status ' .. status .. ' with reward ' .. show(reward) .. '; only SCORED has one') end
+    message = score_field(record, 'message', 'string')
+    if not message then refuse('HR_INVALID', 'the score record of ' .. id .. ':' .. at .. ' says not what went wrong') end
   end
-  index = tonumber(index)
-  return {id = id, index = index, at = tostring(index), token = token, status = status, reward = reward, record = record, message = message}
+  return {
+    id = id, index = whole(at, 'index'), at = at, token = token, status = status, reward = reward, record = record, message = message, place = 0,
+  }
+end
+
+-- The group with who has these entries (`w<i>`), their rewards (`r<i>`) and payloads (`p<i>`), under those names.
+local function load(run, entries_of_group)
+  local fields = {'state', 'lane', 'n', 'count', 'scored', 'ticket'}
+  local at = #fields
+  for _, entry in ipairs(entries_of_group) do
+    fields[at + 1], fields[at + 2], fields[at + 3] = 'w' .. entry.at, 'r' .. entry.at, 'p' .. entry.at
+    at = at + 3
+  end
+  return load_group(run, entries_of_group[1].id, fields) or {}
+end
+
+-- `p<i>` and `r<i>` of all its trajectories, if `load` and these scores have brought them together; else nil.
+local function known_of(group)
+  if group.count > group.n then return nil end  -- some are surplus
+  local values = {}
+  for i, field in ipairs(field_names_of(group, 'pr')) do
+    if not group[field] then return nil end
+    values[i] = group[field]
+  end
+  return values
 end
 
 -- The group ends as filtered: only its order stays.
@@ -71,7 +97,10 @@ local function drop_surplus(run, group)
     'held', group.actual)
 end
 
-local function all_scored(run, group)
+local function all_scored(run, scored)
+  -- what `load` has read is enough where nothing goes
+  local plain = scored.state == 'scoring' and scored.count == scored.n and run.filter == ''
+  local group = plain and scored or load_group(run, scored.id)
   if group.state == 'open' then
     end_lease(run, group)
     forget_prefixes(run, group)
@@ -80,7 +109,7 @@ local function all_scored(run, group)
   local state = 'evaluated'
   if group.lane == 'train' then
     redis.call('HINCRBY', run.base .. 'since', 'scored', 1)
-    meter(run, 'generated', group)
+    meter(run, 'generated', group, nil, nil, known_of(scored))
     if run.filter ~= '' and all_equal(run, group) then return filter(run, group) end
     state = 'ready'
     redis.call('ZADD', run.base .. 'ready', group.ticket, group.id)
@@ -88,18 +117,6 @@ local function all_scored(run, group)
   redis.call('HSET', group.key, 'state', state)
   move(run, group.lane, group.state, state)
   wake(run, 'ready')
-end
-
--- The group with who has these entries (`w<i>`), their rewards (`r<i>`) and payloads (`p<i>`), under those names.
-local function load(run, entries_of_group)
-  local id = entries_of_group[1].id
-  local fields = {'n', 'scored'}
-  for _, entry in ipairs(entries_of_group) do
-    for _, letter in ipairs({'w', 'r', 'p'}) do fields[#fields + 1] = letter .. entry.at end
-  end
-  local group = {id = id, key = group_key(run, id)}
-  for i, value in ipairs(redis.call('HMGET', group.key, unpack(fields))) do group[fields[i]] = value end
-  return group
 end
 
 local function refusal(run, entry, token)
@@ -144,7 +161,7 @@ local function write(run, group, scored, reply)
   redis.call('MSET', unpack(records))
   redis.call('HSET', group.key, 'scored', count, unpack(fields))
   redis.call('ZREM', run.base .. 'taken', unpack(members))
-  if count == tonumber(group.n) then all_scored(run, load_group(run, group.id)) end
+  if count == group.n then all_scored(run, group) end
 end
 
 local function give_up_or_retry(run, entry, reply)
@@ -163,8 +180,8 @@ end
 register('hr_score', nil, function(run, args)
   local groups, by_id, reply = {}, {}, {}
   local by_components = select(3, parse_filter(run.filter)) == 'components'
-  for i = 1, entries(args, 0, 3, BATCH) do
-    local entry = parse(by_components, args[3 * i - 2], args[3 * i - 1], args[3 * i])
+  for i = 1, entries(args, 0, 2, BATCH) do
+    local entry = parse(by_components, args[2 * i - 1], args[2 * i])
     entry.place = i
     group_entry(groups, by_id, entry)
   end

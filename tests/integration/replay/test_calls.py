@@ -6,11 +6,13 @@ import re
 
 import msgpack
 import msgspec
+import numpy as np
 import pytest
 from redis.exceptions import ResponseError
 
 from headrace.errors import CodecError, InvalidCall, LeaseLost
 from headrace.replay import Limits, ReplayClient
+from headrace.replay.calls import CARRIED_BYTES
 from headrace.trajectory import Score
 from services.replay import library
 from tests.integration.replay.helpers import (
@@ -96,20 +98,41 @@ async def test_malformed_trajectories_do_not_get_past_the_client(replay: ReplayC
 async def test_a_refused_push_leaves_nothing_behind(replay: ReplayClient) -> None:
     await enqueue(replay, range(2))
     replica = await healthy_replica(replay)
-    good, gone = await replay.lease(replica, 2)
+    _, gone = await replay.lease(replica, 2)
     await replay.release(gone, "drain", failed=False)
     before = await contents(replay)
-    errors = await replay.push_many([(gone, make_trajectory(gone, 0)), (gone, make_trajectory(gone, 1))])
+    # one travels in the call, one is too large for that and staged before it
+    large = msgspec.structs.replace(make_trajectory(gone, 1), text="7" * CARRIED_BYTES)
+    errors = await replay.push_many([(gone, make_trajectory(gone, 0)), (gone, large)])
     assert [type(error) for error in errors] == [LeaseLost, LeaseLost]
     assert await contents(replay) == before
-    # one bad entry does not take the others with it
-    errors = await replay.push_many([(good, make_trajectory(good, 0)), (gone, make_trajectory(gone, 0))])
-    assert [type(error) for error in errors] == [type(None), LeaseLost]
-    assert (await refusals(replay)) == {"HR_LEASE_LOST": 3}
+    assert (await refusals(replay)) == {"HR_LEASE_LOST": 2}
 
 
-async def test_a_push_delivered_twice_keeps_the_first_payload(replay: ReplayClient) -> None:
-    """Whole repeats of the client (a new nonce), and repeats of its bytes by the connection (the same nonce), at any time."""
+async def test_one_bad_entry_of_a_push_does_not_take_the_others_with_it(replay: ReplayClient) -> None:
+    await enqueue(replay, range(2))
+    replica = await healthy_replica(replay)
+    good, gone = await replay.lease(replica, 2)
+    await replay.release(gone, "drain", failed=False)
+    torn = msgspec.structs.replace(make_trajectory(good, 0), loss_mask=np.ones(3, dtype=np.uint8))
+    large = msgspec.structs.replace(make_trajectory(good, 1), text="7" * CARRIED_BYTES)
+    good_one, gone_one = make_trajectory(good, 0), make_trajectory(gone, 0)
+    for _ in range(2):  # what came in stays, and is known when it comes again
+        errors = await replay.push_many(
+            [(good, torn), (good, good_one), (gone, gone_one), (gone, good_one), (good, large)]
+        )
+        assert [type(error) for error in errors] == [CodecError, type(None), LeaseLost, InvalidCall, type(None)]
+    assert (await refusals(replay)) == {"HR_LEASE_LOST": 2}
+    first, second = [await replay.trajectory(good.group.id, index) for index in range(2)]
+    assert first is not None
+    assert second is not None
+    assert (first[0].text, second[0].text) == ("7", large.text)
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["carried", "staged"])
+async def test_a_push_delivered_twice_keeps_the_first_payload(replay: ReplayClient, staged: bool) -> None:
+    """Whole repeats of the client (a new nonce), and repeats of its bytes by the connection (the same nonce), at any time; of a payload
+    that the call carries, and of one that was staged before it."""
     await enqueue(replay, range(2))
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     state = await replay.state()
@@ -118,9 +141,11 @@ async def test_a_push_delivered_twice_keeps_the_first_payload(replay: ReplayClie
     trajectories = [make_trajectory(lease, index) for index in range(2)]
 
     async def deliver(index: int, name: str, timeline: str = state.timeline) -> bytes:
-        await replay.redis.set(payload + name, trajectories[index].encode(), nx=True, ex=60)
-        line = f"{lease.group.id} {index} {lease.token} {name} 100 4 0 0"
-        (answer,) = await replay.redis.execute_command("FCALL", "hr_push", 1, key, timeline, state.incarnation, line)
+        data = trajectories[index].encode()
+        if staged:
+            await replay.redis.set(payload + name, data, nx=True, ex=60)
+        entry = [f"{lease.group.id} {index} {lease.token} {name} 100 4 0 0", b"" if staged else data]
+        (answer,) = await replay.redis.execute_command("FCALL", "hr_push", 1, key, timeline, state.incarnation, *entry)
         return bytes(answer)
 
     assert await deliver(0, "aa") == b""
@@ -143,7 +168,7 @@ async def test_a_push_without_its_payload_is_refused(replay: ReplayClient) -> No
     await enqueue(replay, [0])
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     key = f"hr:{{{replay.run_id}}}"
-    args = [lease.timeline, lease.incarnation, f"{lease.group.id} 0 {lease.token} aa 100 4 0 0"]
+    args = [lease.timeline, lease.incarnation, f"{lease.group.id} 0 {lease.token} aa 100 4 0 0", b""]
     (answer,) = await replay.redis.execute_command("FCALL", "hr_push", 1, key, *args)
     assert answer.startswith(b"HR_INVALID")
     assert (await group_of(replay, lease))["pushed"] == 0
@@ -216,8 +241,7 @@ async def test_released_scoring_is_taken_again_at_no_cost(replay: ReplayClient) 
 async def test_a_record_that_can_not_be_read_fails_its_group(replay: ReplayClient) -> None:
     state = await replay.state()
     key = f"hr:{{{replay.run_id}}}"
-    await replay.redis.set(f"{key}:{state.incarnation}:d:aa", msgpack.packb({"schema": 1}), ex=60)
-    args = [state.timeline, state.incarnation, 0, "bad", "train", 0, 2, 1000, "aa"]
+    args = [state.timeline, state.incarnation, 0, "bad", "train", 0, 2, 1000, "aa", msgpack.packb({"schema": 1})]
     assert await replay.redis.execute_command("FCALL", "hr_enqueue", 1, key, *args) == 1
     assert await replay.lease(await healthy_replica(replay), 4) == []
     ((letter),) = (await replay.stats())["failed"]

@@ -134,7 +134,7 @@ async def test_by_components_a_record_that_is_none_is_refused_and_changes_nothin
     line = f"{job.group.id} {job.trajectory.index} {job.token} SCORED 1.0"
     for record in (b"\xc1", b"", b"\x01", b"\x80"):
         with pytest.raises(InvalidCall, match="groups are filtered by its components"):
-            await replay._wire.call("score", line, record, "")
+            await replay._wire.call("score", line, record)
     await replay.score(job, Score("SCORED", 1.0, {"a": 1.0, "b": 0.0}))
 
 
