@@ -131,7 +131,7 @@ class Fleet:
 
     async def aclose(self) -> None:
         for replica in self._replicas:
-            replica.client.close()
+            replica.client.hang_up()
         await self._service.aclose()
 
     _step = 0

@@ -60,7 +60,8 @@ class LightWire(Wire):
     async def connect(self, url: str) -> None:
         address = urlsplit(url)
         loop = asyncio.get_running_loop()
-        _, self._connection = await loop.create_connection(_Connection, address.hostname, address.port)
+        host, port = address.hostname or "127.0.0.1", address.port or 6379
+        _, self._connection = await loop.create_connection(_Connection, host, port)
 
     async def command(self, *command: Any) -> Any:
         return (await self.pipeline([command]))[0]
@@ -72,7 +73,7 @@ class LightWire(Wire):
                 raise refusal(str(reply))
         return replies
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
         self._connection.close()
 
 
@@ -88,5 +89,5 @@ class LightClient(ReplayClient):
         await client._wire.connect(url)
         return client
 
-    def close(self) -> None:
-        self._wire.close()
+    def hang_up(self) -> None:
+        self._wire.hang_up()

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,7 +79,7 @@ def wire_peer(port: int, rank: int, nbytes: int, results: mp.SimpleQueue | None)
     """One end of the bare broadcast; rank 0 reports the median of its rounds, each ended by a barrier."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
-    group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+    group: Any = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
     tensor = torch.zeros(nbytes, dtype=torch.uint8)
     times = []
     for _ in range(ROUNDS):
@@ -107,10 +108,11 @@ async def refits(config: Config, engine: object, redis_url: str, source: Source)
     run_id = f"benchmark-{uuid.uuid4().hex[:8]}"
     replay = await open_run(config, redis_url, run_id)
     sender = WeightSender(config, replay)
-    receiver = WeightReceiver(config, engine, replay, "replica")  # type: ignore[arg-type]
+    receiver = WeightReceiver(config, engine, replay, "replica")
     await replay.register("replica", {"device": "cpu"})
     followed = asyncio.create_task(follow(replay, receiver))
-    ids = choose_token_ids(source.model.config.vocab_size)
+    config_of_model: Any = source.model.config
+    ids = choose_token_ids(config_of_model.vocab_size)
     samples: dict[str, list[float]] = {}
     for version in range(ROUNDS + 1):
         source.change()

@@ -25,6 +25,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -110,9 +111,9 @@ async def _buffer_round(replay: ReplayClient, replica: str, step: int, size: int
         jobs = await replay.take_scoring("scorer", len(items))
     scores = [(job, Score("SCORED", 1.0, {"exact": 1.0}, environment="math")) for job in jobs]
     with watch.time("score"):
-        errors = await replay.score_many(scores)
-    assert len(errors) == len(items)
-    assert not any(errors)
+        refusals = await replay.score_many(scores)
+    assert len(refusals) == len(items)
+    assert not any(refusals)
     with watch.time("reserve"):
         batch = await replay.reserve(step, timeline)
     assert isinstance(batch, Reservation)
@@ -188,8 +189,8 @@ async def _raw_round(redis: Redis, trajectories: Sequence[Trajectory], watch: St
         await _pipelined(redis, [("UNLINK", key) for key in keys])
 
 
-async def _pipelined(redis: Redis, commands: Sequence[tuple[object, ...]]) -> list[object]:
-    replies: list[object] = []
+async def _pipelined(redis: Redis, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    replies: list[Any] = []
     for start in range(0, len(commands), PIPELINE):
         pipe = redis.pipeline(transaction=False)
         for command in commands[start : start + PIPELINE]:
