@@ -15,7 +15,7 @@ from rich.table import Table
 from headrace.cli import runs
 from headrace.cli.options import Overrides
 from headrace.config import load
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ReplayUnavailable
 from headrace.replay import ReplayClient, Replica, RunState
 from headrace.replay.bias import Distribution, Meter, Moment, beyond, skews
 
@@ -44,7 +44,15 @@ def status(
     if (config is None) == (run is None):
         raise ConfigError("give either CONFIG or --run FOLDER")
     loaded = load(config, overrides or ()) if config else runs.find(run or "", overrides or ())
-    state, replicas, meters, newest = asyncio.run(_read(loaded.redis_url, loaded.run.id))
+    try:
+        state, replicas, meters, newest = asyncio.run(_read(loaded.redis_url, loaded.run.id))
+    except ReplayUnavailable as error:
+        if run is None or loaded.replay.redis_url is not None:
+            raise
+        raise ReplayUnavailable(
+            f"run {loaded.run.id} is not up: its server at {loaded.redis_url} does not answer. What it left is in {loaded.run_folder}, and "
+            f"`headrace up {loaded.run_folder / runs.SAVED}` goes on with it"
+        ) from error
     loaded = loaded.model_copy(update={"run": loaded.run.model_copy(update={"id": state.run_id})})
     show(sys.stdout, state, replicas, meters, loaded.replay.bias_warning, progress(newest, loaded.log_folder))
 

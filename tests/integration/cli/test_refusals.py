@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli import runs
+from headrace.config import load
 from tests.conftest import free_port
 
 CONFIG = """
@@ -153,3 +155,10 @@ def test_a_service_without_a_run_id_says_what_to_give(config: Path) -> None:
 
 def test_status_needs_to_know_which_run() -> None:
     assert "give either CONFIG or --run FOLDER" in refused("status")
+
+
+def test_a_run_that_has_ended_says_where_what_it_left_is(config: Path) -> None:
+    saved = runs.save(load(config, environ={}))
+    error = refused("status", "--run", saved.parent)
+    assert "run test is not up" in error
+    assert f"`headrace up {saved}` goes on with it" in error
