@@ -125,10 +125,10 @@ def of_bounded_size(items: Sequence[T], size: Callable[[T], int]) -> Iterator[Se
     """Batches of at most `WRITTEN` items and `WRITTEN_BYTES`, or of one item that is larger."""
     start = written = 0
     for end, item in enumerate(items):
-        bytes_ = size(item)
-        if end > start and (end - start == WRITTEN or written + bytes_ > WRITTEN_BYTES):
+        nbytes = size(item)
+        if end > start and (end - start == WRITTEN or written + nbytes > WRITTEN_BYTES):
             yield items[start:end]
             start, written = end, 0
-        written += bytes_
+        written += nbytes
     if items:
         yield items[start:]
