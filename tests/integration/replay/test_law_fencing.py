@@ -29,7 +29,7 @@ async def test_law_4_fencing_an_expired_lease_may_not_push(replay: ReplayClient,
     replica = await healthy_replica(replay)
     await tighten(replay, limits, lease_s=0.05)
     (lease,) = await replay.lease(replica, 1)
-    await eventually(lambda: _is_queued(replay, lease.group.id))
+    await eventually(lambda: _is_passed_on(replay, lease.group.id))
     before = await contents(replay)
     for call in (
         replay.push(lease, make_trajectory(lease, 0)),
@@ -42,10 +42,10 @@ async def test_law_4_fencing_an_expired_lease_may_not_push(replay: ReplayClient,
     assert (await refusals(replay))["HR_LEASE_LOST"] == 3
 
 
-async def _is_queued(replay: ReplayClient, group_id: str) -> bool:
+async def _is_passed_on(replay: ReplayClient, group_id: str) -> bool:
     await replay.heartbeat("nobody", [])  # any call ends what is due
     group = await replay.group(group_id)
-    return group is not None and group["state"] == "queued"
+    return group is not None and group["replica"] == ""
 
 
 async def test_law_4_fencing_a_second_lease_ends_the_first(replay: ReplayClient) -> None:
