@@ -151,11 +151,11 @@ class Trajectory(msgspec.Struct, frozen=True):
     @property
     def oldest_version(self) -> int:
         """Version of the oldest token: what age is counted from (law 2)."""
-        return min(span.version for span in self.spans)
+        return min(self.spans).version
 
     @property
     def newest_version(self) -> int:
-        return max(span.version for span in self.spans)
+        return max(self.spans).version
 
     @property
     def nbytes(self) -> int:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import msgspec
+
 from headrace.trajectory import Group, Score, Trajectory
 
 ReplicaState = Literal["HEALTHY", "STALE", "DEAD"]
@@ -138,16 +140,15 @@ class HeartbeatReply:
     complete: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class ScoringJob:
+# Structs, as a trajectory is: these too come by the thousand.
+class ScoringJob(msgspec.Struct, frozen=True):
     group: Group
     trajectory: Trajectory
     token: str  # fences `score`, as a lease's token fences `push`
     scoring_attempt: int
 
 
-@dataclasses.dataclass(frozen=True)
-class ReservedTrajectory:
+class ReservedTrajectory(msgspec.Struct, frozen=True):
     """What rank 0 plans with: kilobytes, not payloads. `key` reads the payload."""
 
     group_id: str

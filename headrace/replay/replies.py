@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import msgpack
+import msgspec
 
 from headrace.errors import CodecError
 from headrace.replay.records import Epoch, Reservation, ReservedTrajectory, RunState, ScoringJob
 from headrace.trajectory import Group, Trajectory
 
 
-@dataclasses.dataclass(frozen=True)
-class Taken:
+class Taken(msgspec.Struct, frozen=True):
     """An entry of `take_scoring`'s reply."""
 
     group: str

@@ -129,6 +129,7 @@ class RolloutCalls(ChannelCalls):
         """One round trip: large payloads staged under nonces, then a call for each timeline that makes them permanent or deletes them,
         and carries the small ones."""
         errors: list[ReplayError | CodecError | None] = [None] * len(items)
+        nonces = secrets.token_hex(8 * len(items))  # one call of the system for all
         commands: list[tuple[Any, ...]] = []
         calls: dict[tuple[str, str], tuple[list[str | bytes], list[int]]] = {}
         for position, (lease, trajectory) in enumerate(items):
@@ -137,7 +138,7 @@ class RolloutCalls(ChannelCalls):
             except (InvalidCall, CodecError) as error:
                 errors[position] = error
                 continue
-            nonce = secrets.token_hex(8)
+            nonce = nonces[position * 16 : position * 16 + 16]
             arguments, positions = calls.setdefault((lease.timeline, lease.incarnation), ([], []))
             arguments.append(
                 f"{lease.group.id} {trajectory.index} {lease.token} {nonce} {len(payload)} "
