@@ -164,6 +164,26 @@ async def test_a_push_delivered_twice_keeps_the_first_payload(replay: ReplayClie
     assert found is not None
 
 
+async def test_a_malformed_entry_refuses_the_call_and_changes_nothing(replay: ReplayClient) -> None:
+    await enqueue(replay, range(2))
+    replica = await healthy_replica(replay)
+    done, lease = await replay.lease(replica, 2)
+    await push_all(replay, done)
+    (job, *_) = await replay.take_scoring("scorer", 1)
+    before = await contents(replay)
+    push = f"{lease.group.id} %s {lease.token} aa 100 %s 0 0"
+    good = (push % (0, 4), make_trajectory(lease, 0).encode())
+    for index, length, said in (("01", 4, "without leading zeros"), (1, 0, "length is 0"), ("9" * 16, 4, "below 10")):
+        with pytest.raises(InvalidCall, match=said):
+            await replay._wire.call("push", lease.timeline, lease.incarnation, *good, push % (index, length), b"x")
+    score = f"{job.group.id} {job.trajectory.index} {job.token} FAILED -"
+    for record in (b"", b"\xc1", msgpack.packb({"status": "FAILED"}), msgpack.packb({"message": 7})):
+        with pytest.raises(InvalidCall, match="says not what went wrong"):
+            await replay._wire.call("score", score, record)
+    assert await contents(replay) == before
+    await replay.score(job, Score("FAILED", message="the environment fell over"))
+
+
 async def test_a_push_without_its_payload_is_refused(replay: ReplayClient) -> None:
     await enqueue(replay, [0])
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
