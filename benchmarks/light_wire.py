@@ -60,8 +60,9 @@ class LightWire(Wire):
     async def connect(self, url: str) -> None:
         address = urlsplit(url)
         loop = asyncio.get_running_loop()
-        host, port = address.hostname or "127.0.0.1", address.port or 6379
-        _, self._connection = await loop.create_connection(_Connection, host, port)
+        assert address.hostname
+        assert address.port
+        _, self._connection = await loop.create_connection(_Connection, address.hostname, address.port)
 
     async def command(self, *command: Any) -> Any:
         return (await self.pipeline([command]))[0]

@@ -151,7 +151,7 @@ class Trajectory(msgspec.Struct, frozen=True):
     @property
     def oldest_version(self) -> int:
         """Version of the oldest token: what age is counted from (law 2)."""
-        return min(self.spans).version
+        return min(self.spans).version  # it is what spans compare by first
 
     @property
     def newest_version(self) -> int:

@@ -50,7 +50,7 @@ def status(
         if run is None or loaded.replay.redis_url is not None:
             raise
         raise ReplayUnavailable(
-            f"run {loaded.run.id} is not up: its server at {loaded.redis_url} does not answer. What it left is in {loaded.run_folder}, and "
+            f"run {loaded.run.id} does not answer ({error}). If it has ended, what it left is in {loaded.run_folder}, and "
             f"`headrace up {loaded.run_folder / runs.SAVED}` goes on with it"
         ) from error
     loaded = loaded.model_copy(update={"run": loaded.run.model_copy(update={"id": state.run_id})})

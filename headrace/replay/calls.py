@@ -13,11 +13,6 @@ from headrace.replay.records import Epoch, RunState
 from headrace.replay.replies import run_state, unpack
 from headrace.replay.wire import Wakeups, Wire
 
-# A payload that no call made visible is gone after this many seconds.
-STAGED = b"60"
-# A payload of up to so many bytes travels in the call that makes it visible, which spares client and server a command each. A larger one
-# would cost more there, and keep the server from others for longer.
-CARRIED_BYTES = 32 << 10
 # Entries in one call of a batched function (BATCH in _args.lua); payloads that are read in one round trip.
 BATCH = 256
 PAYLOADS = 64

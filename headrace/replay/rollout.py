@@ -11,13 +11,18 @@ from typing import Any
 import msgpack
 
 from headrace.errors import CodecError, InvalidCall, ReplayError
-from headrace.replay.calls import CARRIED_BYTES, STAGED
 from headrace.replay.channel import ChannelCalls
 from headrace.replay.records import HeartbeatReply, Lease
 from headrace.replay.wire import refusal
 from headrace.trajectory import Group, Trajectory
 
 log = logging.getLogger(__name__)
+
+# A payload that no call made visible is gone after this many seconds.
+STAGED = b"60"
+# A payload of up to so many bytes travels in the call that makes it visible, which spares client and server a command each. A larger one
+# would cost more there, and keep the server from others for longer.
+CARRIED_BYTES = 32 << 10
 
 
 class RolloutCalls(ChannelCalls):

@@ -12,19 +12,12 @@ local function show(text)
   return '"' .. clean .. '"'
 end
 
+-- Written in one way only, without leading zeros: what a number becomes part of is a name.
 local function natural(text, what)
-  if type(text) ~= 'string' or #text > 15 or not string.find(text, '^%d+$') then
+  if type(text) ~= 'string' or #text > 15 or not string.find(text, '^%d+$') or (#text > 1 and string.byte(text) == 48) then
     refuse('HR_INVALID', what .. ' is ' .. show(text) .. ', not a whole number of at least 0')
   end
   return tonumber(text)
-end
-
--- The number that digits stand for, which a pattern has found. Written in one way only: what a number is part of is a name.
-local function whole(digits, what)
-  if #digits > 15 or (#digits > 1 and string.byte(digits) == 48) then
-    refuse('HR_INVALID', what .. ' is ' .. show(digits) .. ', not a whole number below 10^15 without leading zeros')
-  end
-  return tonumber(digits)
 end
 
 local function positive(text, what)

@@ -5,16 +5,19 @@ local PAYLOAD_LINE = '^(' .. NAME .. ') (%d+) (' .. NAME .. ') (' .. NAME .. ') 
 
 -- Lua takes its time to write a number out: `at` is the index as text, as it becomes part of many names, and `extent` is length, oldest and
 -- newest version as they are kept.
-local function parse_payload(line, payload)
+local function parse_payload(place, prefix, line, payload)
   local id, at, token, nonce, bytes, extent, length, oldest, newest = string.match(line, PAYLOAD_LINE)
   if not id or #line > 1000 then
     refuse('HR_INVALID', 'trajectory ' .. show(line) .. ' is not an id, an index, a token, a nonce and four numbers')
   end
-  length = whole(length, 'length')
-  if length == 0 then refuse('HR_INVALID', 'length is 0, not a whole number of at least 1') end
+  bytes = natural(bytes, 'bytes')
+  if payload ~= '' and #payload ~= bytes then
+    refuse('HR_INVALID', 'the payload of trajectory ' .. id .. ':' .. at .. ' has ' .. #payload .. ' bytes, not ' .. bytes)
+  end
   return {
-    id = id, index = whole(at, 'index'), at = at, token = token, nonce = nonce, bytes = whole(bytes, 'bytes'), extent = extent,
-    length = length, oldest = whole(oldest, 'oldest version'), newest = whole(newest, 'newest version'), payload = payload, place = 0, key = '',
+    id = id, index = natural(at, 'index'), at = at, token = token, nonce = nonce, bytes = bytes, extent = extent,
+    length = positive(length, 'length'), oldest = natural(oldest, 'oldest version'), newest = natural(newest, 'newest version'),
+    payload = payload, key = prefix .. nonce, place = place,
   }
 end
 
@@ -45,9 +48,7 @@ local function parse_payloads(run, args)
   local all, count = {}, entries(args, 2, 2, BATCH)
   local prefix = run.key .. ':' .. name(args[2], 'incarnation') .. ':p:'
   for i = 1, count do
-    local entry = parse_payload(args[2 * i + 1], args[2 * i + 2])
-    entry.place, entry.key = i, prefix .. entry.nonce
-    all[i] = entry
+    all[i] = parse_payload(i, prefix, args[2 * i + 1], args[2 * i + 2])
   end
   return all
 end

@@ -26,8 +26,7 @@ local function save(run, entry)
   code, message = keep_payload(entry)
   if code then return code, message end
   forget_prefix(run, group, entry.index)
-  redis.call('HSET', group.key, 'q' .. entry.at,
-    entry.nonce .. ' ' .. entry.extent, 'saves', (group.saves or 0) + 1)
+  redis.call('HSET', group.key, 'q' .. entry.at, entry.nonce .. ' ' .. entry.extent, 'saves', (group.saves or 0) + 1)
 end
 
 register('hr_save', nil, function(run, args)

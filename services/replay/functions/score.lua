@@ -18,7 +18,7 @@ local STATUSES = {SCORED = true, FAILED = true, TIMED_OUT = true, INVALID = true
 local LINE = '^(' .. NAME .. ') (%d+) (' .. NAME .. ') ([A-Z_]+) (%S+)$'
 
 -- `at` as in _payload.lua.
-local function parse(by_components, line, record)
+local function parse(by_components, place, line, record)
   local id, at, token, status, reward = string.match(line, LINE)
   if not id or #line > 1000 then
     refuse('HR_INVALID', 'score ' .. show(line) .. ' is not an id, an index, a token, a status and a reward')
@@ -36,7 +36,8 @@ local function parse(by_components, line, record)
     if not message then refuse('HR_INVALID', 'the score record of ' .. id .. ':' .. at .. ' says not what went wrong') end
   end
   return {
-    id = id, index = whole(at, 'index'), at = at, token = token, status = status, reward = reward, record = record, message = message, place = 0,
+    id = id, index = natural(at, 'index'), at = at, token = token, status = status, reward = reward, record = record, message = message,
+    place = place,
   }
 end
 
@@ -181,9 +182,7 @@ register('hr_score', nil, function(run, args)
   local groups, by_id, reply = {}, {}, {}
   local by_components = select(3, parse_filter(run.filter)) == 'components'
   for i = 1, entries(args, 0, 2, BATCH) do
-    local entry = parse(by_components, args[2 * i - 1], args[2 * i])
-    entry.place = i
-    group_entry(groups, by_id, entry)
+    group_entry(groups, by_id, parse(by_components, i, args[2 * i - 1], args[2 * i]))
   end
   for _, of_group in ipairs(groups) do
     local group = load(run, of_group)

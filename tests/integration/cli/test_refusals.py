@@ -160,5 +160,5 @@ def test_status_needs_to_know_which_run() -> None:
 def test_a_run_that_has_ended_says_where_what_it_left_is(config: Path) -> None:
     saved = runs.save(load(config, environ={}))
     error = refused("status", "--run", saved.parent)
-    assert "run test is not up" in error
+    assert "run test does not answer" in error
     assert f"`headrace up {saved}` goes on with it" in error

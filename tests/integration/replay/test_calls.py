@@ -12,7 +12,7 @@ from redis.exceptions import ResponseError
 
 from headrace.errors import CodecError, InvalidCall, LeaseLost
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.calls import CARRIED_BYTES
+from headrace.replay.rollout import CARRIED_BYTES
 from headrace.trajectory import Score
 from services.replay import library
 from tests.integration.replay.helpers import (
@@ -144,7 +144,7 @@ async def test_a_push_delivered_twice_keeps_the_first_payload(replay: ReplayClie
         data = trajectories[index].encode()
         if staged:
             await replay.redis.set(payload + name, data, nx=True, ex=60)
-        entry = [f"{lease.group.id} {index} {lease.token} {name} 100 4 0 0", b"" if staged else data]
+        entry = [f"{lease.group.id} {index} {lease.token} {name} {len(data)} 4 0 0", b"" if staged else data]
         (answer,) = await replay.redis.execute_command("FCALL", "hr_push", 1, key, timeline, state.incarnation, *entry)
         return bytes(answer)
 
@@ -171,11 +171,22 @@ async def test_a_malformed_entry_refuses_the_call_and_changes_nothing(replay: Re
     await push_all(replay, done)
     (job, *_) = await replay.take_scoring("scorer", 1)
     before = await contents(replay)
-    push = f"{lease.group.id} %s {lease.token} aa 100 %s 0 0"
-    good = (push % (0, 4), make_trajectory(lease, 0).encode())
-    for index, length, said in (("01", 4, "without leading zeros"), (1, 0, "length is 0"), ("9" * 16, 4, "below 10")):
+    push = f"{lease.group.id} %s {lease.token} aa %s %s 0 0"
+    data = make_trajectory(lease, 0).encode()
+    good = (push % (0, len(data), 4), data)
+    for index, size, length, said in (
+        ("01", 1, 4, 'index is "01"'),
+        ("9" * 16, 1, 4, 'index is "9'),
+        (1, 1, 0, "length is 0"),
+        (1, 7, 4, "has 1 bytes, not 7"),
+    ):
         with pytest.raises(InvalidCall, match=said):
-            await replay._wire.call("push", lease.timeline, lease.incarnation, *good, push % (index, length), b"x")
+            await replay._wire.call(
+                "push", lease.timeline, lease.incarnation, *good, push % (index, size, length), b"x"
+            )
+    # as a client of a version that stages every payload: two lines are no line with its payload
+    with pytest.raises(InvalidCall, match="bytes, not"):
+        await replay._wire.call("push", lease.timeline, lease.incarnation, push % (0, 1, 4), push % (1, 1, 4))
     score = f"{job.group.id} {job.trajectory.index} {job.token} FAILED -"
     for record in (b"", b"\xc1", msgpack.packb({"status": "FAILED"}), msgpack.packb({"message": 7})):
         with pytest.raises(InvalidCall, match="says not what went wrong"):
