@@ -51,7 +51,7 @@ _ROLLOUT = "register deregister heartbeat lease push save release abandon acknow
 
 ROLES = {
     "replay": Role(_names(_REPLAY), ("function|load", "set", *_SWEEP)),
-    "trainer": Role(_names(_TRAINER), ("set", "xadd", *_SWEEP)),
+    "trainer": Role(_names(_TRAINER), ("xadd", *_SWEEP)),
     "rollout": Role(_names(_ROLLOUT), ("set",)),
     "reader": Role(),
 }
