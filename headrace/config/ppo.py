@@ -41,3 +41,10 @@ class PPO(Algorithm):
     @property
     def asynchrony(self) -> Asynchrony:
         return self.async_ppo
+
+    def policy_epochs(self, step: int) -> int:
+        return self.ppo_epochs if step >= self.policy_training_start_step else 0
+
+    @property
+    def value_epochs(self) -> int:
+        return self.critic_ppo_epochs or self.ppo_epochs

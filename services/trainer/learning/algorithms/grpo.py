@@ -1,17 +1,36 @@
-"""Group-relative advantages: how much better each trajectory did than its group.
+"""GRPO (arXiv 2402.03300): how much better each trajectory did than its group.
 
-The formulae are NeMo RL's (`GRPOAdvantageEstimator`, `GDPOAdvantageEstimator`), with the variance taken in two passes: `E[x²] - E[x]²`
-leaves a deviation of rounding errors in a group of equal rewards, and dividing by it turns them into advantages of thousands.
+    advantage = (r - baseline) / deviation, of the group or of its others; `r` after scaling and shaping
+
+The formulae are NeMo RL's (`GRPOAdvantageEstimator`), with the variance taken in two passes: `E[x²] - E[x]²` leaves a deviation of rounding
+errors in a group of equal rewards, and dividing by it turns them into advantages of thousands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 import numpy.typing as npt
 
-from services.trainer.learning.tokens import Float64
+from headrace.config import Config
+from services.trainer.distributed import Ranks
+from services.trainer.learning.batch import Batch, Float64
+
+
+def required_passes(config: Config) -> set[str]:
+    return set()
+
+
+def advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
+    """A collective. Every token of a trajectory has the trajectory's advantage."""
+    assert config.grpo is not None
+    rewards = batch.of_all_ranks(batch.rewards, ranks)
+    of_batch = group_advantages(
+        rewards.reshape(-1, config.grpo.num_generations_per_prompt),
+        leave_one_out=config.grpo.leaves_one_out,
+        normalize=config.grpo.normalizes,
+    )
+    batch.advantages = batch.per_token(of_batch.ravel())
+    return baseline_metrics(config, rewards)
 
 
 def group_advantages(rewards: Float64, *, leave_one_out: bool, normalize: bool) -> Float64:
@@ -44,30 +63,20 @@ def baselines(rewards: Float64, *, leave_one_out: bool) -> tuple[Float64, Float6
     if leave_one_out and n == 1:
         raise ValueError("a group of one has no others to take a baseline from")
     # [P, n, k]: the rewards that each trajectory is compared with
-    return _mean_and_std(rewards[:, _others(n)] if leave_one_out else rewards[:, None, :])
+    return mean_and_std(rewards[:, _others(n)] if leave_one_out else rewards[:, None, :])
 
 
-def weighed_components(
-    components: Mapping[str, Float64],
-    weights: Sequence[float] | None,
-    generations: int,
-    *,
-    leave_one_out: bool,
-    normalize: bool,
-) -> Float64:
-    """Advantages [P·n] from reward components [P·n] by name (GDPO, arXiv 2601.05242).
-
-    Each component's group advantages, times its weight (in alphabetical order of names; None: all 1), are summed, and the sum
-    is brought to mean 0 and, unless it is the same for all, to unbiased standard deviation 1 over the batch.
-    """
-    names = sorted(components)
-    factors = [1.0] * len(names) if weights is None else weights
-    total = np.zeros(1)
-    for name, weight in zip(names, factors, strict=True):
-        groups = components[name].reshape(-1, generations)
-        total = total + weight * group_advantages(groups, leave_one_out=leave_one_out, normalize=normalize).ravel()
-    mean, std = _mean_and_std(total)
-    return (total - mean) / (std if std > 0 else 1.0)
+def baseline_metrics(config: Config, rewards: Float64) -> dict[str, float]:
+    """Of how many percent of trajectories, rewards [P·n], the baseline is 0, 1, or anything else."""
+    assert config.grpo is not None
+    n = config.grpo.num_generations_per_prompt
+    baseline, _ = baselines(rewards.reshape(-1, n), leave_one_out=config.grpo.leaves_one_out and n > 1)
+    zero, one = (100.0 * float((baseline == value).mean()) for value in (0, 1))
+    return {
+        "baseline_reward/pct_0": zero,
+        "baseline_reward/pct_1": one,
+        "baseline_reward/pct_mixed": 100.0 - zero - one,
+    }
 
 
 def _others(n: int) -> npt.NDArray[np.intp]:
@@ -76,7 +85,7 @@ def _others(n: int) -> npt.NDArray[np.intp]:
     return grid[~np.eye(n, dtype=bool)].reshape(n, n - 1)
 
 
-def _mean_and_std(values: Float64) -> tuple[Float64, Float64]:
+def mean_and_std(values: Float64) -> tuple[Float64, Float64]:
     """Mean and unbiased standard deviation over the last axis; exactly the value and 0 where all are equal."""
     count = values.shape[-1]
     first = values[..., :1]

@@ -15,28 +15,21 @@ import torch
 from torch import Tensor
 
 from headrace.config.loss import ValueLossFn
-from services.trainer.learning.losses.reduction import MetricNames, extremes, token_weights, weighted_sum
-from services.trainer.learning.tokens import GlobalCounts, LossParts, Tokens
-
-_SUMS = ("loss", "vf_clipfrac", "returns_mean", "values_mean", "returns_sq_mean", "residual_sq_mean")
+from services.trainer.learning.batch import GlobalCounts, MicroBatch
+from services.trainer.learning.losses.reduction import LossParts, extremes, token_weights, weighted_sum
 
 
-def value_metric_names(config: ValueLossFn) -> MetricNames:
-    """Names of the metrics of `value_loss`."""
-    return MetricNames(_SUMS, ("values_min",), ("values_max",))
-
-
-def value_loss(
-    config: ValueLossFn, values: Tensor, old_values: Tensor, returns: Tensor, tokens: Tokens, counts: GlobalCounts
-) -> LossParts:
+def value_loss(config: ValueLossFn, values: Tensor, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
     """The loss of a micro-batch and its metrics, as shares of those of the global batch that `counts` is of.
 
-    `values`, with a gradient, `old_values` and `returns` are [N] float32, of the tokens in `tokens`; what they are on tokens that
-    don't count is never looked at. `vf_clipfrac` is the share of tokens whose clipped error is the larger one.
+    `values` [N] float32, with a gradient, are the model's now; those at the start of the step and the returns are columns of `tokens`. What
+    they are on tokens that don't count is never looked at. `vf_clipfrac` is the share of tokens whose clipped error is the larger one.
     """
+    assert tokens.values is not None
+    assert tokens.returns is not None
     weights = token_weights(tokens, counts)
     counted = weights > 0
-    values, old_values, returns = (torch.where(counted, x, 0.0) for x in (values, old_values, returns))
+    values, old_values, returns = (torch.where(counted, x, 0.0) for x in (values, tokens.values, tokens.returns))
     error = (values - returns).square()
     clipped = torch.zeros_like(counted)
     largest = error
@@ -56,7 +49,7 @@ def value_loss(
         }
         sums = {"loss": loss.detach(), **{name: weighted_sum(x, weights) for name, x in means.items()}}
         low, high = extremes(values, counted)
-    return LossParts(loss, {name: sums[name] for name in _SUMS}, {"values_min": low}, {"values_max": high})
+    return LossParts(loss, sums, {"values_min": low}, {"values_max": high})
 
 
 def explained_variance(means: Mapping[str, float]) -> float:

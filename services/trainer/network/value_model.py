@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from headrace.config import Config
+from services.trainer.distributed import full_tensor, is_first_rank
 from services.trainer.network import backbone
-from services.trainer.network.rows import Rows
-from services.trainer.network.rows.attention import prepare_attention
+from services.trainer.network.attention import prepare_attention
+from services.trainer.network.packing import PackedRows
 
 HEAD = "value_head.safetensors"
 
@@ -35,14 +36,14 @@ class ValueRoot(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, rows: Rows) -> Tensor:
-        hidden = backbone.hidden_before(self.model, rows)
+    def forward(self, packed: PackedRows) -> Tensor:
+        hidden = backbone.hidden_before(self.model, packed)
         with torch.autocast(hidden.device.type, enabled=False):
             values: Tensor = self.head(hidden.float())[:, 0]
         return values
 
 
-class Value:
+class ValueModel:
     """A value model on this rank's device, sharded by FSDP2 where there is more than one rank; then every method is a collective.
 
     `root` holds all its weights.
@@ -69,16 +70,16 @@ class Value:
                 raise backbone.cannot_load(key, name, "the head of a value model", error) from error
         backbone.place(self.root, model, self.device, recompute=config.policy.activation_checkpointing)
 
-    def values(self, rows: Rows) -> Tensor:
-        """Values [N] float32, one before each policy token of rows on this device."""
+    def forward(self, packed: PackedRows) -> Tensor:
+        """Values [N] float32, one before each policy token of `packed`, on this device."""
         with backbone.autocast(self._precision, self.device):
-            values: Tensor = self.root(rows)
+            values: Tensor = self.root(packed)
         return values
 
     def save(self, folder: Path) -> None:
         """Write the backbone as `AutoModel.from_pretrained` reads it, and the head beside it, from rank 0."""
         backbone.save_model(self.root.model, folder)
         parameters = self.root.head.named_parameters()
-        head = {name: backbone.gathered(parameter.detach()).cpu() for name, parameter in parameters}
-        if backbone.writes_files():
+        head = {name: full_tensor(parameter.detach()).cpu() for name, parameter in parameters}
+        if is_first_rank():
             save_file(head, folder / HEAD)
