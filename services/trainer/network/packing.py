@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -178,7 +179,9 @@ def pack(trajectories: Sequence[Trajectory], rows: Rows, packing: Packing) -> Pa
     shape = (max(len(rows), 1), packing.width(widest) if rows else 1)
     ids, positions, branches = (np.zeros(shape, np.int64) for _ in range(3))
     trees = np.full(shape, PADDING, np.int64)
-    before, targets, spans = [np.empty(0, np.int64)], [np.empty(0, np.int64)], []
+    before: list[npt.NDArray[Any]] = [np.empty(0, np.int64)]
+    targets: list[npt.NDArray[Any]] = [np.empty(0, np.int64)]
+    spans: list[tuple[TreeSpan, ...]] = []
     for r, row in enumerate(rows):
         spans_of_row, end = [], 0
         for t, tree in enumerate(row):
