@@ -8,6 +8,7 @@ the split into micro-batches. A trajectory is never divided.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,7 +111,7 @@ class Batch:
         """B: trajectories of this rank."""
         return self.places.size
 
-    @property
+    @functools.cached_property
     def lengths(self) -> Int:
         """[B]: policy tokens of each trajectory."""
         return np.bincount(self.trajectory, minlength=len(self))
@@ -159,7 +160,8 @@ class Batch:
 
     def take(self, order: Sequence[int]) -> Batch:
         """The trajectories in `order`, with all their columns."""
-        chosen, tokens, columns = np.array(order, dtype=np.intp), self.tokens_of(order), vars(self).copy()
+        chosen, tokens = np.array(order, dtype=np.intp), self.tokens_of(order)
+        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name, values in columns.items():
             if isinstance(values, tuple):
                 columns[name] = tuple(values[i] for i in order)
@@ -288,10 +290,10 @@ class GlobalCounts:
     @classmethod
     def of(cls, batch: Batch, mini_batches: Sequence[Sequence[int]], ranks: Ranks) -> list[GlobalCounts]:
         """A collective: of each mini-batch, over all ranks."""
-        counted = batch.sums(batch.mask) * batch.multipliers
+        counted, lengths = batch.sums(batch.mask) * batch.multipliers, batch.lengths
         own: list[float] = []
-        for chosen in mini_batches:
-            here = [i for i in chosen if batch.lengths[i]]
+        for mini_batch in mini_batches:
+            here = [i for i in mini_batch if lengths[i]]
             own.append(float(sum(counted[i] for i in here)))
             own.append(float(sum(batch.multipliers[i] for i in here)))
             own.append(float(sum(counted[i] for i in here if batch.rewards[i] > 0)))
