@@ -24,13 +24,13 @@ from services.trainer.control.feeder import Demand, Feeder
 from services.trainer.control.lineage import Lineage
 from services.trainer.control.loop import Loop
 from services.trainer.control.patience import Patience
-from services.trainer.control.prompts import Prompts
 from services.trainer.control.ranks import Ranks, join_ranks
 from services.trainer.control.start import Standing, lost_writes, take_up
 from services.trainer.control.threads import TorchThread
 from services.trainer.control.tools import Phase, Sender, Tools
 from services.trainer.control.weight_sender import WeightSender
 from services.trainer.control.worker import Lead, Worker, dismiss, follow
+from services.trainer.data import Prompts
 from services.trainer.learning.prepare import Passed
 from services.trainer.network.teacher import KEY as TEACHER
 from services.trainer.network.teacher import teacher_name

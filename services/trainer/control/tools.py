@@ -14,10 +14,10 @@ from services.trainer.control.checkpoint import Checkpoints
 from services.trainer.control.feeder import Feeder
 from services.trainer.control.lineage import Lineage
 from services.trainer.control.patience import Patience
-from services.trainer.control.prompts import Prompts
 from services.trainer.control.threads import TorchThread
 from services.trainer.control.weight_sender import RefitReport, WeightSource
 from services.trainer.control.worker import Lead
+from services.trainer.data import Prompts
 from services.trainer.telemetry.gauges import Gauges
 from services.trainer.telemetry.journal import Journal
 from services.trainer.telemetry.throughput import Meter

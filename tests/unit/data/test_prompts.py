@@ -11,7 +11,7 @@ import pytest
 
 from headrace.config import Config
 from headrace.errors import ConfigError
-from services.trainer.control.prompts import Prompts
+from services.trainer.data import Prompts
 from services.trainer.models import tiny
 
 
