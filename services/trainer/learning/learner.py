@@ -23,7 +23,7 @@ from torch import Tensor
 from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace.trajectory import Float32, Int32
-from services.trainer.errors import cannot_write
+from services.trainer.files import cannot_write_checkpoint
 from services.trainer.learning.experience import Experience, Trace, problem_with
 from services.trainer.learning.optimizer import Trained
 from services.trainer.learning.prepare import Passed, check_groups
@@ -142,7 +142,7 @@ class Learner:
         try:
             write()
         except (OSError, SafetensorError) as error:
-            problems = [str(cannot_write(folder, error))]
+            problems = [str(cannot_write_checkpoint(folder, error))]
         self._world.refuse(problems)
 
     def _problems(self, batch: Sequence[Experience]) -> list[str]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from headrace.errors import ServiceError
-from services.trainer.errors import cannot_write
+from services.trainer.files import cannot_write_checkpoint
 from services.trainer.learning.optimizer import Trained
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def save_state(folder: Path, counters: Counters, trained: Mapping[str, Trained],
         with _process_group():
             dcp.save(state, checkpoint_id=folder)
     except dcp.CheckpointException as error:
-        raise cannot_write(folder.parent, _cause(error)) from error
+        raise cannot_write_checkpoint(folder.parent, _cause(error)) from error
 
 
 def load_state(folder: Path, trained: Mapping[str, Trained]) -> Counters:

@@ -12,7 +12,7 @@ import pytest
 from headrace.config import Config
 from headrace.errors import ConfigError
 from services.trainer.data import Prompts
-from services.trainer.models import tiny
+from services.trainer.demo_models import tiny
 
 
 def prompts(tmp_path: Path, *questions: str, longest: int = 6, **data: Any) -> Prompts:

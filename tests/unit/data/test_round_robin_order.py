@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.config import Config
 from headrace.errors import ConfigError
 from services.trainer.data import PromptOrder, Prompts, RoundRobinOrder
-from services.trainer.models import tiny
+from services.trainer.demo_models import tiny
 
 SETS = st.lists(st.integers(1, 12), min_size=1, max_size=4)
 

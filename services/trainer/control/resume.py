@@ -1,0 +1,121 @@
+"""Where a trainer resumes: at its newest checkpoint, with what the buffer still knows of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+from collections.abc import Iterator
+
+from headrace.errors import ServiceError
+from headrace.replay import Ended, ReplayClient, RunState
+from services.trainer.control.checkpoint import ENDED, TRAINED, Checkpoints, CheckpointState, Ledger, PromptBitmap
+from services.trainer.control.retry import BufferRetry
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewind:
+    """The buffer knows all that led to the checkpoint, which may be older than the newest that it has seen: resume there, keeping every
+    generation that is still of use."""
+
+    version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Restore:
+    """The buffer does not know what led to the checkpoint: rebuild it from the checkpoint's ledger."""
+
+    version: int
+    reason: str
+
+
+def choose_start(checkpoint: CheckpointState | None, run: RunState) -> Rewind | Restore:
+    """Rewind if the buffer's own history leads to the checkpoint, else restore. Raises `ServiceError` where weights that the buffer
+    knows to be published are gone: there is nothing to resume from."""
+    if checkpoint is None:
+        if run.committed > 0:
+            raise ServiceError(
+                f"run {run.run_id!r} has published version {run.committed}, but there is no checkpoint of it here; bring its "
+                "checkpoints back, or give run.id another name to start anew"
+            )
+        return Rewind(0)
+    version = checkpoint.version
+    if run.incarnation != checkpoint.incarnation:
+        return Restore(version, "it holds another incarnation of this run than the one the checkpoint was trained from")
+    if run.timeline_of(version) != checkpoint.timeline:
+        return Restore(
+            version, f"its history does not come from timeline {checkpoint.timeline}, which made the checkpoint"
+        )
+    if run.next_step < version:
+        return Restore(version, f"it knows of {run.next_step} steps, fewer than the {version} of the checkpoint")
+    return Rewind(version)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumeState:
+    """Where the run stands once the buffer has agreed to it. `refill`: the buffer lacks prompts up to `order` `enqueued`, which must be
+    queued again before anything else; `ended`: those that failed or were filtered before the checkpoint."""
+
+    version: int
+    timeline: str
+    ancestors: tuple[str, ...]
+    incarnation: str
+    ledger: Ledger
+    ended: PromptBitmap
+    enqueued: int
+    refill: bool
+    previous_timeline: str  # the buffer's, until then
+
+    def missing(self) -> Iterator[int]:
+        """The prompts that a refill queues again, by their `order`; those that the buffer holds after all change nothing."""
+        return self.ledger.trained.missing(self.enqueued, self.ended)
+
+
+async def resume(replay: ReplayClient, retry: BufferRetry, checkpoints: Checkpoints, run_id: str) -> ResumeState:
+    """Rewind or restore the buffer to the newest checkpoint, on a new timeline."""
+    newest = checkpoints.newest()
+    checkpoint = None if newest is None else checkpoints.state(newest)
+    ledger, ended = Ledger(), Ended()
+    if checkpoint is not None:
+        if checkpoint.run_id != run_id:
+            raise ServiceError(
+                f"{checkpoints.path(checkpoint.version)} is of run {checkpoint.run_id!r}, not {run_id!r}; give run.id that name, or "
+                "set checkpointing.checkpoint_dir to another folder"
+            )
+        ledger = Ledger(PromptBitmap.decode(checkpoints.file(checkpoint.version, TRAINED)))
+        ended = Ended(checkpoint.failed, checkpoint.filtered, checkpoints.file(checkpoint.version, ENDED))
+    ended_prompts = PromptBitmap.of_ended(ended)
+    found = await retry(replay.state)
+    start = choose_start(checkpoint, found)
+    timeline = secrets.token_hex(8)
+    if isinstance(start, Rewind):
+        run = await retry(lambda: replay.rewind(start.version, timeline))
+        log.info("resuming from version %d", start.version)
+    else:
+        incarnation = secrets.token_hex(8)
+        log.warning("the buffer is rebuilt from checkpoint %d: %s", start.version, start.reason)
+        last = max(ledger.trained.last, ended_prompts.last)
+        run = await retry(lambda: replay.restore(start.version, timeline, incarnation, last, ended))
+    return ResumeState(
+        version=start.version,
+        timeline=timeline,
+        ancestors=(*checkpoint.ancestors, checkpoint.timeline) if checkpoint else (),
+        incarnation=run.incarnation,
+        ledger=ledger,
+        ended=ended_prompts,
+        enqueued=run.enqueued,
+        refill=run.refill,
+        previous_timeline=found.timeline,
+    )
+
+
+def lost_writes(resumed: ResumeState, run: RunState, reserved: int) -> bool:
+    """Whether a buffer that refuses this trainer, or lacks what it was to train on, is in an earlier state of this run or empty: the
+    server lost writes (a failover, a power cut, an empty volume), which a new start makes good. Otherwise another trainer has taken the
+    run over, or something is wrong. `reserved`: steps that the buffer has handed out to this trainer's weights."""
+    if run.timeline == resumed.timeline:
+        return run.next_step < reserved
+    untouched = run.committed < 0  # by any trainer: the first thing that each does commits version 0
+    return untouched or run.timeline in (resumed.previous_timeline, *resumed.ancestors)
