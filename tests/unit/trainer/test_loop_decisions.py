@@ -175,8 +175,19 @@ def test_time_runs_out_when_a_step_like_the_last_would_end_too_late() -> None:
     assert not PLAN.runs_out(1e9, 10.0)
 
 
+# As the loop counts them: a replica that holds the weights verified is a live one, and so is one that is behind.
+fleets = st.integers(0, 3).flatmap(
+    lambda members: st.fixed_dictionaries(
+        {
+            "members": st.just(members),
+            "healthy": st.integers(0, members),
+            "behind_due": st.booleans() if members else st.just(False),
+        }
+    )
+)
 views = st.builds(
-    View,
+    lambda fleet, **other: View(**fleet, **other),
+    fleet=fleets,
     now=st.just(100.0),
     stop=st.booleans(),
     version=st.integers(0, 10),
@@ -184,9 +195,6 @@ views = st.builds(
     offered=st.booleans(),
     validated=st.booleans(),
     validation=st.none() | st.builds(RunningValidation, st.integers(0, 10), st.none() | st.floats(0, 100)),
-    members=st.integers(0, 3),
-    healthy=st.integers(0, 3),
-    behind_due=st.booleans(),
     healthy_at=st.floats(0, 100),
     reply=st.sampled_from([None, Waiting(0, 2), Reservation(3, (), ()), End(0)]),
     reached=st.booleans(),
