@@ -35,7 +35,6 @@ from headrace.config.services import Checkpointing
 from headrace.errors import ServiceError
 from headrace.replay import Ended
 from services.trainer.files import atomic_write, cannot_write_checkpoint, fsync
-from services.trainer.files import fsync, atomic_write
 
 T = TypeVar("T")
 
@@ -233,7 +232,9 @@ class Checkpoints:
         """
         unfinished, final = self.unfinished(state.version), self.path(state.version)
         with _disk_errors(self._folder):
-            (unfinished / "ledger.json").write_bytes(_GROUPS_BY_STEP.dump_json({step: [*ids] for step, ids in ledger.items()}))
+            (unfinished / "ledger.json").write_bytes(
+                _GROUPS_BY_STEP.dump_json({step: [*ids] for step, ids in ledger.items()})
+            )
             for name, content in (files or {}).items():
                 (unfinished / name).write_bytes(content)
             (unfinished / "state.json").write_text(state.model_dump_json(indent=2))

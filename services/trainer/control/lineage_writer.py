@@ -22,7 +22,7 @@ from headrace.lineage import (
     with_timelines,
 )
 from headrace.trajectory import Group
-from services.trainer.files import fsync, atomic_write
+from services.trainer.files import atomic_write, fsync
 
 
 class LineageWriter:
@@ -49,7 +49,7 @@ class LineageWriter:
         self._changes = files.timelines()
 
     def write(self, step: int, groups: Sequence[Group], origins: Mapping[str, Sequence[Origin]]) -> None:
-        """Step `step` was trained on `groups`; `origins` are those of their trajectories, by group id. Raises `ServiceError` for a full disk."""
+        """Step `step` was trained on `groups`; `origins`: of their trajectories, by group id. Raises `ServiceError` for a full disk."""
         records = [
             GroupLineage(
                 group=group.id,

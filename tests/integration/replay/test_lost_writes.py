@@ -24,9 +24,8 @@ from headrace.replay.wire import open_redis
 from headrace.trajectory import Score
 from services.replay import library
 from services.replay.embedded import EmbeddedServer
-from services.trainer.control.checkpoint import State
-from services.trainer.control.ledger import Orders
-from services.trainer.control.start import Rewind, choose_start
+from services.trainer.control.checkpoint import CheckpointState, PromptBitmap
+from services.trainer.control.resume import Rewind, choose_start
 from tests.conftest import free_port
 from tests.integration.replay.helpers import contents, eventually, make_group, make_trajectory, nonce, push_all, refit
 from tests.integration.replay.servers import RedisServer, needs_redis, redis_server
@@ -36,7 +35,7 @@ PROMPTS = 14
 
 @dataclasses.dataclass
 class Checkpoint:
-    state: State
+    state: CheckpointState
     trained: list[int]
 
 
@@ -63,7 +62,7 @@ class Trainer:
             last = max(self.trained, default=-1)
             state = await self.replay.restore(choice.version, self.timeline, nonce(), last)
         if state.refill:
-            missing = Orders(self.trained).missing(state.enqueued, Orders())
+            missing = PromptBitmap(self.trained).missing(state.enqueued, PromptBitmap())
             await self.replay.enqueue([make_group(order) for order in missing], self.timeline, refill=True)
             await self.replay.refilled(self.timeline)
 
@@ -95,7 +94,7 @@ class Trainer:
 
     async def save(self) -> None:
         run = await self.replay.state()
-        state = State(
+        state = CheckpointState(
             version=self.version,
             timeline=self.timeline,
             incarnation=run.incarnation,

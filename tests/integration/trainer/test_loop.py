@@ -13,7 +13,7 @@ from loop_trainer import PROMPTS, STEPS, Trainer, check_history, check_samples, 
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.wire import open_redis
 from headrace.service import EXIT_STOPPED
-from services.trainer.control.start import Restore, choose_start
+from services.trainer.control.resume import Restore, choose_start
 from services.trainer.telemetry.metric_names import unknown
 from services.trainer.telemetry.samples import SampleFiles
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.errors import ServiceError
-from services.trainer.files import fsync, atomic_write
+from services.trainer.files import atomic_write, fsync
 from services.trainer.telemetry.journal import Line, parse_lines, surviving
 from services.trainer.telemetry.loggers.tracker import Entry, Tracker, entry_of
 

@@ -6,11 +6,10 @@ import pytest
 from loop_cases import run_state
 
 from headrace.errors import ServiceError
-from services.trainer.control.checkpoint import State
-from services.trainer.control.ledger import Ledger, Orders
-from services.trainer.control.start import Restore, Rewind, Standing, choose_start, lost_writes
+from services.trainer.control.checkpoint import CheckpointState, Ledger, PromptBitmap
+from services.trainer.control.resume import Restore, ResumeState, Rewind, choose_start, lost_writes
 
-CHECKPOINT = State(version=4, timeline="line", incarnation="home", cursor=8, run_id="r")
+CHECKPOINT = CheckpointState(version=4, timeline="line", incarnation="home", cursor=8, run_id="r")
 
 
 def test_start_rewinds_where_the_buffer_knows_what_led_to_the_checkpoint() -> None:
@@ -58,8 +57,8 @@ def test_start_refuses_a_run_whose_checkpoints_are_gone() -> None:
 def test_a_buffer_that_lost_writes_is_told_from_one_that_another_trainer_took_over(
     changes: dict[str, object], lost: bool
 ) -> None:
-    standing = Standing(
-        version=4, timeline="now", ancestors=("first", "line"), incarnation="home", ledger=Ledger(), ended=Orders(),
-        enqueued=20, refill=False, before="before",
+    resumed = ResumeState(
+        version=4, timeline="now", ancestors=("first", "line"), incarnation="home", ledger=Ledger(), ended=PromptBitmap(),
+        enqueued=20, refill=False, previous_timeline="before",
     )  # fmt: skip
-    assert lost_writes(standing, run_state(**changes), reserved=7) is lost
+    assert lost_writes(resumed, run_state(**changes), reserved=7) is lost
