@@ -7,7 +7,7 @@ writer (SIGKILL, a full disk, a power cut) leaves the earlier checkpoints as the
     step_12/value/        of ppo: the value model's backbone as a Hugging Face checkpoint, and its head (value_head.safetensors)
     step_12/training/     torch.distributed.checkpoint: counters, and of each trained model its optimizer and schedule
     step_12/ledger.json   {step: [group ids]} of the steps trained since the checkpoint before it
-    step_12/trained.roaring  `order` of every prompt that the weights were trained on (`PromptBitmap.encode`)
+    step_12/trained.roaring  `order` of every prompt that the weights were trained on (`Ledger.encode`)
     step_12/ended.bitmap  `order` of every group that ended failed or filtered (`headrace.replay.Ended`)
     step_12/state.json    `CheckpointState`; the last file to be written
 
@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,82 +45,60 @@ _PUBLISHED = re.compile(r"step_(0|[1-9][0-9]*)")
 _UNFINISHED = ".unfinished-"
 
 
-class PromptBitmap:
-    """A set of prompts by their `order` (below 2^32), as a roaring bitmap: at most about two bytes a prompt, and much less where they
-    are dense, however scattered a policy trains them."""
+class Ledger:
+    """What the weights were trained on: the `order` of every prompt so far (`trained`), and, step by step, the groups since the last
+    published checkpoint (`steps`). A roaring bitmap takes at most about two bytes a prompt, and much less where they are dense."""
 
-    def __init__(self, orders: Iterable[int] = ()) -> None:
-        self._orders = BitMap(orders)
+    def __init__(self, trained: Iterable[int] = ()) -> None:
+        self.trained = BitMap(trained)
+        self.steps: dict[int, list[str]] = {}
 
     @classmethod
-    def decode(cls, data: bytes) -> PromptBitmap:
-        """Inverse of `encode`. Raises `ServiceError` for anything else."""
-        decoded = cls()
+    def decode(cls, trained: bytes) -> Ledger:
+        """The ledger that `encode` was called on, without its steps. Raises `ServiceError` for anything else."""
         try:
-            decoded._orders = BitMap.deserialize(data)
+            return cls(BitMap.deserialize(trained))
         except (ValueError, IndexError) as error:
             raise ServiceError(f"the checkpoint's ledger can't be read ({error})") from error
-        return decoded
-
-    @classmethod
-    def of_ended(cls, ended: Ended) -> PromptBitmap:
-        """The groups that ended without being trained: bits of `ended.bitmap`, most significant first. Raises `ServiceError` if they are
-        not as many as were counted."""
-        orders = np.flatnonzero(np.unpackbits(np.frombuffer(ended.bitmap, dtype=np.uint8)))
-        if len(orders) != ended.failed + ended.filtered:
-            raise ServiceError(
-                f"the checkpoint counts {ended.failed} failed and {ended.filtered} filtered groups, but holds the places of {len(orders)}"
-            )
-        return cls(array("I", orders.astype(np.uint32).tobytes()))
 
     def encode(self) -> bytes:
-        packed = self._orders.copy()
+        packed = self.trained.copy()
         packed.run_optimize()
         data: bytes = packed.serialize()
         return data
 
-    def add(self, order: int) -> None:
-        """Raises `ServiceError` if it is there already: in the history of the weights no prompt is trained twice (law 1)."""
-        if order < 0 or order in self._orders:
-            raise ServiceError(f"prompt {order} of the run's order came to the trainer a second time (law 1)")
-        self._orders.add(order)
-
-    def __contains__(self, order: int) -> bool:
-        return order in self._orders
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._orders)
-
-    def __len__(self) -> int:
-        return len(self._orders)
-
-    @property
-    def last(self) -> int:
-        """The highest `order`, -1 if there is none."""
-        return int(self._orders.max()) if self._orders else -1
-
-    def missing(self, last: int, other: PromptBitmap) -> Iterator[int]:
-        """Every `order` up to `last` that is neither in this set nor in the other, ascending."""
-        return iter(BitMap(range(last + 1)) - self._orders - other._orders)
-
-
-class Ledger:
-    """What the weights were trained on: all prompts so far (`trained`) and, step by step, the groups since the last published checkpoint
-    (`steps`)."""
-
-    def __init__(self, trained: PromptBitmap | None = None) -> None:
-        self.trained = trained or PromptBitmap()
-        self.steps: dict[int, list[str]] = {}
-
     def record(self, step: int, groups: Sequence[str], orders: Sequence[int]) -> None:
-        """Step `step` was trained on these groups, whose prompts have these orders."""
+        """Step `step` was trained on these groups, whose prompts have these orders. Raises `ServiceError` for a prompt that is there
+        already: in the history of the weights none is trained twice (law 1)."""
         for order in orders:
+            if order < 0 or order in self.trained:
+                raise ServiceError(f"prompt {order} of the run's order came to the trainer a second time (law 1)")
             self.trained.add(order)
         self.steps[step] = list(groups)
 
     def published(self) -> None:
         """The checkpoint that holds `steps` is safe on disk."""
         self.steps = {}
+
+    @property
+    def last(self) -> int:
+        """The highest `order` trained, -1 if there is none."""
+        return int(self.trained.max()) if self.trained else -1
+
+    def missing(self, last: int, ended: BitMap) -> Iterator[int]:
+        """Every `order` up to `last` that was neither trained nor `ended`, ascending."""
+        return iter(BitMap(range(last + 1)) - self.trained - ended)
+
+
+def ended_orders(ended: Ended) -> BitMap:
+    """The `order` of every group that ended without being trained: bits of `ended.bitmap`, most significant first. Raises `ServiceError`
+    if they are not as many as were counted."""
+    orders = np.flatnonzero(np.unpackbits(np.frombuffer(ended.bitmap, dtype=np.uint8)))
+    if len(orders) != ended.failed + ended.filtered:
+        raise ServiceError(
+            f"the checkpoint counts {ended.failed} failed and {ended.filtered} filtered groups, but holds the places of {len(orders)}"
+        )
+    return BitMap(array("I", orders.astype(np.uint32).tobytes()))
 
 
 class CheckpointState(BaseModel):
@@ -156,7 +134,6 @@ class CheckpointState(BaseModel):
         return fields
 
 
-_STATE = TypeAdapter(CheckpointState)
 _GROUPS_BY_STEP = TypeAdapter(dict[int, list[str]])
 
 
@@ -182,19 +159,15 @@ class Checkpoints:
 
     def state(self, version: int) -> CheckpointState:
         """Raises `ServiceError` for a state file that is not what `publish` writes."""
-        return self._read(version, "state.json", _STATE)
+        return self._read(version, "state.json", CheckpointState.model_validate_json)
 
     def ledger(self, version: int) -> dict[int, list[str]]:
         """Group ids of each step trained since the checkpoint before. Raises `ServiceError` as `state` does."""
-        return self._read(version, "ledger.json", _GROUPS_BY_STEP)
+        return self._read(version, "ledger.json", _GROUPS_BY_STEP.validate_json)
 
     def file(self, version: int, name: str) -> bytes:
         """Content of one of the `files` it was published with. Raises `ServiceError` as `state` does."""
-        path = self.path(version) / name
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise _unreadable(path, error) from error
+        return self._read(version, name, bytes)
 
     def begin(self, version: int) -> Path:
         """Remove what earlier writers left and make an empty folder for the learner's files.
@@ -257,12 +230,15 @@ class Checkpoints:
                 fsync(unfinished)
             self._retain()
 
-    def _read(self, version: int, name: str, adapter: TypeAdapter[T]) -> T:
+    def _read(self, version: int, name: str, parse: Callable[[bytes], T]) -> T:
         path = self.path(version) / name
         try:
-            return adapter.validate_json(path.read_bytes())
+            return parse(path.read_bytes())
         except (OSError, ValidationError) as error:
-            raise _unreadable(path, error) from error
+            reason = str(error).replace("\n", " ")
+            raise ServiceError(
+                f"{path} can't be read ({reason}); remove {path.parent} to go on from an earlier checkpoint"
+            ) from error
 
     def _retain(self, keep: Collection[int] = ()) -> None:
         """Law: the newest always stays."""
@@ -288,11 +264,6 @@ def superseded(metrics: Mapping[int, Mapping[str, float]], settings: Checkpointi
 
     kept = {*sorted(metrics, key=merit, reverse=True)[: settings.keep_top_k], max(metrics, default=None)}
     return sorted(set(metrics) - kept)
-
-
-def _unreadable(path: Path, error: Exception) -> ServiceError:
-    reason = str(error).replace("\n", " ")
-    return ServiceError(f"{path} can't be read ({reason}); remove {path.parent} to go on from an earlier checkpoint")
 
 
 @contextlib.contextmanager

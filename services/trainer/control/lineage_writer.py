@@ -11,16 +11,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.errors import ServiceError
-from headrace.lineage import (
-    ABANDONED,
-    SCHEMA,
-    GroupLineage,
-    Header,
-    LineageFiles,
-    Origin,
-    timeline_of,
-    with_timelines,
-)
+from headrace.lineage import ABANDONED, SCHEMA, GroupLineage, Header, LineageFiles, Origin, timeline_of, with_timelines
 from headrace.trajectory import Group
 from services.trainer.files import atomic_write, fsync
 

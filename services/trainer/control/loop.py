@@ -251,7 +251,7 @@ class Loop:
             timeline=self._timeline,
             incarnation=self._resumed.incarnation,
             ancestors=self._resumed.ancestors,
-            cursor=self._ledger.trained.last + 1,
+            cursor=self._ledger.last + 1,
             failed=ended.failed,
             filtered=ended.filtered,
             consumed_samples=counters.consumed_samples,
@@ -260,7 +260,7 @@ class Loop:
             metrics={} if self._reward is None else {"train:reward": self._reward},
         )
         keep = {self._validation.version} if self._validation else set()
-        files = {TRAINED: self._ledger.trained.encode(), ENDED: ended.bitmap}
+        files = {TRAINED: self._ledger.encode(), ENDED: ended.bitmap}
 
         def write() -> None:
             folder = context.checkpoints.begin(state.version)

@@ -7,50 +7,37 @@ import logging
 import secrets
 from collections.abc import Iterator
 
+from pyroaring import BitMap
+
 from headrace.errors import ServiceError
 from headrace.replay import Ended, ReplayClient, RunState
-from services.trainer.control.checkpoint import ENDED, TRAINED, Checkpoints, CheckpointState, Ledger, PromptBitmap
+from services.trainer.control.checkpoint import ENDED, TRAINED, Checkpoints, CheckpointState, Ledger, ended_orders
 from services.trainer.control.retry import BufferRetry
 
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rewind:
-    """The buffer knows all that led to the checkpoint, which may be older than the newest that it has seen: resume there, keeping every
-    generation that is still of use."""
+def restore_reason(checkpoint: CheckpointState | None, run: RunState) -> str | None:
+    """Why the buffer has to be rebuilt from the checkpoint's ledger (`restore`): it does not know what led to the checkpoint. None if it
+    does, or if there is no checkpoint yet: then it is rewound, and keeps every generation that is still of use; the checkpoint may be
+    older than the newest that the buffer has seen.
 
-    version: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Restore:
-    """The buffer does not know what led to the checkpoint: rebuild it from the checkpoint's ledger."""
-
-    version: int
-    reason: str
-
-
-def choose_start(checkpoint: CheckpointState | None, run: RunState) -> Rewind | Restore:
-    """Rewind if the buffer's own history leads to the checkpoint, else restore. Raises `ServiceError` where weights that the buffer
-    knows to be published are gone: there is nothing to resume from."""
+    Raises `ServiceError` where weights that the buffer knows to be published are gone: there is nothing to resume from.
+    """
     if checkpoint is None:
         if run.committed > 0:
             raise ServiceError(
                 f"run {run.run_id!r} has published version {run.committed}, but there is no checkpoint of it here; bring its "
                 "checkpoints back, or give run.id another name to start anew"
             )
-        return Rewind(0)
-    version = checkpoint.version
+        return None
     if run.incarnation != checkpoint.incarnation:
-        return Restore(version, "it holds another incarnation of this run than the one the checkpoint was trained from")
-    if run.timeline_of(version) != checkpoint.timeline:
-        return Restore(
-            version, f"its history does not come from timeline {checkpoint.timeline}, which made the checkpoint"
-        )
-    if run.next_step < version:
-        return Restore(version, f"it knows of {run.next_step} steps, fewer than the {version} of the checkpoint")
-    return Rewind(version)
+        return "it holds another incarnation of this run than the one the checkpoint was trained from"
+    if run.timeline_of(checkpoint.version) != checkpoint.timeline:
+        return f"its history does not come from timeline {checkpoint.timeline}, which made the checkpoint"
+    if run.next_step < checkpoint.version:
+        return f"it knows of {run.next_step} steps, fewer than the {checkpoint.version} of the checkpoint"
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +50,14 @@ class ResumeState:
     ancestors: tuple[str, ...]
     incarnation: str
     ledger: Ledger
-    ended: PromptBitmap
+    ended: BitMap
     enqueued: int
     refill: bool
     previous_timeline: str  # the buffer's, until then
 
     def missing(self) -> Iterator[int]:
         """The prompts that a refill queues again, by their `order`; those that the buffer holds after all change nothing."""
-        return self.ledger.trained.missing(self.enqueued, self.ended)
+        return self.ledger.missing(self.enqueued, self.ended)
 
 
 async def resume(replay: ReplayClient, retry: BufferRetry, checkpoints: Checkpoints, run_id: str) -> ResumeState:
@@ -84,27 +71,28 @@ async def resume(replay: ReplayClient, retry: BufferRetry, checkpoints: Checkpoi
                 f"{checkpoints.path(checkpoint.version)} is of run {checkpoint.run_id!r}, not {run_id!r}; give run.id that name, or "
                 "set checkpointing.checkpoint_dir to another folder"
             )
-        ledger = Ledger(PromptBitmap.decode(checkpoints.file(checkpoint.version, TRAINED)))
+        ledger = Ledger.decode(checkpoints.file(checkpoint.version, TRAINED))
         ended = Ended(checkpoint.failed, checkpoint.filtered, checkpoints.file(checkpoint.version, ENDED))
-    ended_prompts = PromptBitmap.of_ended(ended)
+    ended_bitmap = ended_orders(ended)
     found = await retry(replay.state)
-    start = choose_start(checkpoint, found)
+    version = 0 if checkpoint is None else checkpoint.version
     timeline = secrets.token_hex(8)
-    if isinstance(start, Rewind):
-        run = await retry(lambda: replay.rewind(start.version, timeline))
-        log.info("resuming from version %d", start.version)
+    if (reason := restore_reason(checkpoint, found)) is None:
+        run = await retry(lambda: replay.rewind(version, timeline))
+        log.info("resuming from version %d", version)
     else:
         incarnation = secrets.token_hex(8)
-        log.warning("the buffer is rebuilt from checkpoint %d: %s", start.version, start.reason)
-        last = max(ledger.trained.last, ended_prompts.last)
-        run = await retry(lambda: replay.restore(start.version, timeline, incarnation, last, ended))
+        log.warning("the buffer is rebuilt from checkpoint %d: %s", version, reason)
+        taken = ledger.trained | ended_bitmap
+        last = int(taken.max()) if taken else -1
+        run = await retry(lambda: replay.restore(version, timeline, incarnation, last, ended))
     return ResumeState(
-        version=start.version,
+        version=version,
         timeline=timeline,
         ancestors=(*checkpoint.ancestors, checkpoint.timeline) if checkpoint else (),
         incarnation=run.incarnation,
         ledger=ledger,
-        ended=ended_prompts,
+        ended=ended_bitmap,
         enqueued=run.enqueued,
         refill=run.refill,
         previous_timeline=found.timeline,
