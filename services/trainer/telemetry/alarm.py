@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from headrace.config.logger import TrainInferenceAlarm
-from services.trainer.files import whole_file
+from services.trainer.files import atomic_write
 from services.trainer.telemetry.samples import TrainingSample
 
 # Of a streak of alarms the first is told, and then every one in this many steps: the metric has them all.
@@ -132,7 +132,7 @@ def draw(samples: Sequence[TrainingSample], step: int, path: Path) -> None:
     rows[-1].set_xlabel("token of the completion")
     figure.suptitle(f"Step {step}: where trainer and inference disagree most", fontsize=12, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as unfinished:
+    with atomic_write(path) as unfinished:
         figure.savefig(unfinished)
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.trainer.files import whole_file
+from services.trainer.files import atomic_write
 from services.trainer.telemetry.journal import Kind, Line
 
 CURVES = "curves.html"  # in the run's folder
@@ -114,7 +114,7 @@ def standing(lines: Sequence[Line]) -> str:
 
 
 def write(lines: Sequence[Line], path: Path, title: str) -> None:
-    with whole_file(path) as unfinished:
+    with atomic_write(path) as unfinished:
         unfinished.write_text(render(lines, title, standing(lines)), encoding="utf-8")
 
 

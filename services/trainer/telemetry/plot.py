@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from services.trainer.files import whole_file
+from services.trainer.files import atomic_write
 from services.trainer.telemetry.journal import Line
 
 REWARD = "#4477aa"
@@ -36,7 +36,7 @@ def draw_curve(lines: Sequence[Line], path: Path, title: str) -> None:
         axes.plot(*zip(*held_out, strict=True), color=ACCURACY, lw=2, marker="o", ms=5, label="held-out accuracy")
         _annotate_ends(axes, held_out)
     _dress(axes, title, [value for _, value in train + held_out])
-    with whole_file(path) as unfinished:
+    with atomic_write(path) as unfinished:
         figure.savefig(unfinished)
 
 

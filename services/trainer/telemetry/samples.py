@@ -24,7 +24,7 @@ from rich.text import Text
 from headrace.errors import ServiceError
 from headrace.trajectory import Float32, Score, Trajectory, UInt8
 from headrace.trajectory import Group as TrajectoryGroup
-from services.trainer.files import whole_file
+from services.trainer.files import atomic_write
 from services.trainer.learning.experience import Trace
 
 Kind = Literal["train", "val"]
@@ -148,7 +148,7 @@ class SampleFiles:
         path = self.path(kind, step)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with whole_file(path) as unfinished, gzip.open(unfinished, "wb", compresslevel=1) as file:
+            with atomic_write(path) as unfinished, gzip.open(unfinished, "wb", compresslevel=1) as file:
                 for record in records:
                     file.write(msgspec.json.encode(record) + b"\n")
             self._retain(kind)

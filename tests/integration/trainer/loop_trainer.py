@@ -19,8 +19,7 @@ from loop_fleet import repeated
 from headrace.config import Config
 from headrace.lineage import FOLDER, LineageFiles, timeline_of
 from headrace.replay import ReplayClient
-from services.trainer.control.checkpoint import TRAINED, Checkpoints
-from services.trainer.control.ledger import Orders
+from services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
 from services.trainer.telemetry.journal import Journal, Line, surviving
 from services.trainer.telemetry.samples import SampleFiles
 
@@ -103,7 +102,7 @@ def check_history(trainer: Trainer, steps: int = STEPS) -> list[str]:
     assert len(groups) == steps * PROMPTS
     state = checkpoints.state(checkpoints.newest() or 0)
     assert state.version == steps
-    assert len(Orders.decode(checkpoints.file(state.version, TRAINED))) == len(groups)
+    assert len(Ledger.decode(checkpoints.file(state.version, TRAINED)).trained) == len(groups)
     check_lineage(trainer, ledger, {line.step: line.timeline for line in train})
     return groups
 

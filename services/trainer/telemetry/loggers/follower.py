@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.errors import ServiceError
-from services.trainer.files import force, whole_file
+from services.trainer.files import atomic_write, fsync
 from services.trainer.telemetry.journal import Line, parse_lines, surviving
 from services.trainer.telemetry.loggers.tracker import Entry, Tracker, entry_of
 
@@ -168,9 +168,9 @@ class Follower:
     def _remember(self, place: Place) -> None:
         self._place = place
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(self._file) as unfinished:
+        with atomic_write(self._file) as unfinished:
             unfinished.write_bytes(msgspec.json.encode(place))
-            force(unfinished)
+            fsync(unfinished)
 
 
 def counts(followers: Sequence[Follower]) -> dict[str, float]:

@@ -1,24 +1,24 @@
-"""Where a trainer begins: what it takes up, what it restores, and what it refuses."""
+"""Where a trainer resumes: what it rewinds to, what it restores, and what it refuses."""
 
 from __future__ import annotations
 
 import pytest
 from loop_cases import run_state
+from pyroaring import BitMap
 
 from headrace.errors import ServiceError
-from services.trainer.control.checkpoint import State
-from services.trainer.control.ledger import Ledger, Orders
-from services.trainer.control.start import Restore, Rewind, Standing, choose_start, lost_writes
+from services.trainer.control.checkpoint import CheckpointState, Ledger
+from services.trainer.control.resume import ResumeState, lost_writes, restore_reason
 
-CHECKPOINT = State(version=4, timeline="line", incarnation="home", cursor=8, run_id="r")
+CHECKPOINT = CheckpointState(version=4, timeline="line", incarnation="home", cursor=8, run_id="r")
 
 
 def test_start_rewinds_where_the_buffer_knows_what_led_to_the_checkpoint() -> None:
-    assert choose_start(CHECKPOINT, run_state()) == Rewind(4)
+    assert restore_reason(CHECKPOINT, run_state()) is None
     # one that was set back to an older checkpoint
-    assert choose_start(CHECKPOINT, run_state(next_step=9, committed=8)) == Rewind(4)
-    assert choose_start(None, run_state(committed=-1, next_step=3)) == Rewind(0)
-    assert choose_start(None, run_state(committed=0, next_step=0)) == Rewind(0)
+    assert restore_reason(CHECKPOINT, run_state(next_step=9, committed=8)) is None
+    assert restore_reason(None, run_state(committed=-1, next_step=3)) is None
+    assert restore_reason(None, run_state(committed=0, next_step=0)) is None
 
 
 @pytest.mark.parametrize(
@@ -32,15 +32,14 @@ def test_start_rewinds_where_the_buffer_knows_what_led_to_the_checkpoint() -> No
     ],
 )
 def test_start_restores_where_the_buffer_lost_writes(changes: dict[str, object], reason: str) -> None:
-    start = choose_start(CHECKPOINT, run_state(**changes))
-    assert isinstance(start, Restore)
-    assert start.version == 4
-    assert reason in start.reason
+    found = restore_reason(CHECKPOINT, run_state(**changes))
+    assert found is not None
+    assert reason in found
 
 
 def test_start_refuses_a_run_whose_checkpoints_are_gone() -> None:
     with pytest.raises(ServiceError, match="has published version 4"):
-        choose_start(None, run_state())
+        restore_reason(None, run_state())
 
 
 @pytest.mark.parametrize(
@@ -58,8 +57,8 @@ def test_start_refuses_a_run_whose_checkpoints_are_gone() -> None:
 def test_a_buffer_that_lost_writes_is_told_from_one_that_another_trainer_took_over(
     changes: dict[str, object], lost: bool
 ) -> None:
-    standing = Standing(
-        version=4, timeline="now", ancestors=("first", "line"), incarnation="home", ledger=Ledger(), ended=Orders(),
-        enqueued=20, refill=False, before="before",
+    resumed = ResumeState(
+        version=4, timeline="now", ancestors=("first", "line"), incarnation="home", ledger=Ledger(), ended=BitMap(),
+        enqueued=20, refill=False, previous_timeline="before",
     )  # fmt: skip
-    assert lost_writes(standing, run_state(**changes), reserved=7) is lost
+    assert lost_writes(resumed, run_state(**changes), reserved=7) is lost

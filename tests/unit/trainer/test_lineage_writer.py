@@ -12,7 +12,7 @@ import pytest
 from headrace.errors import CodecError, ServiceError
 from headrace.lineage import ABANDONED, GroupLineage, LineageFiles, Origin, TokenRange, origin_of
 from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
-from services.trainer.control.lineage import Lineage
+from services.trainer.control.lineage_writer import LineageWriter
 
 
 def group(order: int) -> Group:
@@ -37,7 +37,7 @@ def origins(*groups: Group, versions: tuple[int, ...] = (0,)) -> dict[str, list[
     return {each.id: made for each in groups}
 
 
-def train(lineage: Lineage, step: int, *orders: int, versions: tuple[int, ...] = (0,)) -> None:
+def train(lineage: LineageWriter, step: int, *orders: int, versions: tuple[int, ...] = (0,)) -> None:
     groups = [group(order) for order in orders]
     lineage.write(step, groups, origins(*groups, versions=versions))
 
@@ -48,7 +48,7 @@ def made_on(found: GroupLineage | None) -> list[tuple[int, str | None]]:
 
 
 def test_a_trained_group_is_found_with_its_step_and_its_trajectories_in_order(tmp_path: Path) -> None:
-    lineage = Lineage(tmp_path / "lineage", "one")
+    lineage = LineageWriter(tmp_path / "lineage", "one")
     train(lineage, 0, 4, 2)
     train(lineage, 1, 3)
     files = LineageFiles(tmp_path / "lineage")
@@ -71,10 +71,10 @@ def test_a_trained_group_is_found_with_its_step_and_its_trajectories_in_order(tm
 def test_what_a_rewind_abandons_is_moved_aside_and_weights_are_named_by_the_timeline_that_made_them(
     tmp_path: Path,
 ) -> None:
-    first = Lineage(tmp_path, "one")
+    first = LineageWriter(tmp_path, "one")
     for step in range(4):
         train(first, step, step, versions=(step,))
-    second = Lineage(tmp_path, "two")
+    second = LineageWriter(tmp_path, "two")
     second.supersede(2)
     second.supersede(2)
     files = LineageFiles(tmp_path)
@@ -93,7 +93,7 @@ def test_what_a_rewind_abandons_is_moved_aside_and_weights_are_named_by_the_time
 
 
 def test_a_writer_that_dies_leaves_no_half_file_to_readers(tmp_path: Path) -> None:
-    train(Lineage(tmp_path, "one"), 0, 0)
+    train(LineageWriter(tmp_path, "one"), 0, 0)
     (tmp_path / ".step_1-one.jsonl.gz").write_bytes(b"half")
     files = LineageFiles(tmp_path)
     assert files.find("g1") is None
@@ -114,7 +114,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: bytes) -> None:
 def test_a_folder_that_cant_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "lineage").write_text("a file")
     with pytest.raises(ServiceError, match="can't write the lineage of a step"):
-        train(Lineage(tmp_path / "lineage", "one"), 0, 0)
+        train(LineageWriter(tmp_path / "lineage", "one"), 0, 0)
 
 
 def test_the_origin_of_a_trajectory_says_who_wrote_what_and_who_scored_it() -> None:

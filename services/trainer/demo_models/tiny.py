@@ -18,7 +18,7 @@ from rich.progress import track
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from services.trainer.data import arithmetic
-from services.trainer.models.folder import already_made, publish
+from services.trainer.demo_models import already_made, publish
 
 log = logging.getLogger(__name__)
 

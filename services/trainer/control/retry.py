@@ -1,4 +1,4 @@
-"""Going on after the buffer's server was away for a while (a restart, a failover)."""
+"""Retrying calls of the buffer while its server is away (a restart, a failover)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FIRST_PAUSE_S = 0.2
 LAST_PAUSE_S = 2.0
 
 
-class Patience:
-    """Repeats a call that found the server unreachable, for up to `deadline_s`; then the error stands.
+class BufferRetry:
+    """`await retry(call)` repeats `call` while the server is unreachable, for up to `deadline_s`; then the error is raised.
 
     Every call of the buffer may be repeated: an answer lost on the way back changes nothing.
     """
@@ -44,7 +44,7 @@ class Patience:
                 now = self._clock()
                 if since is None:
                     since = now
-                    log.warning("the buffer is away, waiting up to %g s for it: %s", self._deadline_s, error)
+                    log.warning("the buffer is unreachable, waiting up to %g s for it: %s", self._deadline_s, error)
                 if now - since >= self._deadline_s:
                     raise
             await self._sleep(pause)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import ReplayUnavailable, WrongTimeline
-from services.trainer.control.patience import Patience
+from services.trainer.control.retry import BufferRetry
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
         self.now += seconds
 
 
-async def test_patience_outlasts_a_server_that_comes_back() -> None:
+async def test_retry_outlasts_a_server_that_comes_back() -> None:
     clock, calls = Clock(), 0
 
     async def call() -> str:
@@ -29,11 +29,11 @@ async def test_patience_outlasts_a_server_that_comes_back() -> None:
             raise ReplayUnavailable("away")
         return "back"
 
-    assert await Patience(10.0, clock, clock.sleep)(call) == "back"
+    assert await BufferRetry(10.0, clock, clock.sleep)(call) == "back"
     assert calls > 3
 
 
-async def test_patience_ends_at_its_deadline_and_never_covers_a_refusal() -> None:
+async def test_retry_ends_at_its_deadline_and_never_covers_a_refusal() -> None:
     clock = Clock()
 
     async def away() -> None:
@@ -43,7 +43,7 @@ async def test_patience_ends_at_its_deadline_and_never_covers_a_refusal() -> Non
         raise WrongTimeline("another")
 
     with pytest.raises(ReplayUnavailable):
-        await Patience(10.0, clock, clock.sleep)(away)
+        await BufferRetry(10.0, clock, clock.sleep)(away)
     assert clock.now >= 10.0
     with pytest.raises(WrongTimeline):
-        await Patience(10.0, clock, clock.sleep)(refused)
+        await BufferRetry(10.0, clock, clock.sleep)(refused)

@@ -1,4 +1,4 @@
-"""What each step was made of, written beside the checkpoints (`headrace.lineage` says how, and reads it)."""
+"""Writes what each step was trained on beside the checkpoints; `headrace.lineage` describes the files and reads them."""
 
 from __future__ import annotations
 
@@ -11,35 +11,26 @@ from pathlib import Path
 import msgspec
 
 from headrace.errors import ServiceError
-from headrace.lineage import (
-    ABANDONED,
-    SCHEMA,
-    GroupLineage,
-    Header,
-    LineageFiles,
-    Origin,
-    timeline_of,
-    with_timelines,
-)
+from headrace.lineage import ABANDONED, SCHEMA, GroupLineage, Header, LineageFiles, Origin, timeline_of, with_timelines
 from headrace.trajectory import Group
-from services.trainer.files import force, whole_file
+from services.trainer.files import atomic_write, fsync
 
 
-class Lineage:
-    """The writer of one trainer: there is one a run.
+class LineageWriter:
+    """The one writer of a run's lineage files.
 
-    A file is there whole or not at all. It survives a power cut once `force` returned, which comes before the checkpoint that
-    its step led to: of steps that no checkpoint holds, nothing has to survive.
+    A file is there whole or not at all. It survives a power cut once `fsync` has returned, which is called before the checkpoint that
+    its step led to: nothing has to survive of steps that no checkpoint holds.
     """
 
     def __init__(self, folder: Path, timeline: str) -> None:
         self._folder = folder
         self._timeline = timeline
-        self._unforced: list[Path] = []
+        self._unsynced: list[Path] = []
         self._changes: list[tuple[int, str]] = []
 
     def supersede(self, version: int) -> None:
-        """The run goes on from `version`: what was trained at steps >= version is moved aside (idempotent)."""
+        """The run resumes from `version`: the files of steps >= version are moved aside (idempotent)."""
         files = LineageFiles(self._folder)
         with self._disk_errors():
             for step, path in files.files():
@@ -49,7 +40,7 @@ class Lineage:
         self._changes = files.timelines()
 
     def write(self, step: int, groups: Sequence[Group], origins: Mapping[str, Sequence[Origin]]) -> None:
-        """Step `step` has trained on `groups`; `origins` of each group's trajectories by its id. Raises `ServiceError` for a full disk."""
+        """Step `step` was trained on `groups`; `origins`: of their trajectories, by group id. Raises `ServiceError` for a full disk."""
         records = [
             GroupLineage(
                 group=group.id,
@@ -70,21 +61,21 @@ class Lineage:
         path = self._folder / f"step_{step}-{self._timeline}.jsonl.gz"
         with self._disk_errors():
             self._folder.mkdir(parents=True, exist_ok=True)
-            with whole_file(path) as unfinished, gzip.open(unfinished, "wb", compresslevel=6) as file:
+            with atomic_write(path) as unfinished, gzip.open(unfinished, "wb", compresslevel=6) as file:
                 for line in (header, *records):
                     file.write(msgspec.json.encode(line) + b"\n")
-        self._unforced.append(path)
+        self._unsynced.append(path)
         if not self._changes or self._changes[-1][1] != self._timeline:
             self._changes.append((step, self._timeline))
 
-    def force(self) -> None:
-        """What was written so far outlives a power cut."""
-        if not self._unforced:
+    def fsync(self) -> None:
+        """When this returns, what was written so far survives a power cut."""
+        if not self._unsynced:
             return
         with self._disk_errors():
-            for path in (*self._unforced, self._folder):
-                force(path)
-        self._unforced.clear()
+            for path in (*self._unsynced, self._folder):
+                fsync(path)
+        self._unsynced.clear()
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:

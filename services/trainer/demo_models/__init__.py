@@ -1,4 +1,5 @@
-"""Where a made model lands: complete or not at all, and made once."""
+"""Models that `headrace model NAME DIR` makes, because a model hub is not always within reach. A folder has one complete or not at all,
+and it is made once."""
 
 from __future__ import annotations
 
