@@ -92,6 +92,13 @@ def test_a_validation_whose_fleet_died_is_given_up_at_once() -> None:
     assert at(refitted=False, reply=None, healthy=0, validating=2, awaited_since=None) is Action.ABANDON_VALIDATION
 
 
+def test_a_validation_of_this_version_whose_fleet_died_waits_for_another_fleet() -> None:
+    end = {"version": 10, "saved": True, "validated": True, "validating": 10, "healthy": 0}
+    assert at(**end) is Action.WAIT
+    assert at(**end, refit_due=True) is Action.REFIT
+    assert at(**end, healthy_at=70.0) is Action.FAIL
+
+
 def test_training_goes_on_while_its_own_version_is_validated() -> None:
     running = {"version": 5, "validated": True, "validating": 5, "awaited_since": None}
     assert at(**running, reply=Reservation(5, (), ())) is Action.TRAIN
