@@ -34,11 +34,10 @@ from services.trainer.control.worker import Lead, Worker, dismiss, follow
 from services.trainer.learning.prepare import Passed
 from services.trainer.network.teacher import KEY as TEACHER
 from services.trainer.network.teacher import teacher_name
-from services.trainer.telemetry.gauges import Gauges
-from services.trainer.telemetry.http import build_app
+from services.trainer.telemetry.http import Gauges, build_app
 from services.trainer.telemetry.journal import JOURNAL, Journal
-from services.trainer.telemetry.throughput import Meter
-from services.trainer.telemetry.tracking import Tracking
+from services.trainer.telemetry.telemetry import Telemetry
+from services.trainer.telemetry.throughput import ThroughputMeter
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +138,7 @@ async def _train(
 ) -> bool:
     began = time.monotonic()
     journal = Journal(config.run_folder / JOURNAL)
-    tracking = Tracking(config, journal)
+    telemetry = Telemetry(config, journal)
     async with contextlib.AsyncExitStack() as stack:
         phase.problem = "waiting for the replay buffer"
         replay = await unless_stopped(stop, _connect(config, makers))
@@ -153,7 +152,7 @@ async def _train(
         checkpoints = makers.checkpoints(config)
         newest = checkpoints.newest()
         await torch_thread(lambda: lead.load(None if newest is None else str(checkpoints.path(newest))))
-        meter = await torch_thread(lambda: Meter.of(config))
+        meter = await torch_thread(lambda: ThroughputMeter.of(config))
         prompts = await asyncio.to_thread(Prompts, config, lead.learner.tokenizer)
         standing = await take_up(replay, patience, checkpoints, config.run.id or "")
         feeder = _feeder(config, replay, patience, standing, prompts)
@@ -175,17 +174,17 @@ async def _train(
             prompts=prompts,
             feeder=feeder,
             meter=meter,
-            tracking=tracking,
+            telemetry=telemetry,
             phase=phase,
             stop=stop,
             began=began,
         )
         finished = False
-        tracking.start()
+        telemetry.start()
         try:
             finished = await _go_on(config, tools, standing)
         finally:
-            await tracking.aclose(finished=finished)
+            await telemetry.aclose(finished=finished)
         return finished
 
 

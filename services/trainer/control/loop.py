@@ -30,9 +30,7 @@ from services.trainer.control.worker import Weights
 from services.trainer.learning.step import policy_epochs
 from services.trainer.telemetry.journal import Line, surviving
 from services.trainer.telemetry.metrics import batch_metrics, sampling_metrics, total_lengths
-from services.trainer.telemetry.page import CURVES
-from services.trainer.telemetry.page import write as write_page
-from services.trainer.telemetry.plot import draw_curve
+from services.trainer.telemetry.plots import CURVES, draw_curve, write_page
 from services.trainer.telemetry.throughput import Devices
 
 log = logging.getLogger(__name__)
@@ -176,15 +174,15 @@ class Loop:
         if masked := int(learnt["masked_tokens"]):
             await self._call(lambda: replay.masked(step, self._standing.timeline, masked))
         self._ledger.record(step, reservation.groups, [group.order for group in groups])
-        tracking, lead = self._tools.tracking, self._tools.lead
+        telemetry, lead = self._tools.telemetry, self._tools.lead
         origins = await self._tools.torch(lead.origins)
         await asyncio.to_thread(self._tools.lineage.write, step, groups, origins)
         truncated = learnt.pop("truncated")
         metrics = {**learnt, **batch_metrics(reservation, groups, truncated)}
         if self._config.algorithm.use_dynamic_sampling:
             metrics |= sampling_metrics(reservation, self._config.algorithm.generation_batch)
-        samples = await self._tools.torch(lead.samples) if tracking.wants_samples(metrics) else []
-        metrics |= await tracking.trained(step, groups, samples, metrics)
+        samples = await self._tools.torch(lead.samples) if telemetry.wants_samples(metrics) else []
+        metrics |= await telemetry.trained(step, groups, samples, metrics)
         metrics |= self._end_step(began, total_lengths(reservation, groups))
         self._reward = metrics["reward"]
         self._version = step + 1
@@ -299,7 +297,7 @@ class Loop:
             validation.version, f"{metrics['accuracy']:.3f}" if "accuracy" in metrics else "unknown",
             metrics["evaluated"], metrics["failed"], metrics["pending"],
         )  # fmt: skip
-        await self._tools.tracking.validated(validation.version, validation.evaluated)
+        await self._tools.telemetry.validated(validation.version, validation.evaluated)
         await self._publish("validation", validation.version, metrics)
         if self._ends_the_run(metrics):
             self._reached = True
@@ -339,7 +337,7 @@ class Loop:
 
     async def _publish(self, kind: Literal["train", "validation"], step: int, metrics: Mapping[str, float]) -> None:
         self._tools.journal.append(kind, step, self._standing.timeline, metrics)
-        self._tools.tracking.nudge()
+        self._tools.telemetry.nudge()
         self._tools.gauges.update(kind, step, metrics)
         await self._call(lambda: self._tools.replay.publish_metrics(kind, step, metrics))
 

@@ -18,10 +18,10 @@ from services.trainer.control.prompts import Prompts
 from services.trainer.control.threads import TorchThread
 from services.trainer.control.weight_sender import RefitReport, WeightSource
 from services.trainer.control.worker import Lead
-from services.trainer.telemetry.gauges import Gauges
+from services.trainer.telemetry.http import Gauges
 from services.trainer.telemetry.journal import Journal
-from services.trainer.telemetry.throughput import Meter
-from services.trainer.telemetry.tracking import Tracking
+from services.trainer.telemetry.telemetry import Telemetry
+from services.trainer.telemetry.throughput import ThroughputMeter
 
 
 class Sender(Protocol):
@@ -54,8 +54,8 @@ class Tools:
     gauges: Gauges
     prompts: Prompts
     feeder: Feeder
-    meter: Meter
-    tracking: Tracking
+    meter: ThroughputMeter
+    telemetry: Telemetry
     phase: Phase
     stop: asyncio.Event
     began: float

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
@@ -151,7 +152,8 @@ class SampleFiles:
             with whole_file(path) as unfinished, gzip.open(unfinished, "wb", compresslevel=1) as file:
                 for record in records:
                     file.write(msgspec.json.encode(record) + b"\n")
-            self._retain(kind)
+            if self._keep is not None:
+                keep_newest(self.folder, f"{kind}_data_step*.jsonl.gz", self._keep)
         except OSError as error:
             raise ServiceError(
                 f"can't write trajectories to {path} ({error}); free space there, set logger.log_dir, or "
@@ -166,17 +168,22 @@ class SampleFiles:
         with gzip.open(path, "rb") as file:
             return [msgspec.json.decode(line) for line in file]
 
-    def _retain(self, kind: Kind) -> None:
-        if self._keep is None:
-            return
-        files = sorted(self.folder.glob(f"{kind}_data_step*.jsonl.gz"), key=lambda path: path.stat().st_mtime_ns)
-        for path in files[: -self._keep]:
-            path.unlink()
+
+def keep_newest(folder: Path, pattern: str, count: int) -> None:
+    """Delete all but the `count` files that were written last: by their times, as a rewound run takes a step again; of files that the
+    clock can't tell apart, those of the highest steps."""
+
+    def age(path: Path) -> tuple[int, int, str]:
+        return path.stat().st_mtime_ns, len(path.name), path.name
+
+    for path in sorted(folder.glob(pattern), key=age)[: -count or None]:
+        path.unlink()
 
 
-def choose(rewards: Sequence[float], count: int) -> list[int]:
-    """Places of the `count` to show, best first: half of them the best, half the worst, of an odd count one in the middle."""
-    order = sorted(range(len(rewards)), key=lambda place: -rewards[place])
+def choose(records: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """The `count` records to show, best first: half of them those of the highest reward, half those of the lowest; of an odd count one
+    from the middle."""
+    order = sorted(records, key=lambda record: -record["rewards"])
     if len(order) <= count:
         return order
     half, odd = divmod(count, 2)
@@ -184,58 +191,33 @@ def choose(rewards: Sequence[float], count: int) -> list[int]:
     return [*order[:half], *middle, *order[len(order) - half :]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Shown:
-    """A trajectory for the eye."""
+def show(console: Console, title: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """Print a coloured block for each record on a terminal, plain text elsewhere."""
+    for place, record in enumerate(records, start=1):
+        colour = "green" if record["rewards"] > 0 else "red"
+        reward = Text.assemble((f"reward {record['rewards']:g}", colour), f"  {_note(record)}")
+        block = Group(Text(_prompt(record), style="dim"), Text(record["content"], style="bold"), reward)
+        heading = f"{title}, {place} of {len(records)}"
+        console.print(Panel(block, title=heading, title_align="left", border_style=colour))
 
-    prompt: str
-    answer: str
-    reward: float
-    note: str
 
-
-def shown(record: Mapping[str, Any]) -> Shown:
-    """Of a line of a file."""
-    prompt = "\n".join(f"{message['role']}: {_said(message.get('content'))}" for message in record["messages"])
-    tokens = len(record["token_ids"])
-    end = "cut off" if record["finish_reason"] == "length" else "ended"
-    return Shown(
-        prompt, record["content"], record["rewards"], f"{record['task']}, {tokens} tokens, {end}, {record['group']}"
+def as_markdown(records: Sequence[Mapping[str, Any]]) -> str:
+    """The same for a tracker. Texts are indented, so that they show as they are: a completion may hold Markdown of its own."""
+    return "\n\n---\n\n".join(
+        f"**reward {record['rewards']:g}** ({_note(record)})\n\n"
+        + "\n\n".join(textwrap.indent(text, "    ", lambda _: True) for text in (_prompt(record), record["content"]))
+        for record in records
     )
 
 
-def _said(content: Any) -> str:
+def _prompt(record: Mapping[str, Any]) -> str:
+    return "\n".join(f"{message['role']}: {_content(message.get('content'))}" for message in record["messages"])
+
+
+def _content(content: Any) -> str:
     return content if isinstance(content, str) else json.dumps(content)
 
 
-def show(console: Console, title: str, samples: Sequence[Shown]) -> None:
-    """A coloured block on a terminal, plain text elsewhere."""
-    for place, sample in enumerate(samples, start=1):
-        console.print(_panel(f"{title}, {place} of {len(samples)}", sample))
-
-
-def _panel(title: str, sample: Shown) -> RenderableType:
-    colour = "green" if sample.reward > 0 else "red"
-    return Panel(
-        Group(
-            Text(sample.prompt, style="dim"),
-            Text(sample.answer, style="bold"),
-            Text.assemble((f"reward {sample.reward:g}", colour), f"  {sample.note}"),
-        ),
-        title=title,
-        title_align="left",
-        border_style=colour,
-    )
-
-
-def as_markdown(samples: Sequence[Shown]) -> str:
-    """The same for a tracker."""
-    return "\n\n---\n\n".join(
-        f"**reward {sample.reward:g}** ({sample.note})\n\n" + _quoted(sample.prompt) + "\n\n" + _quoted(sample.answer)
-        for sample in samples
-    )
-
-
-def _quoted(text: str) -> str:
-    """As it stands: a completion may hold Markdown of its own."""
-    return "\n".join(f"    {line}" for line in text.splitlines() or [""])
+def _note(record: Mapping[str, Any]) -> str:
+    end = "cut off" if record["finish_reason"] == "length" else "ended"
+    return f"{record['task']}, {len(record['token_ids'])} tokens, {end}, {record['group']}"
