@@ -13,7 +13,6 @@ from headrace.config import Config
 from headrace.replay import Evaluated
 from headrace.trajectory import Group
 from services.trainer.telemetry import alarm
-from services.trainer.telemetry.feed import Feed, feed_metrics
 from services.trainer.telemetry.gpus import GPUMonitor
 from services.trainer.telemetry.journal import Journal
 from services.trainer.telemetry.plots import draw_disagreement
@@ -25,6 +24,7 @@ from services.trainer.telemetry.samples import (
     training_record,
     validation_record,
 )
+from services.trainer.telemetry.tracker_thread import TrackerThread, tracker_metrics
 from services.trainer.telemetry.trackers import enabled
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,9 @@ class Telemetry:
         self._folder = config.log_folder
         self._samples = SampleFiles(self._folder, config.logger.keep_step_data)
         shown = config.logger.num_val_samples_to_print
-        self._feeds = [Feed(name, opener, journal.path, self._samples, shown) for name, opener in enabled(config)]
+        self._trackers = [
+            TrackerThread(name, opener, journal.path, self._samples, shown) for name, opener in enabled(config)
+        ]
         self._gpus = GPUMonitor(config.logger.gpu_monitoring.collection_interval)
         self._streak = alarm.Streak()
         self._console = console or Console(stderr=True)
@@ -50,22 +52,22 @@ class Telemetry:
     def start(self) -> None:
         if self._settings.monitor_gpus:
             self._gpus.start()
-        for feed in self._feeds:
-            feed.start()
+        for thread in self._trackers:
+            thread.start()
 
     def nudge(self) -> None:
         """The journal has a new line."""
-        for feed in self._feeds:
-            feed.nudge()
+        for thread in self._trackers:
+            thread.nudge()
 
     async def aclose(self, *, finished: bool) -> None:
         """Let what is under way come to its end. Raises `ServiceError` where trajectories could not be written."""
         deadline = time.monotonic() + (FINISH_S if finished else STOP_S)
-        for feed in self._feeds:
-            feed.finish(deadline)
+        for thread in self._trackers:
+            thread.finish(deadline)
         await asyncio.to_thread(self._gpus.stop)
-        for feed in self._feeds:
-            await asyncio.to_thread(feed.join)
+        for thread in self._trackers:
+            await asyncio.to_thread(thread.join)
         await self._written()
 
     def wants_samples(self, metrics: Mapping[str, float]) -> bool:
@@ -91,7 +93,7 @@ class Telemetry:
         found = alarm.excesses(metrics, self._settings.train_inference_alarm)
         if self._streak.is_reported(bool(found)):
             await asyncio.to_thread(self._report_alarm, step, samples, found)
-        return {"train_inference_alarm": float(bool(found)), **feed_metrics(self._feeds), **self._gpus.take()}
+        return {"train_inference_alarm": float(bool(found)), **tracker_metrics(self._trackers), **self._gpus.take()}
 
     async def validated(self, version: int, evaluated: Sequence[Evaluated]) -> None:
         """Weights `version` have written these. Raises `ServiceError` for a full disk."""

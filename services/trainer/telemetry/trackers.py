@@ -2,7 +2,7 @@
 
 Each delivers by its library's own means: TensorBoard writes event files, W&B's own process writes its files and uploads them (or leaves
 that to `wandb sync`, with `WANDB_MODE=offline`), MLflow writes to a SQLite file or to a server, asking it several times. What no library
-knows is which lines of `metrics.jsonl` it already has, after a restart or a rewind: that is `feed`'s part.
+knows is which lines of `metrics.jsonl` it already has, after a restart or a rewind: `tracker_thread` keeps that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headrace.errors import ServiceError
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class TrackerEntry:
     """A `train` or `validation` line for a tracker: `number` counts all entries that it was sent, from 0; `metrics` have their tracked
     names (`train/loss`). `texts` (Markdown) and `pictures` (PNG files), by their names, belong to the step."""
 
@@ -41,7 +41,7 @@ class Tracker(Protocol):
 
     run_id: str
 
-    def write(self, entries: Sequence[Entry], rewound_to: int | None) -> None:
+    def write(self, entries: Sequence[TrackerEntry], rewound_to: int | None) -> None:
         """Once this returns, the entries outlive the process. With `rewound_to`, what was written of that step and later ones is void:
         a tracker that can takes it back."""
 
@@ -87,7 +87,7 @@ class TensorBoard:
         }
         self._open()
 
-    def write(self, entries: Sequence[Entry], rewound_to: int | None) -> None:
+    def write(self, entries: Sequence[TrackerEntry], rewound_to: int | None) -> None:
         from matplotlib.image import imread
 
         if rewound_to is not None:
@@ -138,13 +138,18 @@ class WeightsAndBiases:
             resume="allow",
             dir=str(config.log_folder),
             config=parameters(config),
-            # what the trainer prints and runs is not the tracker's
-            settings=wandb.Settings(console="off", silent=True, reinit="create_new"),
+            # what the trainer prints and runs is not the tracker's; an unreachable server must not hold up the trainer's exit
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                reinit="create_new",
+                init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 20)),
+            ),
         )
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, entries: Sequence[Entry], rewound_to: int | None) -> None:
+    def write(self, entries: Sequence[TrackerEntry], rewound_to: int | None) -> None:
         """Its own process has what is logged, and outlives this one until it has written it."""
         import wandb
 
@@ -192,7 +197,7 @@ class MLflowRun:
             self._client.set_terminated(known, "RUNNING")
         self._client.log_dict(self.run_id, parameters(config), f"config/{int(time.time())}.json")
 
-    def write(self, entries: Sequence[Entry], rewound_to: int | None) -> None:
+    def write(self, entries: Sequence[TrackerEntry], rewound_to: int | None) -> None:
         from mlflow.entities import Metric
         from mlflow.utils.validation import MAX_METRICS_PER_BATCH
 

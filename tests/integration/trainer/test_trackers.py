@@ -15,12 +15,12 @@ import pytest
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.telemetry import feed as feed_module
+from services.trainer.telemetry import tracker_thread
 from services.trainer.telemetry.alarm import picture_path
-from services.trainer.telemetry.feed import Feed, feed_metrics
 from services.trainer.telemetry.journal import Journal
 from services.trainer.telemetry.samples import SampleFiles
-from services.trainer.telemetry.trackers import Entry, Opener, enabled, parameters
+from services.trainer.telemetry.tracker_thread import TrackerThread, tracker_metrics
+from services.trainer.telemetry.trackers import Opener, TrackerEntry, enabled, parameters
 
 LONG_S = 100.0
 # two red pixels
@@ -44,15 +44,15 @@ def follow(config: Config, journal: Journal) -> None:
     """One life of a trainer: its tracker gets what there is, and is closed."""
     ((name, opener),) = enabled(config)
     shown = config.logger.num_val_samples_to_print
-    feed = Feed(name, opener, journal.path, SampleFiles(config.log_folder, 5), shown)
-    live(feed)
-    assert (feed.behind(), feed.failures) == (0, 0)
+    thread = TrackerThread(name, opener, journal.path, SampleFiles(config.log_folder, 5), shown)
+    live(thread)
+    assert (thread.behind(), thread.failures) == (0, 0)
 
 
-def live(feed: Feed) -> None:
-    feed.start()
-    feed.finish(time.monotonic() + LONG_S)
-    feed.join()
+def live(thread: TrackerThread) -> None:
+    thread.start()
+    thread.finish(time.monotonic() + LONG_S)
+    thread.join()
 
 
 @pytest.fixture
@@ -190,10 +190,10 @@ class Recorder:
 
     run_id = "r"
 
-    def __init__(self, written: list[Entry], fails: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, written: list[TrackerEntry], fails: Callable[[], bool] = lambda: False) -> None:
         self._written, self._fails = written, fails
 
-    def write(self, entries: Sequence[Entry], rewound_to: int | None) -> None:
+    def write(self, entries: Sequence[TrackerEntry], rewound_to: int | None) -> None:
         if self._fails():
             raise ConnectionError("no route to host")
         self._written += entries
@@ -202,14 +202,14 @@ class Recorder:
         return
 
 
-def feed_of(journal: Journal, folder: Path, opener: Opener) -> Feed:
-    return Feed("recorder", opener, journal.path, SampleFiles(folder, 0))
+def thread_of(journal: Journal, folder: Path, opener: Opener) -> TrackerThread:
+    return TrackerThread("recorder", opener, journal.path, SampleFiles(folder, 0))
 
 
 def test_law_a_tracker_that_fails_costs_the_run_nothing_and_gets_what_it_missed(
     tmp_path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
-    written: list[Entry] = []
+    written: list[TrackerEntry] = []
     down, failed = threading.Event(), threading.Event()
     down.set()
 
@@ -224,18 +224,18 @@ def test_law_a_tracker_that_fails_costs_the_run_nothing_and_gets_what_it_missed(
         opened.append(run_id)
         return Recorder(written, fails)
 
-    feed = feed_of(journal, tmp_path / "logs", opener)
-    feed.start()
+    thread = thread_of(journal, tmp_path / "logs", opener)
+    thread.start()
     for step in range(3):
         train(journal, step, 0.0)
-        feed.nudge()
+        thread.nudge()
     assert failed.wait(LONG_S)
     down.clear()
-    feed.finish(time.monotonic() + LONG_S)
-    feed.join()
+    thread.finish(time.monotonic() + LONG_S)
+    thread.join()
     assert [entry.step for entry in written] == [0, 1, 2]
-    assert feed_metrics([feed]) == {"trackers/failures": float(feed.failures), "trackers/lines_behind": 0.0}
-    assert feed.failures >= 1
+    assert tracker_metrics([thread]) == {"trackers/failures": float(thread.failures), "trackers/lines_behind": 0.0}
+    assert thread.failures >= 1
     assert caplog.text.count("recorder can't be written to (ConnectionError: no route to host)") == 1
     assert caplog.text.count("recorder is back") == 1
     assert opened[0] is None
@@ -245,8 +245,8 @@ def test_law_a_tracker_that_fails_costs_the_run_nothing_and_gets_what_it_missed(
 def test_a_tracker_that_is_back_gets_its_lines_without_waiting_for_the_next_one(
     tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed_module, "RETRY_S", 0.001)
-    written: list[Entry] = []
+    monkeypatch.setattr(tracker_thread, "RETRY_S", 0.001)
+    written: list[TrackerEntry] = []
     caught_up = threading.Event()
     failures = iter([True, True])
 
@@ -257,23 +257,23 @@ def test_a_tracker_that_is_back_gets_its_lines_without_waiting_for_the_next_one(
         return False
 
     train(journal, 0, 0.0)
-    feed = feed_of(journal, tmp_path / "logs", lambda run_id: Recorder(written, fails))
-    feed.start()
+    thread = thread_of(journal, tmp_path / "logs", lambda run_id: Recorder(written, fails))
+    thread.start()
     assert caught_up.wait(LONG_S)
-    feed.finish(time.monotonic() + LONG_S)
-    feed.join()
+    thread.finish(time.monotonic() + LONG_S)
+    thread.join()
     assert [entry.step for entry in written] == [0]
-    assert feed.failures == 2
+    assert thread.failures == 2
 
 
 def test_a_tracker_that_stays_away_is_reported_and_its_lines_are_sent_at_the_next_start(
     tmp_path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(journal, 0, 0.0)
-    live(feed_of(journal, tmp_path / "logs", lambda run_id: Recorder([], lambda: True)))
+    live(thread_of(journal, tmp_path / "logs", lambda run_id: Recorder([], lambda: True)))
     assert "recorder lacks 1 lines" in caplog.text
-    written: list[Entry] = []
-    live(feed_of(journal, tmp_path / "logs", lambda run_id: Recorder(written)))
+    written: list[TrackerEntry] = []
+    live(thread_of(journal, tmp_path / "logs", lambda run_id: Recorder(written)))
     assert [entry.step for entry in written] == [0]
 
 
@@ -282,32 +282,32 @@ def test_a_tracker_that_hangs_does_not_keep_a_finished_trainer(
 ) -> None:
     hangs = threading.Event()
     train(journal, 0, 0.0)
-    feed = feed_of(journal, tmp_path / "logs", lambda run_id: Recorder([], lambda: hangs.wait(LONG_S)))
-    feed.start()
-    feed.finish(time.monotonic())
-    feed.join()
+    thread = thread_of(journal, tmp_path / "logs", lambda run_id: Recorder([], lambda: hangs.wait(LONG_S)))
+    thread.start()
+    thread.finish(time.monotonic())
+    thread.join()
     assert "recorder lacks 1 lines" in caplog.text
     hangs.set()
 
 
 def test_a_journal_that_lost_lines_goes_on_in_the_same_run(tmp_path: Path, journal: Journal) -> None:
-    written: list[Entry] = []
+    written: list[TrackerEntry] = []
     runs: list[str | None] = []
 
     def opener(run_id: str | None) -> Recorder:
         runs.append(run_id)
         return Recorder(written)
 
-    def train_and_feed() -> None:
-        feed = feed_of(journal, tmp_path / "logs", opener)
+    def train_and_send() -> None:
+        thread = thread_of(journal, tmp_path / "logs", opener)
         train(journal, len(journal.read()), 0.0)
-        live(feed)
+        live(thread)
 
-    train_and_feed()
-    train_and_feed()
+    train_and_send()
+    train_and_send()
     whole = journal.path.read_bytes()
     journal.path.write_bytes(whole[: whole.index(b"\n") + 1])
-    train_and_feed()
+    train_and_send()
     assert runs == [None, "r", "r"]
     assert [(entry.number, entry.step) for entry in written] == [(0, 0), (1, 1), (2, 1)]
 
@@ -315,7 +315,7 @@ def test_a_journal_that_lost_lines_goes_on_in_the_same_run(tmp_path: Path, journ
 def test_a_position_that_cannot_be_read_is_an_error_that_says_what_to_do(tmp_path: Path, journal: Journal) -> None:
     (tmp_path / "recorder.json").write_text("")
     with pytest.raises(ServiceError, match=r"recorder\.json can't be read .*; remove it"):
-        feed_of(journal, tmp_path, lambda run_id: Recorder([]))
+        thread_of(journal, tmp_path, lambda run_id: Recorder([]))
 
 
 def test_a_library_that_is_missing_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from services.trainer.telemetry import alarm
 from services.trainer.telemetry.journal import Line, parse_lines, surviving
 from services.trainer.telemetry.metric_names import tracked_name
 from services.trainer.telemetry.samples import SampleFiles, as_markdown, choose
-from services.trainer.telemetry.trackers import Entry, Opener, Tracker
+from services.trainer.telemetry.trackers import Opener, Tracker, TrackerEntry
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Position(msgspec.Struct, frozen=True):
     entries: int = 0
 
 
-class Feed:
+class TrackerThread:
     """Sends tracker `name` what it lacks of `journal`, `samples_shown` trajectories of each validation, and the pictures of alarms."""
 
     def __init__(self, name: str, opener: Opener, journal: Path, samples: SampleFiles, samples_shown: int = 0) -> None:
@@ -123,7 +123,7 @@ class Feed:
         self._tracker.write(entries, rewound_to)
         self._save(Position(position.run_id, end, position.entries + len(entries)))
 
-    def _entry(self, number: int, line: Line) -> Entry:
+    def _entry(self, number: int, line: Line) -> TrackerEntry:
         """With the trajectories of a validation and the picture of an alarm, where their files are (still) there."""
         texts, pictures = {}, {}
         records = self._samples.read("val", line.step) if line.kind == "validation" and self._samples_shown else []
@@ -133,7 +133,7 @@ class Feed:
         if line.metrics.get("train_inference_alarm") and picture.exists():
             pictures["train/disagreement"] = picture
         metrics = {tracked_name(line.kind, name): value for name, value in line.metrics.items()}
-        return Entry(number, line.step, line.time, metrics, texts, pictures)
+        return TrackerEntry(number, line.step, line.time, metrics, texts, pictures)
 
     def _failed(self, error: Exception) -> None:
         self.failures += 1
@@ -179,11 +179,11 @@ class Feed:
             force(unfinished)
 
 
-def feed_metrics(feeds: Sequence[Feed]) -> dict[str, float]:
+def tracker_metrics(threads: Sequence[TrackerThread]) -> dict[str, float]:
     """`trackers/failures` and `trackers/lines_behind`; nothing without a tracker."""
-    if not feeds:
+    if not threads:
         return {}
     return {
-        "trackers/failures": float(sum(feed.failures for feed in feeds)),
-        "trackers/lines_behind": float(max(feed.behind() for feed in feeds)),
+        "trackers/failures": float(sum(thread.failures for thread in threads)),
+        "trackers/lines_behind": float(max(thread.behind() for thread in threads)),
     }
