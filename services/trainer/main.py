@@ -29,11 +29,10 @@ from services.trainer.data import Prompts
 from services.trainer.distributed import Ranks, join_ranks
 from services.trainer.learning.algorithms import required_passes
 from services.trainer.network.policy_model import TEACHER_KEY, teacher_name
-from services.trainer.telemetry.gauges import Gauges
-from services.trainer.telemetry.http import build_app
+from services.trainer.telemetry.http import Gauges, build_app
 from services.trainer.telemetry.journal import JOURNAL, Journal
-from services.trainer.telemetry.throughput import Meter
-from services.trainer.telemetry.tracking import Tracking
+from services.trainer.telemetry.telemetry import Telemetry
+from services.trainer.telemetry.throughput import ThroughputMeter
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             await stack.enter_async_context(serve_http(build_app(config, readiness), sock))
             log.info("http://%s:%d", *sock.getsockname()[:2])
             journal = Journal(config.run_folder / JOURNAL)
-            tracking = Tracking(config, journal)
+            telemetry = Telemetry(config, journal)
 
             readiness.problem = "waiting for the replay buffer"
             replay = await _connect_unless_stopped(config, dependencies, stop)
@@ -99,7 +98,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             newest = checkpoints.newest()
             folder = None if newest is None else str(checkpoints.path(newest))
             await events.run_in_executor(torch_thread, lead.load, folder)
-            meter = await events.run_in_executor(torch_thread, Meter.of, config)
+            meter = await events.run_in_executor(torch_thread, ThroughputMeter.of, config)
             prompts = await asyncio.to_thread(Prompts, config, lead.learner.tokenizer)
 
             resumed = await resume(replay, retry, checkpoints, config.run.id or "")
@@ -122,16 +121,16 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
                 prompts=prompts,
                 feeder=Feeder(config, replay, retry, resumed.timeline, prompts),
                 meter=meter,
-                tracking=tracking,
+                telemetry=telemetry,
                 readiness=readiness,
                 stop=stop,
                 began=began,
             )
-            tracking.start()
+            telemetry.start()
             try:
                 finished = await Loop(config, context, resumed).run()
             finally:
-                await tracking.aclose(finished=finished)
+                await telemetry.aclose(finished=finished)
         await asyncio.to_thread(dismiss, ranks)
     except (WrongTimeline, WrongStep) as error:
         raise ServiceError(

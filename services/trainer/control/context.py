@@ -18,10 +18,10 @@ from services.trainer.control.rank import LeadRank
 from services.trainer.control.retry import BufferRetry
 from services.trainer.control.weight_sender import WeightSender
 from services.trainer.data import Prompts
-from services.trainer.telemetry.gauges import Gauges
+from services.trainer.telemetry.http import Gauges
 from services.trainer.telemetry.journal import Journal
-from services.trainer.telemetry.throughput import Meter
-from services.trainer.telemetry.tracking import Tracking
+from services.trainer.telemetry.telemetry import Telemetry
+from services.trainer.telemetry.throughput import ThroughputMeter
 
 T = TypeVar("T")
 
@@ -68,8 +68,8 @@ class TrainerContext:
     gauges: Gauges
     prompts: Prompts
     feeder: Feeder
-    meter: Meter
-    tracking: Tracking
+    meter: ThroughputMeter
+    telemetry: Telemetry
     readiness: Readiness
     stop: asyncio.Event
     began: float

@@ -26,9 +26,7 @@ from services.trainer.control.resume import ResumeState, lost_writes
 from services.trainer.control.validation import Validation, reaches_target
 from services.trainer.telemetry.journal import Line, surviving
 from services.trainer.telemetry.metrics import batch_metrics, sampling_metrics, total_lengths
-from services.trainer.telemetry.page import CURVES
-from services.trainer.telemetry.page import write as write_page
-from services.trainer.telemetry.plot import draw_curve
+from services.trainer.telemetry.plots import CURVES, draw_curve, write_page
 from services.trainer.telemetry.throughput import Devices, StepTimes
 
 log = logging.getLogger(__name__)
@@ -214,8 +212,8 @@ class Loop:
         metrics = {**learnt, **batch_metrics(reservation, groups, truncated)}
         if config.algorithm.use_dynamic_sampling:
             metrics |= sampling_metrics(reservation, config.algorithm.generation_batch)
-        batch = await context.torch(lead.gather_batch) if context.tracking.wants_samples(metrics) else None
-        metrics |= await context.tracking.trained(step, groups, batch, metrics)
+        batch = await context.torch(lead.gather_batch) if context.telemetry.wants_batch(metrics) else None
+        metrics |= await context.telemetry.trained(step, groups, batch, metrics)
         metrics |= self._end_step(began, total_lengths(reservation, groups))
         self._reward = metrics["reward"]
         self._version = step + 1
@@ -311,7 +309,7 @@ class Loop:
             version, f"{metrics['accuracy']:.3f}" if "accuracy" in metrics else "unknown",
             metrics["evaluated"], metrics["failed"], metrics["pending"],
         )  # fmt: skip
-        await self._context.tracking.validated(version, validation.evaluated)
+        await self._context.telemetry.validated(version, validation.evaluated)
         await self._publish("validation", version, metrics)
         if self._reaches_target(metrics):
             self._target_reached = True
@@ -330,7 +328,7 @@ class Loop:
 
     async def _publish(self, kind: Literal["train", "validation"], step: int, metrics: Mapping[str, float]) -> None:
         self._context.journal.append(kind, step, self._timeline, metrics)
-        self._context.tracking.nudge()
+        self._context.telemetry.nudge()
         self._context.gauges.update(kind, step, metrics)
         await self._call(lambda: self._replay.publish_metrics(kind, step, metrics))
 
