@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config import Config
 from headrace.trajectory import Trajectory
-from services.trainer.learning.batch import Batch
+from services.trainer.learning.batch import Batch, MicroBatch
 from services.trainer.learning.learner import Learner
 from services.trainer.network.packing import PackedRows, Packing, pack
 from tests.support.trainer import batch, trajectory
@@ -72,15 +72,31 @@ def sampled(
     return found, rewards
 
 
-def random_batch(count: int, seed: int = 0, vocabulary: int = 20, prompts: int | None = None) -> Batch:
-    """A batch of what `sampled` gives."""
-    return batch(*sampled(count, seed, vocabulary, prompts))
+def random_batch(count: int, seed: int = 0, prompts: int | None = None) -> Batch:
+    """A batch of what `sampled` gives, scored by the environment `math`."""
+    return batch(*sampled(count, seed, prompts=prompts), environment="math")
 
 
 def unpacked(trajectories: Sequence[Trajectory]) -> PackedRows:
     """One padded micro-batch of all `trajectories` in their order, a row each."""
     rows = tuple(((i,),) for i in range(len(trajectories)))
     return pack(trajectories, rows, Packing(mode="padded", trajectories=len(trajectories), tokens=None))
+
+
+def by_hand(whole: Batch, old_logprobs: torch.Tensor) -> MicroBatch:
+    """The columns of a micro-batch that is the whole batch, where every token counts and each one's advantage is its reward."""
+    trajectory, rewards = torch.from_numpy(whole.trajectory), torch.from_numpy(whole.rewards).float()
+    ones = torch.ones(trajectory.numel())
+    return MicroBatch(
+        trajectory=trajectory,
+        mask=ones,
+        ages=0 * ones,
+        multipliers=torch.ones(len(whole)),
+        rewards=rewards,
+        advantages=rewards[trajectory],
+        rollout_logprobs=torch.from_numpy(whole.rollout_logprobs),
+        old_logprobs=old_logprobs,
+    )
 
 
 def token_ids(one: Trajectory) -> np.ndarray:
