@@ -12,9 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import loop_process
 import pytest
-from loop_fleet import repeated
 
 from headrace.config import Config
 from headrace.lineage import FOLDER, LineageFiles, timeline_of
@@ -22,6 +20,8 @@ from headrace.replay import ReplayClient
 from services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
 from services.trainer.telemetry.journal import Journal, Line, surviving
 from services.trainer.telemetry.samples import SampleFiles
+from tests.integration.trainer import loop_process
+from tests.integration.trainer.loop_fleet import repeated
 
 STEPS, PROMPTS = 4, 2
 FORKS = multiprocessing.get_context("forkserver")

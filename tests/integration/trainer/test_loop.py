@@ -7,8 +7,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from loop_fleet import SmallReplica, installed, running, score_all
-from loop_trainer import PROMPTS, STEPS, Trainer, check_history, check_samples, ended, settled
 
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.wire import open_redis
@@ -16,6 +14,8 @@ from headrace.service import EXIT_STOPPED
 from services.trainer.control.resume import restore_reason
 from services.trainer.telemetry.metric_names import unknown
 from services.trainer.telemetry.samples import SampleFiles
+from tests.integration.trainer.loop_fleet import SmallReplica, installed, running, score_all
+from tests.integration.trainer.loop_trainer import PROMPTS, STEPS, Trainer, check_history, check_samples, ended, settled
 
 pytestmark = pytest.mark.slow
 

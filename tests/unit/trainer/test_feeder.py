@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from loop_cases import run_state
 
 from services.trainer.control.feeder import next_orders
+from tests.unit.trainer.loop_cases import run_state
 
 DEMAND = {"ahead": 6, "total": 100, "to_train": 20}
 

@@ -29,7 +29,7 @@ async def test_retry_outlasts_a_server_that_comes_back() -> None:
             raise ReplayUnavailable("away")
         return "back"
 
-    assert await BufferRetry(10.0, clock, clock.sleep)(call) == "back"
+    assert await BufferRetry(10.0, clock=clock, sleep=clock.sleep)(call) == "back"
     assert calls > 3
 
 
@@ -43,7 +43,7 @@ async def test_retry_ends_at_its_deadline_and_never_covers_a_refusal() -> None:
         raise WrongTimeline("another")
 
     with pytest.raises(ReplayUnavailable):
-        await BufferRetry(10.0, clock, clock.sleep)(away)
+        await BufferRetry(10.0, clock=clock, sleep=clock.sleep)(away)
     assert clock.now >= 10.0
     with pytest.raises(WrongTimeline):
-        await BufferRetry(10.0, clock, clock.sleep)(refused)
+        await BufferRetry(10.0, clock=clock, sleep=clock.sleep)(refused)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from loop_cases import group, trajectory
 
 from headrace.replay import Evaluated
 from headrace.trajectory import Score, Span
 from services.trainer.control.validation import reaches_target, summarize
+from tests.unit.trainer.loop_cases import group, trajectory
 
 
 def evaluated(name: str, rewards: Sequence[float], version: int, task: str = "sums") -> Evaluated:
