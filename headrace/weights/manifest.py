@@ -1,7 +1,6 @@
-"""What a broadcast of weights consists of: names, types and shapes, and how they are laid out in flat buckets.
+"""The contents of a broadcast of weights: names, types and shapes, and their layout in flat buckets.
 
-The plan is a pure function of the manifest, so trainer and replicas cut the same stream at the same places without
-sending the cuts.
+The layout is a pure function of the manifest, so trainer and replicas cut the stream at the same places without sending them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ ITEM_BYTES = {
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One tensor: its checkpoint name, its type by torch's name without `torch.`, and its full shape."""
+    """One tensor: its name in the checkpoint, its dtype as torch names it without `torch.`, and its full shape."""
 
     name: str
     dtype: str
@@ -48,7 +47,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Neighbouring tensors of one type, laid end to end in one flat tensor."""
+    """Consecutive tensors of one dtype, concatenated into one flat tensor."""
 
     dtype: str
     entries: tuple[Entry, ...]
@@ -92,9 +91,9 @@ class Manifest:
         return sum(entry.nbytes for entry in self.entries)
 
     def buckets(self) -> list[Bucket]:
-        """The plan: order is kept, a bucket holds one type, and a tensor larger than `bucket_bytes` has one of its own.
+        """Cut the entries into buckets: in order, one dtype a bucket; a tensor larger than `bucket_bytes` gets its own.
 
-        Order is kept because a replica installs a layer as soon as its last tensor is there, and holds what came before.
+        The order matters because a replica installs a layer as soon as it has the layer's last tensor, and buffers the others.
         """
         plan: list[Bucket] = []
         run: list[Entry] = []
@@ -109,7 +108,7 @@ class Manifest:
         return plan
 
     def encode(self) -> dict[str, Any]:
-        """As msgpack types."""
+        """The manifest as msgpack types."""
         return {
             "names": [entry.name for entry in self.entries],
             "dtypes": [entry.dtype for entry in self.entries],

@@ -1,4 +1,4 @@
-"""What the trainer tells the members of an epoch: first who need not come, then where to meet, what is sent, and the proof it wants.
+"""What the trainer tells the members of an epoch: first which are excluded, then where to connect, what is sent, and the probe.
 
 The buffer carries both as opaque msgpack maps (`Epoch.rendezvous`).
 """
@@ -21,7 +21,7 @@ BACKENDS = ("gloo", "nccl")
 
 @dataclasses.dataclass(frozen=True)
 class Announcement:
-    """While an epoch is `announced`: replicas in `excluded` broke an earlier attempt at this version and must not acknowledge."""
+    """Sent while an epoch is `announced`. Replicas in `excluded` made an earlier attempt at this version fail and must not acknowledge."""
 
     excluded: tuple[str, ...] = ()
 
@@ -35,13 +35,13 @@ class Announcement:
 
 @dataclasses.dataclass(frozen=True)
 class Rendezvous:
-    """Of an epoch in `transfer`.
+    """Sent when an epoch enters `transfer`.
 
-    Exactly the set `previous_members` goes on with the group `previous_group`; any other forms `group_id` anew, at the trainer's
-    meeting point `host:port`. Ranks follow the members' names: the trainer is 0, then each member has `workers` ranks, one a
-    worker process. Each phase ends after `timeout_s`.
-    `probe_logprobs` [len - 1] are the trainer's log-probabilities of `probe_token_ids[1:]` at temperature 1, which a member's
-    must equal within `tolerance` nats.
+    If the members are exactly `previous_members`, they reuse the group `previous_group`; otherwise they form the new group
+    `group_id` at the trainer's store `host:port`. Ranks follow the sorted names: the trainer is 0, then each member has
+    `workers` ranks, one per worker process. Each phase ends after `timeout_s`.
+    `probe_logprobs` [len - 1] are the trainer's log-probabilities of `probe_token_ids[1:]` at temperature 1; a member's must
+    equal them within `tolerance` nats.
     """
 
     group_id: str
@@ -58,7 +58,7 @@ class Rendezvous:
     tolerance: float
 
     def group_of(self, members: Sequence[str]) -> str:
-        """Id of the group these members use; a pure rule, so that all come to the same one."""
+        """Id of the group that these members use; a pure function, so that all compute the same one."""
         return self.previous_group if members and set(members) == set(self.previous_members) else self.group_id
 
     def first_rank(self, member: str, members: Sequence[str]) -> int:
@@ -100,7 +100,7 @@ class Rendezvous:
         return rendezvous
 
     def check(self) -> None:
-        """Raise `CodecError` unless the probe proves something and the times and counts are positive."""
+        """Raise `CodecError` unless the probe is usable and times and counts are positive."""
         if self.probe_token_ids.size < 2 or self.probe_logprobs.size != self.probe_token_ids.size - 1:
             raise CodecError(
                 f"rendezvous: {self.probe_logprobs.size} log-probabilities for a probe of {self.probe_token_ids.size} tokens"
