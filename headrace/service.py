@@ -1,10 +1,11 @@
-"""What every service process does alike: health pages, signals, and not outliving the process that started it."""
+"""Shared by all service processes: exit codes, health pages, ports, signals, and ending with the parent process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
+import os
 import signal
 import socket
 import sys
@@ -18,7 +19,13 @@ if TYPE_CHECKING:
 
 Ready = Callable[[], Awaitable[str | None]]
 
-# 128 + SIGTERM: a service that has work to finish was stopped before it had.
+# Exit codes of a service. The user must fix something: starting the service again won't help.
+EXIT_USER_ERROR = 1
+# An unexpected exception.
+EXIT_INTERNAL_ERROR = os.EX_SOFTWARE
+# The buffer can't be reached; it may come back.
+EXIT_BUFFER_UNAVAILABLE = os.EX_TEMPFAIL
+# 128 + SIGTERM: the service was stopped before its work was done.
 EXIT_STOPPED = 143
 
 
