@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -12,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 SHOWN_STEPS = 10
-# The state of a replica during a refit. It occurs every step, so `LogDisplay` prints no line for it.
+# The state of a replica during a refit. It occurs every step, so `Display` prints no line for it.
 UPDATING = "updating"
 _COLOURS = {"ready": "green", "finished": "green", "failed": "red", "restarting": "yellow", "silent": "red"}
 
@@ -47,13 +46,7 @@ class RunSummary:
         series[step] = metrics
 
 
-class Display(Protocol):
-    def print(self, line: str) -> None: ...
-    def metrics(self, kind: str, step: int, metrics: Mapping[str, float]) -> None: ...
-    def update(self, run: RunSummary) -> None: ...
-
-
-class LogDisplay:
+class Display:
     """Prints one line per event, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
@@ -82,14 +75,12 @@ class LogDisplay:
                 self.print(f"{line.name}: {line.state}")
 
 
-class LiveDisplay:
-    """Redraws a table of services and the last steps."""
+class LiveDisplay(Display):
+    """Redraws a table of services and the last steps, and prints other lines above it."""
 
     def __init__(self, live: Live) -> None:
+        super().__init__(live.console)
         self.live = live
-
-    def print(self, line: str) -> None:
-        self.live.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def metrics(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """Does nothing: `update` draws them."""

@@ -20,7 +20,7 @@ from rich.live import Live
 from headrace.cli import runs
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
-from headrace.cli.display import UPDATING, Display, LiveDisplay, LogDisplay, RunSummary, ServiceLine, closing_table
+from headrace.cli.display import UPDATING, Display, LiveDisplay, RunSummary, ServiceLine, closing_table
 from headrace.cli.rewind import published
 from headrace.cli.supervisor import Child, Supervisor, child_environ
 from headrace.config import Config
@@ -82,7 +82,7 @@ def up(
 @contextlib.contextmanager
 def _display(console: Console) -> Iterator[Display]:
     if not console.is_terminal:
-        yield LogDisplay(console)
+        yield Display(console)
         return
     with Live(console=console, auto_refresh=False, transient=False) as live:
         yield LiveDisplay(live)

@@ -273,14 +273,14 @@ def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch
             for bucket in plan:
                 flat = buffer[: bucket.nbytes]
                 offset = 0
-                for entry in bucket.entries:
+                for spec in bucket.tensors:
                     name, tensor = next(stream, ("the end", torch.empty(0)))
                     found = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-                    if found != (entry.name, entry.dtype, entry.shape):
-                        raise ValueError(f"the manifest announces {entry}, the source gave {found}")
-                    part = flat[offset : offset + entry.nbytes].view(tensor.dtype)
+                    if found != (spec.name, spec.dtype, spec.shape):
+                        raise ValueError(f"the manifest announces {spec}, the source gave {found}")
+                    part = flat[offset : offset + spec.nbytes].view(tensor.dtype)
                     part.copy_(tensor.detach().reshape(-1))
-                    offset += entry.nbytes
+                    offset += spec.nbytes
                 channel.broadcast(flat, deadline)
     finally:
         surplus = sum(1 for _ in stream)
@@ -298,8 +298,8 @@ def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[l
         flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=channel.membership.device)
         channel.broadcast(flat, deadline)
         values = flat.view(getattr(torch, bucket.dtype))
-        parts = values.split([entry.numel for entry in bucket.entries])
-        yield [(entry.name, part.view(entry.shape)) for entry, part in zip(bucket.entries, parts, strict=True)]
+        parts = values.split([spec.numel for spec in bucket.tensors])
+        yield [(spec.name, part.view(spec.shape)) for spec, part in zip(bucket.tensors, parts, strict=True)]
 
 
 def _left(deadline: float, what: str) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.cli.display import UPDATING, LogDisplay, RunSummary, ServiceLine, closing_table, draw
+from headrace.cli.display import UPDATING, Display, RunSummary, ServiceLine, closing_table, draw
 from headrace.cli.status import progress
 
 
@@ -70,7 +70,7 @@ def test_the_summary_names_both_ends() -> None:
 
 def test_the_log_display_prints_each_change_of_state_once_and_no_refit() -> None:
     console = Console(file=io.StringIO(), width=40)
-    display, now = LogDisplay(console), run()
+    display, now = Display(console), run()
     for state in ("starting", "starting", "ready", UPDATING, "ready", "restarting"):
         now.services = [ServiceLine("rollout-1", state, 0, "")]
         display.update(now)
@@ -101,9 +101,7 @@ def test_an_alarm_is_shown_until_a_step_is_without_one() -> None:
     alarmed.add("4-0", "train", 5, {"reward": 0.5, "train_inference_alarm": 0.0})
     assert "disagree" not in shown(draw(alarmed))
     console = Console(file=io.StringIO(), width=200)
-    LogDisplay(console).metrics(
-        "train", 4, {"reward": 0.5, "train_inference_alarm": 1.0, "token_mult_prob_error": 1.31}
-    )
+    Display(console).metrics("train", 4, {"reward": 0.5, "train_inference_alarm": 1.0, "token_mult_prob_error": 1.31})
     assert "disagree" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
