@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from headrace.cli.options import ConfigArgument, Overrides
+from headrace.cli.common import ConfigArgument, Overrides
 from headrace.config import Config
 from headrace.config.load import examine
 from headrace.config.nemo import lines, summary

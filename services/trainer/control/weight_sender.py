@@ -35,7 +35,7 @@ from headrace.trajectory import Float32, Int32
 from headrace.weights import membership
 from headrace.weights.manifest import Manifest
 from headrace.weights.rendezvous import Announcement, Rendezvous
-from headrace.weights.transport import Backend, Channel, Meeting, Membership, send
+from services.weight_channel.transport import Backend, Channel, GroupRank, RendezvousStore, send
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class WeightSender:
         on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
         self._gpu = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
         self._replay = replay
-        self._meeting = Meeting(self._config.host, self._config.port)
+        self._meeting = RendezvousStore(self._config.host, self._config.port)
         self._channel: Channel | None = None
         self._closed: list[Channel] = []  # whose last calls may still run
         self._group: tuple[str, tuple[str, ...]] = ("", ())  # id and members of the channel's
@@ -247,7 +247,7 @@ class WeightSender:
         group = rendezvous.group_of(members)
         if self._channel is None or group != self._group[0]:
             self._close_channel()
-            place = Membership(
+            place = GroupRank(
                 group_id=group,
                 backend=cast(Backend, rendezvous.backend),
                 host=rendezvous.host,

@@ -1,10 +1,9 @@
-"""What a person sees of a run: a live table on a terminal, one line an event elsewhere, and the summary at the end."""
+"""Shows a run to the user: a live table on a terminal, one line per event elsewhere, and a summary at the end."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -12,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 SHOWN_STEPS = 10
-# A replica between two versions of the weights: every step, so that a line each would drown the rest.
+# The state of a replica during a refit. It occurs every step, so `Display` prints no line for it.
 UPDATING = "updating"
 _COLOURS = {"ready": "green", "finished": "green", "failed": "red", "restarting": "yellow", "silent": "red"}
 
@@ -26,8 +25,8 @@ class ServiceLine:
 
 
 @dataclasses.dataclass
-class Picture:
-    """What is known of the run. `train` and `validation` hold the metrics of each step; a step trained again replaces itself."""
+class RunSummary:
+    """What is known of a run. `train` and `validation` hold each step's metrics; a step that is trained again replaces the old one."""
 
     run_id: str
     max_steps: int
@@ -38,8 +37,8 @@ class Picture:
     last_entry: str = "0"
     buffer: str = ""  # why the buffer can't be read at the moment
 
-    def take(self, entry: str, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Note an entry of the metric stream. A step behind the last one means a rewind: what came after it is void."""
+    def add(self, entry: str, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Add an entry of the metric stream. A step before the last one means a rewind: the steps after it are dropped."""
         self.last_entry = entry
         series = self.train if kind == "train" else self.validation
         for later in [known for known in series if known > step]:
@@ -47,94 +46,86 @@ class Picture:
         series[step] = metrics
 
 
-class View(Protocol):
-    def tell(self, line: str) -> None: ...
-    def metrics(self, kind: str, step: int, metrics: Mapping[str, float]) -> None: ...
-    def show(self, picture: Picture) -> None: ...
-
-
-class PlainView:
-    """One line an event: for logs and pipes."""
+class Display:
+    """Prints one line per event, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self._states: dict[str, str] = {}
 
-    def tell(self, line: str) -> None:
+    def print(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def metrics(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         if kind == "validation":
-            self.tell(f"step {step}: validation accuracy {_number(metrics, 'accuracy', '.3f')}")
+            self.print(f"step {step}: validation accuracy {_number(metrics, 'accuracy', '.3f')}")
         else:
-            self.tell(
+            self.print(
                 f"step {step}: reward {_number(metrics, 'reward', '.3f')}, age {_number(metrics, 'avg_trajectory_age', '.1f')}, "
                 f"{_number(metrics, 'performance/tokens_per_sec', '.0f')} tokens/s, "
                 f"{_number(metrics, 'timing/train/total_step_time', '.2f')} s"
             )
             if disagreement := _disagreement(step, metrics):
-                self.tell(disagreement)
+                self.print(disagreement)
 
-    def show(self, picture: Picture) -> None:
-        for line in picture.services:
+    def update(self, run: RunSummary) -> None:
+        for line in run.services:
             if line.state != UPDATING and self._states.get(line.name) != line.state:
                 self._states[line.name] = line.state
-                self.tell(f"{line.name}: {line.state}")
+                self.print(f"{line.name}: {line.state}")
 
 
-class LiveView:
-    """A table that is drawn anew: services beside the last steps."""
+class LiveDisplay(Display):
+    """Redraws a table of services and the last steps, and prints other lines above it."""
 
     def __init__(self, live: Live) -> None:
+        super().__init__(live.console)
         self.live = live
 
-    def tell(self, line: str) -> None:
-        self.live.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
     def metrics(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing of its own: `show` draws them."""
+        """Does nothing: `update` draws them."""
 
-    def show(self, picture: Picture) -> None:
-        self.live.update(draw(picture), refresh=True)
+    def update(self, run: RunSummary) -> None:
+        self.live.update(draw(run), refresh=True)
 
 
-def draw(picture: Picture) -> RenderableType:
+def draw(run: RunSummary) -> RenderableType:
     services = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("service", "state", "", "restarts"):
         services.add_column(column)
-    for line in picture.services:
+    for line in run.services:
         state = Text(line.state, style=_COLOURS.get(line.state, "yellow"))
         services.add_row(line.name, state, line.note, str(line.restarts) if line.restarts else "")
-    groups = ", ".join(f"{count} {state}" for state, count in picture.counts.items() if count)
-    lines: list[RenderableType] = [Text(f"run {picture.run_id}", style="bold"), services]
+    groups = ", ".join(f"{count} {state}" for state, count in run.counts.items() if count)
+    lines: list[RenderableType] = [Text(f"run {run.run_id}", style="bold"), services]
     if groups:
         lines.append(Text(f"groups: {groups}", style="dim"))
-    if picture.buffer:
-        lines.append(Text(f"buffer: {picture.buffer}", style="red"))
-    if picture.train or picture.validation:
-        lines.append(_steps(picture))
-    newest = max(picture.train, default=0)
-    if disagreement := _disagreement(newest, picture.train.get(newest, {})):
+    if run.buffer:
+        lines.append(Text(f"buffer: {run.buffer}", style="red"))
+    if run.train or run.validation:
+        lines.append(_steps(run))
+    newest = max(run.train, default=0)
+    if disagreement := _disagreement(newest, run.train.get(newest, {})):
         lines.append(Text(disagreement, style="red"))
     return Group(*lines)
 
 
 def _disagreement(step: int, metrics: Mapping[str, float]) -> str | None:
-    """The alarm of a step, if there is one."""
+    """The alarm of a step, or None."""
     if not metrics.get("train_inference_alarm"):
         return None
     error = _number(metrics, "token_mult_prob_error", ".3f")
     return f"step {step}: trainer and inference disagree (token_mult_prob_error {error}); the trainer's log says how"
 
 
-def _steps(picture: Picture) -> Table:
+def _steps(run: RunSummary) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("step", "reward", "validation", "age", "tokens/s", "s/step"):
         table.add_column(column, justify="right")
-    for step in sorted({*picture.train, *picture.validation})[-SHOWN_STEPS:]:
-        train, validation = picture.train.get(step, {}), picture.validation.get(step, {})
+    for step in sorted({*run.train, *run.validation})[-SHOWN_STEPS:]:
+        train, validation = run.train.get(step, {}), run.validation.get(step, {})
         table.add_row(
-            f"{step}/{picture.max_steps}",
+            f"{step}/{run.max_steps}",
             _number(train, "reward", ".3f"),
             _number(validation, "accuracy", ".3f"),
             _number(train, "avg_trajectory_age", ".1f"),
@@ -144,14 +135,14 @@ def _steps(picture: Picture) -> Table:
     return table
 
 
-def summary(picture: Picture, seconds: float) -> Table:
-    """The end of a run: where it started and where it got to."""
-    table = Table(title=f"run {picture.run_id}", title_justify="left", show_header=True, header_style="bold")
+def closing_table(run: RunSummary, seconds: float) -> Table:
+    """The table at the end of a run: the first and the last values."""
+    table = Table(title=f"run {run.run_id}", title_justify="left", show_header=True, header_style="bold")
     for column in ("", "start", "end"):
         table.add_column(column)
     for title, series, key in (
-        ("validation accuracy", picture.validation, "accuracy"),
-        ("reward", picture.train, "reward"),
+        ("validation accuracy", run.validation, "accuracy"),
+        ("reward", run.train, "reward"),
     ):
         steps = sorted(series)
         if steps:

@@ -1,12 +1,12 @@
 """The collective that carries weights: a process group of its own, and a broadcast in which every step ends in time.
 
-This is the one module of `headrace` that imports torch. Trainer (rank 0) and replica workers never touch a global process
-group: the trainer keeps a `Meeting` (a TCPStore) open for as long as it runs, and each membership meets there under a
-group id of its own. `gloo` and `nccl` differ in `_process_group` alone.
+Trainer (rank 0) and replica workers never touch torch's global process group. The trainer keeps a `RendezvousStore` open for
+as long as it runs, and each group of ranks meets there under an id of its own. `gloo` and `nccl` differ only in
+`_process_group`.
 
-Neither backend can be relied on to notice a peer that died or hangs, so every blocking call runs on a thread that is
-given up at the deadline, or as soon as the trainer says that the group is over; the thread itself ends by the timeout
-that its operation was given. A group that lost a call is never used again.
+Neither backend reliably notices a peer that died or hangs. So every blocking call runs on a thread, which the caller
+abandons at the deadline or as soon as the trainer closes the group; the thread itself ends by the timeout of its operation.
+A group in which a call failed is never used again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BroadcastOptions
 
-from headrace.errors import WeightChannelAborted, WeightChannelError, WeightChannelTimeout
+from headrace.errors import ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
 from headrace.service import bind
 from headrace.weights.manifest import Manifest
 
@@ -36,30 +36,41 @@ T = TypeVar("T")
 
 _GO, _OVER = "go", "over"
 _GROUP_LIFETIME = timedelta(days=365)
+_STORE_TIMEOUT = timedelta(seconds=30)
 
 
-class Meeting:
-    """The store at which every group meets, on the trainer. Raises `ServiceError` when the port is busy."""
+class RendezvousStore:
+    """The trainer's TCPStore, where the ranks of every group find each other.
+
+    Raises `ServiceError` if the port is busy or the trainer can't reach the store under `host` itself.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         sock = bind(_listen_address(host), port, "weight_channel.port")
         self.port: int = sock.getsockname()[1]
-        self._store = dist.TCPStore(
-            host,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=sock.detach(),
-            timeout=timedelta(seconds=30),
-        )
+        try:
+            self._store = dist.TCPStore(
+                host,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=sock.detach(),
+                timeout=_STORE_TIMEOUT,
+            )
+        except RuntimeError as error:
+            raise ServiceError(
+                f"weight_channel.host: the trainer can't reach its own store at {host}:{self.port} ({_line(error)}); set it to "
+                "an address of this machine that replicas can reach"
+            ) from error
 
     def connect(self) -> dist.TCPStore:
-        """A connection of its own."""
-        return self._store.clone()  # type: ignore[attr-defined]
+        """A new connection to the store. Raises `WeightChannelError`."""
+        with _torch_errors("connecting to the store"):
+            return self._store.clone()  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)
-class Membership:
+class GroupRank:
     """One rank's place in a group. Rank 0 sends; the others receive. `device` holds the tensors."""
 
     group_id: str
@@ -72,16 +83,17 @@ class Membership:
 
 
 class Channel:
-    """A joined group. Any failure closes it; a closed channel raises `WeightChannelAborted`.
+    """A group that this process has joined. Any failure closes it; a closed channel raises `WeightChannelAborted`.
 
-    Not safe for concurrent use, but `close` may be called from any thread to end a call that is running.
+    Not safe for concurrent use, except that any thread may call `close` to end a running call.
     """
 
-    def __init__(self, membership: Membership, store: dist.TCPStore) -> None:
+    def __init__(self, membership: GroupRank, store: dist.TCPStore) -> None:
         self.membership = membership
         self._store = dist.PrefixStore(membership.group_id, store)
-        # a store's connection is locked while it waits, so the word that ends a wait travels on another
-        self._control = dist.PrefixStore(membership.group_id, store.clone())  # type: ignore[attr-defined]
+        # a connection is locked while it waits, so the signal that ends a wait needs another one
+        with _torch_errors("connecting to the store"):
+            self._control = dist.PrefixStore(membership.group_id, store.clone())  # type: ignore[attr-defined]
         self._group: Any = None
         self._running: Future[Any] = Future()
         self._threads: list[threading.Thread] = []
@@ -89,24 +101,25 @@ class Channel:
 
     @classmethod
     def lead(
-        cls, membership: Membership, meeting: Meeting, deadline: float, opened: Callable[[Channel], None]
+        cls, membership: GroupRank, store: RendezvousStore, deadline: float, opened: Callable[[Channel], None]
     ) -> Channel:
-        """Rank 0: wait for every other rank, then join. `opened` is told the channel first, so that it can be closed meanwhile.
+        """Rank 0: wait for every other rank, then join. `opened` gets the channel first, so that it can be closed meanwhile.
 
-        `deadline` is of `time.monotonic`. Raises `WeightChannelError`.
+        `deadline` is on the clock of `time.monotonic`. Raises `WeightChannelError`.
         """
-        channel = cls(membership, meeting.connect())
+        channel = cls(membership, store.connect())
         opened(channel)
         with channel._closing_on_failure():
             others = [f"ready/{rank}" for rank in range(1, membership.world_size)]
             channel._in_time("members to join", deadline, lambda: channel._await_keys(others, deadline))
-            channel._store.set("go", _GO)
+            with _torch_errors("starting the group"):
+                channel._store.set("go", _GO)
             channel._form(deadline)
         return channel
 
     @classmethod
-    def follow(cls, membership: Membership, deadline: float) -> Channel:
-        """A rank above 0: say that it is there, wait for the trainer's word, then join. Raises `WeightChannelError`."""
+    def follow(cls, membership: GroupRank, deadline: float) -> Channel:
+        """A rank above 0: report to the trainer, wait for its start signal, then join. Raises `WeightChannelError`."""
         seconds = timedelta(seconds=_left(deadline, "connecting"))
         try:
             store = dist.TCPStore(membership.host, membership.port, is_master=False, timeout=seconds)
@@ -114,11 +127,11 @@ class Channel:
             channel._store.set(f"ready/{membership.rank}", "")
         except (RuntimeError, OSError) as error:
             raise WeightChannelTimeout(
-                f"the trainer's meeting point {membership.host}:{membership.port} can't be reached ({_line(error)}); "
+                f"the trainer's store {membership.host}:{membership.port} can't be reached ({_line(error)}); "
                 "set weight_channel.host to an address of the trainer that replicas can reach"
             ) from error
         with channel._closing_on_failure():
-            go = channel._in_time("the trainer's word", deadline, lambda: channel._await_keys(["go"], deadline))
+            go = channel._in_time("the trainer's start signal", deadline, lambda: channel._await_keys(["go"], deadline))
             if go != _GO.encode():
                 raise WeightChannelAborted("the trainer gave the group up before it was complete")
             channel._watch()
@@ -126,7 +139,7 @@ class Channel:
         return channel
 
     def broadcast(self, tensor: torch.Tensor, deadline: float) -> None:
-        """Fill `tensor` (contiguous, on the membership's device) on every rank with rank 0's. Blocks until it is there.
+        """Copy rank 0's `tensor` (contiguous, on this rank's device) into that of every other rank. Blocks until it is there.
 
         Raises `WeightChannelTimeout` at `deadline`, `WeightChannelAborted` once `close` was called here or by rank 0.
         """
@@ -139,7 +152,7 @@ class Channel:
             self._in_time("a broadcast", deadline, lambda: self._broadcast(tensor.view(-1), options))
 
     def close(self) -> None:
-        """Leave the group; rank 0's leaving ends it for all, at once. Idempotent."""
+        """Leave the group; when rank 0 leaves, the group ends for all at once. Idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -156,8 +169,8 @@ class Channel:
             group.abort()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for calls that were given up and still run on their threads; False if one did not end. Call it before the process ends:
-        a thread that comes back from torch's own code while the interpreter goes away takes the process down with SIGABRT."""
+        """Wait for abandoned calls that still run on their threads; False if one did not end. Call it before the process ends:
+        a thread that returns from torch's code while the interpreter shuts down takes the process down with SIGABRT."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -168,7 +181,6 @@ class Channel:
         self._group = self._in_time("peers to connect", deadline, lambda: self._process_group(seconds))
 
     def _process_group(self, seconds: float) -> Any:
-        """The only place where the backends differ in what is made."""
         m = self.membership
         if m.backend == "gloo":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -192,7 +204,7 @@ class Channel:
 
     def _await_keys(self, keys: list[str], deadline: float) -> bytes:
         if keys:
-            self._store.wait(keys, timedelta(seconds=_left(deadline, "meeting")))
+            self._store.wait(keys, timedelta(seconds=_left(deadline, "waiting in the store")))
         return self._store.get(keys[0]) if keys else b""
 
     def _watch(self) -> None:
@@ -207,7 +219,7 @@ class Channel:
         threading.Thread(target=watch, name="weight-channel-watch", daemon=True).start()
 
     def _in_time(self, what: str, deadline: float, call: Callable[[], T]) -> T:
-        """Run a blocking call on a thread and give it up at `deadline` or when the channel is closed."""
+        """Run a blocking call on a thread; abandon it at `deadline` or when the channel is closed."""
         future: Future[T] = Future()
         self._running = future
         if self._closed.is_set():
@@ -216,7 +228,7 @@ class Channel:
         def run() -> None:
             try:
                 result = call()
-            except Exception as error:  # noqa: BLE001 - handed to the caller, who sorts it
+            except Exception as error:  # noqa: BLE001 - handed to the caller
                 with contextlib.suppress(InvalidStateError):
                     future.set_exception(error)
             else:
@@ -230,7 +242,7 @@ class Channel:
             return future.result(timeout=_left(deadline, what))
         except TimeoutError as error:
             raise WeightChannelTimeout(f"waiting for {what} passed its deadline; a peer died or hangs") from error
-        except RuntimeError as error:  # what torch raises, its DistError family included
+        except (RuntimeError, OSError) as error:  # torch's DistError family, and an address that can't be resolved
             if time.monotonic() >= deadline:
                 raise WeightChannelTimeout(f"waiting for {what} passed its deadline ({_line(error)})") from error
             raise WeightChannelError(f"waiting for {what} failed: {_line(error)}") from error
@@ -261,14 +273,14 @@ def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch
             for bucket in plan:
                 flat = buffer[: bucket.nbytes]
                 offset = 0
-                for entry in bucket.entries:
+                for spec in bucket.tensors:
                     name, tensor = next(stream, ("the end", torch.empty(0)))
                     found = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-                    if found != (entry.name, entry.dtype, entry.shape):
-                        raise ValueError(f"the manifest announces {entry}, the source gave {found}")
-                    part = flat[offset : offset + entry.nbytes].view(tensor.dtype)
+                    if found != (spec.name, spec.dtype, spec.shape):
+                        raise ValueError(f"the manifest announces {spec}, the source gave {found}")
+                    part = flat[offset : offset + spec.nbytes].view(tensor.dtype)
                     part.copy_(tensor.detach().reshape(-1))
-                    offset += entry.nbytes
+                    offset += spec.nbytes
                 channel.broadcast(flat, deadline)
     finally:
         surplus = sum(1 for _ in stream)
@@ -286,8 +298,8 @@ def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[l
         flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=channel.membership.device)
         channel.broadcast(flat, deadline)
         values = flat.view(getattr(torch, bucket.dtype))
-        parts = values.split([entry.numel for entry in bucket.entries])
-        yield [(entry.name, part.view(entry.shape)) for entry, part in zip(bucket.entries, parts, strict=True)]
+        parts = values.split([spec.numel for spec in bucket.tensors])
+        yield [(spec.name, part.view(spec.shape)) for spec, part in zip(bucket.tensors, parts, strict=True)]
 
 
 def _left(deadline: float, what: str) -> float:
@@ -298,7 +310,7 @@ def _left(deadline: float, what: str) -> float:
 
 
 def _listen_address(host: str) -> str:
-    """A loopback address is listened on as it is; any other may be a name that is not this machine's own, so: all interfaces."""
+    """`host` if it is a loopback address, else all interfaces: it may be a name that this machine doesn't know as its own."""
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_loopback:
             return host
@@ -306,12 +318,21 @@ def _listen_address(host: str) -> str:
 
 
 def _own_address(host: str, port: int) -> str:
-    """This machine's address on the way to the meeting point, which peers on that network can reach."""
+    """This machine's address on the route to the store, which peers on that network can reach."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, proto) as sock:
         sock.connect(address)  # a datagram socket: chooses the interface, sends nothing
         own: str = sock.getsockname()[0]
     return own
+
+
+@contextlib.contextmanager
+def _torch_errors(what: str) -> Iterator[None]:
+    """Raise what torch raises (`RuntimeError`, its DistError family included) as `WeightChannelError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise WeightChannelError(f"{what} failed: {_line(error)}") from error
 
 
 @contextlib.contextmanager

@@ -6,16 +6,8 @@ import signal
 
 import pytest
 
-from headrace.cli.lifecycle import (
-    EXIT_FAULT,
-    EXIT_MUST_BE_MENDED,
-    EXIT_TRY_AGAIN,
-    Finished,
-    GiveUp,
-    Restart,
-    RestartPolicy,
-)
-from headrace.service import EXIT_STOPPED
+from headrace.cli.supervisor import Finished, GiveUp, Restart, RestartPolicy
+from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, EXIT_STOPPED, EXIT_USER_ERROR
 
 POLICY = RestartPolicy(limit=3, window_s=100.0, first_delay_s=1.0, longest_delay_s=3.0)
 
@@ -34,19 +26,19 @@ def test_a_clean_end_of_any_other_service_is_a_restart() -> None:
     assert decide(0) == Restart(1.0, "exit code 0")
 
 
-@pytest.mark.parametrize("code", [-signal.SIGKILL, EXIT_FAULT, EXIT_STOPPED, 2, 139])
+@pytest.mark.parametrize("code", [-signal.SIGKILL, EXIT_INTERNAL_ERROR, EXIT_STOPPED, 2, 139])
 @pytest.mark.parametrize("ends_run", [True, False])
 def test_a_crash_is_a_restart(code: int, ends_run: bool) -> None:
     assert isinstance(decide(code, ends_run=ends_run, was_ready=False), Restart)
 
 
-def test_what_a_person_must_mend_is_never_started_again() -> None:
-    assert decide(EXIT_MUST_BE_MENDED) == GiveUp("exit code 1")
+def test_an_error_that_the_user_must_fix_is_never_restarted() -> None:
+    assert decide(EXIT_USER_ERROR) == GiveUp("exit code 1")
 
 
 def test_a_lost_buffer_may_come_back_but_one_that_never_was_does_not() -> None:
-    assert isinstance(decide(EXIT_TRY_AGAIN, was_ready=True), Restart)
-    assert isinstance(decide(EXIT_TRY_AGAIN, was_ready=False), GiveUp)
+    assert isinstance(decide(EXIT_BUFFER_UNAVAILABLE, was_ready=True), Restart)
+    assert isinstance(decide(EXIT_BUFFER_UNAVAILABLE, was_ready=False), GiveUp)
 
 
 def test_delays_double_up_to_the_longest() -> None:
