@@ -98,7 +98,9 @@ def _mapping(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         ) from error
     values = parse(text, str(path))
     if values is None:
-        return {}
+        raise ConfigError(
+            f"{path}: empty{wanted}; write sections like `grpo:` with keys below them ({{}} is all defaults)"
+        )
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path}: a {type(values).__name__}, not a mapping; write sections like `grpo:` with keys below them"

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from headrace.config.explain import explain, nearest
-from headrace.config.inherit import Inherited, read
+from headrace.config.inherit import Inherited, merge, read
 from headrace.config.interpolate import expressions, resolve
 from headrace.config.nemo import Translation, is_nemo_rl, translate
 from headrace.config.root import Config
@@ -62,7 +62,8 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
         _put(values, keys, value, override)
         origins[keys] = _COMMAND_LINE
     written = expressions(values)
-    values = resolve(values, Config().model_dump(mode="json"))
+    # not OmegaConf's merge: a single data set may be given as a mapping where the default is a list
+    values = resolve(values, merge(Config().model_dump(mode="json"), values))
     # `grpo=null` makes room for `ppo`
     values = {key: value for key, value in values.items() if value is not None}
     translation = translate(values) if is_nemo_rl(inherited.values) else None

@@ -83,7 +83,7 @@ def test_overrides_reach_it_in_the_words_of_both(tmp_path: Path) -> None:
         ("policy: {megatron_cfg: {enabled: false}}", True),
         ("policy: {generation: {backend: vllm}}", True),
         ("policy: {generation: {temperature: 1}}", False),
-        ("", False),
+        ("{}", False),
     ],
 )
 def test_it_is_known_by_sections_that_headrace_has_not(tmp_path: Path, text: str, is_theirs: bool) -> None:
@@ -96,7 +96,7 @@ def test_it_is_known_by_sections_that_headrace_has_not(tmp_path: Path, text: str
 
 def test_the_command_line_makes_no_file_of_nemo_rl(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("")
+    path.write_text("{}")
     with pytest.raises(ConfigError, match=r"cluster\.num_nodes|cluster: unknown key"):
         load(path, ["cluster.num_nodes=1"], {})
 
