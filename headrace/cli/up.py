@@ -21,7 +21,6 @@ from headrace.cli.rewind import published
 from headrace.cli.view import LiveView, PlainView, View, summary
 from headrace.config import Config
 from headrace.config.load import examine
-from headrace.config.nemo import summary as translated
 
 
 def up(
@@ -44,7 +43,7 @@ def up(
         saved = runs.save(loaded)
         _say(console, f"run {loaded.run.id} in {loaded.run_folder} ({age_bound(loaded)})")
         if translation:
-            _say(console, f"{translated(translation)}; `headrace config check {config}` lists them")
+            _say(console, f"{translation.summary}; `headrace config check {config}` lists them")
         for change in changes:
             _say(console, f"changed: {change}")
         _run(loaded, saved, console)

@@ -9,6 +9,7 @@ replaces the inherited one instead. A section that is null is taken out of what 
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def _bases(value: Any, path: Path) -> list[Path]:
         return []
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ConfigError(f"{path}: {DEFAULTS}: {value!r:.60} is neither a path nor a list of paths; name YAML files")
-    return [path.parent / name for name in names]
+    return [Path(os.path.normpath(path.parent / name)) for name in names]
 
 
 def _mapping(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
