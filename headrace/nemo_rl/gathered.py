@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from headrace.nemo_rl.rules import look
 
@@ -55,9 +55,9 @@ def megatron_schedule(megatron: dict[str, Any]) -> list[dict[str, Any]]:
     lr, floor = optimizer.get("lr"), optimizer.get("min_lr") or 0.0
     warmup, start = given.get("lr_warmup_iters") or 0, given.get("lr_warmup_init") or 0.0
     style, until = given.get("lr_decay_style") or "constant", given.get("lr_decay_iters")
-    if not all(isinstance(number, int | float) for number in (lr, floor, warmup, start)):
-        return []  # what is wrong with them is said where their rules are applied
-    stages: list[tuple[int, dict[str, Any]]] = []  # (steps, scheduler)
+    if not (_number(lr) and _number(floor) and _number(warmup) and _number(start)) or lr == 0:
+        return []  # the configuration's own checks say what is wrong with them
+    stages: list[tuple[float, dict[str, Any]]] = []  # (steps, scheduler)
     if warmup:
         # torch refuses a factor of 0
         ramp = {"start_factor": max(start / lr, 1e-8), "end_factor": 1.0, "total_iters": warmup}
@@ -81,6 +81,10 @@ def megatron_schedule(megatron: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     milestones = [sum(steps for steps, _ in stages[: n + 1]) for n in range(len(stages) - 1)]
     return [scheduler for _, scheduler in stages] + ([{"milestones": milestones}] if milestones else [])
+
+
+def _number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float)
 
 
 def _section(megatron: dict[str, Any], key: str) -> dict[str, Any]:
