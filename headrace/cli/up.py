@@ -25,7 +25,6 @@ from headrace.cli.rewind import published
 from headrace.cli.supervisor import Child, Supervisor, child_environ
 from headrace.config import Config
 from headrace.config.load import examine
-from headrace.config.nemo import summary as translated
 from headrace.errors import HeadraceError, ReplayUnavailable, ServiceError
 from headrace.replay import ReplayClient, Replica
 
@@ -58,7 +57,7 @@ def up(
         saved = runs.save(loaded)
         say(f"run {loaded.run.id} in {loaded.run_folder} ({age_bound(loaded)})")
         if translation:
-            say(f"{translated(translation)}; `headrace config check {config}` lists them")
+            say(f"{translation.summary}; `headrace config check {config}` lists them")
         for change in changes:
             say(f"changed: {change}")
         started = time.monotonic()

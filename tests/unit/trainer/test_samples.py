@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
+from services.trainer.learning.experience import Trace, experience_of
 
 from headrace.errors import ServiceError
 from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
-from services.trainer.learning.experience import Trace, experience_of
 from services.trainer.telemetry.samples import (
     SampleFiles,
     as_markdown,

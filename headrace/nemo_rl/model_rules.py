@@ -1,15 +1,17 @@
-"""Rows for `policy` and `value`: the model, how it is trained in parallel, and how it generates."""
+"""Rules for `policy` and `value`: the model, how it is trained in parallel, and how it generates."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from headrace.config.nemo.rules import Rule, Whole, look, names, off, only, refused, renamed, replaced, used
+from headrace.nemo_rl.rules import Rule, Whole, look, names, off, only, refused, renamed, replaced, used
 
-PARALLEL = "FSDP2 shards the model over trainer.num_processes ranks (torchrun); how it is shared out does not change the numbers"
-_OFFLOAD = "the trainer's GPUs are its own: nothing is moved away for generation"
+PARALLEL = (
+    "FSDP2 shards the model over trainer.num_processes ranks (torchrun); how it is sharded does not change the numbers"
+)
+_OFFLOAD = "the trainer has its own GPUs: nothing is offloaded for generation"
 _KERNELS = "torch and transformers choose the kernels; the mathematics is the same"
-_ROUTER = "the router of a mixture of experts is trained like every other weight, by the policy's loss alone"
+_ROUTER = "the router of a mixture of experts is trained by the policy's loss alone"
 
 
 def _dense(section: str) -> Any:
@@ -38,9 +40,21 @@ def _max_length(section: str) -> Any:
     return fine
 
 
+def _fused_adam(value: Any) -> Any:
+    """Transformer Engine's fused Adam decouples weight decay, as AdamW does."""
+    return "torch.optim.AdamW" if isinstance(value, str) and value.endswith(".FusedAdam") else value
+
+
 def _optimizer(section: str) -> list[Rule]:
     return [
-        *used(f"{section}.optimizer", "name"),
+        *used(f"{section}.optimizer", "name", "FusedAdam of Transformer Engine is torch.optim.AdamW", _fused_adam),
+        *replaced(
+            "weights and the optimizer's state are float32, sharded",
+            *names(
+                f"{section}.optimizer.kwargs",
+                "master_weights master_weight_dtype store_param_remainders exp_avg_dtype exp_avg_sq_dtype",
+            ),
+        ),
         *used(f"{section}.optimizer.kwargs", "lr weight_decay betas eps foreach fused"),
         *used(section, "scheduler", "the list of torch's schedulers, with its milestones"),
         *used(section, "max_grad_norm"),
@@ -60,26 +74,24 @@ def _automodel(section: str) -> list[Rule]:
         *replaced(
             PARALLEL,
             *names(
-                f"{at}",
+                at,
                 "enabled _v2 tensor_parallel_size context_parallel_size sequence_parallel expert_parallel_size "
                 "pipeline_parallel_size data_parallel_size dp_replicate_size custom_parallel_plan defer_fsdp_grad_sync "
-                "env_vars mesh_axes fsdp_reshard_after_forward reshard_after_forward clear_cache_every_n_steps",
+                "env_vars.** mesh_axes fsdp_reshard_after_forward reshard_after_forward clear_cache_every_n_steps "
+                "moe_parallelizer.** moe_mesh.** *_parallel_* moe_*",
             ),
         ),
-        *replaced(_OFFLOAD, f"{at}.cpu_offload"),
+        *replaced(_OFFLOAD, f"{at}.cpu_offload", f"{at}.*offload*"),
         *replaced(_KERNELS, f"{at}.automodel_kwargs.**", f"{at}.backend.**"),
         *replaced(
             "checkpoints are safetensors that transformers loads, complete at every save",
-            *names(
-                f"{at}", "model_save_format save_consolidated single_rank_consolidation consolidation_timeout_minutes"
-            ),
+            *names(at, "model_save_format save_consolidated single_rank_consolidation consolidation_timeout_minutes"),
         ),
         *refused("adapters are not trained; set lora_cfg.enabled to false", f"{at}.lora_cfg.enabled"),
         *replaced("no adapters", f"{at}.lora_cfg.**"),
         *refused(
             "weights are trained in torch's own formats; leave fp8 out", f"{at}.fp8_cfg.enabled", f"{at}.fp8.enabled"
         ),
-        *replaced(PARALLEL, f"{at}.moe_parallelizer.**", f"{at}.moe_mesh.**"),
     ]
 
 
@@ -92,6 +104,11 @@ def _megatron(section: str) -> list[Rule]:
             for theirs, ours in (("lr", "lr"), ("weight_decay", "weight_decay"), ("adam_eps", "eps"))
         ),
         *(
+            renamed(f"{at}.scheduler.{key}", f"{section}.optimizer.kwargs.weight_decay", says, gathered=True)
+            for key in ("start_weight_decay", "end_weight_decay")
+            for says in ("it goes before the optimizer's, and must not change",)
+        ),
+        *(
             renamed(f"{at}.optimizer.{beta}", f"{section}.optimizer.kwargs.betas", gathered=True)
             for beta in ("adam_beta1", "adam_beta2")
         ),
@@ -100,21 +117,19 @@ def _megatron(section: str) -> list[Rule]:
         *replaced("of SGD", f"{at}.optimizer.sgd_momentum"),
         *replaced(
             "policy.precision and float32 master weights; the optimizer's state is on the GPU, sharded",
-            f"{at}.optimizer.**",
+            *names(
+                f"{at}.optimizer",
+                "bf16 fp16 params_dtype use_distributed_optimizer use_precision_aware_optimizer optimizer_cpu_offload "
+                "optimizer_offload_fraction overlap_* use_* *offload* *_dtype",
+            ),
         ),
         *(
             renamed(f"{at}.scheduler.{key}", f"{section}.scheduler", gathered=True)
             for key in ("lr_warmup_iters", "lr_warmup_init", "lr_decay_style", "lr_decay_iters")
         ),
         renamed(f"{at}.optimizer.min_lr", f"{section}.scheduler", "where a decay ends", gathered=True),
-        *refused(
-            "weight decay does not change during a run; set start_weight_decay and end_weight_decay to weight_decay",
-            f"{at}.scheduler.start_weight_decay",
-            f"{at}.scheduler.end_weight_decay",
-            fine=lambda value, whole: value is None or value == look(whole, f"{at}.optimizer.weight_decay"),
-        ),
         *replaced("weight decay is constant", f"{at}.scheduler.weight_decay_incr_style"),
-        *refused("schedules count trainer steps; give lr_warmup_iters", f"{at}.scheduler.**"),
+        *refused("schedules count steps; give lr_warmup_iters and lr_decay_iters", f"{at}.scheduler.**"),
         *_activation_checkpointing(section, at),
         *refused(
             "weights and rollouts are in torch's own formats; set fp8_cfg.enabled to false", f"{at}.fp8_cfg.enabled"
@@ -128,7 +143,7 @@ def _megatron(section: str) -> list[Rule]:
             *(f"{at}.mtp_{key}" for key in ("loss_scaling_factor", "use_repeated_layer", "detach_heads")),
             fine=lambda value, whole: not look(whole, f"{at}.mtp_num_layers"),
         ),
-        *refused(f"{_ROUTER}; set it to false", f"{at}.freeze_moe_router", fine=_dense(section)),
+        renamed(f"{at}.freeze_moe_router", f"{section}.freeze_moe_router"),
         *refused(
             f"{_ROUTER}; set it to 0",
             f"{at}.moe_router_bias_update_rate",
@@ -141,7 +156,41 @@ def _megatron(section: str) -> list[Rule]:
             fine=lambda value, whole: value == "none" or _dense(section)(value, whole),
         ),
         *replaced("policy.logprob_chunk_size", f"{at}.use_linear_ce_fusion_loss", f"{at}.linear_ce_fusion_chunk_size"),
-        *replaced(PARALLEL, f"{at}.**"),
+        *refused(
+            "the model's own configuration decides it; say it in policy.hf_config_overrides",
+            *names(at, "model_overrides.** moe_router_* moe_z_loss_coeff moe_*capacity* moe_*drop*"),
+        ),
+        *replaced(
+            "the router computes as transformers' model does",
+            *names(at, "moe_router_dtype moe_router_fusion moe_router_enable_expert_bias"),
+        ),
+        *replaced(
+            PARALLEL,
+            *names(
+                at,
+                "enabled tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel "
+                "expert_model_parallel_size expert_tensor_parallel_size virtual_pipeline_model_parallel_size "
+                "dynamic_context_parallel.** distributed_data_parallel_config.** num_layers_in_first_pipeline_stage "
+                "num_layers_in_last_pipeline_stage *_parallel_* pipeline_* *pipeline_stage* nccl_* *gloo* env_vars.** *overlap*",
+            ),
+        ),
+        *replaced(
+            _KERNELS,
+            *names(
+                at,
+                "attention_backend defer_fp32_logits use_fused_linear_logprobs *fusion* *fused* *gemm* cuda_graph_* *cuda_graph* "
+                "moe_permute_fusion moe_enable_deepep moe_token_dispatcher_type moe_* te_* use_te_* *_dtype",
+            ),
+        ),
+        *replaced(
+            "policy.activation_checkpointing recomputes whole layers; nothing is offloaded",
+            *names(at, "recompute_* *recompute* *offload* empty_unused_memory_level"),
+        ),
+        *replaced(
+            "models are loaded from and saved as Hugging Face safetensors",
+            *names(at, "converter_type megatron_recipe force_* checkpoint.** load_* save_*"),
+        ),
+        *replaced("the trainer's own metrics", *names(at, "*logging* *track* *profil*")),
     ]
 
 
@@ -158,16 +207,24 @@ POLICY = [
     *refused(
         "models of images, audio and video are not trained; use a text model", "policy.tokenizer.is_tokenizer_processor"
     ),
-    *replaced(PARALLEL, "policy.megatron_recipe"),
     *refused(
-        "a template of one's own belongs into the tokenizer: save one with it and name that in policy.tokenizer.name",
+        "a custom template belongs in the tokenizer: save one with it and name that in policy.tokenizer.name",
         "policy.tokenizer.chat_template",
         fine=lambda value, whole: value == "default",
     ),
     *_optimizer("policy"),
     *used("policy.dynamic_batching", "enabled train_mb_tokens logprob_mb_tokens sequence_length_round"),
     *used("policy.sequence_packing", "enabled train_mb_tokens logprob_mb_tokens sequence_length_round algorithm"),
-    *replaced("micro-batches come in the order of the packer", "policy.sequence_packing.microbatch_order"),
+    *replaced(
+        "micro-batches come in the order of the packer, and the loss is computed once a row",
+        "policy.sequence_packing.microbatch_order",
+        "policy.sequence_packing.fuse_loss",
+    ),
+    *refused(
+        "custom workers can't be loaded; leave it out",
+        "policy.worker_extension_cls_fqn",
+        "policy.generation.worker_extension_cls_fqn",
+    ),
     *replaced(_ROWS, "policy.make_sequence_length_divisible_by"),
     *replaced("generation is vLLM's: rollout.max_concurrent_groups", "policy.generation_batch_size"),
     *replaced(_OFFLOAD, "policy.offload_optimizer_for_logprob", "policy.fsdp_offload_enabled"),
@@ -194,7 +251,7 @@ GENERATION = [
         "policy.generation",
         "max_new_tokens temperature top_p top_k val_temperature val_top_p val_top_k stop_token_ids stop_strings",
     ),
-    *refused("completions are generated by vLLM; set backend to vllm", "policy.generation.backend", fine=only("vllm")),
+    *replaced("completions are generated by vLLM", "policy.generation.backend"),
     *used("policy.generation.vllm_cfg", "tensor_parallel_size gpu_memory_utilization enforce_eager"),
     *used("policy.generation.vllm_cfg", "precision", "float32, bfloat16 or float16; fp8 is refused", _precision),
     *replaced("replicas are always asynchronous", "policy.generation.vllm_cfg.async_engine"),
@@ -237,14 +294,15 @@ GENERATION = [
         "weights arrive through weight_channel and are proved by their log-probabilities",
         "policy.generation.vllm_cfg.refit_with_reload_api",
         "policy.generation.vllm_cfg.load_format",
-        "policy.generation.refit_transport",
-        "policy.generation.refit.**",
-        "policy.generation.refit_transport_cfg.**",
+        "policy.generation.vllm_cfg.*refit*",
+        "policy.generation.refit*.**",
+        "policy.generation.real_quant_*",
     ),
     *replaced(
         "each replica's /metrics, and the dashboard",
         "policy.generation.vllm_cfg.enable_vllm_metrics_logger",
         "policy.generation.vllm_cfg.vllm_metrics_logger_interval",
+        "policy.generation.vllm_cfg.use_tqdm",
     ),
     *replaced(
         "each replica serves /v1/chat/completions and /v1/completions",
@@ -257,7 +315,8 @@ GENERATION = [
         *names(
             "policy.generation.vllm_cfg",
             "use_deep_gemm use_activation_scale pow2_activation_scaling_factors pow2_weight_scaling_factors is_mx "
-            "skip_tokenizer_init env_vars env_vars.** compilation_config.** sleep_level quantization_ignored_layer_kws",
+            "skip_tokenizer_init env_vars.** compilation_config.** sleep_level quantization_* enable_prefix_caching "
+            "enable_chunked_prefill reset_encoder_cache_after_weight_update",
         ),
     ),
     renamed("policy.generation.vllm_kwargs.max_num_seqs", "policy.generation.vllm_cfg.max_num_seqs"),
@@ -266,9 +325,9 @@ GENERATION = [
         _ENGINE,
         *names(
             "policy.generation.vllm_kwargs",
-            "compilation_config.** compilation_config max_num_batched_tokens attention_backend moe_backend "
+            "compilation_config.** max_num_batched_tokens attention_backend moe_backend "
             "enable_chunked_prefill enable_prefix_caching disable_custom_all_reduce block_size all2all_backend "
-            "enable_expert_parallel mamba_ssm_cache_dtype swap_space",
+            "enable_expert_parallel mamba_ssm_cache_dtype swap_space *_backend",
         ),
     ),
     *refused(
@@ -277,11 +336,8 @@ GENERATION = [
         "policy.generation.vllm_kwargs",
     ),
     *replaced(
-        "generation is vLLM's",
-        *(
-            f"policy.generation.{engine}.**"
-            for engine in ("mcore_generation_config", "sglang_cfg", "trtllm_cfg", "dynamo_cfg")
-        ),
+        "completions are generated by vLLM",
+        *names("policy.generation", "mcore_generation_config.** sglang_*.** trtllm_*.** dynamo_*.** megatron_*.**"),
     ),
     *replaced(
         "generation and training never share a GPU: rollout.replicas on one machine, or `headrace rollout` on any number",
@@ -289,8 +345,7 @@ GENERATION = [
     ),
     *replaced(
         "rollout.port",
-        "policy.generation.port_range_low",
-        "policy.generation.port_range_high",
+        "policy.generation.port_range_*",
         "policy.generation.ports.**",
     ),
 ]

@@ -1,12 +1,12 @@
-"""Rows for `grpo`, `ppo`, `async_rl`, `loss_fn` and `value_loss_fn`."""
+"""Rules for `grpo`, `ppo`, `async_rl`, `loss_fn` and `value_loss_fn`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from headrace.config.nemo.rules import Rule, Whole, look, off, only, refused, renamed, replaced, used
+from headrace.nemo_rl.rules import Rule, Whole, look, off, only, refused, renamed, replaced, used
 
-_GYM = "environments of NeMo Gym are not served; serve yours with headrace.serve() or attach it, and name it in env.<name>.target"
+_GYM = "environments of NeMo Gym can't be used; serve your own with headrace.serve() or attach it, and name it in env.<name>.target"
 
 
 def _period(value: Any) -> Any:
@@ -19,7 +19,7 @@ def _epochs(value: Any) -> Any:
 
 
 def _shared(section: str) -> list[Rule]:
-    """Keys that `grpo` and `ppo` have in common. `section` is one of them."""
+    """Keys that `grpo` and `ppo` share; `section` is one of the two."""
     return [
         *used(
             section,
@@ -27,6 +27,11 @@ def _shared(section: str) -> list[Rule]:
             "use_dynamic_sampling dynamic_sampling_max_gen_batches batch_multiplier overlong_filtering seed "
             "seq_logprob_error_threshold skip_reference_policy_logprobs_calculation advantage_clip_low advantage_clip_high "
             "val_start_at val_num_generations_per_prompt stop_at_validation_metric stop_at_validation_threshold",
+        ),
+        renamed(
+            f"{section}.num_val_generations_per_prompt",
+            f"{section}.val_num_generations_per_prompt",
+            "its name in earlier releases",
         ),
         *used(section, "max_num_epochs", "-1 is no limit; asynchronous runs keep to it too", _epochs),
         *used(section, "val_period", "below 0 is 0: never", _period),
@@ -37,7 +42,7 @@ def _shared(section: str) -> list[Rule]:
         ),
         *used(f"{section}.adv_estimator", "name"),
         *refused(
-            "a rollout is one turn; set max_rollout_turns to 1",
+            "a rollout is one turn; set it to 1",
             f"{section}.max_rollout_turns",
             fine=only(1),
         ),
@@ -51,7 +56,12 @@ def _shared(section: str) -> list[Rule]:
             "models of images, audio and video are not trained; use a text model",
             f"{section}.deduplicate_multimodal_data",
         ),
-        *refused(_GYM, f"{section}.invalid_tool_call_advantage", f"{section}.malformed_thinking_advantage"),
+        *refused(
+            _GYM,
+            f"{section}.invalid_tool_call_*",
+            f"{section}.malformed_thinking_advantage",
+            f"{section}.penalize_*",
+        ),
     ]
 
 
@@ -76,6 +86,11 @@ _SAMPLER = "async_grpo (async_ppo) says the bound: in_order is staleness_policy 
 
 _SINGLE_CONTROLLER = [
     renamed("async_rl.sampler.name", "grpo.async_grpo.staleness_policy", _SAMPLER, gathered=True),
+    renamed("async_rl.max_weight_staleness_versions", "grpo.async_grpo.max_trajectory_age_steps", gathered=True),
+    *(
+        renamed(f"async_rl.{key}", "grpo.async_grpo.staleness_policy", gathered=True)
+        for key in ("over_sampling", "force_in_order")
+    ),
     renamed("async_rl.sampler.max_lookahead_versions", "grpo.async_grpo.max_trajectory_age_steps", gathered=True),
     renamed("async_rl.sampler.max_staleness_versions", "grpo.async_grpo.max_trajectory_age_steps", gathered=True),
     renamed(
@@ -83,10 +98,8 @@ _SINGLE_CONTROLLER = [
         "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
         gathered=True,
     ),
-    *replaced("the lowest ticket first, so that no group waits for ever", "async_rl.sampler.sample_freshest_first"),
-    *refused(
-        "a sampler of one's own is not loaded; choose grpo.async_grpo.staleness_policy", "async_rl.sampler.target"
-    ),
+    *replaced("the lowest ticket goes first, so no group waits forever", "async_rl.sampler.sample_freshest_first"),
+    *refused("custom samplers can't be loaded; choose grpo.async_grpo.staleness_policy", "async_rl.sampler.target"),
     *replaced(
         "a step trains on a whole batch of groups; the next one is generated meanwhile",
         "async_rl.min_groups_for_streaming_train",
@@ -199,8 +212,20 @@ ALGORITHM = [
     *refused(_GYM, "reward_penalties.token_ids.**", "reward_penalties.token_ids", fine=_no_tokens),
     *_DISTILLATION,
     *refused(
-        "Headrace trains by reinforcement learning, under grpo or ppo; give a file that has one of them",
-        *(f"{section}.**" for section in ("sft", "dpo", "rm", "eval", "distillation", "teacher", "cross_tokenizer")),
+        "Headrace trains by reinforcement learning: leave this section out",
+        *(
+            f"{section}.**"
+            for section in (
+                "sft",
+                "dpo",
+                "rm",
+                "eval",
+                "distillation",
+                "critic_pretraining",
+                "teacher",
+                "cross_tokenizer",
+            )
+        ),
         once=True,
     ),
 ]

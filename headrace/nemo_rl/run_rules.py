@@ -1,11 +1,11 @@
-"""Rows for what is around the algorithm: `data`, `env`, `logger`, `checkpointing`, `cluster` and the data plane."""
+"""Rules for what is around the algorithm: `data`, `env`, `logger`, `checkpointing`, `cluster` and the data plane."""
 
 from __future__ import annotations
 
 from typing import Any, get_args
 
 from headrace.config.data import Generator, HubName
-from headrace.config.nemo.rules import Rule, Whole, look, off, only, refused, replaced, used
+from headrace.nemo_rl.rules import Rule, Whole, look, names, off, only, refused, replaced, used
 
 _BRING = "bring it as a JSONL file: data_path, with the question under input_key and the answer under output_key"
 
@@ -83,12 +83,15 @@ DATA = [
     *_source("data.validation.*"),
     *_source("data.default"),
     *refused(
-        "which prompt is at which place of the order is a function of the seed alone, so that a run that was killed trains none twice and "
-        "leaves none out; iterators with a state of their own can't say it. use_multiple_dataloader draws num_prompts_per_dataloader "
-        "prompts from each set in turn, as the example there does; for other shares, list a set more than once, with "
-        "data.remove_duplicates false",
+        "the order of prompts is a function of the seed alone, so that a killed run trains none twice; custom iterators have a state "
+        "of their own. use_multiple_dataloader draws num_prompts_per_dataloader prompts from each set in turn; for other shares, list "
+        "a set more than once, with data.remove_duplicates false",
         "data.custom_dataloader",
         fine=_custom_dataloader,
+    ),
+    *refused(
+        "part of the flat form of earlier releases, which isn't read beside data.train; move it into data.train or data.default",
+        *names("data", "dataset_name train_data_path val_data_path prompt_file system_prompt_file processor env_name"),
     ),
     *refused(
         "prompts go through the chat template; leave it out",
@@ -131,7 +134,6 @@ ENV = [
             "reward_model",
             "vlm",
             "nemo_gym",
-            "nemo_gym_num_gpu_nodes",
         )
         for row in refused(
             f"not built in; serve it (docs/environments.md) and give env.{name}.target=host:port, or score with another",
@@ -143,6 +145,11 @@ ENV = [
     ),
 ]
 
+ENV += [
+    *refused("environments of NeMo Gym can't be used; set it to false", "env.should_use_nemo_gym"),
+    *replaced("environments of NeMo Gym can't be used", "env.*nemo_gym_*"),
+]
+
 LOGGER = [
     *used("logger", "log_dir wandb_enabled tensorboard_enabled mlflow_enabled num_val_samples_to_print monitor_gpus"),
     *used("logger.wandb", "project name entity"),
@@ -152,6 +159,7 @@ LOGGER = [
     *replaced("written as they are measured", "logger.gpu_monitoring.flush_interval"),
     *refused("SwanLab is not written to; use tensorboard, wandb, mlflow or the JSONL files", "logger.swanlab_enabled"),
     *replaced("no SwanLab", "logger.swanlab.**"),
+    *replaced("the dashboard and /metrics", "logger.*.log_nemo_gym_*"),
     *replaced("every service has /metrics for Prometheus", "logger.prometheus.**"),
     *replaced("logs lie in the folder of the run", "logger.log_level"),
 ]
@@ -185,6 +193,7 @@ CHECKPOINTING = [
     *replaced(
         "the buffer is durable by itself: a restart goes on with what it holds",
         "checkpointing.save_data_plane",
+        "checkpointing.load_replay_buffer",
         "rollout_checkpointing.**",
     ),
 ]
