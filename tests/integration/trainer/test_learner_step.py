@@ -225,7 +225,7 @@ def test_the_routers_of_a_mixture_of_experts_are_trained_unless_they_are_frozen(
     settings = config(architectures["experts"], policy=policy)
     learner = Learner(settings)
     before = weights(learner)
-    learner.step(experiences(8))
+    train_step(learner, random_batch(8))
     moved = {name for name, tensor in weights(learner).items() if not torch.equal(tensor, before[name])}
     routers = {name for name in before if name.endswith("block_sparse_moe.gate.weight")}
     assert len(routers) == SMALL["num_hidden_layers"]
@@ -235,7 +235,7 @@ def test_the_routers_of_a_mixture_of_experts_are_trained_unless_they_are_frozen(
     again = Learner(settings, tmp_path)
     assert_same_weights(weights(again), weights(learner))
     for each in (learner, again):
-        each.step(experiences(8, seed=1))
+        train_step(each, random_batch(8, 1))
     assert_same_weights(weights(again), weights(learner))
 
 
