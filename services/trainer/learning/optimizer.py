@@ -1,7 +1,7 @@
 """How a model's weights are moved: torch's optimizer, a schedule of its rate, clipped gradients; and both in a checkpoint.
 
-The rate is a function of how many trainer steps trained the model, so a schedule needs no state but that count: after a resume the
-schedule of the configuration, which may have changed since, is gone through again, number by number.
+The rate is a function of how many trainer steps (or epochs) trained the model, so a schedule needs no state but that count: after a
+resume the schedule of the configuration, which may have changed since, is gone through again, number by number.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Trained:
         """Drop the gradients."""
         self._optimizer.zero_grad()
 
-    def trainer_step_done(self) -> None:
-        """The schedule goes on: a trainer step, of however many optimizer steps, has trained this model."""
+    def advance_schedule(self) -> None:
+        """Go on by one in the schedule, which counts trainer steps that trained this model, or epochs (`ppo.scheduler_counts`)."""
         self._rate.advance()
 
     def state(self, *, moments: bool) -> dict[str, Any]:

@@ -148,9 +148,8 @@ class Step:
         passes = self._passes(value.device, value_layout(self._config))
         update = Update(self._world, passes, trained, names, self.traces, "value", self._version)
         metrics = self._epoch_by_epoch(
-            update, shares, [self._value_loss(value, count) for count in counts], value_epochs(self._config)
+            update, trained, shares, [self._value_loss(value, count) for count in counts], value_epochs(self._config)
         )
-        trained.trainer_step_done()
         metrics["explained_var"] = explained_variance(metrics)
         return {f"critic/{name}": number for name, number in metrics.items()}
 
@@ -162,8 +161,7 @@ class Step:
         update = Update(self._world, passes, models.policy_trained, names, self.traces, "policy", self._version)
         seen: list[tuple[MicroBatch, Tensor]] = []
         losses = [self._policy_loss(count, seen) for count in counts]
-        metrics = self._epoch_by_epoch(update, self._policy_shares, losses, self._epochs)
-        models.policy_trained.trainer_step_done()
+        metrics = self._epoch_by_epoch(update, models.policy_trained, self._policy_shares, losses, self._epochs)
         starts: dict[int, Float32] = {}
         for batch, start in seen:
             starts.update(divide(batch, self._sequences, start.cpu().numpy()))
@@ -174,14 +172,23 @@ class Step:
         return metrics
 
     def _epoch_by_epoch(
-        self, update: Update, shares: Sequence[Sequence[int]], losses: Sequence[LossOf], epochs: int
+        self,
+        update: Update,
+        trained: Trained,
+        shares: Sequence[Sequence[int]],
+        losses: Sequence[LossOf],
+        epochs: int,
     ) -> dict[str, float]:
         before = len(self.moves)
         # what weighs nothing adds nothing
         weighing = [[i for i in share if self.traces[i].multiplier > 0] for share in shares]
-        for _ in range(epochs):
+        algorithm = self._config.algorithm
+        counts_epochs = isinstance(algorithm, PPO) and algorithm.scheduler_counts == "epochs"
+        for epoch in range(epochs):
             for chosen, loss in zip(weighing, losses, strict=True):
                 self.moves.append(update.move(chosen, loss))
+            if counts_epochs or epoch == epochs - 1:
+                trained.advance_schedule()
         return summary(self.moves[before:])
 
     def _policy_loss(self, counts: GlobalCounts, seen: list[tuple[MicroBatch, Tensor]]) -> LossOf:
