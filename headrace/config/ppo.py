@@ -53,3 +53,7 @@ class PPO(Algorithm):
     @property
     def value_epochs(self) -> int:
         return self.critic_ppo_epochs or self.ppo_epochs
+
+    @property
+    def schedule_counts_epochs(self) -> bool:
+        return self.scheduler_counts == "epochs"
