@@ -22,13 +22,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+from services.trainer.learning.experience import Experience
+from services.trainer.network.rows import TokenSequence
 
 from benchmarks.curves import dress, gather, kept, model_folder
 from benchmarks.sampler import Completion, Sampler, held_out, problems
 from headrace.config import Config, load
-from services.trainer.learning.experience import Experience
 from services.trainer.learning.learner import Learner
-from services.trainer.network.rows import TokenSequence
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic_tiny.yaml"
 STEPS, VALIDATE = 40, 5

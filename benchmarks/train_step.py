@@ -31,12 +31,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
-from headrace.config import Config
 from services.trainer.network.policy import Policy
 from services.trainer.network.projection import Warp
 from services.trainer.network.rows import Layout, TokenSequence, build, join, plan
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from headrace.config import Config
 
 DYNAMIC = {"dynamic_batching": {"enabled": True, "sequence_length_round": 8}}
 PACKED = {"sequence_packing": {"enabled": True, "sequence_length_round": 8}}

@@ -8,6 +8,7 @@ the split into micro-batches. A trajectory is never divided.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,10 +111,15 @@ class Batch:
         """B: trajectories of this rank."""
         return self.places.size
 
-    @property
+    @functools.cached_property
     def lengths(self) -> Int:
         """[B]: policy tokens of each trajectory."""
         return np.bincount(self.trajectory, minlength=len(self))
+
+    @functools.cached_property
+    def _ends(self) -> Int:
+        """[B]: where among the N each trajectory's tokens end."""
+        return np.cumsum(self.lengths)
 
     @property
     def truncated(self) -> Bool:
@@ -123,7 +129,7 @@ class Batch:
     @property
     def to_go(self) -> Int:
         """[N]: how many policy tokens of the same trajectory come after each."""
-        return np.cumsum(self.lengths)[self.trajectory] - 1 - np.arange(self.trajectory.size)
+        return self._ends[self.trajectory] - 1 - np.arange(self.trajectory.size)
 
     def name(self, i: int) -> str:
         """What errors call trajectory `i`."""
@@ -131,9 +137,8 @@ class Batch:
 
     def tokens_of(self, order: Sequence[int]) -> Int:
         """Where the policy tokens of these trajectories, one after the other, are among the N."""
-        ends = np.cumsum(self.lengths)
-        begins = ends - self.lengths
-        return np.concatenate([np.empty(0, np.intp), *(np.arange(begins[i], ends[i]) for i in order)])
+        ends, lengths = self._ends, self.lengths
+        return np.concatenate([np.empty(0, np.intp), *(np.arange(ends[i] - lengths[i], ends[i]) for i in order)])
 
     def per_token(self, of_batch: Float64) -> Float64:
         """Of values [size] of the whole batch, at each token [N] that of its trajectory."""
@@ -145,7 +150,7 @@ class Batch:
 
     def split(self, tokens: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
         """Values [N], cut into those of each trajectory."""
-        return np.split(tokens, np.cumsum(self.lengths)[:-1]) if len(self) else []
+        return np.split(tokens, self._ends[:-1]) if len(self) else []
 
     def of_all_ranks(self, rows: Float64, ranks: Ranks) -> Float64:
         """A collective. From every rank's rows [B, ...] those of the whole batch, [size, ...], in its order.
@@ -159,7 +164,8 @@ class Batch:
 
     def take(self, order: Sequence[int]) -> Batch:
         """The trajectories in `order`, with all their columns."""
-        chosen, tokens, columns = np.array(order, dtype=np.intp), self.tokens_of(order), vars(self).copy()
+        chosen, tokens = np.array(order, dtype=np.intp), self.tokens_of(order)
+        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name, values in columns.items():
             if isinstance(values, tuple):
                 columns[name] = tuple(values[i] for i in order)
@@ -288,10 +294,10 @@ class GlobalCounts:
     @classmethod
     def of(cls, batch: Batch, mini_batches: Sequence[Sequence[int]], ranks: Ranks) -> list[GlobalCounts]:
         """A collective: of each mini-batch, over all ranks."""
-        counted = batch.sums(batch.mask) * batch.multipliers
+        counted, lengths = batch.sums(batch.mask) * batch.multipliers, batch.lengths
         own: list[float] = []
-        for chosen in mini_batches:
-            here = [i for i in chosen if batch.lengths[i]]
+        for mini_batch in mini_batches:
+            here = [i for i in mini_batch if lengths[i]]
             own.append(float(sum(counted[i] for i in here)))
             own.append(float(sum(batch.multipliers[i] for i in here)))
             own.append(float(sum(counted[i] for i in here if batch.rewards[i] > 0)))

@@ -59,10 +59,10 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
 
     # 2. Passes without gradients, each only if something asks for it.
     passes = required_passes(config, optimizer_steps=epochs * len(mini_batches))
-    packing = Packing.of(config.policy, training=False)
+    inference = Packing.of(config.policy, training=False)
 
     def logprobs_of(model: PolicyModel, warper: LogitsWarper) -> Float32:
-        return _forward(batch, packing, ranks, model.device, lambda packed: model.forward(packed, warper).logprobs)
+        return _forward(batch, inference, ranks, model.device, lambda packed: model.forward(packed, warper).logprobs)
 
     with _timed(seconds, "policy_and_reference_logprobs") if passes else contextlib.nullcontext():
         if "old" in passes:
@@ -94,7 +94,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
         loss_of: LossOf,
     ) -> dict[str, float]:
         """Optimizer steps over the mini-batches, as often as there are epochs; their metrics together."""
-        counts, first = GlobalCounts.of(batch, mini_batches, ranks), len(taken)
+        first, counts_of = len(taken), GlobalCounts.of(batch, mini_batches, ranks)
 
         def backward(micro_batches: Sequence[Rows], counts: GlobalCounts) -> OptimizerStep:
             parts = []
@@ -105,39 +105,40 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
                 parts.append(part)
             return OptimizerStep.of(parts, optimizer, ranks)
 
-        for _ in range(epochs):
-            for mini_batch, of_mini_batch in zip(mini_batches, counts, strict=True):
+        for epoch in range(epochs):
+            for mini_batch, counts in zip(mini_batches, counts_of, strict=True):
                 weighing = [i for i in mini_batch if batch.multipliers[i] > 0]  # what weighs nothing adds nothing
-                now = backward(plan(batch.trajectories, packing, weighing), of_mini_batch)
+                now = backward(plan(batch.trajectories, packing, weighing), counts)
                 if not now.is_finite:
                     optimizer.zero_grad()
                     # one backward pass for each trajectory says which of them cause it
                     causes = []
                     for rank, names in enumerate(ranks.all_gather([batch.name(i) for i in weighing])):
                         for turn, name in enumerate(names):
-                            alone = backward([(((weighing[turn],),),) if rank == ranks.rank else ()], of_mini_batch)
+                            alone = backward([(((weighing[turn],),),) if rank == ranks.rank else ()], counts)
                             optimizer.zero_grad()
                             causes += [] if alone.is_finite else [name]
                     raise _not_finite(learner, optimizer.section, now, causes, len(taken))
                 optimizer.step(now.grad_norm)  # clips
                 taken.append(now)
-        optimizer.advance_schedule()
+            if algorithm.schedule_counts_epochs or epoch == epochs - 1:
+                optimizer.advance_schedule()
         return _summary(taken[first:])
 
     if value is not None and learner.value_optimizer is not None:
-        model = value
 
-        def loss_of_value(packed: PackedRows, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
-            return value_loss(config.value_loss_fn, model.forward(packed), tokens, counts)
+        def loss_of_values(packed: PackedRows, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
+            return value_loss(config.value_loss_fn, value.forward(packed), tokens, counts)
 
         with _timed(seconds, "value_training"):
-            of_value = (
+            found = optimize(
+                learner.value_optimizer,
                 batch.mini_batches(config.value_batch),
                 algorithm.value_epochs,
                 learner.value_packing,
                 value.device,
+                loss_of_values,
             )
-            found = optimize(learner.value_optimizer, *of_value, loss_of_value)
         found["explained_var"] = explained_variance(found)
         metrics |= {f"critic/{name}": number for name, number in found.items()}
 
@@ -150,17 +151,17 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
                 seen.append((packed.order, output.logprobs.detach()))
             return policy_loss(config.loss_fn, output, tokens, counts)
 
+        packing = Packing.of(config.policy, training=True)
         with _timed(seconds, "policy_training"):
-            of_policy = mini_batches, epochs, Packing.of(config.policy, training=True), policy.device
-            metrics |= optimize(learner.policy_optimizer, *of_policy, loss_of_policy)
+            metrics |= optimize(learner.policy_optimizer, mini_batches, epochs, packing, policy.device, loss_of_policy)
         if batch.old_logprobs is None:  # the only optimizer step's own pass gave those at the start of the step
             batch.old_logprobs = np.full(batch.trajectory.size, np.nan, np.float32)
             for order, logprobs in seen:
                 batch.old_logprobs[batch.tokens_of(order)] = logprobs.cpu().numpy()
 
-    counts = GlobalCounts.of(batch, mini_batches, ranks)
-    metrics["global_valid_toks"] = sum(count.tokens for count in counts)
-    metrics["global_valid_seqs"] = sum(count.sequences for count in counts)
+    counts_of = GlobalCounts.of(batch, mini_batches, ranks)
+    metrics["global_valid_toks"] = sum(counts.tokens for counts in counts_of)
+    metrics["global_valid_seqs"] = sum(counts.sequences for counts in counts_of)
     learner.counters.current_step += 1
     learner.counters.consumed_samples += batch.size
     learner.counters.total_valid_tokens += round(metrics["global_valid_toks"])
@@ -232,7 +233,10 @@ def _all_ranks_keep_pace(own: Sequence[Rows], ranks: Ranks) -> Iterator[Rows]:
 
 
 def _check(learner: Learner, batch: Batch) -> None:
-    """A collective: raise `ServiceError` on every rank for a trajectory that can't be trained on, and for a batch not of whole groups."""
+    """A collective: raise `ServiceError` on every rank for a trajectory that can't be trained on, and for a batch not of whole groups.
+    Raises `ValueError` for a batch that was trained already: its columns are those of that step."""
+    if batch.advantages is not None:
+        raise ValueError("this batch has been through a trainer step already; make a new one with Batch.of")
     generations = learner.config.algorithm.num_generations_per_prompt
     longest = learner.config.policy.max_total_sequence_length
     found = [(batch.name(i), batch.problem_of(i, learner.vocab_size, longest)) for i in range(len(batch))]

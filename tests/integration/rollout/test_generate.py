@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from services.trainer.network.policy import Policy
+from services.trainer.network.projection import Warp, kept
+from services.trainer.network.rows import Layout, MicroBatch, TokenSequence, build
 from transformers import AutoModelForCausalLM
 
 from headrace.config import Config
@@ -24,9 +27,6 @@ from headrace.trajectory import Group, Sampling, Span, Trajectory
 from services.rollout.engine import running_engine
 from services.rollout.generate import Interrupted, Saver, generate, prompt_problem, request_id, sampling_params
 from services.rollout.sampled import GenerationError
-from services.trainer.network.policy import Policy
-from services.trainer.network.projection import Warp, kept
-from services.trainer.network.rows import Layout, MicroBatch, TokenSequence, build
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 

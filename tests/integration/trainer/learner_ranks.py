@@ -11,10 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from learner_cases import config, experiences
+from services.trainer.learning.experience import Experience
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.learning.experience import Experience
 from services.trainer.learning.learner import Learner
 
 POLICY = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from learner_cases import config, experiences
 
 from headrace.config.services import Checkpointing
-from services.trainer.control.checkpoint import Checkpoints, State
+from services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from services.trainer.learning.learner import Learner
 
 PPO = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "ppo_epochs": 1}
@@ -23,7 +23,7 @@ def main(model: str, folder: str, limit: int) -> None:
     while True:
         learner.step(experiences(4, learner.version))
         learner.save(checkpoints.begin(learner.version))
-        state = State(version=learner.version, timeline="t", cursor=0, run_id="r")
+        state = CheckpointState(version=learner.version, timeline="t", cursor=0, run_id="r")
         checkpoints.publish(state, {learner.version - 1: ["g"]})
         if limit:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import config, experiences, shaken
+from services.trainer.network.policy import Policy
+from services.trainer.network.projection import Warp
+from services.trainer.network.rows import Layout, MicroBatch, build
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.sampler import Sampler, problems
@@ -17,9 +20,6 @@ from benchmarks.staleness import experiences as drawn
 from headrace.config import Config
 from headrace.errors import ServiceError
 from services.trainer.learning.learner import Learner
-from services.trainer.network.policy import Policy
-from services.trainer.network.projection import Warp
-from services.trainer.network.rows import Layout, MicroBatch, build
 
 GAP = "on_policy_distillation/teacher_student_logprob_gap_mean"
 

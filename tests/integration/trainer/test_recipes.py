@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from services.trainer.learning.experience import Experience
 
 from benchmarks.sampler import Sampler, problems
 from benchmarks.staleness import experiences
 from headrace.config import load
-from services.trainer.learning.experience import Experience
 from services.trainer.learning.learner import Learner
 from services.trainer.telemetry.metric_names import unknown
 

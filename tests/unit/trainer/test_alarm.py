@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from headrace.config.logger import TrainInferenceAlarm
 from headrace.trajectory import Score, Span, Trajectory
 from services.trainer.telemetry import alarm
+from services.trainer.telemetry.plots import draw_disagreement
 from services.trainer.telemetry.samples import TrainingSample
 
 LIMITS = TrainInferenceAlarm()
@@ -52,7 +53,7 @@ def test_a_limit_of_null_is_never_passed() -> None:
 
 def test_of_a_streak_the_first_is_told_and_then_one_in_ten() -> None:
     streak = alarm.Streak()
-    told = [step for step in range(25) if streak.told(step != 12)]
+    told = [step for step in range(25) if streak.is_reported(step != 12)]
     assert told == [0, 10, 13, 23]
 
 
@@ -107,7 +108,7 @@ def test_of_a_group_one_trajectory_is_shown() -> None:
 
 def test_the_words_name_step_value_limit_age_and_what_to_look_at() -> None:
     found = alarm.excesses({"token_mult_prob_error": 1.25, "avg_trajectory_age": 1.0}, LIMITS)
-    said = alarm.words(7, found, {0: 1.0001, 2: 1.4}, Path("runs/a/logs/disagreement_step7.png"))
+    said = alarm.message(7, found, {0: 1.0001, 2: 1.4}, Path("runs/a/logs/disagreement_step7.png"))
     for part in (
         "step 7",
         "1.25",
@@ -125,12 +126,12 @@ def test_pictures_are_drawn_and_the_newest_stay(tmp_path: Path) -> None:
     samples = alarm.worst(
         [sample(0, [0.1, 0.5, -0.2, 0.05]), dataclasses.replace(sample(1, [0.3, 0.0, 0.0]), mask=np.ones(3, np.uint8))]
     )
-    alarm.draw(samples, 5, alarm.picture_path(tmp_path, 5))
+    draw_disagreement(samples, 5, alarm.picture_path(tmp_path, 5))
     assert alarm.picture_path(tmp_path, 5).read_bytes().startswith(b"\x89PNG")
     for step in range(6, 20):
         alarm.picture_path(tmp_path, step).write_bytes(b"")
         alarm.drop_old_pictures(tmp_path)
-    assert alarm.pictures(tmp_path) == [alarm.picture_path(tmp_path, step) for step in range(10, 20)]
+    assert set(tmp_path.iterdir()) == {alarm.picture_path(tmp_path, step) for step in range(10, 20)}
 
 
 def test_half_a_picture_of_a_trainer_that_died_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +142,7 @@ def test_half_a_picture_of_a_trainer_that_died_is_none(tmp_path: Path, monkeypat
     with monkeypatch.context() as fault:
         fault.setattr(Figure, "savefig", die)
         with pytest.raises(OSError, match="no space"):
-            alarm.draw([sample(0, [0.1, 0.5])], 5, alarm.picture_path(tmp_path, 5))
+            draw_disagreement([sample(0, [0.1, 0.5])], 5, alarm.picture_path(tmp_path, 5))
     alarm.picture_path(tmp_path, 6).write_bytes(b"")
     alarm.drop_old_pictures(tmp_path)
-    assert alarm.pictures(tmp_path) == [alarm.picture_path(tmp_path, 6)]
+    assert list(tmp_path.glob("disagreement*")) == [alarm.picture_path(tmp_path, 6)]

@@ -8,17 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
+from services.trainer.learning.experience import Trace, experience_of
 
 from headrace.errors import ServiceError
 from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
-from services.trainer.learning.experience import Trace, experience_of
 from services.trainer.telemetry.samples import (
     SampleFiles,
     as_markdown,
     choose,
     sample_of,
     show,
-    shown,
     training_record,
     validation_record,
 )
@@ -127,11 +126,11 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_pa
 )
 def test_the_best_and_the_worst_are_shown(count: int, chosen: list[float]) -> None:
     rewards = [0.25, 1.0, 0.0, 0.5, 0.75]
-    assert [rewards[place] for place in choose(rewards, count)] == chosen
+    assert [record["rewards"] for record in choose([{"rewards": reward} for reward in rewards], count)] == chosen
 
 
 def test_a_block_shows_prompt_answer_and_reward_as_they_are() -> None:
-    one = shown(validation_record(4, PROMPT, TRAJECTORY, SCORE))
+    one = validation_record(4, PROMPT, TRAJECTORY, SCORE)
     plain, coloured = io.StringIO(), io.StringIO()
     show(Console(file=plain, width=100), "validation of version 4", [one])
     show(Console(file=coloured, width=100, force_terminal=True), "validation of version 4", [one])
