@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-<<<<<<< HEAD
 
 from headrace.config import Config
 from headrace.errors import CodecError
@@ -28,24 +27,6 @@ TRAJECTORY = trajectory(
     [3, 4, 5, 6, 7],
     logprobs=[-1, -2, -3, -4, -5],
     own=[1, 0, 1, 1, 1],
-=======
-from loop_cases import group, reservation
-from services.trainer.control.shares import assign
-from services.trainer.learning.experience import (
-    Experience,
-    Trace,
-    experience_of,
-    mini_batches,
-    problem_with,
-)
-from services.trainer.network.rows import TokenSequence
-
-from headrace.trajectory import Score, Span, Trajectory
-
-TRAJECTORY = Trajectory(
-    group_id="g",
-    attempt=1,
->>>>>>> part/core
     index=3,
     versions=[2, 2, 3, 5, 5],
     finish_reason="length",
