@@ -160,6 +160,11 @@ class Algorithm(Section):
         return 0
 
     @property
+    def schedule_counts_epochs(self) -> bool:
+        """Whether learning rate schedules advance after each epoch rather than each trainer step."""
+        return False
+
+    @property
     def generation_batch(self) -> float:
         """Groups that dynamic sampling counts as one generated batch."""
         return self.num_prompts_per_step * self.batch_multiplier

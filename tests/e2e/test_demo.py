@@ -16,8 +16,7 @@ import pytest
 
 from headrace.config import load
 from headrace.service import bind
-from services.trainer.control.checkpoint import TRAINED, Checkpoints
-from services.trainer.control.ledger import Orders
+from services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "arithmetic_tiny.yaml"
@@ -61,7 +60,7 @@ def audit(run: Path, arguments: Sequence[str], steps: int) -> None:
     newest = checkpoints.newest()
     assert newest == steps
     batch = config.algorithm.num_prompts_per_step
-    trained = Orders.decode(checkpoints.file(newest, TRAINED))
+    trained = Ledger.decode(checkpoints.file(newest, TRAINED)).trained
     assert len(trained) == steps * batch, "every step trained whole groups, none twice"
     for version in checkpoints.published():
         for step, groups in checkpoints.ledger(version).items():
@@ -148,4 +147,4 @@ def test_a_run_killed_with_its_supervisor_leaves_no_orphan_and_goes_on(tmp_path:
     assert train == list(range(steps))
     config = load(DEMO, arguments)
     trained = Checkpoints(config.checkpoint_folder, config.checkpointing).file(steps, TRAINED)
-    assert len(Orders.decode(trained)) == steps * config.algorithm.num_prompts_per_step
+    assert len(Ledger.decode(trained).trained) == steps * config.algorithm.num_prompts_per_step

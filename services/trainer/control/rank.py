@@ -158,10 +158,6 @@ class LeadRank(TrainerRank):
         self._send("save", folder)
         super().save(folder)
 
-    def dismiss(self) -> None:
-        """The other ranks' work is over."""
-        self._send("dismiss")
-
     def _send(self, do: str, *arguments: Any) -> None:
         self.ranks.send(msgspec.msgpack.encode([do, *arguments]))
 
@@ -177,6 +173,11 @@ class Weights:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._lead.weights()
+
+
+def dismiss(ranks: Ranks) -> None:
+    """Rank 0: the other ranks' work is over."""
+    ranks.send(msgspec.msgpack.encode(["dismiss"]))
 
 
 def follow(rank: TrainerRank) -> None:

@@ -116,6 +116,11 @@ class Batch:
         """[B]: policy tokens of each trajectory."""
         return np.bincount(self.trajectory, minlength=len(self))
 
+    @functools.cached_property
+    def _ends(self) -> Int:
+        """[B]: where among the N each trajectory's tokens end."""
+        return np.cumsum(self.lengths)
+
     @property
     def truncated(self) -> Bool:
         """[B]: whether the completion was cut off at the length limit."""
@@ -124,7 +129,7 @@ class Batch:
     @property
     def to_go(self) -> Int:
         """[N]: how many policy tokens of the same trajectory come after each."""
-        return np.cumsum(self.lengths)[self.trajectory] - 1 - np.arange(self.trajectory.size)
+        return self._ends[self.trajectory] - 1 - np.arange(self.trajectory.size)
 
     def name(self, i: int) -> str:
         """What errors call trajectory `i`."""
@@ -132,9 +137,8 @@ class Batch:
 
     def tokens_of(self, order: Sequence[int]) -> Int:
         """Where the policy tokens of these trajectories, one after the other, are among the N."""
-        ends = np.cumsum(self.lengths)
-        begins = ends - self.lengths
-        return np.concatenate([np.empty(0, np.intp), *(np.arange(begins[i], ends[i]) for i in order)])
+        ends, lengths = self._ends, self.lengths
+        return np.concatenate([np.empty(0, np.intp), *(np.arange(ends[i] - lengths[i], ends[i]) for i in order)])
 
     def per_token(self, of_batch: Float64) -> Float64:
         """Of values [size] of the whole batch, at each token [N] that of its trajectory."""
@@ -146,7 +150,7 @@ class Batch:
 
     def split(self, tokens: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
         """Values [N], cut into those of each trajectory."""
-        return np.split(tokens, np.cumsum(self.lengths)[:-1]) if len(self) else []
+        return np.split(tokens, self._ends[:-1]) if len(self) else []
 
     def of_all_ranks(self, rows: Float64, ranks: Ranks) -> Float64:
         """A collective. From every rank's rows [B, ...] those of the whole batch, [size, ...], in its order.

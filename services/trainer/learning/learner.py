@@ -20,7 +20,7 @@ from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace.trajectory import Float32, Int32
 from services.trainer.distributed import Ranks
-from services.trainer.errors import cannot_write
+from services.trainer.files import cannot_write_checkpoint
 from services.trainer.learning.algorithms import required_passes
 from services.trainer.learning.optimizer import ModelOptimizer
 from services.trainer.learning.training_state import Counters, load_state, save_state
@@ -129,5 +129,5 @@ class Learner:
         try:
             write()
         except (OSError, SafetensorError) as error:
-            problems = [str(cannot_write(folder, error))]
+            problems = [str(cannot_write_checkpoint(folder, error))]
         self.ranks.raise_any(problems)

@@ -1,7 +1,7 @@
 """The optimizer of a model: torch's own, with a schedule of its learning rate and clipped gradients; and its state in a checkpoint.
 
-The rate is a function of how many trainer steps trained the model, so a schedule needs no state but that count: after a resume the
-schedule of the configuration, which may have changed since, is gone through again, number by number.
+The rate is a function of how many trainer steps (or epochs) trained the model, so a schedule needs no state but that count: after a
+resume the schedule of the configuration, which may have changed since, is gone through again, number by number.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
                 parts.append(part)
             return OptimizerStep.of(parts, optimizer, ranks)
 
-        for _ in range(epochs):
+        for epoch in range(epochs):
             for mini_batch, counts in zip(mini_batches, counts_of, strict=True):
                 weighing = [i for i in mini_batch if batch.multipliers[i] > 0]  # what weighs nothing adds nothing
                 now = backward(plan(batch.trajectories, packing, weighing), counts)
@@ -121,7 +121,8 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
                     raise _not_finite(learner, optimizer.section, now, causes, len(taken))
                 optimizer.step(now.grad_norm)  # clips
                 taken.append(now)
-        optimizer.advance_schedule()
+            if algorithm.schedule_counts_epochs or epoch == epochs - 1:
+                optimizer.advance_schedule()
         return _summary(taken[first:])
 
     if value is not None and learner.value_optimizer is not None:

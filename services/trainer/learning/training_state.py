@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from headrace.errors import ServiceError
 from services.trainer.distributed import process_group
-from services.trainer.errors import cannot_write
+from services.trainer.files import cannot_write_checkpoint
 from services.trainer.learning.optimizer import ModelOptimizer
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def save_state(folder: Path, counters: Counters, optimizers: Mapping[str, ModelO
         with process_group():
             dcp.save(state, checkpoint_id=folder)
     except dcp.CheckpointException as error:
-        raise cannot_write(folder.parent, _cause(error)) from error
+        raise cannot_write_checkpoint(folder.parent, _cause(error)) from error
 
 
 def load_state(folder: Path, optimizers: Mapping[str, ModelOptimizer]) -> Counters:

@@ -75,6 +75,16 @@ def _settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     return {"config": settings}
 
 
+def freeze_routers(model: nn.Module) -> None:
+    """Take the routers of a mixture of experts, the module `gate` or `router` beside each `experts`, out of training."""
+    for module in model.modules():
+        if hasattr(module, "experts"):
+            for name in ("gate", "router"):
+                router = getattr(module, name, None)
+                if isinstance(router, nn.Module):
+                    router.requires_grad_(False)
+
+
 def place(root: nn.Module, model: Any, device: torch.device, *, recompute: bool) -> None:
     """Move `root`, which holds `model`, to `device`; with several ranks shard it, layer by layer.
 

@@ -103,6 +103,8 @@ class PolicyModel:
             {} if other else config.policy.hf_config_overrides,
         )
         self.model.requires_grad_(trainable)
+        if config.policy.freeze_moe_router:
+            backbone.freeze_routers(self.model)
         if self.model.get_output_embeddings() is None or self.model.base_model is self.model:
             raise ServiceError(
                 f"{key} {name!r}: {type(self.model).__name__} has no vocabulary projection "

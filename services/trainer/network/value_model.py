@@ -60,6 +60,8 @@ class ValueModel:
         name = str(folder) if folder else config.value.model_name or config.policy.model_name
         what = "the backbone of a value model"
         model = backbone.load_model(AutoModel, config, key, name, what, config.value.hf_config_overrides)
+        if config.value.freeze_moe_router:
+            backbone.freeze_routers(model)
         prepare_attention(model, config.policy, self.device)
         self.root = ValueRoot(model)
         head = Path(name) / HEAD

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from headrace.config.services import Checkpointing
-from services.trainer.control.checkpoint import Checkpoints, State
+from services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import config, random_batch
@@ -23,7 +23,7 @@ def main(model: str, folder: str, limit: int) -> None:
     while True:
         train_step(learner, random_batch(4, learner.version))
         learner.save(checkpoints.begin(learner.version))
-        state = State(version=learner.version, timeline="t", cursor=0, run_id="r")
+        state = CheckpointState(version=learner.version, timeline="t", cursor=0, run_id="r")
         checkpoints.publish(state, {learner.version - 1: ["g"]})
         if limit:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

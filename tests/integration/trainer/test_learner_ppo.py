@@ -38,7 +38,8 @@ SMOOTH = {"kwargs": {"lr": 1e-3, "eps": 1e-4}}
 def ppo(model: Path, *, algorithm: dict[str, Any] | None = None, **sections: Any) -> Config:
     policy = {"train_global_batch_size": 4, "optimizer": SMOOTH, **sections.pop("policy", {})}
     given = {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "ppo_epochs": 2, **(algorithm or {})}
-    return config(model, ppo=given, policy=policy, value={"optimizer": SMOOTH}, **sections)
+    value = {"optimizer": SMOOTH, **sections.pop("value", {})}
+    return config(model, ppo=given, policy=policy, value=value, **sections)
 
 
 def test_a_value_is_the_head_on_what_came_before_the_token(tiny_model: Path) -> None:
@@ -139,6 +140,22 @@ def test_until_its_start_step_the_policy_stays_and_its_versions_go_on(tiny_model
     third, fourth = (train_step(learner, random_batch(8, seed)) for seed in (2, 3))
     assert any(not torch.equal(before[name], tensor) for name, tensor in learner.iter_weights())
     assert (third["lr"], fourth["lr"]) == (1e-3, 5e-4)  # the schedule counts steps that trained the policy
+
+
+@pytest.mark.parametrize(("counts", "rates"), [("steps", (8e-3, 4e-3)), ("epochs", (6e-3, 1.5e-3))])
+def test_a_schedule_counts_trainer_steps_or_epochs(
+    tiny_model: Path, tmp_path: Path, counts: str, rates: tuple[float, float]
+) -> None:
+    """A step reports the mean of its two epochs. NeMo RL counts calls of `train()`, of which each epoch is one."""
+    halving = {"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"gamma": 0.5}}
+    model = {"scheduler": halving, "optimizer": {"kwargs": {"lr": 8e-3}}}
+    settings = ppo(tiny_model, algorithm={"scheduler_counts": counts, "ppo_epochs": 2}, policy=model, value=model)
+    learner = Learner(settings)
+    first = train_step(learner, random_batch(8))
+    learner.save(tmp_path)
+    second = train_step(Learner(settings, tmp_path), random_batch(8, 1))
+    assert (first["lr"], second["lr"]) == pytest.approx(rates)
+    assert (first["critic/lr"], second["critic/lr"]) == pytest.approx(rates)
 
 
 def test_a_value_model_learns_what_rewards_to_expect(tiny_model: Path) -> None:

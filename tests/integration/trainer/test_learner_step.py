@@ -233,6 +233,28 @@ def test_reference_policy_stays_where_it_was(tiny_model: Path) -> None:
     assert 0 < penalties[1] < penalties[2]
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_routers_of_a_mixture_of_experts_are_trained_unless_they_are_frozen(
+    architectures: dict[str, Path], tiny_model: Path, tmp_path: Path, frozen: bool
+) -> None:
+    policy = {"freeze_moe_router": frozen, "tokenizer": {"name": str(tiny_model)}}
+    settings = config(architectures["experts"], policy=policy)
+    learner = Learner(settings)
+    before = weights(learner)
+    train_step(learner, random_batch(8))
+    moved = {name for name, tensor in weights(learner).items() if not torch.equal(tensor, before[name])}
+    routers = {name for name in before if name.endswith("block_sparse_moe.gate.weight")}
+    assert len(routers) == SMALL["num_hidden_layers"]
+    assert moved >= before.keys() - routers
+    assert moved.isdisjoint(routers) == frozen
+    learner.save(tmp_path)
+    again = Learner(settings, tmp_path)
+    assert_same_weights(weights(again), weights(learner))
+    for each in (learner, again):
+        train_step(each, random_batch(8, 1))
+    assert_same_weights(weights(again), weights(learner))
+
+
 def test_weights_are_named_as_the_checkpoint_names_them(architectures: dict[str, Path]) -> None:
     for name, folder in architectures.items():
         policy = PolicyModel(config(folder))

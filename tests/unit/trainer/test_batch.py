@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loop_cases import group, reservation
-
-from headrace.trajectory import Score, Span, Trajectory
 from services.trainer.control.shares import assign
 from services.trainer.learning.experience import (
     Experience,
@@ -19,6 +17,8 @@ from services.trainer.learning.experience import (
     problem_with,
 )
 from services.trainer.network.rows import TokenSequence
+
+from headrace.trajectory import Score, Span, Trajectory
 
 TRAJECTORY = Trajectory(
     group_id="g",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -13,12 +12,33 @@ from hypothesis import strategies as st
 
 from headrace.config.advantages import AdvEstimator, PPOAdvEstimator
 from headrace.config.loss import LossFn
-from services.trainer.learning.advantages import Settings
-from services.trainer.learning.tokens import Float64
-from tests.unit.trainer.advantage_cases import KL, NO_KL, Batch, batches, episode
+from services.trainer.learning.batch import Batch, Float64
+from tests.unit.trainer.advantage_cases import (
+    KL,
+    NO_KL,
+    OPD,
+    batches,
+    by_trajectory,
+    configured,
+    estimates,
+    grouped,
+    made,
+)
 
 LOSSES = pytest.mark.parametrize("loss_fn", [NO_KL, *KL.values()], ids=["no-kl", *KL])
 Tokens = list[list[float]]
+
+
+def doubles(batch: Batch, column: str) -> list[Float64]:
+    return by_trajectory(batch, getattr(batch, column).astype(np.float64))
+
+
+def size_of_groups(batch: Batch) -> int:
+    return len(grouped(batch, batch.places.tolist())[0])
+
+
+def lengths(batch: Batch) -> list[int]:
+    return [int(t.loss_mask.sum()) for t in batch.trajectories]
 
 
 def kl(policy: float, ref: float, kind: str) -> float:
@@ -31,14 +51,14 @@ def penalties(batch: Batch, loss_fn: LossFn) -> Tokens:
     """beta times the divergence of every token, 0 where rewards do not pay for it."""
     beta = loss_fn.reference_policy_kl_penalty if loss_fn.use_kl_in_reward else 0.0
     return [
-        [beta * kl(p, r, loss_fn.reference_policy_kl_type) for p, r in zip(e.start, e.ref, strict=True)]
-        for e in batch.episodes
+        [beta * kl(p, r, loss_fn.reference_policy_kl_type) for p, r in zip(old, ref, strict=True)]
+        for old, ref in zip(doubles(batch, "old_logprobs"), doubles(batch, "ref_logprobs"), strict=True)
     ]
 
 
 def whitened(batch: Batch, tokens: Tokens, scale: Callable[[float, int], float]) -> Tokens:
     """Each token minus the weighted mean, times `scale(biased variance, tokens that weigh anything)`."""
-    weighed = [(x, e.multiplier) for xs, e in zip(tokens, batch.episodes, strict=True) for x in xs if e.multiplier > 0]
+    weighed = [(x, float(w)) for xs, w in zip(tokens, batch.multipliers, strict=True) for x in xs if w > 0]
     if not weighed:
         return tokens
     total = math.fsum(w for _, w in weighed)
@@ -74,13 +94,14 @@ def against_group(values: Sequence[float], i: int, leave_one_out: bool, normaliz
 @settings(max_examples=40)
 @given(batch=batches(least=2), leave_one_out=st.booleans(), normalize=st.booleans())
 def test_grpo_gives_every_token_its_trajectory_s_advantage(batch: Batch, leave_one_out: bool, normalize: bool) -> None:
-    found = batch.estimates(Settings(AdvEstimator(), normalize, leave_one_out), NO_KL)
-    expected = [
-        [against_group([e.reward for e in group], i, leave_one_out, normalize)] * e.length
-        for group in batch.groups()
-        for i, e in enumerate(group)
+    how = {"use_leave_one_out_baseline": leave_one_out, "normalize_rewards": normalize}
+    found = estimates(batch, configured(AdvEstimator(), n=size_of_groups(batch), **how))
+    of_trajectory = [
+        against_group(group, i, leave_one_out, normalize)
+        for group in grouped(batch, [score.reward for score in batch.scores])
+        for i in range(len(group))
     ]
-    check(found.advantages, expected)
+    check(found.advantages, [[x] * length for x, length in zip(of_trajectory, lengths(batch), strict=True)])
     assert found.returns is None
 
 
@@ -92,26 +113,26 @@ def test_gdpo_weighs_components_in_alphabetical_order_and_normalises_over_the_ba
     weights = [2.0, -0.5] if weighed else None
     estimator = AdvEstimator(name="gdpo", reward_weights=weights)
     totals = []
-    for group in batch.groups():
+    for group in grouped(batch, [score.components for score in batch.scores]):
         for i in range(len(group)):
             parts = [
-                against_group([e.components[name] for e in group], i, leave_one_out, normalize)
+                against_group([components[name] for components in group], i, leave_one_out, normalize)
                 for name in ("correct", "format")
             ]
             first, second = weights or (1.0, 1.0)
             totals.append(first * parts[0] + second * parts[1])
     mean = math.fsum(totals) / len(totals)
     std = math.sqrt(math.fsum((x - mean) ** 2 for x in totals) / (len(totals) - 1))
-    found = batch.estimates(Settings(estimator, normalize, leave_one_out), NO_KL)
+    how = {"use_leave_one_out_baseline": leave_one_out, "normalize_rewards": normalize}
+    found = estimates(batch, configured(estimator, n=size_of_groups(batch), **how))
     if std > 1e-9:
-        expected = [[(x - mean) / std] * e.length for x, e in zip(totals, batch.episodes, strict=True)]
+        expected = [[(x - mean) / std] * length for x, length in zip(totals, lengths(batch), strict=True)]
         check(found.advantages, expected)
 
 
 def test_gdpo_gives_no_advantage_where_no_component_tells_trajectories_apart() -> None:
-    components = {"correct": 0.1, "format": 0.7}
-    batch = Batch(tuple(episode(i, 3, components=components) for i in range(6)), 3)
-    found = batch.estimates(Settings(AdvEstimator(name="gdpo")), NO_KL)
+    batch = made([0.0] * 6, n=3, components={"correct": 0.1, "format": 0.7})
+    found = estimates(batch, configured(AdvEstimator(name="gdpo"), n=3))
     np.testing.assert_array_equal(np.concatenate(found.advantages), np.zeros(18))
 
 
@@ -121,21 +142,24 @@ def test_gdpo_gives_no_advantage_where_no_component_tells_trajectories_apart() -
 def test_reinforce_plus_plus_is_the_reward_less_divergence_whitened(
     loss_fn: LossFn, batch: Batch, minus_baseline: bool, kl_to_go: bool
 ) -> None:
+    kl_to_go = kl_to_go and loss_fn.kl_in_reward  # without it the configuration is refused
     estimator = AdvEstimator(name="reinforce_plus_plus", minus_baseline=minus_baseline, kl_to_go=kl_to_go)
+    rewards = [score.reward for score in batch.scores]
+    groups = grouped(batch, rewards)
     raw = []
-    for e, paid in zip(batch.episodes, penalties(batch, loss_fn), strict=True):
-        group = [peer.reward for peer in batch.groups()[e.group]]
-        base = math.fsum(group) / len(group) if minus_baseline else 0.0
-        raw.append([e.reward - base - (math.fsum(paid[t:]) if kl_to_go else paid[t]) for t in range(e.length)])
-    check(batch.estimates(Settings(estimator), loss_fn).advantages, whitened(batch, raw, biased))
+    for group, reward, paid in zip(batch.groups, rewards, penalties(batch, loss_fn), strict=True):
+        base = math.fsum(groups[group]) / len(groups[group]) if minus_baseline else 0.0
+        raw.append([reward - base - (math.fsum(paid[t:]) if kl_to_go else paid[t]) for t in range(len(paid))])
+    found = estimates(batch, configured(estimator, loss_fn, size_of_groups(batch)))
+    check(found.advantages, whitened(batch, raw, biased))
 
 
 @settings(max_examples=40)
 @given(batch=batches(), normalize=st.booleans())
 def test_raw_reward_is_the_reward_whitened(batch: Batch, normalize: bool) -> None:
-    raw = [[e.reward] * e.length for e in batch.episodes]
+    raw = [[score.reward] * length for score, length in zip(batch.scores, lengths(batch), strict=True)]
     estimator = PPOAdvEstimator(name="raw_reward", normalize_advantages=normalize)
-    found = batch.estimates(Settings(estimator), NO_KL)
+    found = estimates(batch, configured(estimator, n=size_of_groups(batch)))
     check(found.advantages, whitened(batch, raw, biased) if normalize else raw)
     assert found.returns is None
 
@@ -178,37 +202,35 @@ def test_gae_is_the_sum_of_discounted_differences_and_returns_add_the_values(
         normalize_advantages=normalize,
     )
     raw, returns = [], []
-    for e, paid in zip(batch.episodes, penalties(batch, loss_fn), strict=True):
+    for score, values, paid in zip(batch.scores, doubles(batch, "values"), penalties(batch, loss_fn), strict=True):
         rewards = [-p for p in paid]
         if rewards:
-            rewards[-1] += e.reward
-        adaptive = 1 - 1 / max(alpha * e.length, 1)
+            rewards[-1] += score.reward
+        adaptive = 1 - 1 / max(alpha * len(rewards), 1)
         for_policy = adaptive if alpha > 0 else lam if of_policy is None else of_policy
-        raw.append(discounted_differences(rewards, e.values, gamma, for_policy))
-        for_value = discounted_differences(rewards, e.values, gamma, lam if of_value is None else of_value)
-        returns.append([a + v for a, v in zip(for_value, e.values, strict=True)])
+        raw.append(discounted_differences(rewards, values, gamma, for_policy))
+        for_value = discounted_differences(rewards, values, gamma, lam if of_value is None else of_value)
+        returns.append([a + v for a, v in zip(for_value, values, strict=True)])
     expected = whitened(batch, raw, unbiased) if normalize else raw
-    expected = [[a if e.multiplier > 0 else 0.0 for a in x] for x, e in zip(expected, batch.episodes, strict=True)]
-    found = batch.estimates(Settings(estimator), loss_fn)
+    expected = [[a if w > 0 else 0.0 for a in x] for x, w in zip(expected, batch.multipliers, strict=True)]
+    found = estimates(batch, configured(estimator, loss_fn, size_of_groups(batch)))
     check(found.advantages, expected)
     check(found.returns or (), returns)
 
 
 def test_what_hardly_varies_is_not_blown_up() -> None:
     """Of ±1e-4: raw rewards take max(var, 1e-8) of the biased variance 1e-8, gae adds 1e-8 to the unbiased one."""
-    batch = Batch(tuple(episode(i, length=1, reward=r, values=np.zeros(1)) for i, r in enumerate((1e-4, -1e-4))), 1)
-    tiny = Batch(tuple(dataclasses.replace(e, reward=e.reward / 100) for e in batch.episodes), 1)
+    batch, tiny = (made([reward, -reward], length=1, values=np.zeros(2)) for reward in (1e-4, 1e-6))
     for estimator, found in ((PPOAdvEstimator(name="raw_reward"), 1.0), (PPOAdvEstimator(), 1 / math.sqrt(3))):
-        check(batch.estimates(Settings(estimator), NO_KL).advantages, [[found], [-found]])
+        check(estimates(batch, configured(estimator)).advantages, [[found], [-found]])
     for name in ("raw_reward", "gae"):
-        check(tiny.estimates(Settings(PPOAdvEstimator(name=name)), NO_KL).advantages, [[0.01], [-0.01]])
+        check(estimates(tiny, configured(PPOAdvEstimator(name=name))).advantages, [[0.01], [-0.01]])
 
 
 def test_gae_without_discount_and_lambda_1_is_the_reward_less_the_value() -> None:
     values = np.array([0.5, -1.0, 2.0])
-    batch = Batch((episode(reward=3.0, values=values),), 1)
     estimator = PPOAdvEstimator(gae_lambda=1.0, normalize_advantages=False)
-    found = batch.estimates(Settings(estimator), NO_KL)
+    found = estimates(made([3.0], values=values), configured(estimator))
     np.testing.assert_allclose(found.advantages[0], 3.0 - values)
     np.testing.assert_allclose((found.returns or ())[0], [3.0, 3.0, 3.0])
 
@@ -216,8 +238,11 @@ def test_gae_without_discount_and_lambda_1_is_the_reward_less_the_value() -> Non
 @settings(max_examples=40)
 @given(batch=batches())
 def test_opd_is_the_teacher_s_log_probability_less_the_policy_s(batch: Batch) -> None:
-    found = batch.estimates(Settings(AdvEstimator(name="opd"), leave_one_out=False), NO_KL)
-    expected = [[t - s for t, s in zip(e.ref, e.start, strict=True)] for e in batch.episodes]
+    found = estimates(batch, configured(OPD, n=size_of_groups(batch), use_leave_one_out_baseline=False))
+    expected = [
+        [t - s for t, s in zip(teacher, old, strict=True)]
+        for teacher, old in zip(doubles(batch, "teacher_logprobs"), doubles(batch, "old_logprobs"), strict=True)
+    ]
     check(found.advantages, expected)
     flat = [x for xs in expected for x in xs]
     gap = found.metrics["on_policy_distillation/teacher_student_logprob_gap_mean"]

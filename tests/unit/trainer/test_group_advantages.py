@@ -1,9 +1,11 @@
+"""Advantages of trajectories within their group."""
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.learning.advantages import group_advantages
+from services.trainer.learning.algorithms.grpo import group_advantages
 
 BOTH = pytest.mark.parametrize("leave_one_out", [False, True])
 

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 from loop_cases import group, reservation, trajectory
+from services.trainer.control.laws import check_batch, law_broken
+from services.trainer.control.shares import Assignment
 
 from headrace.errors import ServiceError
 from headrace.trajectory import Score
-from services.trainer.control.laws import check_batch, law_broken
-from services.trainer.control.shares import Assignment
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-
-from headrace.config.policy import Policy
 from services.trainer.network.rows import Layout, MicroBatch, TokenSequence, build, divide, join, plan
 from services.trainer.network.rows.attention import block_mask
 from services.trainer.network.rows.bins import ALGORITHMS, first_fit_decreasing, modified_first_fit_decreasing
 from services.trainer.network.rows.layout import tree_length
+
+from headrace.config.policy import Policy
 
 PROMPTS = [[1], [2, 3, 4], [5, 6], [7, 8, 9, 10, 11, 12, 13]]
 

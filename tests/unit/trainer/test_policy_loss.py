@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
-import loss_cases
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import Case
 from torch import Tensor
 
 from headrace.config import LossFn
-from services.trainer.learning.losses import policy_loss
-from services.trainer.learning.tokens import GlobalCounts, Logprobs, LossParts, Tokens
+from services.trainer.learning.batch import GlobalCounts, MicroBatch
+from services.trainer.learning.losses import LossParts, policy_loss
+from services.trainer.network.policy_model import PolicyOutput
+from tests.unit.trainer import loss_cases
+from tests.unit.trainer.loss_cases import Case
 
 torch.set_num_threads(1)
 
@@ -29,34 +31,40 @@ def row(*values: float) -> Tensor:
 
 def run(
     config: LossFn,
-    curr: Tensor,
-    prev: Tensor,
+    logprobs: Tensor,
+    old: Tensor,
     advantages: Tensor,
-    gen: Tensor | None = None,
+    rollout: Tensor | None = None,
     ref: Tensor | None = None,
     lengths: tuple[int, ...] | None = None,
     **more: Tensor,
 ) -> tuple[LossParts, Tensor]:
-    """Loss and gradient of sequences of `lengths` (one, unless given), all of whose tokens count unless `more` says otherwise."""
-    lengths = lengths or (len(curr),)
-    n, b = len(curr), len(lengths)
-    given = {
+    """Loss and gradient of trajectories of `lengths` (one, unless given), all of whose tokens count unless `more` says otherwise."""
+    lengths = lengths or (len(logprobs),)
+    n, b = len(logprobs), len(lengths)
+    columns = {
         "mask": torch.ones(n),
-        "behind": torch.zeros(n),
-        "multiplier": torch.ones(b),
-        "reward": torch.ones(b),
+        "ages": torch.zeros(n),
+        "multipliers": torch.ones(b),
+        "rewards": torch.ones(b),
         **more,
     }
-    tokens = Tokens(torch.repeat_interleave(torch.tensor(lengths)), advantages, **given)
-    counted = tokens.mask * tokens.multiplier[tokens.sequence]
-    positive = counted * (tokens.reward > 0)[tokens.sequence]
-    counts = GlobalCounts(float(counted.sum()), float(tokens.multiplier.sum()), float(positive.sum()))
-    curr = curr.clone().requires_grad_()
-    gen = prev if gen is None else gen
-    parts = policy_loss(config, tokens, Logprobs(curr, prev, gen, prev, ref), counts)
+    tokens = MicroBatch(
+        trajectory=torch.repeat_interleave(torch.tensor(lengths)),
+        advantages=advantages,
+        rollout_logprobs=old if rollout is None else rollout,
+        old_logprobs=old,
+        ref_logprobs=ref,
+        **columns,
+    )
+    counted = tokens.mask * tokens.multipliers[tokens.trajectory]
+    positive = counted * (tokens.rewards > 0)[tokens.trajectory]
+    counts = GlobalCounts(float(counted.sum()), float(tokens.multipliers.sum()), float(positive.sum()))
+    logprobs = logprobs.clone().requires_grad_()
+    parts = policy_loss(config, PolicyOutput(logprobs), tokens, counts)
     parts.loss.backward()
-    assert curr.grad is not None
-    return parts, curr.grad
+    assert logprobs.grad is not None
+    return parts, logprobs.grad
 
 
 def close(found: Tensor, *expected: float) -> None:
@@ -70,8 +78,8 @@ def log(*ratios: float) -> Tensor:
 
 
 def test_ratio_is_clipped_only_where_that_lowers_the_objective() -> None:
-    prev = row(-1, -1, -1, -1)
-    parts, gradient = run(LossFn(**NO_KL), prev + log(1.5, 1.5, 0.5, 0.5), prev, row(2, -2, 2, -2))
+    old = row(-1, -1, -1, -1)
+    parts, gradient = run(LossFn(**NO_KL), old + log(1.5, 1.5, 0.5, 0.5), old, row(2, -2, 2, -2))
     # A=2: min(3, 2.4); A=-2: min(-3, -2.4); A=2: min(1, 1.6); A=-2: min(-1, -1.6)
     close(parts.loss, -(2.4 - 3 + 1 - 1.6) / 4)
     close(gradient, 0, 3 / 4, -1 / 4, 0)
@@ -89,38 +97,38 @@ def test_the_two_bounds_of_the_clip_are_of_their_own() -> None:
 
 def test_dual_clip_bounds_the_ratio_where_the_advantage_is_negative() -> None:
     config = LossFn(**NO_KL, ratio_clip_c=3.0)
-    prev = row(-3, -3, -3)
-    parts, gradient = run(config, prev + log(5, 2, 5), prev, row(-1, -1, 1))
+    old = row(-3, -3, -3)
+    parts, gradient = run(config, old + log(5, 2, 5), old, row(-1, -1, 1))
     close(parts.loss, (3 + 2 - 1.2) / 3)
     close(gradient, 0, 2 / 3, 0)
 
 
 def test_sequence_ratio_is_the_geometric_mean_and_its_gradient_is_shared_by_the_tokens() -> None:
-    prev = row(-1, -1, -1)
-    curr = prev + row(0.1, -0.3, 0.05)
-    parts, gradient = run(LossFn(**NO_KL, **GSPO), curr, prev, row(1, 1, 2), lengths=(2, 1))
+    old = row(-1, -1, -1)
+    logprobs = old + row(0.1, -0.3, 0.05)
+    parts, gradient = run(LossFn(**NO_KL, **GSPO), logprobs, old, row(1, 1, 2), lengths=(2, 1))
     first, second = math.exp(-0.1), math.exp(0.05)
     close(parts.loss, -(first + 2 * second) / 2)
     close(gradient, -first / 4, -first / 4, -2 * second / 2)
 
 
 def test_tokens_over_age_stay_in_the_sequence_ratio_and_leave_the_loss() -> None:
-    prev = row(-1, -1)
-    curr = prev + row(0.1, -0.3)
-    parts, gradient = run(LossFn(**NO_KL, **GSPO), curr, prev, row(1, 1), mask=row(1, 0))
+    old = row(-1, -1)
+    logprobs = old + row(0.1, -0.3)
+    parts, gradient = run(LossFn(**NO_KL, **GSPO), logprobs, old, row(1, 1), mask=row(1, 0))
     close(parts.loss, -math.exp(-0.1))
     close(gradient, -math.exp(-0.1) / 2, -math.exp(-0.1) / 2)
-    parts, gradient = run(LossFn(**NO_KL), curr, prev, row(1, 1), mask=row(1, 0))
+    parts, gradient = run(LossFn(**NO_KL), logprobs, old, row(1, 1), mask=row(1, 0))
     close(parts.loss, -math.exp(0.1))
     close(gradient, -math.exp(0.1), 0)
 
 
 def test_cispo_weighs_the_log_probability_by_the_clipped_ratio_and_drops_no_token() -> None:
     config = LossFn(**NO_KL, use_cispo=True, ratio_clip_min=1.0, ratio_clip_max=5.0)
-    prev = row(-3, -1)
-    curr = prev + log(10, 0.5)
-    parts, gradient = run(config, curr, prev, row(1, -1))
-    close(parts.loss, float(-6 * curr[0] + 0.5 * curr[1]) / 2)
+    old = row(-3, -1)
+    logprobs = old + log(10, 0.5)
+    parts, gradient = run(config, logprobs, old, row(1, -1))
+    close(parts.loss, float(-6 * logprobs[0] + 0.5 * logprobs[1]) / 2)
     close(gradient, -6 / 2, 0.5 / 2)
     assert float(parts.sums["clip_fraction_high"]) == pytest.approx(0.5)
 
@@ -147,8 +155,8 @@ def test_a_forced_ratio_is_1_whatever_prev_is() -> None:
     ids=["tokens", "sequences", "constant"],
 )
 def test_what_the_loss_is_averaged_over(keys: dict[str, object], loss: float) -> None:
-    prev = row(-1, -2, -3)
-    parts, _ = run(LossFn(**NO_KL, **keys), prev, prev, row(1, 1, 4), lengths=(2, 1))
+    old = row(-1, -2, -3)
+    parts, _ = run(LossFn(**NO_KL, **keys), old, old, row(1, 1, 4), lengths=(2, 1))
     close(parts.loss, loss)
 
 
@@ -167,8 +175,8 @@ def test_what_the_loss_is_averaged_over(keys: dict[str, object], loss: float) ->
 def test_importance_weights_of_tokens(
     keys: dict[str, object], weights: tuple[float, ...], outside: float | None
 ) -> None:
-    prev, advantages = row(-1, -1, -1), row(1, 2, 3)
-    parts, gradient = run(LossFn(**NO_KL, **IS, **keys), prev, prev, advantages, prev - log(0.25, 1, 4), lengths=(2, 1))
+    old, advantages = row(-1, -1, -1), row(1, 2, 3)
+    parts, gradient = run(LossFn(**NO_KL, **IS, **keys), old, old, advantages, old - log(0.25, 1, 4), lengths=(2, 1))
     weighted = row(*weights) * advantages
     close(parts.loss, float(-weighted.sum() / 3))
     close(gradient, *(-weighted / 3).tolist())
@@ -182,16 +190,16 @@ def test_importance_weights_of_tokens(
 def test_importance_weights_of_sequences(how: str, first: float) -> None:
     """Their metric is the mean over sequences, however many there are."""
     config = LossFn(**NO_KL, **IS, **GSPO, sequence_is_aggregation=how)
-    prev = row(-1, -1, -1)
-    parts, _ = run(config, prev, prev, row(1, 1, 1), prev - log(0.25, 1, 4), lengths=(2, 1))
+    old = row(-1, -1, -1)
+    parts, _ = run(config, old, old, row(1, 1, 1), old - log(0.25, 1, 4), lengths=(2, 1))
     close(parts.loss, -(first + 4) / 2)
     close(parts.sums["sampling_importance_ratio"], (first + 4) / 2)
 
 
 def test_decoupled_ppo_clips_against_the_proximal_policy_and_weighs_by_it() -> None:
     config = LossFn(**NO_KL, proximal="recompute")
-    prev = row(-1, -1)
-    parts, gradient = run(config, prev + log(1.5, 1.1), prev, row(1, 1), prev - log(2, 2))
+    old = row(-1, -1)
+    parts, gradient = run(config, old + log(1.5, 1.1), old, row(1, 1), old - log(2, 2))
     close(parts.loss, -2 * (1.2 + 1.1) / 2)
     close(gradient, 0, -2 * 1.1 / 2)
 
@@ -199,9 +207,9 @@ def test_decoupled_ppo_clips_against_the_proximal_policy_and_weighs_by_it() -> N
 def test_an_interpolated_proximal_policy_lies_between_by_age() -> None:
     """Of a token sampled by the weights of this very step it is the behaviour policy, of an old one nearly the trainer's."""
     config = LossFn(**NO_KL, proximal="interpolate", ratio_clip_min=1.0, ratio_clip_max=9.0)
-    gen = row(-2, -2, -2)
-    curr = gen + log(16, 16, 16)
-    parts, gradient = run(config, curr, gen, row(1, 2, 3), behind=row(0, 1, 3))
+    rollout = row(-2, -2, -2)
+    logprobs = rollout + log(16, 16, 16)
+    parts, gradient = run(config, logprobs, rollout, row(1, 2, 3), ages=row(0, 1, 3))
     proximal = row(1, 4, 8)  # 16 to the power of 0, 1/2 and 3/4
     ratio = row(10, 4, 2)  # the first is clipped
     close(parts.loss, float(-(proximal * ratio * row(1, 2, 3)).sum() / 3))
@@ -211,9 +219,9 @@ def test_an_interpolated_proximal_policy_lies_between_by_age() -> None:
 
 def test_probability_difference_drops_what_the_advantage_pushes_further_away() -> None:
     config = LossFn(**NO_KL, probability_difference_mask=0.1, prev_logprobs_source="generation", disable_ppo_ratio=True)
-    gen = log(0.5, 0.5, 0.5, 0.5, 0.001)
-    curr = log(0.65, 0.65, 0.35, 0.35, 0.09)
-    parts, gradient = run(config, curr, gen, row(1, -1, 1, -1, 1))
+    rollout = log(0.5, 0.5, 0.5, 0.5, 0.001)
+    logprobs = log(0.65, 0.65, 0.35, 0.35, 0.09)
+    parts, gradient = run(config, logprobs, rollout, row(1, -1, 1, -1, 1))
     close(gradient, 0, 1 / 5, -1 / 5, 0, -1 / 5)
     close(parts.sums["probability_difference_masked"], 2 / 5)
 
@@ -229,9 +237,9 @@ def test_kl_penalty_and_its_score_function_gradient() -> None:
 
 def test_kl_clamps_leave_nothing_to_push() -> None:
     config = LossFn(reference_policy_kl_penalty=1, kl_input_clamp_value=2.0, kl_output_clamp_value=3.0)
-    curr = row(-1, -5, -9)
+    logprobs = row(-1, -5, -9)
     # d = -4 clamped to -2; d = 4 clamped to 2, its k3 above 3; d = 1 within
-    parts, gradient = run(config, curr, curr, row(0, 0, 0), ref=row(-5, -1, -8))
+    parts, gradient = run(config, logprobs, logprobs, row(0, 0, 0), ref=row(-5, -1, -8))
     close(parts.loss, (math.exp(-2) + 1 + 3 + math.e - 2) / 3)
     close(gradient, 0, 0, (math.e - 2 + 1 - math.e) / 3)
 
@@ -244,8 +252,8 @@ def test_a_kl_penalty_in_the_reward_is_not_in_the_loss_too() -> None:
 
 def test_positive_examples_are_those_of_the_whole_batch() -> None:
     config = LossFn(**NO_KL, positive_example_nll_weight=0.5)
-    curr = row(-1, -2, -4)
-    parts, gradient = run(config, curr, curr, row(0, 0, 0), lengths=(2, 1), reward=row(1, -1))
+    logprobs = row(-1, -2, -4)
+    parts, gradient = run(config, logprobs, logprobs, row(0, 0, 0), lengths=(2, 1), rewards=row(1, -1))
     close(parts.loss, 0.5 * 1.5)
     close(parts.sums["positive_nll_loss"], 1.5)
     close(gradient, -0.25, -0.25, 0)
@@ -266,15 +274,23 @@ def test_a_trainer_and_a_generator_that_disagree() -> None:
 
 
 def test_metrics_show_the_trainer_against_the_generator_whatever_the_ratio_is_taken_against() -> None:
-    """With `prev` the behaviour policy's, ratio and metrics would else agree with it by definition."""
+    """With the behaviour policy as the ratio's denominator, ratio and metrics would else agree with it by definition."""
     config = LossFn(**NO_KL, prev_logprobs_source="generation")
-    gen, start = row(-1, -2), row(-1.5, -2.25)
-    ones = torch.ones(2)
-    tokens = Tokens(torch.zeros(2, dtype=torch.int64), ones, ones, ones, torch.ones(1), torch.ones(1))
-    parts = policy_loss(config, tokens, Logprobs(start, gen, gen, start), GlobalCounts(2, 1, 2))
+    rollout, old = row(-1, -2), row(-1.5, -2.25)
+    parts, _ = run(config, old, old, torch.ones(2), rollout, ages=torch.ones(2))
     close(parts.sums["token_mult_prob_error"], (math.exp(0.5) + math.exp(0.25)) / 2)
     close(parts.sums["sampling_importance_ratio"], (math.exp(-0.5) + math.exp(-0.25)) / 2)
     assert float(parts.sums["gen_kl_error"]) > 0
+
+
+@settings(max_examples=50)
+@given(config=loss_cases.configs(), case=loss_cases.cases)
+def test_without_old_log_probabilities_they_are_those_of_the_only_pass(config: LossFn, case: Case) -> None:
+    given = dataclasses.replace(case, old_logprobs=case.logprobs).tokens()
+    expected = policy_loss(config, case.output(), given, case.counts)
+    found = policy_loss(config, case.output(), dataclasses.replace(given, old_logprobs=None), case.counts)
+    assert found.loss.equal(expected.loss)
+    assert found.sums == expected.sums
 
 
 # -- how a batch is split and ordered ----------------------------------------------------------------------------------
@@ -286,11 +302,11 @@ def shares(config: LossFn, case: Case, micro_batches: list[list[int]]) -> tuple[
     gradients: dict[int, Tensor] = {}
     for sequences in micro_batches:
         part = case.of(sequences)
-        logprobs = part.logprobs(config)
-        every.append(policy_loss(config, part.tokens(), logprobs, case.counts))
+        output = part.output()
+        every.append(policy_loss(config, output, part.tokens(), case.counts))
         every[-1].loss.backward()
-        assert logprobs.curr.grad is not None
-        pieces = logprobs.curr.grad.split([int(n) for n in part.present.sum(1)])
+        assert output.logprobs.grad is not None
+        pieces = output.logprobs.grad.split([int(n) for n in part.present.sum(1)])
         gradients |= dict(zip(sequences, pieces, strict=True))
     totals = {name: torch.stack([p.sums[name] for p in every]).sum() for name in every[0].sums}
     totals |= {name: torch.stack([p.minima[name] for p in every]).min() for name in every[0].minima}
@@ -304,7 +320,7 @@ def test_the_split_into_micro_batches_and_the_order_of_sequences_change_nothing(
     config: LossFn, case: Case, data: st.DataObject
 ) -> None:
     case = case.under(config)
-    places = list(range(len(case.reward)))
+    places = list(range(len(case.rewards)))
     order = data.draw(st.permutations(places))
     ends = sorted(data.draw(st.lists(st.integers(0, len(places)), max_size=3)))
     split = [order[i:j] for i, j in zip([0, *ends], [*ends, len(places)], strict=True)]

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
-import loss_cases
 import pytest
 import torch
 from hypothesis import given, settings
-from loss_cases import Case
 from pydantic import ValidationError
 
 from headrace.config import LossFn
-from services.trainer.learning.losses import policy_loss, policy_metric_names
+from services.trainer.learning.losses import policy_loss
+from tests.unit.trainer import loss_cases
+from tests.unit.trainer.loss_cases import Case
 
 torch.set_num_threads(1)
 
 
 def compare(config: LossFn, case: Case) -> None:
     case = case.under(config)
-    logprobs = case.logprobs(config)
-    parts = policy_loss(config, case.tokens(), logprobs, case.counts)
-    curr = case.curr.clone().requires_grad_()
-    expected = loss_cases.written(config, case, curr)
+    output = case.output()
+    parts = policy_loss(config, output, case.tokens(), case.counts)
+    logprobs = case.logprobs.clone().requires_grad_()
+    expected = loss_cases.written(config, case, logprobs)
     close(parts.loss.detach(), expected.loss.detach(), "loss")
     parts.loss.backward()
     expected.loss.backward()
-    assert logprobs.curr.grad is not None
-    assert curr.grad is not None
-    close(logprobs.curr.grad, case.flat(curr.grad), "gradient")
-    names = policy_metric_names(config)
-    assert (tuple(parts.sums), tuple(parts.minima), tuple(parts.maxima)) == (names.sums, names.minima, names.maxima)
+    assert output.logprobs.grad is not None
+    assert logprobs.grad is not None
+    close(output.logprobs.grad, case.flat(logprobs.grad), "gradient")
     assert parts.sums.keys() == expected.sums.keys()
+    assert parts.minima.keys() == {"probs_ratio_min", "probs_ratio_clamped_min"}
+    assert parts.maxima.keys() == {"probs_ratio_max", "probs_ratio_clamped_max"}
     for name, value in expected.sums.items():
         close(parts.sums[name], value, name)
     counted = case.counted > 0
@@ -111,7 +112,6 @@ def test_every_combination_of_options_is_the_formula() -> None:
 
 def test_a_kl_term_needs_a_reference_policy() -> None:
     case = loss_cases.made([2], seed=1)
-    logprobs = case.logprobs(LossFn())
-    without = type(logprobs)(logprobs.curr, logprobs.prev, logprobs.gen, logprobs.start)
+    without = dataclasses.replace(case.tokens(), ref_logprobs=None)
     with pytest.raises(ValueError, match="reference_policy_kl_penalty"):
-        policy_loss(LossFn(), case.tokens(), without, case.counts)
+        policy_loss(LossFn(), case.output(), without, case.counts)

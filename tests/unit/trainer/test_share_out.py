@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from loop_cases import group, reservation
-
 from services.trainer.control.shares import assign, split_across_ranks, split_groups_across_ranks
 
 

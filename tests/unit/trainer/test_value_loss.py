@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
-import loss_cases
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import Case
 from torch import Tensor
 
 from headrace.config import ValueLossFn
-from services.trainer.learning.losses import explained_variance, value_loss, value_metric_names
-from services.trainer.learning.tokens import GlobalCounts, LossParts, Tokens
+from services.trainer.learning.batch import GlobalCounts, MicroBatch
+from services.trainer.learning.losses import LossParts, explained_variance, value_loss
+from tests.unit.trainer import loss_cases
+from tests.unit.trainer.loss_cases import Case
 
 torch.set_num_threads(1)
-
-
-def tokens(mask: list[float]) -> Tokens:
-    n = len(mask)
-    return Tokens(
-        torch.zeros(n, dtype=torch.int64),
-        torch.zeros(n),
-        torch.tensor(mask),
-        torch.zeros(n),
-        torch.ones(1),
-        torch.ones(1),
-    )
 
 
 def run(
     config: ValueLossFn, values: list[float], old: list[float], returns: list[float], mask: list[float] | None = None
 ) -> tuple[LossParts, list[float]]:
-    mask = mask or [1.0] * len(values)
+    """Loss and gradient of one trajectory."""
+    n = len(values)
+    mask = mask or [1.0] * n
     leaf = torch.tensor(values, dtype=torch.float64, requires_grad=True)
-    others = (torch.tensor(x, dtype=torch.float64) for x in (old, returns))
-    parts = value_loss(config, leaf, *others, tokens(mask), GlobalCounts(sum(mask), 1, 0))
+    tokens = MicroBatch(
+        trajectory=torch.zeros(n, dtype=torch.int64),
+        mask=torch.tensor(mask),
+        ages=torch.zeros(n),
+        multipliers=torch.ones(1),
+        rewards=torch.ones(1),
+        advantages=torch.zeros(n),
+        rollout_logprobs=torch.zeros(n),
+        values=torch.tensor(old, dtype=torch.float64),
+        returns=torch.tensor(returns, dtype=torch.float64),
+    )
+    parts = value_loss(config, leaf, tokens, GlobalCounts(sum(mask), 1, 0))
     parts.loss.backward()
     assert leaf.grad is not None
     return parts, leaf.grad.tolist()
@@ -100,24 +101,25 @@ def test_loss_gradient_and_metrics_are_those_of_the_formula_under_any_split(
     config: ValueLossFn, case: Case, seed: int, cut: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    values, old, returns = (torch.from_numpy(rng.normal(size=case.curr.shape)) for _ in range(3))
+    values, old, returns = (torch.from_numpy(rng.normal(size=case.logprobs.shape)) for _ in range(3))
     values.requires_grad_()
     loss, clipped = written(config, case, values, old, returns)
     loss.backward()
-    places = list(range(len(case.reward)))
+    places = list(range(len(case.rewards)))
     parts, gradients = [], []
     for sequences in (places[:cut], places[cut:]):
         part = case.of(sequences)
-        leaf, *others = (part.flat(x.detach()[sequences]) for x in (values, old, returns))
+        leaf, before, targets = (part.flat(x.detach()[sequences]) for x in (values, old, returns))
         leaf.requires_grad_()
-        parts.append(value_loss(config, leaf, *others, part.tokens(), case.counts))
+        tokens = dataclasses.replace(part.tokens(), values=before, returns=targets)
+        parts.append(value_loss(config, leaf, tokens, case.counts))
         parts[-1].loss.backward()
         assert leaf.grad is not None
         gradients.append(leaf.grad)
     assert values.grad is not None
     close = {"rtol": 1e-9, "atol": 1e-12}
     torch.testing.assert_close(torch.cat(gradients), case.flat(values.grad), **close)
-    sums = {name: parts[0].sums[name] + parts[1].sums[name] for name in value_metric_names(config).sums}
+    sums = {name: parts[0].sums[name] + parts[1].sums[name] for name in parts[0].sums}
     m, total, fixed = case.counted, case.counts.tokens + loss_cases.EPSILON, values.detach()
     expected = {
         "loss": loss.detach(),
@@ -130,6 +132,7 @@ def test_loss_gradient_and_metrics_are_those_of_the_formula_under_any_split(
     assert sums.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(sums[name], value, **close)
+    assert all(p.minima.keys() == {"values_min"} and p.maxima.keys() == {"values_max"} for p in parts)
     if bool((m > 0).any()):
         assert min(float(p.minima["values_min"]) for p in parts) == float(fixed[m > 0].min())
         assert max(float(p.maxima["values_max"]) for p in parts) == float(fixed[m > 0].max())
