@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from services.trainer.learning.experience import Experience
 
 from headrace.config import load
 from services.trainer.learning.learner import Learner
