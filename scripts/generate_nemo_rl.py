@@ -29,13 +29,14 @@ headrace config show  examples/configs/recipes/llm/RECIPE.yaml   # the same run 
 headrace up           examples/configs/recipes/llm/RECIPE.yaml
 ```
 
-A file is taken for one of NeMo RL's if it, or a file it builds on, has {marks}: each of its files has one of these, and Headrace
-has none. `check`, `show` and `up` say so when they take it for one.
+A file is read as one of NeMo RL's if it, or a file it builds on, has one of {marks}: each of its files has, and
+Headrace has none of these keys. `check`, `show` and `up` say so when they read it so.
 
 ## Bring your configuration
 
-1. `headrace config check FILE`. A line `error: …` names a key that can't be honoured and what to do; all of them are said at once.
-   Nothing is silently left out: what is not used is listed as not applicable, with what takes its place.
+1. `headrace config check FILE`. A line of the error names a key that can't be honoured, its value, the file that gives
+   it and what to do: what matters most first, at most ten lines at a time. Nothing is left out silently: keys that are
+   not used are listed as not applicable, with what takes their place.
 2. Write what differs into a file of your own, so that NeMo RL's stays as it is. Keys of both may stand in it:
 
    ```yaml
@@ -46,11 +47,31 @@ has none. `check`, `show` and `up` say so when they take it for one.
    trainer: {{num_processes: 1}}
    ```
 
-3. `headrace up MINE.yaml`. Paths of data and prompts are relative to where it is started, as there; those of `defaults` to the
-   file.
+3. `headrace up MINE.yaml`. Paths of data and prompts are relative to where it is started, as in NeMo RL; those of
+   `defaults` to the file.
 
-`defaults`, `_override_`, `${{section.key}}`, `${{mul:…}}` and the others mean what they mean there; [configuration.md](configuration.md)
-says how they work. On the command line, keys have no `+` or `++` before them.
+`defaults`, `_override_`, `${{section.key}}`, `${{mul:…}}` and the others mean what they mean there;
+[configuration.md](configuration.md) says how they work. On the command line, keys have no `+` or `++` before them.
+
+## The rules
+
+Each key of the file, with interpolations resolved, goes by the first of these that applies:
+
+1. **The table below** says that the key is used, used by another name, replaced (listed, with what takes its place) or
+   refused. Where several rows match, the most exact one counts: a key before `moe_*`, and that before `**`, which is
+   everything below. A key that is nearly another one of its section but falls under `*` is taken for a misspelling, and
+   refused with the key that was meant.
+2. **A key of Headrace's** is used. It may stand in the file of NeMo RL or in yours.
+3. **An unknown key that asks for nothing** (null, false, empty) is listed, and never refused.
+4. **An unknown key that asks for something** is refused, with its value and the nearest key that there is.
+
+Parts that NeMo RL itself leaves out of force are listed as such and not looked at: without `megatron_cfg.enabled` all
+of `megatron_cfg`; with it `dtensor_cfg`, `optimizer` and `scheduler`, in whose places `megatron_cfg.optimizer` and
+`megatron_cfg.scheduler` are in force; `async_rl` where `async_grpo` (`async_ppo`) is given; environments that no data
+set names; a type of truncated importance sampling without a ratio.
+
+Sections of engines that Headrace replaces (Megatron's parallelism and kernels, SGLang, TensorRT-LLM, Dynamo, the ports
+and transports of refits, the data plane) are listed: rollouts are vLLM's whatever `policy.generation.backend` says.
 
 What such a file means without saying it, unless it gives these keys itself:
 
@@ -58,20 +79,21 @@ What such a file means without saying it, unless it gives these keys itself:
 | --- | --- |
 {implied}
 
-`loss_fn.sequence_is_aggregation` is there the sum over a sequence; Headrace's own default, the mean, does not shrink the update of
-long completions. A prompt longer than `data.max_input_seq_length` is cut there and left out of the loss, in its place in the
-batch; here its problem is left out from the start.
+`loss_fn.sequence_is_aggregation` is the sum over a sequence there; Headrace's own default, the mean, does not shrink
+the update of long completions. A prompt longer than `data.max_input_seq_length` is cut there and left out of the loss,
+in its place in the batch; here its problem is left out from the start. Schedules count calls of `train()` there, of
+which a step of PPO has `ppo_epochs`.
 
-A null where Headrace's key has none means Headrace's default. With `megatron_cfg.enabled`, the optimizer and the schedule are
-`megatron_cfg.optimizer` and `megatron_cfg.scheduler`, as there; without it nothing below `megatron_cfg` is in force. `async_rl` is
-in force where `async_grpo` (`async_ppo`) is null. Older releases: `dtensor_cfg` is `automodel_cfg`; a `data` section without
-`train` is the flat form, with the validation set that came with its data set; `checkpointing.metric_name: val_reward` is
-`val:accuracy`; `ratio_eps_min` and `ratio_eps_max` are `ratio_clip_min` and `ratio_clip_max`.
+A null where Headrace's key has none means Headrace's default. Megatron's schedules (linear warm-up, then constant,
+linear or cosine, which stays at `min_lr` after `lr_decay_iters`) become torch's; its weight decay is the scheduler's,
+which must not change during the run. `freeze_moe_router` is in force where Megatron trains. Older releases:
+`dtensor_cfg` is `automodel_cfg`; a `data` section without `train` is the flat form, with the validation set that came
+with its data set; `checkpointing.metric_name: val_reward` is `val:accuracy`; `ratio_eps_min` and `ratio_eps_max` are
+`ratio_clip_min` and `ratio_clip_max`.
 
 ## The table
 
-`*` is a name or a number, `**` everything below. Where several rows match, the most exact one counts. A key that is in no row is
-one of Headrace's own, or an error that names the nearest one.
+`*` is a name, a number or any part of a name, `**` everything below. `automodel_cfg` stands for `dtensor_cfg` as well.
 """
 
 TITLES = {
@@ -92,7 +114,7 @@ def page() -> str:
         rules = [rule for rule in TABLE.rules if rule.does == does]
         parts += [f"\n### {title}\n", f"| {left} | {right} |", "| --- | --- |", *_rows(rules)]
         if does == "refused":
-            parts.append("\nNull, false and empty ask for nothing, and are never refused.")
+            parts.append("\nUnless the row says otherwise, null, false and empty ask for nothing and are not refused.")
     return "\n".join(parts) + "\n"
 
 

@@ -46,9 +46,11 @@ def _shared(section: str) -> list[Rule]:
             f"{section}.max_rollout_turns",
             fine=only(1),
         ),
-        *replaced("validation is a lane of the buffer: no batches", f"{section}.val_batch_size"),
         *replaced(
-            "advantages are numpy on the CPU, microseconds a group",
+            "validation goes through the buffer like training, without batches of its own", f"{section}.val_batch_size"
+        ),
+        *replaced(
+            "advantages are computed on the CPU, in microseconds a group",
             f"{section}.calculate_advantages_on_gpu",
         ),
         *replaced("measured by /metrics and `headrace status`", f"{section}.debug_payload_metrics"),
@@ -72,17 +74,17 @@ def _asynchrony(section: str) -> list[Rule]:
             "enabled max_trajectory_age_steps in_flight_weight_updates recompute_kv_cache_after_weight_updates",
         ),
         *replaced(
-            "an attempt that fails goes back to the line: replay.max_attempts, then the group is failed with its reason",
+            "a failed attempt is repeated up to replay.max_attempts times, then its group is failed with the reason",
             f"{section}.max_generation_failures",
         ),
         *replaced(
-            "the buffer holds every trajectory through a restart of the trainer, and generates only what is missing",
+            "the buffer keeps every trajectory when the trainer restarts; only what is missing is generated again",
             f"{section}.drop_incomplete_targets_on_restore",
         ),
     ]
 
 
-_SAMPLER = "async_grpo (async_ppo) says the bound: in_order is staleness_policy ordered, the others are drop"
+_SAMPLER = "in_order is ordered, the others are drop (async_ppo under ppo)"
 
 _SINGLE_CONTROLLER = [
     renamed("async_rl.sampler.name", "grpo.async_grpo.staleness_policy", _SAMPLER, gathered=True),
@@ -101,10 +103,10 @@ _SINGLE_CONTROLLER = [
     *replaced("the lowest ticket goes first, so no group waits forever", "async_rl.sampler.sample_freshest_first"),
     *refused("custom samplers can't be loaded; choose grpo.async_grpo.staleness_policy", "async_rl.sampler.target"),
     *replaced(
-        "a step trains on a whole batch of groups; the next one is generated meanwhile",
+        "a step trains on a whole batch of groups while the next one is generated",
         "async_rl.min_groups_for_streaming_train",
     ),
-    *replaced("rollout.max_concurrent_groups a replica, and the age bound", "async_rl.max_inflight_prompts"),
+    *replaced("rollout.max_concurrent_groups for each replica, and the age bound", "async_rl.max_inflight_prompts"),
     *replaced("the age bound, and replay.max_bytes", "async_rl.max_buffered_rollouts"),
     *replaced("the dashboard, and `headrace groups`", "async_rl.diagnostics"),
     *replaced(
@@ -112,12 +114,12 @@ _SINGLE_CONTROLLER = [
         "async_rl.rollout_failure.**",
     ),
     *replaced(
-        "replay.group_deadline_s and trainer.fleet_deadline_s end what hangs",
+        "replay.group_deadline_s and trainer.fleet_deadline_s end whatever hangs",
         "async_rl.stall_watchdog.**",
         "async_rl.watchdog.**",
     ),
     *replaced(
-        "replicas pull their work, a dead one's leases lapse: rollout.heartbeat_s, rollout.dead_after_s, trainer.fleet_deadline_s",
+        "replicas pull their work, and the leases of a dead one expire: rollout.dead_after_s, trainer.fleet_deadline_s",
         "async_rl.generation_fleet_health.**",
         "async_rl.generation_router.**",
     ),
@@ -162,7 +164,7 @@ _DISTILLATION = [
         gathered=True,
     ),
     *replaced(
-        "grpo.adv_estimator.name opd asks for a teacher, grpo.adv_estimator.teacher_model_name is it",
+        "grpo.adv_estimator.name opd distils from grpo.adv_estimator.teacher_model_name",
         "on_policy_distillation",
         "on_policy_distillation.enabled",
         "on_policy_distillation.teacher_model_by_agent_name",
@@ -174,11 +176,11 @@ _DISTILLATION = [
         "on_policy_distillation.deduplicate_shared_teacher_checkpoints",
     ),
     *replaced(
-        "the trainer's own processes hold the teacher, sharded as the policy is",
+        "the trainer's own processes hold the teacher, sharded like the policy",
         "on_policy_distillation.non_colocated_teachers.**",
     ),
     *refused(
-        "the teacher judges the tokens that were sampled, not whole distributions; set on_policy_distillation.full.enabled to false",
+        "the teacher scores the sampled tokens, not whole distributions; set on_policy_distillation.full.enabled to false",
         "on_policy_distillation.full.**",
         "on_policy_distillation.full",
         fine=_sampled_alone,
@@ -199,7 +201,7 @@ ALGORITHM = [
     ),
     *_asynchrony("ppo.async_ppo"),
     *replaced(
-        "generation runs ahead by the age bound from the first step, critic warm-up or not",
+        "generation runs ahead by the age bound from the first step, also while the critic alone is trained",
         "ppo.async_ppo.warmup_generation_lead_steps",
     ),
     *refused(

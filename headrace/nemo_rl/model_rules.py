@@ -29,7 +29,7 @@ def _dense(section: str) -> Any:
 
 def _precision(value: Any) -> Any:
     if value == "fp8":
-        raise ValueError("'fp8': rollouts are in the weights' own format; set it to bfloat16")
+        raise ValueError("'fp8': rollouts have the dtype of the weights; set it to bfloat16")
     return value
 
 
@@ -87,11 +87,9 @@ def _automodel(section: str) -> list[Rule]:
             "checkpoints are safetensors that transformers loads, complete at every save",
             *names(at, "model_save_format save_consolidated single_rank_consolidation consolidation_timeout_minutes"),
         ),
-        *refused("adapters are not trained; set lora_cfg.enabled to false", f"{at}.lora_cfg.enabled"),
+        *refused("adapters (LoRA) are not supported; set it to false", f"{at}.lora_cfg.enabled"),
         *replaced("no adapters", f"{at}.lora_cfg.**"),
-        *refused(
-            "weights are trained in torch's own formats; leave fp8 out", f"{at}.fp8_cfg.enabled", f"{at}.fp8.enabled"
-        ),
+        *refused("training in fp8 is not supported; set it to false", f"{at}.fp8_cfg.enabled", f"{at}.fp8.enabled"),
     ]
 
 
@@ -114,7 +112,7 @@ def _megatron(section: str) -> list[Rule]:
         ),
         renamed(f"{at}.optimizer.clip_grad", f"{section}.max_grad_norm"),
         *refused("adam is Megatron's name of AdamW; no other is built", f"{at}.optimizer.optimizer", fine=only("adam")),
-        *replaced("of SGD", f"{at}.optimizer.sgd_momentum"),
+        *replaced("the optimizer is AdamW", f"{at}.optimizer.sgd_momentum"),
         *replaced(
             "policy.precision and float32 master weights; the optimizer's state is on the GPU, sharded",
             *names(
@@ -131,15 +129,13 @@ def _megatron(section: str) -> list[Rule]:
         *replaced("weight decay is constant", f"{at}.scheduler.weight_decay_incr_style"),
         *refused("schedules count steps; give lr_warmup_iters and lr_decay_iters", f"{at}.scheduler.**"),
         *_activation_checkpointing(section, at),
-        *refused(
-            "weights and rollouts are in torch's own formats; set fp8_cfg.enabled to false", f"{at}.fp8_cfg.enabled"
-        ),
+        *refused("training in fp8 is not supported; set it to false", f"{at}.fp8_cfg.enabled"),
         *replaced("no fp8", f"{at}.fp8_cfg.**"),
-        *refused("adapters are not trained; set peft.enabled to false", f"{at}.peft.enabled"),
+        *refused("adapters (LoRA) are not supported; set it to false", f"{at}.peft.enabled"),
         *replaced("no adapters", f"{at}.peft.**"),
-        *refused("multi-token prediction is not trained; set it to 0", f"{at}.mtp_num_layers", fine=only(0)),
+        *refused("multi-token prediction is not supported; set it to 0", f"{at}.mtp_num_layers", fine=only(0)),
         *refused(
-            "multi-token prediction is not trained",
+            "multi-token prediction is not supported",
             *(f"{at}.mtp_{key}" for key in ("loss_scaling_factor", "use_repeated_layer", "detach_heads")),
             fine=lambda value, whole: not look(whole, f"{at}.mtp_num_layers"),
         ),
@@ -194,7 +190,7 @@ def _megatron(section: str) -> list[Rule]:
     ]
 
 
-_ROWS = "rows are padded to what they hold, or packed; nothing has to be divisible"
+_ROWS = "rows are padded to their longest sequence, or packed; no length has to be divisible"
 
 POLICY = [
     *used(
@@ -203,9 +199,12 @@ POLICY = [
         "logprob_chunk_size",
     ),
     *used("policy.tokenizer", "name chat_template_kwargs"),
-    *replaced("transformers' fast tokenizers", "policy.tokenizer.use_fastokens"),
+    *replaced(
+        "tokenizers are those of transformers, the fast ones where there are any", "policy.tokenizer.use_fastokens"
+    ),
     *refused(
-        "models of images, audio and video are not trained; use a text model", "policy.tokenizer.is_tokenizer_processor"
+        "models of images, audio and video are not supported; use a text model",
+        "policy.tokenizer.is_tokenizer_processor",
     ),
     *refused(
         "a custom template belongs in the tokenizer: save one with it and name that in policy.tokenizer.name",
@@ -226,7 +225,7 @@ POLICY = [
         "policy.generation.worker_extension_cls_fqn",
     ),
     *replaced(_ROWS, "policy.make_sequence_length_divisible_by"),
-    *replaced("generation is vLLM's: rollout.max_concurrent_groups", "policy.generation_batch_size"),
+    *replaced("rollout.max_concurrent_groups", "policy.generation_batch_size"),
     *replaced(_OFFLOAD, "policy.offload_optimizer_for_logprob", "policy.fsdp_offload_enabled"),
     *replaced("weights are sent in buckets of weight_channel.bucket_bytes", "policy.refit_buffer_size_gb"),
     renamed(
@@ -234,17 +233,17 @@ POLICY = [
     ),
     *_automodel("policy"),
     *_megatron("policy"),
-    *refused("draft models are not trained; set policy.draft.enabled to false", "policy.draft.enabled"),
+    *refused("draft models are not supported; set it to false", "policy.draft.enabled"),
     *replaced("no draft model", "policy.draft.**"),
-    *refused("routers are not replayed; set policy.router_replay.enabled to false", "policy.router_replay.enabled"),
+    *refused("router replay is not supported; set it to false", "policy.router_replay.enabled"),
     *replaced("no router is replayed", "policy.router_replay.**"),
     *refused("a policy is a causal language model; set it to false", "policy.reward_model_cfg.enabled"),
     *replaced("of reward models", "policy.reward_model_cfg.**"),
-    *refused("models of images, audio and video are not trained; use a text model", "policy.is_vlm"),
+    *refused("models of images, audio and video are not supported; use a text model", "policy.is_vlm"),
     *used("policy", "hf_config_overrides"),
 ]
 
-_ENGINE = "vLLM's own choice"
+_ENGINE = "left to vLLM"
 
 GENERATION = [
     *used(
@@ -256,7 +255,7 @@ GENERATION = [
     *used("policy.generation.vllm_cfg", "precision", "float32, bfloat16 or float16; fp8 is refused", _precision),
     *replaced("replicas are always asynchronous", "policy.generation.vllm_cfg.async_engine"),
     *replaced(
-        "a replica's model is spread by vllm_cfg.tensor_parallel_size; more replicas generate more",
+        "vllm_cfg.tensor_parallel_size shards a replica, and rollout.replicas adds more of them",
         *(
             f"policy.generation.vllm_cfg.{key}"
             for key in (
@@ -273,12 +272,12 @@ GENERATION = [
         fine=_max_length("policy"),
     ),
     *refused(
-        "the KV cache has the weights' format; set kv_cache_dtype to auto",
+        "the KV cache has the dtype of the weights; set it to auto",
         "policy.generation.vllm_cfg.kv_cache_dtype",
         fine=only("auto"),
     ),
     *refused(
-        "log-probabilities are those the tokens were sampled with; set logprobs_mode to processed_logprobs",
+        "rollout log-probabilities are those that the tokens were sampled with; set it to processed_logprobs",
         "policy.generation.vllm_cfg.logprobs_mode",
         fine=only("processed_logprobs"),
     ),
@@ -291,7 +290,7 @@ GENERATION = [
         ),
     ),
     *replaced(
-        "weights arrive through weight_channel and are proved by their log-probabilities",
+        "weights arrive through weight_channel, and a replica proves them by log-probabilities",
         "policy.generation.vllm_cfg.refit_with_reload_api",
         "policy.generation.vllm_cfg.load_format",
         "policy.generation.vllm_cfg.*refit*",
@@ -320,7 +319,10 @@ GENERATION = [
         ),
     ),
     renamed("policy.generation.vllm_kwargs.max_num_seqs", "policy.generation.vllm_cfg.max_num_seqs"),
-    *replaced("the same completions, without it", "policy.generation.vllm_kwargs.speculative_config.**"),
+    *replaced(
+        "it changes the speed alone, not the completions",
+        "policy.generation.vllm_kwargs.speculative_config.**",
+    ),
     *replaced(
         _ENGINE,
         *names(
@@ -331,7 +333,7 @@ GENERATION = [
         ),
     ),
     *refused(
-        "an argument of vLLM that may change what is sampled is not passed on; leave it out",
+        "arguments that may change what vLLM samples are not passed on; leave it out",
         "policy.generation.vllm_kwargs.**",
         "policy.generation.vllm_kwargs",
     ),
@@ -372,7 +374,7 @@ VALUE = [
         fine=only("regression"),
     ),
     *replaced(
-        "the policy's rows: policy.dynamic_batching and policy.sequence_packing",
+        "the value model is batched like the policy: policy.dynamic_batching, policy.sequence_packing",
         "value.dynamic_batching.**",
         "value.sequence_packing.**",
     ),

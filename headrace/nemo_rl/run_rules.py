@@ -78,7 +78,7 @@ def _source(at: str) -> list[Any]:
 DATA = [
     *used("data", "shuffle max_input_seq_length num_prompts_per_dataloader"),
     *used("data", "use_multiple_dataloader", "asynchronous runs draw from several sets too"),
-    *replaced("problems are read once, by the trainer", "data.num_workers"),
+    *replaced("the trainer reads the problems once", "data.num_workers"),
     *_source("data.train.*"),
     *_source("data.validation.*"),
     *_source("data.default"),
@@ -111,7 +111,7 @@ ENV = [
     *used("env.*", "type target"),
     *replaced("reward.workers", "env.*.num_workers"),
     *refused(
-        "multiple-choice answers are not read; serve an environment and name it in env.<name>.target",
+        "multiple-choice answers are not supported; serve an environment and name it in env.<name>.target",
         "env.math.verifier_type",
         fine=only("math"),
     ),
@@ -121,7 +121,7 @@ ENV = [
         fine=only("hf_math_verify"),
     ),
     *refused(
-        "multiple-choice answers are not read; serve an environment and name it in env.<name>.target",
+        "multiple-choice answers are not supported; serve an environment and name it in env.<name>.target",
         "env.math_multi_reward.verifier_type",
         fine=only("math"),
     ),
@@ -136,7 +136,7 @@ ENV = [
             "nemo_gym",
         )
         for row in refused(
-            f"not built in; serve it (docs/environments.md) and give env.{name}.target=host:port, or score with another",
+            f"not built in; serve it (docs/environments.md) and set env.{name}.target=host:port, or use another environment",
             f"env.{name}",
             f"env.{name}.**",
             fine=_served(name),
@@ -156,12 +156,12 @@ LOGGER = [
     *used("logger.mlflow", "experiment_name run_name tracking_uri artifact_location run_id"),
     *used("logger.tensorboard", "log_dir"),
     *used("logger.gpu_monitoring", "collection_interval"),
-    *replaced("written as they are measured", "logger.gpu_monitoring.flush_interval"),
+    *replaced("they are written as they are measured", "logger.gpu_monitoring.flush_interval"),
     *refused("SwanLab is not written to; use tensorboard, wandb, mlflow or the JSONL files", "logger.swanlab_enabled"),
     *replaced("no SwanLab", "logger.swanlab.**"),
     *replaced("the dashboard and /metrics", "logger.*.log_nemo_gym_*"),
     *replaced("every service has /metrics for Prometheus", "logger.prometheus.**"),
-    *replaced("logs lie in the folder of the run", "logger.log_level"),
+    *replaced("logs are in the folder of the run", "logger.log_level"),
 ]
 
 CHECKPOINTING = [
@@ -176,7 +176,7 @@ CHECKPOINTING = [
     ),
     *used("checkpointing", "metric_name", "val_reward, its name in older releases, is val:accuracy", _metric),
     *replaced(
-        "safetensors that transformers loads, complete at every save",
+        "every checkpoint is complete, in safetensors that transformers loads",
         "checkpointing.model_save_format",
         "checkpointing.save_consolidated",
         "checkpointing.model_cache_dir",
@@ -191,7 +191,7 @@ CHECKPOINTING = [
     ),
     *replaced("`headrace up` with the run.id of an earlier run goes on with it", "checkpointing.resume_if_exists"),
     *replaced(
-        "the buffer is durable by itself: a restart goes on with what it holds",
+        "the buffer is durable by itself: a restart continues with what it holds",
         "checkpointing.save_data_plane",
         "checkpointing.load_replay_buffer",
         "rollout_checkpointing.**",
@@ -200,7 +200,7 @@ CHECKPOINTING = [
 
 CLUSTER = [
     *replaced(
-        "processes, not nodes: trainer.num_processes, rollout.replicas; on many machines one service each, or Kubernetes",
+        "processes, not nodes: trainer.num_processes, rollout.replicas; on several machines start the services on each, or use Kubernetes",
         "cluster.**",
     ),
     *replaced("the buffer (replay.*), on Redis or Valkey", "data_plane.**"),

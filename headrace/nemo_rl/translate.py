@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -72,16 +73,34 @@ class Translation:
         return f"read as a file of NeMo RL: {self.used} keys used, {others} not applicable"
 
     def lines(self) -> Iterator[str]:
-        """The summary, what has another name here, what takes the place of what, what is implied."""
+        """The summary, what has another name here, what takes the place of what, what is implied; for people to read."""
         yield self.summary
+        targets: dict[str, list[str]] = {}
         for theirs, ours in self.renamed:
-            yield f"renamed: {theirs} -> {ours}"
-        for says, keys in self.replaced.items():
-            yield f"not applicable: {', '.join(shortened(keys))} ({says})"
+            targets.setdefault(ours, []).append(theirs)
+        yield from _listed("used by another name", (f"{_joined(keys)} -> {ours}" for ours, keys in targets.items()))
+        others = [f"{_joined(keys)}: {says}" for says, keys in self.replaced.items()]
         if self.nothing:
-            yield f"not applicable: {', '.join(shortened(self.nothing))} (unknown here, and null, false or empty)"
-        for key, value in self.implied.items():
-            yield f"implied: {key} {in_yaml(value)}".replace("'", "")
+            others.append(f"{_joined(self.nothing)}: unknown to Headrace, and null, false or empty")
+        yield from _listed("not applicable", others)
+        yield from _listed(
+            "implied", (f"{key}: {in_yaml(value)}".replace("'", "") for key, value in self.implied.items())
+        )
+
+
+def _joined(keys: Iterable[str]) -> str:
+    return ", ".join(shortened(keys))
+
+
+def _listed(title: str, entries: Iterable[str]) -> Iterator[str]:
+    """`title` and the entries below it, wrapped; nothing if there are none."""
+    wrapped = [
+        textwrap.fill(entry, 120, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+        for entry in entries
+    ]
+    if wrapped:
+        yield f"{title}:"
+        yield from wrapped
 
 
 def shortened(keys: Iterable[str]) -> list[str]:

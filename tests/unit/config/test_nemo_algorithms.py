@@ -270,7 +270,7 @@ def test_the_teacher_of_a_distillation_is_headrace_s(tmp_path: Path) -> None:
             "on_policy_distillation.teacher_model_by_agent_name.two=another",
             "teacher_model_by_agent_name: another, some/teacher: there is one teacher",
         ),
-        ("on_policy_distillation.full.enabled=true", "the tokens that were sampled, not whole distributions"),
+        ("on_policy_distillation.full.enabled=true", "the sampled tokens, not whole distributions"),
         ("on_policy_distillation.enabled=false", "opd without grpo.adv_estimator.teacher_model_name"),
     ],
     ids=["several", "whole-distributions", "off"],

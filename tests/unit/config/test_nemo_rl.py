@@ -131,7 +131,7 @@ def test_everything_that_cant_be_honoured_is_said_at_once_a_line_each(tmp_path: 
         "env.math.math_verify_impl", "logger.swanlab_enabled", "sft",
     }  # fmt: skip
     assert len(said) == len(starts)
-    assert "policy.draft.enabled: true: draft models are not trained; set policy.draft.enabled to false" in said
+    assert "policy.draft.enabled: true: draft models are not supported; set it to false" in said
     assert any("did you mean grpo.num_prompts_per_step?" in line for line in said)
 
 
@@ -280,12 +280,25 @@ def test_a_value_that_is_no_section_never_ends_otherwise_than_by_a_refusal(
 
 
 def test_check_says_that_it_was_read_as_a_file_of_nemo_rl(tmp_path: Path) -> None:
-    output = CliRunner().invoke(app, ["config", "check", str(recipe(tmp_path))]).output
+    output = (
+        CliRunner().invoke(app, ["config", "check", str(recipe(tmp_path, "policy: {tokenizer: {new: null}}"))]).output
+    )
     assert "valid; strictly on-policy" in output
     assert "read as a file of NeMo RL: " in output
-    assert "renamed: policy.dtensor_cfg.activation_checkpointing -> policy.activation_checkpointing" in output
-    assert "not applicable: cluster.{gpus_per_node, num_nodes} (processes, not nodes" in output
-    assert "implied: loss_fn.sequence_is_aggregation sum" in output
+    told: dict[str, list[str]] = {}
+    found: list[str] = []
+    for line in output.partition("used by another name:")[2].replace("\n      ", " ").splitlines():
+        if line.endswith(":"):
+            told[line] = found = []
+        elif line.startswith("  "):
+            found.append(line.strip())
+    assert "policy.dtensor_cfg.activation_checkpointing -> policy.activation_checkpointing" in output
+    assert any(
+        line.startswith("cluster.{gpus_per_node, num_nodes}: processes, not nodes") for line in told["not applicable:"]
+    )
+    assert "policy.tokenizer.new: unknown to Headrace, and null, false or empty" in told["not applicable:"]
+    assert "loss_fn.sequence_is_aggregation: sum" in told["implied:"]
+    assert max(map(len, output.splitlines()[1:])) <= 120
 
 
 def test_show_prints_what_loads_again_as_headraces_own(tmp_path: Path) -> None:
