@@ -15,7 +15,7 @@ import pytest
 
 from headrace.cli import runs
 from headrace.config import load
-from tests.conftest import free_port
+from tests.support.ports import free_port
 
 CONFIG = """
 run: {{id: test, dir: {folder}/runs}}

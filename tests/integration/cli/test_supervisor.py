@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from processes import eventually, gone
 
 from headrace.cli.lifecycle import RestartPolicy
 from headrace.cli.supervisor import Child, ServiceFailed, Supervisor, child_environ
+from tests.support.processes import eventually, gone
 
 QUICK = RestartPolicy(limit=2, first_delay_s=0.01)
 
