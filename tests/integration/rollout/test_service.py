@@ -286,7 +286,7 @@ async def test_a_refit_in_flight_marks_the_tokens_of_either_version(fleet: Fleet
         ids = [*it.prompt_token_ids, *it.completion_token_ids]
         start = it.prompt_token_ids.size - 1
         for span in it.spans:
-            truth = fleet.policy.logprobs(ids, span.version)[start + span.start : start + span.end]
+            truth = fleet.policy.logprobs_of(ids, span.version)[start + span.start : start + span.end]
             assert abs(truth - it.logprobs[span.start : span.end]).max() < 1e-4, (span, boundary)
 
 
