@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -13,7 +11,6 @@ from tests.properties.machine import Everyone
 STEPS = 100
 # Calls of the buffer that an example makes on average, those that hand in and train what is left at its end included.
 CALLS_AN_EXAMPLE = 350
-# Of `make test`, and of `make test-all` and `make properties`; HEADRACE_PROPERTIES_CALLS is another number.
 CALLS, NIGHTLY_CALLS = 4_000, 200_000
 # Of these, what each server gets.
 SHARES = {"valkey": 0.8, "redis-7.0": 0.2}
@@ -21,9 +18,7 @@ SHARES = {"valkey": 0.8, "redis-7.0": 0.2}
 
 @pytest.fixture(scope="session")
 def calls(pytestconfig: pytest.Config) -> int:
-    return int(
-        os.environ.get("HEADRACE_PROPERTIES_CALLS", NIGHTLY_CALLS if pytestconfig.getoption("nightly") else CALLS)
-    )
+    return pytestconfig.getoption("calls") or (NIGHTLY_CALLS if pytestconfig.getoption("nightly") else CALLS)
 
 
 @pytest.mark.slow
