@@ -106,9 +106,9 @@ def test_a_run_ends_with_its_table_goes_on_by_its_id_and_survives_the_kill_of_an
     assert trained(folder) == [0, 1]
 
     again = up(2, "grpo.max_num_steps=100000", rollout="small_rollout")
-    again.wait_for("step 2:")
+    again.wait_for("step 3: reward")
     assert "changed: grpo.max_num_steps: 2 -> 100000" in again.said()
-    assert trained(folder)[:3] == [0, 1, 2]
+    assert trained(folder)[:4] == [0, 1, 2, 3]
     for service in ("rollout", "reward", "replay", "trainer"):
         victim = again.pid_of("headrace.cli", f" {service} ")
         os.kill(victim, signal.SIGKILL)
