@@ -31,13 +31,13 @@ from headrace.weights.rendezvous import Rendezvous
 from services.trainer.control.weight_sender import RefitReport, WeightSender
 from tests.support.source_model import SourceModel
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[3]
 PATIENCE_S = 240.0  # for an engine to start on a busy machine
 TIMELINE = "timeline-1"
 # what float32 on two implementations differs by is about 3e-6; a refit that went wrong differs by 1e-2 and more
 TOLERANCE = 1e-4
 STALE_HEAD = {
-    "worker_extension_cls": "tests.integration.weights.faults.StaleHeadExtension",
+    "worker_extension_cls": "tests.support.stale_head.StaleHeadExtension",
     "weight_transfer_config": {"backend": "stale-head"},
 }
 
@@ -128,11 +128,13 @@ class Engines:
             spec = {"config": config, "redis_url": self._redis_url, "arguments": arguments}
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                str(HERE / "replica.py"),
+                "-m",
+                "tests.support.refit_replica",
                 json.dumps(spec),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1"},
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
                 limit=2**24,
             )
             self._started[name] = Replica(process)

@@ -21,7 +21,7 @@ from headrace.errors import ServiceError, WeightChannelAborted, WeightChannelErr
 from headrace.weights.manifest import Manifest
 from headrace.weights.transport import Channel, Meeting, Membership, send
 
-PEER = Path(__file__).with_name("peer.py")
+PEER = Path(__file__).parents[2] / "support" / "weight_peer.py"
 PATIENCE_S = 60.0  # for what must happen and is not what the test is about
 ENDED = (
     "WeightChannelAborted",
