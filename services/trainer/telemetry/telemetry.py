@@ -77,12 +77,8 @@ class Telemetry:
     async def trained(
         self, step: int, groups: Sequence[Group], batch: Batch | None, metrics: dict[str, float]
     ) -> dict[str, float]:
-<<<<<<< HEAD
-        """Step `step` has trained on `groups` with these metrics; the metrics to add to them. `batch` is the whole of it, where
-        `wants_batch` asked for it.
-=======
         """Write the samples of step `step` in the background, and check its metrics for an alarm. Returns the metrics to add to them.
->>>>>>> part/telemetry
+        `batch` is the whole of it, where `wants_batch` asked for it.
 
         Raises `ServiceError` where the samples of the step before could not be written.
         """
