@@ -19,6 +19,8 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
+import msgspec
+
 from headrace.trajectory import FinishReason, Message, Score
 
 _LONGEST_MESSAGE = 2000
@@ -87,7 +89,7 @@ def serve(environment: Environment, port: int, host: str = "127.0.0.1") -> None:
 def checked(environment: Environment, value: object) -> Score:
     """What an environment returned, as a `Score` in its name. Law 7: what is not a finite number is FAILED, never a reward."""
     if isinstance(value, Score):
-        return dataclasses.replace(value, environment=environment.label, build=value.build or environment.build)
+        return msgspec.structs.replace(value, environment=environment.label, build=value.build or environment.build)
     if not hasattr(value, "__float__"):
         return failed(environment, f"score returned {value!r:.80} ({type(value).__name__}), not a number or a Score")
     reward = float(cast(float, value))

@@ -163,9 +163,9 @@ def _meter(meter: Meter) -> dict[str, Any]:
 
 
 def _plain(record: Group | Trajectory | Score) -> dict[str, Any]:
-    """A record as JSON types; arrays become lists."""
+    """A record as JSON types; arrays become lists, spans objects."""
+    fields: dict[str, Any] = msgspec.to_builtins(record, builtin_types=(bytes,), enc_hook=np.ndarray.tolist)
+    del fields["schema"]
     if isinstance(record, Trajectory):
-        fields = {**msgspec.structs.asdict(record), "spans": [span._asdict() for span in record.spans]}
-    else:
-        fields = dataclasses.asdict(record)
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}
+        fields["spans"] = [span._asdict() for span in record.spans]
+    return fields
