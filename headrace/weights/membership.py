@@ -6,9 +6,6 @@ from collections.abc import Iterable
 
 from headrace.replay import Epoch, Replica
 
-# a refusal with these words in it says that the collective broke under the member, not that the member broke it
-INTERRUPTED = "transfer interrupted"
-
 
 def dead(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
     """Members that are DEAD or have left the fleet."""
@@ -33,12 +30,12 @@ def unsettled(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
 
 def interrupted(epoch: Epoch) -> bool:
     """Whether some member did not get all the bytes through no fault of its own."""
-    return len(at_fault(epoch)) < len(epoch.refused)
+    return bool(epoch.interrupted)
 
 
 def at_fault(epoch: Epoch) -> frozenset[str]:
     """Members that broke the collective themselves, and would break the next one."""
-    return frozenset(member for member, reason in epoch.refused.items() if INTERRUPTED not in reason)
+    return frozenset(epoch.refused) - frozenset(epoch.interrupted)
 
 
 def choose_backend(configured: str, *, trainer_on_gpu: bool, devices: Iterable[str]) -> str:

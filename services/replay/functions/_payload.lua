@@ -1,25 +1,27 @@
--- Trajectories as replicas hand them in, finished (push) or to be gone on from (save): `<group id> <index> <token> <nonce> <bytes> <length>
--- <oldest> <newest>`, length in tokens, weight versions; then the payload of so many bytes, or '' where it is staged at p:<nonce> with a time to live.
-
-local PAYLOAD_LINE = '^(' .. NAME .. ') (%d+) (' .. NAME .. ') (' .. NAME .. ') (%d+) ((%d+) (%d+) (%d+))$'
+-- Trajectories as replicas hand them in, finished (push) or to be gone on from (save).
+--
+-- Entry    a map of group (its id), index, token (of the lease), nonce, bytes (of the payload), length (in tokens), oldest, newest (weight
+--          versions). Its bytes are the payload, or '' where that is staged at p:<nonce> with a time to live.
+-- uses: _args, _group
 
 -- Lua takes its time to write a number out: `at` is the index as text, as it becomes part of many names, and `extent` is length, oldest and
 -- newest version as they are kept.
-local function parse_payload(place, prefix, line, payload)
-  local id, at, token, nonce, bytes, extent, length, oldest, newest = string.match(line, PAYLOAD_LINE)
-  if not id or #line > 1000 then
-    refuse('HR_INVALID', 'trajectory ' .. show(line) .. ' is not an id, an index, a token, a nonce and four numbers')
-  end
-  bytes = natural(bytes, 'bytes')
-  if payload ~= '' and #payload ~= bytes then
-    refuse('HR_INVALID', 'the payload of trajectory ' .. id .. ':' .. at .. ' has ' .. #payload .. ' bytes, not ' .. bytes)
-  end
-  return {
-    id = id, index = natural(at, 'index'), at = at, token = token, nonce = nonce, bytes = bytes, extent = extent,
-    length = positive(length, 'length'), oldest = natural(oldest, 'oldest version'), newest = natural(newest, 'newest version'),
-    payload = payload, key = prefix .. nonce, place = place,
+local function parse_payload(place, prefix, given, payload)
+  local index, length, bytes = natural(given.index, 'index'), positive(given.length, 'length'), natural(given.bytes, 'bytes')
+  local oldest, newest = natural(given.oldest, 'oldest'), natural(given.newest, 'newest')
+  local entry = {
+    id = name(given.group, 'group'), index = index, at = tostring(index), token = name(given.token, 'token'),
+    nonce = name(given.nonce, 'nonce'), bytes = bytes, extent = length .. ' ' .. oldest .. ' ' .. newest, length = length, oldest = oldest,
+    newest = newest, payload = payload, place = place,
   }
+  entry.key = prefix .. entry.nonce
+  if payload ~= '' and #payload ~= bytes then
+    refuse('HR_INVALID', 'the payload of trajectory ' .. entry.id .. ':' .. index .. ' has ' .. #payload .. ' bytes, not ' .. bytes)
+  end
+  return entry
 end
+
+local PAYLOADS = {timeline = text, incarnation = name, trajectories = list_of(map, BATCH)}
 
 -- Why the trajectory is refused whatever its index: code and message, or nil.
 local function lease_refusal(run, entry, group)
@@ -43,14 +45,16 @@ local function record_refusal(run, entry, group)
   end
 end
 
--- The entries of a call, from the arguments after timeline and incarnation.
-local function parse_payloads(run, args)
-  local all, count = {}, entries(args, 2, 2, BATCH)
-  local prefix = run.key .. ':' .. name(args[2], 'incarnation') .. ':p:'
-  for i = 1, count do
-    all[i] = parse_payload(i, prefix, args[2 * i + 1], args[2 * i + 2])
-  end
+local function parse_payloads(run, call, args)
+  require_bytes(#call.trajectories, args)
+  local all, prefix = {}, run.key .. ':' .. call.incarnation .. ':p:'
+  for i, given in ipairs(call.trajectories) do all[i] = parse_payload(i, prefix, given, args[i + 1]) end
   return all
+end
+
+-- A rewind or restore has ended what the call names.
+local function is_foreign(run, call)
+  return run.timeline ~= call.timeline or run.incarnation ~= call.incarnation
 end
 
 -- The payload is there to stay; or code and message.

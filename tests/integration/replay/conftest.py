@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from services.replay import library
 from services.replay.embedded import EmbeddedServer
 from tests.conftest import free_port

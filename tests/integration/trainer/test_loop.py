@@ -11,7 +11,7 @@ from loop_fleet import SmallReplica, installed, running, score_all
 from loop_trainer import PROMPTS, STEPS, Trainer, check_history, check_samples, ended, settled
 
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from headrace.service import EXIT_STOPPED
 from services.trainer.control.start import Restore, choose_start
 from services.trainer.telemetry.metric_names import unknown

@@ -13,7 +13,7 @@ from loop_trainer import Trainer, check_history
 from safetensors.torch import load_file
 
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from services.trainer.telemetry.journal import surviving
 
 pytestmark = pytest.mark.slow

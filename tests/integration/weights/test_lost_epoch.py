@@ -14,7 +14,7 @@ import torch
 from headrace.config import Config
 from headrace.errors import Fenced, ReplayUnavailable, WrongTimeline
 from headrace.replay import Epoch, ReplayClient
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from services.trainer.control.patience import Patience
 from services.trainer.control.weight_sender import RefitReport, WeightSender
 
