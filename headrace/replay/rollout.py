@@ -25,17 +25,8 @@ STAGED = b"60"
 CARRIED_BYTES = 32 << 10
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    """One trajectory of a call of `push` or `save` (_payload.lua)."""
-
-    group: str
-    index: int
-    token: str
-    nonce: str
-    bytes: int
-    length: int
-    oldest: int
-    newest: int
+# What `push` and `save` are told of trajectories, in columns (_payload.lua).
+_COLUMNS = ("group", "index", "token", "nonce", "bytes", "length", "oldest", "newest")
 
 
 class RolloutClient(BufferClient):
@@ -141,8 +132,8 @@ class RolloutClient(BufferClient):
         errors: list[ReplayError | CodecError | None] = [None] * len(items)
         nonces = secrets.token_hex(8 * len(items))  # one call of the system for all
         commands: list[tuple[Any, ...]] = []
-        # of each timeline: entries, their payloads, and where they are in `items`
-        calls: dict[tuple[str, str], tuple[list[_Entry], list[bytes], list[int]]] = {}
+        # of each timeline: what is told of trajectories, their payloads, and where they are in `items`
+        calls: dict[tuple[str, str], tuple[list[tuple[Any, ...]], list[bytes], list[int]]] = {}
         for position, (lease, trajectory) in enumerate(items):
             try:
                 payload = _payload(lease, trajectory)
@@ -151,18 +142,9 @@ class RolloutClient(BufferClient):
                 continue
             nonce = nonces[position * 16 : position * 16 + 16]
             entries, payloads, positions = calls.setdefault((lease.timeline, lease.incarnation), ([], [], []))
-            entries.append(
-                _Entry(
-                    lease.group.id,
-                    trajectory.index,
-                    lease.token,
-                    nonce,
-                    len(payload),
-                    trajectory.completion_token_ids.size,
-                    trajectory.oldest_version,
-                    trajectory.newest_version,
-                )
-            )
+            versions = trajectory.oldest_version, trajectory.newest_version
+            size = len(payload), trajectory.completion_token_ids.size
+            entries.append((lease.group.id, trajectory.index, lease.token, nonce, *size, *versions))
             if len(payload) > CARRIED_BYTES:
                 key = f"{self._connection.key}:{lease.incarnation}:p:{nonce}"
                 commands.append((b"SET", key, payload, b"NX", b"EX", STAGED))
@@ -170,8 +152,10 @@ class RolloutClient(BufferClient):
             payloads.append(payload)
             positions.append(position)
         for (timeline, incarnation), (entries, payloads, _) in calls.items():
-            fence = {"timeline": timeline, "incarnation": incarnation}
-            commands.append(self._connection.fcall(function, *payloads, **fence, trajectories=entries))
+            columns = dict(zip(_COLUMNS, zip(*entries, strict=True), strict=True))
+            commands.append(
+                self._connection.fcall(function, *payloads, timeline=timeline, incarnation=incarnation, **columns)
+            )
         replies = (await self._connection.pipeline(commands))[-len(calls) :] if calls else []
         for (_, _, positions), reply in zip(calls.values(), replies, strict=True):
             for position, text in zip(positions, reply, strict=True):

@@ -23,24 +23,24 @@ class ScoringClient(BufferClient):
 
     async def _read_jobs(self, answer: bytes) -> list[ScoringJob]:
         reply = unpack(answer)
-        taken = reply["jobs"]
-        records = list(dict.fromkeys(entry["record"] for entry in taken))
-        groups = {
-            record: None if data is None else Group.decode(data)
-            for record, data in zip(records, await self._fetch(records), strict=True)
-        }
-        payloads = await self._read_batches(self._fetch, [entry["payload"] for entry in taken])
+        token, prefix = reply["token"], reply["payload_prefix"]
+        records = dict.fromkeys(taken["record"] for taken in reply["groups"])
+        for record, data in zip(records, await self._fetch(list(records)), strict=True):
+            records[record] = None if data is None else Group.decode(data)
+        entries = [
+            (records[taken["record"]], taken["group"], index, prefix + nonce, attempt)
+            for taken in reply["groups"]
+            for index, nonce, attempt in zip(taken["indices"], taken["nonces"], taken["scoring_attempts"], strict=True)
+        ]
+        payloads = await self._read_batches(self._fetch, [key for _, _, _, key, _ in entries])
         jobs = []
-        for entry, payload in zip(taken, payloads, strict=True):
-            group = groups[entry["record"]]
+        for (group, group_id, index, _, attempt), payload in zip(entries, payloads, strict=True):
             if payload is None or group is None:  # discarded since: the token is void
                 continue
             try:
-                trajectory = _trajectory_of(entry["group"], entry["index"], payload)
+                jobs.append(ScoringJob(group, _trajectory_of(group_id, index, payload), token, attempt))
             except CodecError as error:
-                await self._score_unreadable(entry["group"], entry["index"], reply["token"], str(error))
-            else:
-                jobs.append(ScoringJob(group, trajectory, reply["token"], entry["scoring_attempt"]))
+                await self._score_unreadable(group_id, index, token, str(error))
         return jobs
 
     async def _score_unreadable(self, group_id: str, index: int, token: str, problem: str) -> None:

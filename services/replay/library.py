@@ -43,7 +43,12 @@ class _File:
         self.uses = header[1].split(", ") if header else []
         self._header_line = self._line(header.start()) if header else 1
         code = _COMMENT_OR_STRING.sub(lambda match: " " * len(match[0]), self.text)
-        self.defines = {name for function, names in _DEFINED.findall(code) for name in (function or names).split(", ")}
+        # names, and the lines they are defined in
+        self.defines = {
+            name: self._line(match.start())
+            for match in _DEFINED.finditer(code)
+            for name in (match[1] or match[2]).split(", ")
+        }
         self._taken = [
             (match[0], self._line(match.start())) for match in _NAMED.finditer(code) if match[0] not in self.defines
         ]
@@ -53,7 +58,14 @@ class _File:
         return self.name.startswith("_")
 
     def check(self, shared: dict[str, _File]) -> None:
-        """Raise `LibraryError` unless `uses` names exactly the shared files that this file takes names from."""
+        """Raise `LibraryError` unless `uses` names exactly the shared files that this file takes names from.
+
+        No two shared files define one name.
+        """
+        for other in shared.values():
+            for name in sorted(self.defines.keys() & other.defines.keys()):
+                if self.shared and other is not self:
+                    raise LibraryError(f"{self.place(self.defines[name])}: {name!r} is defined in {other.name} too")
         for other in self.uses:
             if other not in shared:
                 raise LibraryError(f"{self.place(self._header_line)}: uses {other}, but there is no {other}.lua")

@@ -1,6 +1,6 @@
 -- push: finished trajectories come in, each under its group's lease (law 3). The last one that was started sends the group to scoring.
 -- KEYS     the run
--- ARGV     timeline, incarnation, trajectories (entries of _payload.lua); then for each its bytes
+-- ARGV     timeline, incarnation, the columns of _payload.lua; then the bytes of each trajectory
 -- Returns  for each trajectory '' or `<code> <message>`; a refused one leaves nothing behind. The same index again under the same
 --          token is accepted and changes nothing.
 -- Errors   HR_INVALID (malformed). Of entries: HR_TIMELINE, HR_LEASE_LOST, HR_SURPLUS (the group has its n without it), HR_INVALID

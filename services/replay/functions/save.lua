@@ -1,6 +1,6 @@
 -- save: unfinished trajectories come in, so that another replica can go on from there should the lease be lost.
 -- KEYS     the run
--- ARGV     timeline, incarnation, trajectories (entries of _payload.lua); then for each its bytes
+-- ARGV     timeline, incarnation, the columns of _payload.lua; then the bytes of each trajectory
 -- Returns  for each '' or `<code> <message>`; a refused one leaves nothing behind. One that is not longer than what is saved already, or whose
 --          trajectory is in, changes nothing.
 -- Errors   HR_INVALID (malformed). Of entries: HR_TIMELINE, HR_LEASE_LOST, HR_SURPLUS, HR_INVALID

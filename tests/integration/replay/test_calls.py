@@ -75,6 +75,10 @@ def push_entry(lease: Lease, index: int, name: str, size: int) -> dict[str, Any]
     return {"group": lease.group.id, "index": index, "token": lease.token, "nonce": name, "bytes": size, **lasting}
 
 
+def in_columns(*entries: dict[str, Any]) -> dict[str, list[Any]]:
+    return {name: [entry[name] for entry in entries] for name in entries[0]}
+
+
 @pytest.mark.parametrize("function", sorted(set(FUNCTIONS) - {"hr_open_run"}))
 async def test_garbage_arguments_get_a_typed_error_and_change_nothing(replay: ReplayClient, function: str) -> None:
     await enqueue(replay, range(6))
@@ -209,7 +213,7 @@ async def test_a_push_delivered_twice_keeps_the_first_payload(replay: ReplayClie
             await replay.redis.set(payload + name, data, nx=True, ex=60)
         entry = push_entry(lease, index, name, len(data))
         fence = {"timeline": timeline, "incarnation": state.incarnation}
-        (answer,) = await replay._connection.call("push", b"" if staged else data, **fence, trajectories=[entry])
+        (answer,) = await replay._connection.call("push", b"" if staged else data, **fence, **in_columns(entry))
         return bytes(answer)
 
     assert await deliver(0, "aa") == b""
@@ -240,21 +244,21 @@ async def test_a_malformed_entry_refuses_the_call_and_changes_nothing(replay: Re
     good = push_entry(lease, 0, "aa", len(data))
     one = push_entry(lease, 1, "aa", 1)
     for bad, said in (
-        ("text", 'an entry of trajectories is "text", not a map'),
-        ({}, 'index is "nil"'),
-        ({**one, "index": "1"}, 'index is "1", not a whole number'),
-        ({**one, "index": 0.5}, 'index is "0.5"'),
-        ({**one, "index": -1}, 'index is "-1"'),
-        ({**one, "index": 10**16}, 'index is "1e+16"'),
-        ({**one, "length": 0}, "length is 0"),
-        ({**one, "group": "a b"}, 'group is "a b"'),
-        ({**one, "token": 7}, 'token is "7"'),
-        ({**one, "bytes": 7}, "has 1 bytes, not 7"),
+        ({"index": "1"}, 'index is "1", not a whole number'),
+        ({"index": 0.5}, 'index is "0.5"'),
+        ({"index": -1}, 'index is "-1"'),
+        ({"index": 10**16}, 'index is "1e+16"'),
+        ({"length": 0}, "length is 0"),
+        ({"group": "a b"}, 'group is "a b"'),
+        ({"token": 7}, 'token is "7", not text'),
+        ({"bytes": 7}, "has 1 bytes, not 7"),
     ):
         with pytest.raises(InvalidCall, match=re.escape(said)):
-            await replay._connection.call("push", data, b"x", **fence, trajectories=[good, bad])
-    with pytest.raises(InvalidCall, match="1 arguments of bytes, not 2"):
-        await replay._connection.call("push", data, **fence, trajectories=[good, one])
+            await replay._connection.call("push", data, b"x", **fence, **in_columns(good, one | bad))
+    with pytest.raises(InvalidCall, match="1 payloads, and 2 entries of group"):
+        await replay._connection.call("push", data, **fence, **in_columns(good, one))
+    with pytest.raises(InvalidCall, match="1 payloads, and 0 entries of newest"):
+        await replay._connection.call("push", data, **fence, **in_columns(good) | {"newest": []})
     score = {"group": job.group.id, "index": job.trajectory.index, "token": job.token, "status": "FAILED"}
     for record in (b"", b"\xc1", msgspec.msgpack.encode({"status": "FAILED"}), msgspec.msgpack.encode({"message": 7})):
         with pytest.raises(InvalidCall, match="says not what went wrong"):
@@ -275,7 +279,7 @@ async def test_a_push_without_its_payload_is_refused(replay: ReplayClient) -> No
     await enqueue(replay, [0])
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     fence = {"timeline": lease.timeline, "incarnation": lease.incarnation}
-    (answer,) = await replay._connection.call("push", b"", **fence, trajectories=[push_entry(lease, 0, "aa", 100)])
+    (answer,) = await replay._connection.call("push", b"", **fence, **in_columns(push_entry(lease, 0, "aa", 100)))
     assert answer.startswith(b"HR_INVALID")
     assert (await group_of(replay, lease))["pushed"] == 0
 
