@@ -10,7 +10,7 @@ import msgspec
 from headrace.lineage import GroupLineage, origin_of, with_timelines
 from headrace.replay.bias import Moment, TrajectoryMeter, meters_of
 from headrace.replay.calls import BufferClient
-from headrace.replay.records import Batch, HeldGroup, Reservation, score_key, unpack
+from headrace.replay.records import BatchReply, HeldGroup, Reservation, score_key, unpack
 from headrace.trajectory import Group, Score, Trajectory
 
 _METRICS_KEPT = 100_000
@@ -173,7 +173,7 @@ class InspectionClient(BufferClient):
         """(the steps whose batches were handed out and are still held, the batch of `step` if it is one of them)."""
         reply = unpack(await self._connection.call("step", step=step))
         batch = reply.get("batch")
-        return reply["held"], None if batch is None else msgspec.convert(batch, Batch).reservation()
+        return reply["held"], None if batch is None else msgspec.convert(batch, BatchReply).reservation()
 
 
 def _described(trajectory: Mapping[str, Any]) -> dict[str, Any]:

@@ -216,7 +216,7 @@ class _BatchGroup(msgspec.Struct, frozen=True):
     rewards: list[str]
 
 
-class Batch(msgspec.Struct, frozen=True, tag_field="reply", tag="batch"):
+class BatchReply(msgspec.Struct, frozen=True, tag_field="reply", tag="batch"):
     """A reservation as the buffer answers it (_steps.lua)."""
 
     step: int
@@ -246,7 +246,7 @@ class Batch(msgspec.Struct, frozen=True, tag_field="reply", tag="batch"):
 
 
 decode_run_state = msgspec.msgpack.Decoder(RunState).decode
-decode_reserve = msgspec.msgpack.Decoder(Batch | Waiting | End).decode
+decode_reserve = msgspec.msgpack.Decoder(BatchReply | Waiting | End).decode
 unpack = msgspec.msgpack.Decoder().decode
 
 

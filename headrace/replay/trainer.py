@@ -11,7 +11,7 @@ import msgspec
 from headrace.errors import InvalidCall
 from headrace.replay.calls import BATCH, PAYLOADS, BufferClient, chunks, of_bounded_size
 from headrace.replay.records import (
-    Batch,
+    BatchReply,
     End,
     Ended,
     Epoch,
@@ -104,7 +104,7 @@ class TrainerClient(BufferClient):
         Raises `WrongStep`, `WrongTimeline`, and `SamplingStarved` where it would wait, but dynamic sampling has had its share.
         """
         reply = decode_reserve(await self._connection.call("reserve", step=step, timeline=timeline))
-        return reply.reservation() if isinstance(reply, Batch) else reply
+        return reply.reservation() if isinstance(reply, BatchReply) else reply
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return when something that `reserve` waits for may have changed, or after `timeout_s`."""
