@@ -62,25 +62,25 @@ class _File:
 
         No two shared files define one name.
         """
-        for other in shared.values():
-            for name in sorted(self.defines.keys() & other.defines.keys()):
-                if self.shared and other is not self:
-                    raise LibraryError(f"{self.place(self.defines[name])}: {name!r} is defined in {other.name} too")
-        for other in self.uses:
-            if other not in shared:
-                raise LibraryError(f"{self.place(self._header_line)}: uses {other}, but there is no {other}.lua")
+        for file in shared.values():
+            for name in sorted(self.defines.keys() & file.defines.keys()):
+                if self.shared and file is not self:
+                    raise LibraryError(f"{self.place(self.defines[name])}: {name!r} is defined in {file.name} too")
+        for used in self.uses:
+            if used not in shared:
+                raise LibraryError(f"{self.place()}: uses {used}, but there is no {used}.lua")
         taken = set()
         for name, line in self._taken:
-            for other in shared.values():
-                if name in other.defines:
-                    if other.name not in self.uses:
+            for file in shared.values():
+                if name in file.defines:
+                    if file.name not in self.uses:
                         raise LibraryError(
-                            f"{self.place(line)}: takes {name!r} from {other.name}, which its `uses` line does not name"
+                            f"{self.place(line)}: takes {name!r} from {file.name}, which its `uses` line does not name"
                         )
-                    taken.add(other.name)
-        for other in self.uses:
-            if other not in taken:
-                raise LibraryError(f"{self.place(self._header_line)}: uses {other}, but takes no name from it")
+                    taken.add(file.name)
+        for used in self.uses:
+            if used not in taken:
+                raise LibraryError(f"{self.place()}: uses {used}, but takes no name from it")
 
     def place(self, line: int | None = None) -> str:
         return f"{self.name}.lua:{self._header_line if line is None else line}"
