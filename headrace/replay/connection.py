@@ -122,10 +122,6 @@ class _FollowPrimary(Connection):
             raise RedisConnectionError("the server has become a replica of another") from error
 
 
-class _TCP(_FollowPrimary):
-    pass
-
-
 class _TLS(_FollowPrimary, SSLConnection):
     pass
 
@@ -140,10 +136,6 @@ class _AskSentinels(_FollowPrimary):
     async def _connect(self) -> None:
         self.host, self.port = await self._primary()
         await super()._connect()
-
-
-class _SentinelTCP(_AskSentinels):
-    pass
 
 
 class _SentinelTLS(_AskSentinels, SSLConnection):
@@ -195,7 +187,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _pool(options: Any, retries: int) -> BlockingConnectionPool:
     wanted = options.pop("connection_class", Connection)
-    kinds = {Connection: _TCP, SSLConnection: _TLS, UnixDomainSocketConnection: UnixDomainSocketConnection}
+    kinds = {Connection: _FollowPrimary, SSLConnection: _TLS, UnixDomainSocketConnection: UnixDomainSocketConnection}
     return BlockingConnectionPool(connection_class=kinds[wanted], **_settings(retries), **options)
 
 
@@ -212,7 +204,7 @@ def _sentinel_pool(url: str, retries: int) -> BlockingConnectionPool:
     ]
     sentinel = Sentinel([(host, int(port)) for host, _, port in addresses], sentinel_kwargs={**_TIMEOUTS, **plain})
     return BlockingConnectionPool(
-        connection_class=_SentinelTLS if tls else _SentinelTCP,
+        connection_class=_SentinelTLS if tls else _AskSentinels,
         primary=functools.partial(sentinel.discover_master, match["service"]),
         **_settings(retries),
         **options,
