@@ -211,6 +211,12 @@ def test_a_trajectory_whose_log_probabilities_are_not_numbers_leaves_the_loss() 
     assert metrics["max_seq_mult_prob_error_after_mask"] == 1.0
 
 
+def test_a_trajectory_whose_mean_error_is_the_threshold_stays() -> None:
+    batch = made([0.0], old_logprobs=-np.ones(3))
+    leave_out_disagreeing(batch, 1.0, Ranks())
+    np.testing.assert_array_equal(batch.multipliers, [1.0])
+
+
 def test_a_token_that_top_k_or_top_p_leaves_out_says_nothing_of_the_disagreement() -> None:
     batch = made([0.0], old_logprobs=[-1.0, -np.inf, -1.0])
     metrics = leave_out_disagreeing(batch, 1.5, Ranks())
