@@ -151,7 +151,7 @@ def _card(chart: Chart, lines: Sequence[Line]) -> str:
         axes.axhline(chart.limit, color=ALARM_COLOUR, lw=1, ls="--")
     low, high = axes.dataLim.intervaly
     if low == high:
-        low, high = low - 0.1 * abs(low or 1), high + 0.1 * abs(high or 1)
+        low, high = low - 0.1 * abs(low), high + 0.1 * abs(high) or 1.0
     ticks = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
     axes.set_yticks(ticks, [f"{tick:.4g}" for tick in ticks])
     axes.set_ylim(ticks[0], ticks[-1])

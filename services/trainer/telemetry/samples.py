@@ -141,7 +141,7 @@ def keep_newest(folder: Path, pattern: str, count: int) -> None:
     def age(path: Path) -> tuple[int, int, str]:
         return path.stat().st_mtime_ns, len(path.name), path.name
 
-    for path in sorted(folder.glob(pattern), key=age)[: -count or None]:
+    for path in sorted(folder.glob(pattern), key=age, reverse=True)[count:]:
         path.unlink()
 
 
