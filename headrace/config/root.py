@@ -7,16 +7,15 @@ from typing import Any, get_args
 
 from pydantic import Field, model_validator
 
-from headrace.config.advantages import KL_IN_REWARD
-from headrace.config.algorithm import GRPO, Algorithm
+from headrace.config.algorithm import Algorithm
 from headrace.config.base import Section
 from headrace.config.data import BuiltInName, Data, Env
+from headrace.config.grpo import GRPO
 from headrace.config.logger import Logger
 from headrace.config.loss import LossFn, ValueLossFn
-from headrace.config.policy import Policy
+from headrace.config.policy import Policy, Value
 from headrace.config.ppo import PPO
 from headrace.config.services import Checkpointing, Replay, Reward, Rollout, Run, Trainer, WeightChannel
-from headrace.config.value import Value
 
 
 class Config(Section):
@@ -183,7 +182,7 @@ def _check_estimator(config: Config) -> None:
             "a group of one has no others to take a baseline from; use 2 or more"
         )
     _check_teacher(config, key)
-    if loss.use_kl_in_reward and estimator.name not in KL_IN_REWARD:
+    if loss.use_kl_in_reward and not estimator.takes_kl:
         raise ValueError(
             f"loss_fn.use_kl_in_reward true with {key}, which has no rewards of tokens to take it from: set it false, or choose "
             "grpo.adv_estimator.name reinforce_plus_plus or ppo.adv_estimator.name gae"

@@ -16,7 +16,7 @@ from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import lr_scheduler
 
-from headrace.config.optimizer import NAMESPACE, Optimizer, Schedule
+from headrace.config.policy import NAMESPACE, Optimizer, Schedule
 from headrace.errors import ServiceError
 from services.trainer.distributed import full_tensor
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.config.advantages import RewardScaling, RewardShaping
+from headrace.config.algorithm import RewardScaling, RewardShaping
 from services.trainer.distributed import Ranks
 from services.trainer.learning.batch import Batch, Bool, Float64, Int
 

@@ -230,8 +230,8 @@ def test_the_translator_is_imported_for_a_file_of_nemo_rl_alone(tmp_path: Path) 
     own.write_text("grpo: {seed: 3}")
     code = (
         "import sys; from headrace.config import load; import headrace.cli.app\n"
-        "load(sys.argv[1], [], {}); assert 'headrace.nemo_rl' not in sys.modules, 'too early'\n"
-        "load(sys.argv[2], [], {}); assert 'headrace.nemo_rl' in sys.modules"
+        "load(sys.argv[1], [], {}); assert 'headrace.config.nemo_rl' not in sys.modules, 'too early'\n"
+        "load(sys.argv[2], [], {}); assert 'headrace.config.nemo_rl' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, own, recipe(tmp_path)], check=True)
 

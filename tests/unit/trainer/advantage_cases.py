@@ -11,7 +11,8 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from headrace.config import Config, LossFn
-from headrace.config.advantages import AdvEstimator, PPOAdvEstimator
+from headrace.config.grpo import AdvEstimator
+from headrace.config.ppo import PPOAdvEstimator
 from headrace.trajectory import Trajectory
 from services.trainer.distributed import Ranks
 from services.trainer.learning.algorithms import estimate_advantages

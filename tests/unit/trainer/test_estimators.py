@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.config.advantages import AdvEstimator, PPOAdvEstimator
+from headrace.config.grpo import AdvEstimator
 from headrace.config.loss import LossFn
+from headrace.config.ppo import PPOAdvEstimator
 from services.trainer.learning.batch import Batch, Float64
 from tests.unit.trainer.advantage_cases import (
     KL,

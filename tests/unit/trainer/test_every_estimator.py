@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.config import Config, LossFn
-from headrace.config.advantages import KL_IN_REWARD, AdvEstimator, PPOAdvEstimator
+from headrace.config.grpo import AdvEstimator
+from headrace.config.ppo import PPOAdvEstimator
 from headrace.errors import ServiceError
 from services.trainer.learning import algorithms
 from services.trainer.learning.batch import Batch
@@ -35,7 +36,7 @@ COLUMNS = {"old": "old_logprobs", "ref": "ref_logprobs", "teacher": "teacher_log
 
 def with_kl(estimator: Estimator, batch: Batch, **algorithm: float) -> Config:
     """With a KL penalty in the rewards where the estimator takes one, else the configuration is refused."""
-    loss_fn = KL["k3"] if estimator.name in KL_IN_REWARD else NO_KL
+    loss_fn = KL["k3"] if estimator.takes_kl else NO_KL
     n = len(grouped(batch, batch.places.tolist())[0])
     return configured(estimator, loss_fn, n, **algorithm)
 

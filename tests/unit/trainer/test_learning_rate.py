@@ -9,7 +9,7 @@ import torch
 from pydantic import TypeAdapter
 from torch.optim import lr_scheduler
 
-from headrace.config.optimizer import Optimizer, OptimizerArgs, Schedule, Scheduler
+from headrace.config.policy import Optimizer, OptimizerArgs, Schedule, Scheduler
 from headrace.errors import ServiceError
 from services.trainer.learning.optimizer import LearningRate, Trained
 

@@ -20,7 +20,8 @@ from services.trainer.learning.advantages import (
 )
 from services.trainer.learning.tokens import Episode, Float64
 
-from headrace.config.advantages import AdvEstimator, RewardScaling, RewardShaping
+from headrace.config.algorithm import RewardScaling, RewardShaping
+from headrace.config.grpo import AdvEstimator
 from headrace.config.loss import LossFn
 from headrace.errors import ServiceError
 from tests.unit.trainer.advantage_cases import Alone, Batch, batches, episode, on_ranks

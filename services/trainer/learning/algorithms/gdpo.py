@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from headrace.config import Config
-from headrace.config.advantages import RewardScaling
+from headrace.config.algorithm import RewardScaling
 from headrace.errors import ServiceError
 from services.trainer.distributed import Ranks
 from services.trainer.learning.algorithms.grpo import baseline_metrics, group_advantages, mean_and_std

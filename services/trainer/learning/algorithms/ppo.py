@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.config import Config
-from headrace.config.advantages import PPOAdvEstimator
+from headrace.config.ppo import PPOAdvEstimator
 from services.trainer.distributed import Ranks
 from services.trainer.learning.algorithms.statistics import finite, kl_penalty, sums_to_go, whiten
 from services.trainer.learning.batch import Batch, Float64
