@@ -3,8 +3,6 @@
 It imports no torch, no vLLM and no transformers; importing `headrace` itself loads only the environment SDK.
 """
 
-import asyncio
-
 from headrace.environment import Environment, Sample
 from headrace.trajectory import Score
 
@@ -16,6 +14,7 @@ def serve(environment: Environment, port: int, host: str = "127.0.0.1") -> None:
 
     Raises `ServiceError` if the port is busy.
     """
-    from headrace.environment_server import serve_until_signal  # gRPC is loaded only by a process that serves
+    # gRPC is loaded only by a process that serves
+    from headrace import environment_server
 
-    asyncio.run(serve_until_signal(environment, host, port))
+    environment_server.run(environment, host, port)

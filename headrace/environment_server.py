@@ -24,11 +24,16 @@ _log = logging.getLogger("headrace.environment")
 _GRACE_S = 2.0
 
 
-async def serve_until_signal(environment: Environment, host: str, port: int) -> None:
-    stop = stop_on_signals()
-    async with serving(environment, host, port) as bound:
-        _log.info("environment %s listens on %s:%d", environment.label, host, bound)
-        await stop.wait()
+def run(environment: Environment, host: str, port: int) -> None:
+    """Serve until SIGTERM or SIGINT (`headrace.serve`)."""
+
+    async def serve() -> None:
+        stop = stop_on_signals()
+        async with serving(environment, host, port) as bound:
+            _log.info("environment %s listens on %s:%d", environment.label, host, bound)
+            await stop.wait()
+
+    asyncio.run(serve())
 
 
 @contextlib.asynccontextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Protocol
 
 import grpc
 import prometheus_client
@@ -27,20 +26,6 @@ SECONDS = prometheus_client.Histogram(
 )
 
 
-class EnvironmentBackend(Protocol):
-    """One environment of the run, wherever it runs."""
-
-    kind: pb.EnvironmentStatus.Kind.ValueType
-
-    async def score(
-        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
-    ) -> list[trajectory_pb2.Result]:
-        """One result per trajectory, in order, within `timeout_s`. Does not raise."""
-
-    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """(its own description if it can be asked, the reason why it can't score now or None)."""
-
-
 class BuiltInBackend:
     """A built-in environment, scored by the hub's worker processes. Each trajectory gets `timeout_s` of a worker's time."""
 
@@ -54,6 +39,7 @@ class BuiltInBackend:
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
     ) -> list[trajectory_pb2.Result]:
+        """One result per trajectory, in order, within `timeout_s`. Does not raise."""
         pending = [self._pool.submit(trajectory, self._env.timeout_s) for trajectory in trajectories]
         try:
             await asyncio.wait(pending, timeout=timeout_s)
@@ -71,6 +57,7 @@ class BuiltInBackend:
         return results
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
+        """(its description, or None if it can't be asked; the reason why it can't score now, or None)."""
         name = self._env.type or self._name
         return environment_pb2.DescribeResponse(name=self._name, description=f"built-in {name}"), self._pool.problem()
 
@@ -94,6 +81,7 @@ class RemoteBackend:
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
     ) -> list[trajectory_pb2.Result]:
+        """As `BuiltInBackend.score`."""
         size = self._env.max_batch_size
         batches = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
         limit = self._env.timeout_s if timeout_s is None else min(self._env.timeout_s, timeout_s)
@@ -136,7 +124,12 @@ class RemoteBackend:
         return trajectory_pb2.Result(status=status, message=message, environment=self._name)
 
 
+EnvironmentBackend = BuiltInBackend | RemoteBackend
+
+
 class Hub(pb_grpc.RewardServiceServicer):
+    """The gRPC service over all environments of the run, wherever each runs."""
+
     def __init__(self, environments: Mapping[str, EnvironmentBackend], env: Mapping[str, Env]) -> None:
         self._environments = environments
         self._env = env

@@ -57,7 +57,7 @@ def test_importing_headrace_brings_nothing_heavy(module: str) -> None:
 def test_importing_headrace_loads_the_environment_sdk_alone() -> None:
     loaded = modules_after("import headrace")
     assert {module for module in loaded if module.startswith("headrace")} <= SDK
-    assert not top_level(loaded) & (HEAVY | NOT_FOR_ENVIRONMENTS | {"grpc"})
+    assert not top_level(loaded) & (HEAVY | NOT_FOR_ENVIRONMENTS | {"asyncio", "grpc"})
 
 
 def test_serving_an_environment_loads_no_service_supervisor_client_or_configuration() -> None:

@@ -224,12 +224,11 @@ def _forward(
     return found
 
 
-def _all_ranks_keep_pace(own: Sequence[Rows], ranks: Ranks) -> Iterator[Rows]:
-    """This rank's micro-batches, and as many empty ones as it takes until every rank is done, at least one: under FSDP2 every pass is
-    a collective."""
-    yield from own
-    for _ in range(max(1, int(ranks.max(len(own)))) - len(own)):
-        yield ()
+def _all_ranks_keep_pace(own: Sequence[Rows], ranks: Ranks) -> list[Rows]:
+    """A collective. This rank's micro-batches, and as many empty ones as it takes until every rank is done, at least one: under FSDP2
+    every pass is a collective, so that all ranks agree on their number before the first."""
+    rounds = max(1, int(ranks.max(len(own))))
+    return [*own, *[()] * (rounds - len(own))]
 
 
 def _check(learner: Learner, batch: Batch) -> None:

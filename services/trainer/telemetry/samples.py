@@ -1,8 +1,8 @@
-"""Trajectories as they were trained on or evaluated, token by token, for people: files of JSON lines, and a block for the eye.
+"""Trajectories as they were trained on or evaluated, token by token: files of JSON lines, and a few of them printed.
 
-`train_data_step12.jsonl.gz` holds a line for each trajectory that step 12 trained on, `val_data_step12.jsonl.gz` one for each that
-evaluated version 12; `zcat` reads them. Lists of tokens are those of the completion and of equal length; null stands where the
-policy did not write the token, or nothing was computed. Log-probabilities and advantages are rounded to six decimals.
+`train_data_step12.jsonl.gz` holds one line per trajectory that step 12 trained on, `val_data_step12.jsonl.gz` one per trajectory that
+evaluated version 12; `zcat` reads them. Per-token lists cover the completion and are of equal length; null stands where the policy did
+not write the token, or nothing was computed. Log-probabilities and advantages are rounded to six decimals.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _rounded(values: Float32) -> list[float]:
 
 
 class SampleFiles:
-    """The files of a run. Of each kind those written last stay, `keep` of them (None: all; 0: none is written)."""
+    """The files of a run, of which the newest `keep` of each kind stay (None: all; 0: none is written)."""
 
     def __init__(self, folder: Path, keep: int | None) -> None:
         self.folder = folder
@@ -108,7 +108,7 @@ class SampleFiles:
         return self.folder / f"{kind}_data_step{step}.jsonl.gz"
 
     def write(self, kind: Kind, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """The file is there whole or not at all. Raises `ServiceError` for a full disk."""
+        """Write a file atomically. Raises `ServiceError` for a full disk."""
         if not self.wanted:
             return
         path = self.path(kind, step)
@@ -126,7 +126,7 @@ class SampleFiles:
             ) from error
 
     def read(self, kind: Kind, step: int) -> list[dict[str, Any]]:
-        """The records of a file; none where it is not there (any more)."""
+        """The records of a file; none where the file is gone."""
         path = self.path(kind, step)
         if not path.exists():
             return []

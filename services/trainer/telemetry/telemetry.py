@@ -1,4 +1,4 @@
-"""What a run shows of itself beside `metrics.jsonl`: trackers, trajectories token by token, the alarm, the GPUs."""
+"""What a run shows beside `metrics.jsonl`, for the trainer's loop: trackers, samples, the train-inference alarm, GPU metrics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FINISH_S, STOP_S = 60.0, 10.0
 
 
 class Telemetry:
-    """Rank 0's. Raises `ServiceError` for a tracker whose library is missing."""
+    """Starts, feeds and ends all of them; on rank 0. Raises `ServiceError` for a tracker whose library is missing."""
 
     def __init__(self, config: Config, journal: Journal, console: Console | None = None) -> None:
         self._settings = config.logger
@@ -61,7 +61,7 @@ class Telemetry:
             thread.nudge()
 
     async def aclose(self, *, finished: bool) -> None:
-        """Let what is under way come to its end. Raises `ServiceError` where trajectories could not be written."""
+        """Wait, within a deadline, until trackers and files have everything. Raises `ServiceError` for unwritten samples."""
         deadline = time.monotonic() + (FINISH_S if finished else STOP_S)
         for thread in self._trackers:
             thread.finish(deadline)
@@ -77,10 +77,10 @@ class Telemetry:
     async def trained(
         self, step: int, groups: Sequence[Group], batch: Batch | None, metrics: dict[str, float]
     ) -> dict[str, float]:
-        """Step `step` has trained on `groups` with these metrics; the metrics to add to them. `batch` is the whole of it, where
-        `wants_batch` asked for it.
+        """Write the samples of step `step` in the background, and check its metrics for an alarm. Returns the metrics to add to them.
+        `batch` is the whole of it, where `wants_batch` asked for it.
 
-        Raises `ServiceError` where the trajectories of the step before could not be written.
+        Raises `ServiceError` where the samples of the step before could not be written.
         """
         await self._written()
         if self._samples.wanted and batch is not None:
@@ -96,7 +96,7 @@ class Telemetry:
         return {"train_inference_alarm": float(bool(found)), **tracker_metrics(self._trackers), **self._gpus.take()}
 
     async def validated(self, version: int, evaluated: Sequence[Evaluated]) -> None:
-        """Weights `version` have written these. Raises `ServiceError` for a full disk."""
+        """Write and print what weights `version` generated in a validation. Raises `ServiceError` for a full disk."""
         records = [
             validation_record(version, one.group, trajectory, score)
             for one in evaluated

@@ -17,10 +17,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from headrace.config import Config
 from headrace.errors import ServiceError
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +174,8 @@ class MLflowRun:
 
     def __init__(self, config: Config, run_id: str | None) -> None:
         from mlflow import MlflowClient
+        from mlflow.entities import Param
+        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
         settings, folder = config.logger.mlflow, config.log_folder.absolute()
         store = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
@@ -191,7 +195,12 @@ class MLflowRun:
             )
             run = self._client.create_run(place, run_name=settings.run_name or config.run_folder.name)
             self.run_id: str = run.info.run_id
-            self._log_parameters(flat(parameters(config)))
+            params = [
+                Param(_allowed(key), (value if isinstance(value, str) else json.dumps(value))[:MAX_PARAM_VAL_LENGTH])
+                for key, value in flat(parameters(config)).items()
+            ]
+            for batch in _batches(params, MAX_PARAMS_TAGS_PER_BATCH):
+                self._client.log_batch(self.run_id, params=batch)
         else:
             self.run_id = known
             self._client.set_terminated(known, "RUNNING")
@@ -201,11 +210,14 @@ class MLflowRun:
         from mlflow.entities import Metric
         from mlflow.utils.validation import MAX_METRICS_PER_BATCH
 
+        metrics = [
+            Metric(_allowed(name), value, int(entry.time * 1000), entry.step)
+            for entry in entries
+            for name, value in entry.metrics.items()
+        ]
+        for batch in _batches(metrics, MAX_METRICS_PER_BATCH):
+            self._client.log_batch(self.run_id, metrics=batch)
         for entry in entries:
-            when = int(entry.time * 1000)
-            metrics = [Metric(_allowed(name), value, when, entry.step) for name, value in entry.metrics.items()]
-            for first in range(0, len(metrics), MAX_METRICS_PER_BATCH):
-                self._client.log_batch(self.run_id, metrics=metrics[first : first + MAX_METRICS_PER_BATCH])
             for name, text in entry.texts.items():
                 self._client.log_text(self.run_id, text, f"{name}/step_{entry.step}.md")
             for name, path in entry.pictures.items():
@@ -214,16 +226,9 @@ class MLflowRun:
     def close(self) -> None:
         self._client.set_terminated(self.run_id)
 
-    def _log_parameters(self, values: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
-        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
-        params = [
-            Param(_allowed(key), (value if isinstance(value, str) else json.dumps(value))[:MAX_PARAM_VAL_LENGTH])
-            for key, value in values.items()
-        ]
-        for first in range(0, len(params), MAX_PARAMS_TAGS_PER_BATCH):
-            self._client.log_batch(self.run_id, params=params[first : first + MAX_PARAMS_TAGS_PER_BATCH])
+def _batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    return [items[first : first + size] for first in range(0, len(items), size)]
 
 
 def _allowed(name: str) -> str:

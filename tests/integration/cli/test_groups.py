@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-from kept_run import kept_run
 from typer.testing import CliRunner
 
 from headrace import export
@@ -18,6 +17,7 @@ from headrace.replay import Limits, ReplayClient
 from headrace.trajectory import Score
 from services.trainer.control.lineage_writer import LineageWriter
 from tests.integration.replay.helpers import enqueue, healthy_replica, make_group, make_trajectory
+from tests.support.kept_run import kept_run
 
 
 async def fill(replay: ReplayClient) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from headrace.cli import runs
 from headrace.config import load
 from headrace.config.services import Checkpointing
 from services.trainer.control.checkpoint import Checkpoints, CheckpointState
+from tests.support.command import error_of, headrace
 
 CONFIG = "run: {id: adder, dir: elsewhere}\n"
 
@@ -37,16 +37,11 @@ def checkpoints(folder: Path) -> Checkpoints:
 
 
 def rewind(folder: Path, *args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "headrace.cli", "rewind", *map(str, args), "--dir", str(folder.parent)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return headrace("rewind", *args, "--dir", folder.parent)
 
 
 def refused(folder: Path, *args: object) -> str:
-    done = rewind(folder, *args)
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
-    return done.stderr
+    return error_of(rewind(folder, *args))
 
 
 def everything(folder: Path) -> dict[str, bytes]:

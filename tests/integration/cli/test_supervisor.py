@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from processes import eventually, gone
 
 from headrace.cli.supervisor import Child, RestartPolicy, ServiceFailed, Supervisor, child_environ
+from tests.support.processes import eventually, gone
 
 QUICK = RestartPolicy(limit=2, first_delay_s=0.01)
 
@@ -119,7 +119,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize("hearing", ["hearing", "deaf"])
 def test_sigkill_of_the_supervisor_leaves_no_orphan(tmp_path: Path, hearing: str) -> None:
-    argv = [sys.executable, str(Path(__file__).with_name("supervised.py")), str(tmp_path), hearing]
+    argv = [sys.executable, "-m", "tests.support.supervised", str(tmp_path), hearing]
     with subprocess.Popen(argv) as supervisor:
         pids = str(eventually(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())).split()
         supervisor.send_signal(signal.SIGKILL)

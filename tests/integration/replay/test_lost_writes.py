@@ -29,7 +29,7 @@ from services.trainer.control.checkpoint import CheckpointState, Ledger
 from services.trainer.control.resume import restore_reason
 from tests.conftest import free_port
 from tests.integration.replay.helpers import contents, eventually, make_group, make_trajectory, nonce, push_all, refit
-from tests.integration.replay.servers import RedisServer, needs_redis, redis_server
+from tests.integration.replay.servers import RedisServer, redis_server
 
 PROMPTS = 14
 
@@ -166,7 +166,6 @@ async def push_missing(replay: ReplayClient, lease: Lease) -> None:
 MOMENTS = ["enqueue", "lease", "push", "score", "reserve", "save"]
 
 
-@needs_redis
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("save_period", [2, 3])
 async def test_laws_1_to_4_hold_after_a_failover_to_a_replica_that_had_fallen_behind(

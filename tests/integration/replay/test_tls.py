@@ -16,9 +16,7 @@ from headrace.replay.wire import open_redis
 from services.replay import library
 from tests.conftest import free_port
 from tests.integration.replay.helpers import enqueue, generate, healthy_replica, reserve
-from tests.integration.replay.servers import RedisServer, needs_redis
-
-pytestmark = needs_redis
+from tests.integration.replay.servers import RedisServer
 
 
 @pytest.fixture(scope="module")

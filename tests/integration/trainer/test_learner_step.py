@@ -24,6 +24,7 @@ from services.trainer.learning.learner import Learner
 from services.trainer.learning.losses import policy_loss
 from services.trainer.learning.step import train_step
 from services.trainer.network.policy_model import LogitsWarper, PolicyModel
+from tests.integration.trainer import learner_ranks
 from tests.integration.trainer.learner_cases import (
     by_hand,
     config,
@@ -208,6 +209,21 @@ def test_same_batch_gives_the_same_bits(tiny_model: Path) -> None:
         first, second = (train_step(learner, random_batch(8, seed)) for learner in learners)
         assert first == second
     assert_same_weights(*map(weights, learners))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_the_order_of_a_rank_s_trajectories_changes_no_bit(tiny_model: Path, kind: str) -> None:
+    """What is in which micro-batch follows from lengths and places in the whole batch."""
+    order = [5, 2, 7, 0, 3, 6, 1, 4]
+    chosen = learner_ranks.settings(kind, tiny_model, "")
+    one, other = Learner(chosen), Learner(chosen)
+    for seed in (1, 7):
+        straight, turned = random_batch(8, seed, prompts=2), random_batch(8, seed, prompts=2).take(order)
+        assert len({token_ids(trajectory).size for trajectory in straight.trajectories}) == 8
+        assert train_step(one, straight) == train_step(other, turned)
+        np.testing.assert_array_equal(turned.advantages, straight.take(order).advantages)
+        np.testing.assert_array_equal(turned.old_logprobs, straight.take(order).old_logprobs)
+    assert_same_weights(weights(one), weights(other))
 
 
 def test_reference_policy_stays_where_it_was(tiny_model: Path) -> None:

@@ -23,7 +23,7 @@ from headrace.weights.manifest import Manifest
 from services.weight_channel import transport
 from services.weight_channel.transport import Channel, GroupRank, RendezvousStore, send
 
-PEER = Path(__file__).with_name("peer.py")
+PEER = Path(__file__).parents[2] / "support" / "weight_peer.py"
 PATIENCE_S = 60.0  # for what must happen and is not what the test is about
 ENDED = (
     "WeightChannelAborted",

@@ -32,11 +32,17 @@ OPD = AdvEstimator(name="opd", teacher_model_name="teacher")
 Estimator = AdvEstimator | PPOAdvEstimator
 
 
-def configured(estimator: Estimator, loss_fn: LossFn = NO_KL, n: int = 1, **algorithm: Any) -> Config:
-    """A configuration with groups of `n`, and keys of `grpo` or `ppo`, whichever the estimator is of."""
+def configured(
+    estimator: Estimator,
+    loss_fn: LossFn = NO_KL,
+    n: int = 1,
+    policy: Mapping[str, object] | None = None,
+    **algorithm: object,
+) -> Config:
+    """A configuration with groups of `n`, keys of `policy`, and others of `grpo` or `ppo`, whichever the estimator is of."""
     section = "ppo" if isinstance(estimator, PPOAdvEstimator) else "grpo"
     keys = {"num_generations_per_prompt": n, "adv_estimator": estimator, **algorithm}
-    return Config.model_validate({section: keys, "loss_fn": loss_fn})
+    return Config.model_validate({section: keys, "loss_fn": loss_fn, "policy": policy or {}})
 
 
 class Estimates(NamedTuple):

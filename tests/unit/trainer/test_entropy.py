@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from services.trainer.network.projection import entropy_of
+
+from services.trainer.network.policy_model import entropy_of
 
 torch.set_num_threads(1)
 

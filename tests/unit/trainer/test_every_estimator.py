@@ -176,6 +176,20 @@ def test_only_what_an_estimator_needs_has_to_be_there(
 
 
 @pytest.mark.parametrize(
+    ("estimator", "loss_fn"),
+    [(OPD, NO_KL), (AdvEstimator(name="reinforce_plus_plus"), KL["k3"]), (PPOAdvEstimator(), KL["k1"])],
+    ids=["opd", "reinforce-kl", "gae-kl"],
+)
+def test_models_are_compared_before_top_k_and_top_p(estimator: Estimator, loss_fn: LossFn) -> None:
+    config = configured(estimator, loss_fn, n=2)
+    others = {name: -np.arange(6.0) for name in ("ref_logprobs", "teacher_logprobs", "values")}
+    expected = estimates(made([0.0, 1.0], 2, old_logprobs=-np.ones(6), **others), config)
+    filtered = np.array([-0.5, -np.inf, -0.5, -0.5, -0.5, -np.inf])
+    found = estimates(made([0.0, 1.0], 2, old_logprobs=filtered, old_logprobs_unfiltered=-np.ones(6), **others), config)
+    np.testing.assert_array_equal(np.concatenate(found.advantages), np.concatenate(expected.advantages))
+
+
+@pytest.mark.parametrize(
     ("loss_fn", "keys", "optimizer_steps", "expected"),
     [
         (NO_KL, {}, 1, set()),

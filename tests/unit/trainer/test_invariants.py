@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from loop_cases import group, reservation, trajectory
-from services.trainer.control.laws import check_batch, law_broken
-from services.trainer.control.shares import Assignment
 
 from headrace.errors import ServiceError
+from headrace.replay import ReservedTrajectory
 from headrace.trajectory import Score
+from services.trainer.control.rank import check_reservation
+from services.trainer.learning.batch import check_invariants
+from tests.unit.trainer.loop_cases import group, reservation, trajectory
+
+RESERVED = ReservedTrajectory(
+    group_id="g", index=0, key="key", reward=1.0, length=2, oldest_version=4, newest_version=5
+)
 
 
 @pytest.mark.parametrize(
@@ -28,21 +33,19 @@ from headrace.trajectory import Score
 def test_laws_2_3_and_7_on_what_was_read(
     changes: dict[str, object], score: Score, step: int, law: str | None, policy: str
 ) -> None:
-    assignment = Assignment("key", "g", 0, 1.0, 1.0, 0, 0)
-    broken = law_broken(assignment, trajectory(**changes), score, step, 1, policy)
+    broken = check_invariants(RESERVED, trajectory(**changes), score, step=step, max_age=1, policy=policy)
     assert broken is None if law is None else law in (broken or "")
 
 
 @pytest.mark.parametrize(("policy", "refused"), [("ordered", True), ("drop", True), ("mask", False)])
 def test_law_2_a_token_over_age_is_refused_unless_it_is_masked(policy: str, refused: bool) -> None:
-    assignment = Assignment("key", "g", 0, 1.0, 1.0, 0, 0)
-    broken = law_broken(assignment, trajectory(), Score("SCORED", 1.0), 6, 1, policy)
+    broken = check_invariants(RESERVED, trajectory(), Score("SCORED", 1.0), step=6, max_age=1, policy=policy)
     assert ("law 2" in (broken or "")) is refused
 
 
 def test_law_3_a_batch_is_complete_groups() -> None:
     whole = reservation("a", "b")
-    check_batch(whole, [group("a"), group("b")], 2)
+    check_reservation(whole, [group("a"), group("b")], 2)
     for wrong, groups in (
         (reservation("a"), [group("a")]),
         (reservation("a", "a"), [group("a"), group("a")]),
@@ -50,4 +53,4 @@ def test_law_3_a_batch_is_complete_groups() -> None:
         (dataclasses.replace(whole, trajectories=whole.trajectories[::-1]), [group("a"), group("b")]),
     ):
         with pytest.raises(ServiceError, match="law 3"):
-            check_batch(wrong, groups, 2)
+            check_reservation(wrong, groups, 2)

@@ -1,6 +1,6 @@
 """A supervisor to be killed: keeps a service that has a child of its own, both deaf to SIGTERM if asked, until it is killed.
 
-`supervised.py FOLDER deaf|hearing`; the service writes `PID PID` (its own and its child's) to FOLDER/pids.
+`python -m tests.support.supervised FOLDER deaf|hearing`; the service writes `PID PID` (its own and its child's) to FOLDER/pids.
 """
 
 from __future__ import annotations

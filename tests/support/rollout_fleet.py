@@ -6,21 +6,19 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-import torch
 import yaml
-from transformers import AutoModelForCausalLM
 
 from headrace.config import Config
 from headrace.replay import ReplayClient, Replica, Reservation
 from headrace.trajectory import Group, Sampling, Score, Trajectory
-from headrace.weights.probe import choose_token_ids
 from services.trainer.control.weight_sender import RefitReport, WeightSender
+from tests.support.source_model import SourceModel, Weights
 
 PATIENCE_S = 240.0  # for an engine to start, or a long completion to end, on a busy machine
 PROMPT = (3, 7, 8, 15, 9, 6, 4)
@@ -34,42 +32,24 @@ async def eventually(look: Callable[[], Awaitable[Any]], within_s: float = PATIE
         return answer
 
 
-class Policy:
-    """The trainer's model: a source of weights that remembers what each version was."""
+class Policy(SourceModel):
+    """Remembers what each version was."""
 
     def __init__(self, directory: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        self.generator = torch.Generator().manual_seed(3)
-        self.versions: dict[int, dict[str, torch.Tensor]] = {}
-        self.probe_ids = choose_token_ids(self.model.config.vocab_size)
-
-    def _named(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, tensor.detach()) for name, tensor in self.model.named_parameters()]
-
-    def metadata(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        return [(name, "float32", tuple(tensor.shape)) for name, tensor in self._named()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._named())
-
-    def train(self) -> None:
-        for _, tensor in self._named():
-            tensor.add_(torch.randn(tensor.shape, generator=self.generator) * 0.02)
+        super().__init__(directory)
+        self.versions: dict[int, Weights] = {}
 
     def keep(self, version: int) -> None:
-        self.versions[version] = {name: tensor.clone() for name, tensor in self._named()}
+        self.versions[version] = self.weights()
 
-    def logprobs(self, ids: np.ndarray, version: int) -> np.ndarray:
+    def logprobs_of(self, ids: np.ndarray, version: int) -> np.ndarray:
         """[len - 1] log-probabilities of tokens 1.. under the weights of `version`."""
-        tokens = torch.as_tensor(ids, dtype=torch.long)[None]
-        with torch.no_grad():
-            logits = torch.func.functional_call(self.model, self.versions[version], (tokens,)).logits[0]
-        return logits[:-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].numpy()
+        return self.logprobs(ids, self.versions[version])
 
     def difference(self, it: Trajectory, version: int) -> float:
         """Largest |log-probability difference| of the completion's tokens to those under `version`."""
         ids = np.concatenate([it.prompt_token_ids, it.completion_token_ids])
-        return float(np.abs(self.logprobs(ids, version)[it.prompt_token_ids.size - 1 :] - it.logprobs).max())
+        return float(np.abs(self.logprobs_of(ids, version)[it.prompt_token_ids.size - 1 :] - it.logprobs).max())
 
     def difference_by_span(self, it: Trajectory) -> float:
         """Largest |log-probability difference| of the completion's tokens to those under the weights that their spans name."""
@@ -78,7 +58,7 @@ class Policy:
         return max(
             float(
                 np.abs(
-                    self.logprobs(ids, span.version)[start + span.start : start + span.end]
+                    self.logprobs_of(ids, span.version)[start + span.start : start + span.end]
                     - it.logprobs[span.start : span.end]
                 ).max()
             )
@@ -160,7 +140,7 @@ class Fleet:
     async def refit(self, version: int, wrong_by: float = 0.0) -> RefitReport:
         """Send the policy as it is, as `version`; the proof asked for is off by `wrong_by` nats."""
         self.policy.keep(version)
-        probe = self.policy.logprobs(self.policy.probe_ids, version) - np.float32(wrong_by)
+        probe = self.policy.logprobs(self.policy.probe_ids) - np.float32(wrong_by)
         return await self.sender.refit(version, self.timeline, self.policy, self.policy.probe_ids, probe)
 
     async def enqueue(self, *, long: bool = False, n: int = 2, prompt: tuple[int, ...] = PROMPT) -> str:

@@ -12,7 +12,7 @@ from headrace.replay import Limits, ReplayClient
 from headrace.replay.wire import open_redis
 from services.replay import library
 from services.replay.embedded import EmbeddedServer
-from tests.conftest import free_port
+from tests.support.ports import free_port
 
 CONFIG = """
 run: {{id: {id}, dir: {folder}}}

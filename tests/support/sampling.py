@@ -1,4 +1,4 @@
-"""Completions of two-digit sums drawn from given weights in one process, so that data has exactly the age an experiment asks for."""
+"""Completions of two-digit sums drawn from given weights in one process, so that a batch has exactly the age an experiment asks for."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.trajectory import Float32, Int32
 from services.trainer.data import arithmetic
+from services.trainer.learning.batch import Batch
+from tests.support.trainer import batch, trajectory
 
 DIGITS = 2
 
@@ -96,6 +98,29 @@ class Sampler:
             float(right and len(ends) > 0),
             len(ends) > 0,
         )
+
+
+def batch_of(
+    drawn: Sequence[Completion],
+    generations: int,
+    *,
+    age: int = 0,
+    components: Sequence[Mapping[str, float]] | None = None,
+) -> Batch:
+    """Completions as the learner takes them, `generations` a group, all tokens `age` versions old."""
+    trajectories = [
+        trajectory(
+            one.prompt_token_ids,
+            one.token_ids,
+            one.logprobs,
+            group=f"sum {place // generations}",
+            index=place % generations,
+            finish_reason="stop" if one.ended else "length",
+        )
+        for place, one in enumerate(drawn)
+    ]
+    rewards = [one.reward for one in drawn]
+    return batch(trajectories, rewards, components=components, environment="sums", step=age)
 
 
 def problems(seed: int, count: int) -> Iterator[list[arithmetic.Pair]]:

@@ -1,6 +1,7 @@
-"""A replica as a process: a real vLLM engine, the buffer's client and the receiver; generates what its standard input asks for.
+"""A replica as a process: a real vLLM engine, the buffer's client and the receiver. Does what the lines of its standard input ask for.
 
-Arguments as JSON: config, redis_url, run_id, replica, arguments (merged into vLLM's). Writes one JSON line for each event.
+Argument, as JSON: config, redis_url, arguments (merged into vLLM's). A line is `{"join": {"run_id": …, "replica": …}}`, which
+leaves the run it was in, or `{"generate": {"ids": …, "max_tokens": …}}`. Writes one JSON line for each event.
 """
 
 from __future__ import annotations
@@ -42,6 +43,17 @@ async def generate(engine: Any, ids: list[int], max_tokens: int) -> None:
             )
 
 
+async def take_part_in(config: Config, engine: Any, redis_url: str, run_id: str, replica: str) -> None:
+    """In the refits of a run, until cancelled."""
+    replay = await ReplayClient.connect(redis_url, run_id)
+    try:
+        await replay.register(replica, {"device": "cpu"})
+        say(event="joined")
+        await follow_epochs(replay, WeightReceiver(config, engine, replay, replica), engine, replica)
+    finally:
+        await replay.aclose()
+
+
 async def follow_epochs(replay: ReplayClient, receiver: WeightReceiver, engine: Any, replica: str) -> None:
     seen: tuple[str, str] | None = None
     running: asyncio.Task[None] | None = None
@@ -64,16 +76,19 @@ async def follow_epochs(replay: ReplayClient, receiver: WeightReceiver, engine: 
 
 
 async def serve(spec: dict[str, Any], config: Config, engine: Any) -> None:
-    replay = await ReplayClient.connect(spec["redis_url"], spec["run_id"])
-    await replay.register(spec["replica"], {"device": "cpu"})
-    receiver = WeightReceiver(config, engine, replay, spec["replica"])
-    epochs = asyncio.create_task(follow_epochs(replay, receiver, engine, spec["replica"]))
-    say(event="ready")
+    member: asyncio.Task[None] | None = None
     tasks = []
     while line := await asyncio.to_thread(sys.stdin.readline):
-        tasks.append(asyncio.create_task(generate(engine, **json.loads(line))))
-    epochs.cancel()
-    await replay.aclose()
+        asked = json.loads(line)
+        if "generate" in asked:
+            tasks.append(asyncio.create_task(generate(engine, **asked["generate"])))
+            continue
+        if member is not None:
+            member.cancel()
+            await asyncio.wait([member])
+        member = asyncio.create_task(take_part_in(config, engine, spec["redis_url"], **asked["join"]))
+    if member is not None:
+        member.cancel()
 
 
 def main() -> None:
