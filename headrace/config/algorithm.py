@@ -16,7 +16,7 @@ from headrace.config.base import Section
 ESTIMATORS = {"grpo": ("grpo", "gdpo", "reinforce_plus_plus", "opd"), "ppo": ("gae", "raw_reward")}
 
 
-class Asynchrony(Section):
+class AsyncConfig(Section):
     """How far generation may run ahead of training."""
 
     enabled: bool = Field(False, description="false is strict on-policy: age 0")
@@ -41,7 +41,7 @@ class Asynchrony(Section):
     )
 
     @model_validator(mode="after")
-    def _keys_agree(self) -> Asynchrony:
+    def _keys_agree(self) -> AsyncConfig:
         if self.ahead_steps is not None and self.staleness_policy == "ordered":
             raise ValueError(
                 f"ahead_steps {self.ahead_steps} with staleness_policy ordered, which never runs further ahead than "
@@ -59,7 +59,7 @@ class Asynchrony(Section):
         return self.max_trajectory_age_steps if self.enabled else 0
 
 
-class RewardScaling(Section):
+class RewardScalingConfig(Section):
     """`target_min + (clamp(r, source_min, source_max) - source_min) / (source_max - source_min) * (target_max - target_min)`"""
 
     enabled: bool = False
@@ -69,7 +69,7 @@ class RewardScaling(Section):
     target_max: float = 1.0
 
     @model_validator(mode="after")
-    def _ranges(self) -> RewardScaling:
+    def _ranges(self) -> RewardScalingConfig:
         if self.source_min >= self.source_max:
             raise ValueError(f"source_min {self.source_min} is not below source_max {self.source_max}")
         if self.target_min == self.target_max:
@@ -77,7 +77,7 @@ class RewardScaling(Section):
         return self
 
 
-class RewardShaping(Section):
+class RewardShapingConfig(Section):
     """What length costs a completion; formulae in `services/trainer/learning/advantages/rewards.py`. It comes after `reward_scaling`."""
 
     enabled: bool = False
@@ -106,7 +106,7 @@ class RewardShaping(Section):
         return tuple(key for key in overlong if getattr(self, key) != type(self).model_fields[key].default)
 
 
-class AnyAdvEstimator(Section):
+class AdvEstimatorConfig(Section):
     """How rewards become advantages."""
 
     name: str
@@ -117,7 +117,7 @@ class AnyAdvEstimator(Section):
         return False
 
 
-class Algorithm(Section):
+class AlgorithmConfig(Section):
     """What `grpo` and `ppo` share: which batches a step trains on, and when the run validates and ends."""
 
     name: ClassVar[str]  # of the section
@@ -153,9 +153,9 @@ class Algorithm(Section):
     batch_multiplier: float = Field(
         1.0, gt=0, description="with dynamic sampling: a generated batch is this times num_prompts_per_step groups"
     )
-    reward_scaling: RewardScaling = RewardScaling()
-    reward_shaping: RewardShaping = RewardShaping()
-    adv_estimator: AnyAdvEstimator
+    reward_scaling: RewardScalingConfig = RewardScalingConfig()
+    reward_shaping: RewardShapingConfig = RewardShapingConfig()
+    adv_estimator: AdvEstimatorConfig
     overlong_filtering: bool = Field(
         False,
         description="completions that were cut off at the length limit stay out of the loss, not out of the baseline",
@@ -173,7 +173,7 @@ class Algorithm(Section):
     seed: int = Field(42, ge=0, description="order of prompts, initial states, sampling")
 
     @model_validator(mode="after")
-    def _dynamic_sampling_agrees(self) -> Algorithm:
+    def _dynamic_sampling_agrees(self) -> AlgorithmConfig:
         if self.batch_multiplier != 1 and not self.use_dynamic_sampling:
             raise ValueError(
                 f"batch_multiplier {self.batch_multiplier} without use_dynamic_sampling: set it to 1, or turn "
@@ -182,7 +182,7 @@ class Algorithm(Section):
         return self
 
     @model_validator(mode="after")
-    def _stop_is_whole(self) -> Algorithm:
+    def _stop_is_whole(self) -> AlgorithmConfig:
         metric, threshold = self.stop_at_validation_metric, self.stop_at_validation_threshold
         if (metric is None) != (threshold is None):
             raise ValueError(
@@ -195,7 +195,7 @@ class Algorithm(Section):
         return self
 
     @model_validator(mode="after")
-    def _clips_agree(self) -> Algorithm:
+    def _clips_agree(self) -> AlgorithmConfig:
         low, high = self.advantage_clip_low, self.advantage_clip_high
         if low is not None and high is not None and low >= high:
             raise ValueError(
@@ -205,7 +205,7 @@ class Algorithm(Section):
 
     @property
     @abc.abstractmethod
-    def asynchrony(self) -> Asynchrony:
+    def asynchrony(self) -> AsyncConfig:
         """How far generation may run ahead."""
 
     @property

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.config.algorithm import ESTIMATORS, Algorithm, AnyAdvEstimator, Asynchrony
+from headrace.config.algorithm import ESTIMATORS, AdvEstimatorConfig, AlgorithmConfig, AsyncConfig
 
 
-class AdvEstimator(AnyAdvEstimator):
+class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
     """Formulae in `services/trainer/learning/advantages/estimators.py`."""
 
     name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = Field(
@@ -44,7 +44,7 @@ class AdvEstimator(AnyAdvEstimator):
         return name
 
     @model_validator(mode="after")
-    def _keys_are_of_this_estimator(self) -> AdvEstimator:
+    def _keys_are_of_this_estimator(self) -> GRPOAdvEstimatorConfig:
         if self.reward_weights is not None and self.name != "gdpo":
             raise ValueError(
                 f"reward_weights {self.reward_weights} with name {self.name}: only gdpo weighs components; leave it out, or "
@@ -65,7 +65,7 @@ class AdvEstimator(AnyAdvEstimator):
         return self.name == "reinforce_plus_plus"
 
 
-class GRPO(Algorithm):
+class GRPOConfig(AlgorithmConfig):
     """Group-relative policy optimization: no value model, advantages from the other trajectories of a prompt."""
 
     name: ClassVar[str] = "grpo"
@@ -74,11 +74,11 @@ class GRPO(Algorithm):
     use_leave_one_out_baseline: bool = Field(
         True, description="baseline and deviation from the group's other trajectories"
     )
-    adv_estimator: AdvEstimator = AdvEstimator()
-    async_grpo: Asynchrony = Asynchrony()
+    adv_estimator: GRPOAdvEstimatorConfig = GRPOAdvEstimatorConfig()
+    async_grpo: AsyncConfig = AsyncConfig()
 
     @property
-    def asynchrony(self) -> Asynchrony:
+    def asynchrony(self) -> AsyncConfig:
         return self.async_grpo
 
     @property

@@ -25,7 +25,7 @@ KEYS: dict[str, frozenset[str]] = {
 NAMESPACE = "torch.optim.lr_scheduler."
 
 
-class OptimizerArgs(Section):
+class OptimizerKwargs(Section):
     lr: float = Field(5e-6, gt=0)
     weight_decay: float = Field(0.01, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
@@ -34,12 +34,12 @@ class OptimizerArgs(Section):
     fused: bool | None = Field(None, description="one kernel for all of it; null is true unless foreach is")
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     name: Literal["torch.optim.AdamW", "torch.optim.Adam"] = "torch.optim.AdamW"
-    kwargs: OptimizerArgs = OptimizerArgs()
+    kwargs: OptimizerKwargs = OptimizerKwargs()
 
 
-class Schedule(Section):
+class SchedulerConfig(Section):
     """One of torch's schedulers, or the trainer steps at which the next one takes over."""
 
     name: str | None = Field(None, description=f"{NAMESPACE} and {', '.join(KEYS)}")
@@ -47,7 +47,7 @@ class Schedule(Section):
     milestones: list[int] | None = Field(None, description="in the last item alone: steps at which the next takes over")
 
     @model_validator(mode="after")
-    def _one_of_torch_s(self) -> Schedule:
+    def _one_of_torch_s(self) -> SchedulerConfig:
         if (self.name is None) == (self.milestones is None):
             raise ValueError("give name and kwargs, or milestones alone in the last item")
         if self.name is None:
@@ -68,7 +68,7 @@ def _several(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
 
 
-def _in_sequence(items: list[Schedule]) -> list[Schedule]:
+def _in_sequence(items: list[SchedulerConfig]) -> list[SchedulerConfig]:
     named = [item for item in items if item.name]
     if any(item.milestones is not None for item in items[:-1]) or (items and not named):
         raise ValueError("schedulers come first, and milestones in the last item")
@@ -82,8 +82,8 @@ def _in_sequence(items: list[Schedule]) -> list[Schedule]:
     return items
 
 
-Scheduler = Annotated[
-    list[Schedule],
+SchedulerConfigs = Annotated[
+    list[SchedulerConfig],
     BeforeValidator(_several),
     AfterValidator(_in_sequence),
     Field(
@@ -93,12 +93,12 @@ Scheduler = Annotated[
 ]
 
 
-class Tokenizer(Section):
+class TokenizerConfig(Section):
     name: str | None = Field(None, description="directory or name; null takes policy.model_name")
     chat_template_kwargs: dict[str, Any] = Field({}, description="passed to apply_chat_template")
 
 
-class VllmConfig(Section):
+class VLLMConfig(Section):
     """Passed to the vLLM engine."""
 
     precision: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="null takes policy.precision")
@@ -115,7 +115,7 @@ class VllmConfig(Section):
     max_num_seqs: int = Field(256, ge=1, description="sequences in a batch of the engine")
 
 
-class Generation(Section):
+class GenerationConfig(Section):
     max_new_tokens: int = Field(
         256,
         ge=1,
@@ -135,7 +135,7 @@ class Generation(Section):
     val_top_k: int | None = Field(None, ge=-1, description="for validation; 0 and -1 are all, null takes top_k")
     stop_token_ids: list[int] = Field([], description="besides the tokenizer's end token")
     stop_strings: list[str] = Field([])
-    vllm_cfg: VllmConfig = VllmConfig()
+    vllm_cfg: VLLMConfig = VLLMConfig()
 
     @field_validator("top_k")
     @classmethod
@@ -143,7 +143,7 @@ class Generation(Section):
         return top_k or None if top_k != -1 else None
 
 
-class DynamicBatching(Section):
+class DynamicBatchingConfig(Section):
     """Padded micro-batches of so many places (rows times width) instead of so many sequences."""
 
     enabled: bool = False
@@ -156,18 +156,18 @@ class DynamicBatching(Section):
     sequence_length_round: int = Field(64, ge=1, description="widths are multiples of this")
 
 
-class SequencePacking(DynamicBatching):
+class SequencePackingConfig(DynamicBatchingConfig):
     """Several sequences in one row of so many tokens, each seeing itself alone."""
 
     algorithm: Literal["first_fit_decreasing", "modified_first_fit_decreasing"] = "modified_first_fit_decreasing"
 
 
-class Policy(Section):
+class PolicyConfig(Section):
     model_name: str = Field("Qwen/Qwen2.5-1.5B", description="a Hugging Face causal language model: directory or name")
     hf_config_overrides: dict[str, Any] = Field(
         {}, description="keys of the model's own configuration and their values, for trainer and rollouts alike"
     )
-    tokenizer: Tokenizer = Tokenizer()
+    tokenizer: TokenizerConfig = TokenizerConfig()
     max_total_sequence_length: int = Field(512, ge=2, description="prompt and completion together, in tokens")
     train_global_batch_size: int | None = Field(
         None, ge=1, description="trajectories in an optimizer step; must divide a batch, and null takes all of it"
@@ -176,8 +176,8 @@ class Policy(Section):
     logprob_batch_size: int | None = Field(
         None, ge=1, description="sequences in a forward-only pass; null takes train_micro_batch_size"
     )
-    dynamic_batching: DynamicBatching = DynamicBatching()
-    sequence_packing: SequencePacking = SequencePacking()
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+    sequence_packing: SequencePackingConfig = SequencePackingConfig()
     share_prompts: bool = Field(
         False,
         description="trajectories of one prompt in one row: the prompt once, each completion seeing it and itself",
@@ -193,19 +193,19 @@ class Policy(Section):
     freeze_moe_router: bool = Field(False, description="in a mixture of experts, keep the routers' weights as they are")
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     max_grad_norm: float = Field(1.0, gt=0)
-    optimizer: Optimizer = Optimizer()
-    scheduler: Scheduler = Field([])
-    generation: Generation = Generation()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfigs = Field([])
+    generation: GenerationConfig = GenerationConfig()
 
     @model_validator(mode="after")
-    def _rows(self) -> Policy:
+    def _rows(self) -> PolicyConfig:
         if self.dynamic_batching.enabled and self.sequence_packing.enabled:
             raise ValueError(
                 "dynamic_batching.enabled and sequence_packing.enabled are both true: rows are either padded or packed; "
                 "set one of them to false"
             )
         for name in ("dynamic_batching", "sequence_packing"):
-            section: DynamicBatching = getattr(self, name)
+            section: DynamicBatchingConfig = getattr(self, name)
             for key in ("train_mb_tokens", "logprob_mb_tokens"):
                 tokens = getattr(section, key)
                 if section.enabled and tokens is not None and tokens < self.max_total_sequence_length:
@@ -216,7 +216,7 @@ class Policy(Section):
         return self
 
 
-class Value(Section):
+class ValueConfig(Section):
     """A transformers backbone with a linear head, under `ppo` with the estimator `gae`; nothing of it is loaded otherwise."""
 
     model_name: str | None = Field(
@@ -234,5 +234,5 @@ class Value(Section):
     freeze_moe_router: bool = Field(False, description="in a mixture of experts, keep the routers' weights as they are")
     precision: Literal["float32", "bfloat16"] | None = Field(None, description="null takes policy.precision")
     max_grad_norm: float = Field(1.0, gt=0)
-    optimizer: Optimizer = Optimizer(kwargs=OptimizerArgs(lr=1e-5))
-    scheduler: Scheduler = Field([])
+    optimizer: OptimizerConfig = OptimizerConfig(kwargs=OptimizerKwargs(lr=1e-5))
+    scheduler: SchedulerConfigs = Field([])

@@ -6,10 +6,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.config.algorithm import ESTIMATORS, Algorithm, AnyAdvEstimator, Asynchrony
+from headrace.config.algorithm import ESTIMATORS, AdvEstimatorConfig, AlgorithmConfig, AsyncConfig
 
 
-class PPOAdvEstimator(AnyAdvEstimator):
+class PPOAdvEstimatorConfig(AdvEstimatorConfig):
     """Formulae in `services/trainer/learning/advantages/estimators.py`."""
 
     name: Literal["gae", "raw_reward"] = Field(
@@ -40,7 +40,7 @@ class PPOAdvEstimator(AnyAdvEstimator):
         return name
 
     @model_validator(mode="after")
-    def _raw_rewards_take_no_lambda(self) -> PPOAdvEstimator:
+    def _raw_rewards_take_no_lambda(self) -> PPOAdvEstimatorConfig:
         given = {
             "gae_lambda_value": self.gae_lambda_value,
             "gae_lambda_policy": self.gae_lambda_policy,
@@ -58,7 +58,7 @@ class PPOAdvEstimator(AnyAdvEstimator):
         return self.name == "gae"
 
 
-class PPO(Algorithm):
+class PPOConfig(AlgorithmConfig):
     """In the place of `grpo`: a file gives one of the two."""
 
     name: ClassVar[str] = "ppo"
@@ -79,11 +79,11 @@ class PPO(Algorithm):
         description="what policy.scheduler and value.scheduler count: trainer steps, or passes over a batch, of which a step has "
         "ppo_epochs (critic_ppo_epochs)",
     )
-    adv_estimator: PPOAdvEstimator = PPOAdvEstimator()
-    async_ppo: Asynchrony = Asynchrony()
+    adv_estimator: PPOAdvEstimatorConfig = PPOAdvEstimatorConfig()
+    async_ppo: AsyncConfig = AsyncConfig()
 
     @model_validator(mode="after")
-    def _the_policy_is_trained(self) -> PPO:
+    def _the_policy_is_trained(self) -> PPOConfig:
         if self.policy_training_start_step >= self.max_num_steps:
             raise ValueError(
                 f"policy_training_start_step {self.policy_training_start_step} is not below max_num_steps "
@@ -92,7 +92,7 @@ class PPO(Algorithm):
         return self
 
     @property
-    def asynchrony(self) -> Asynchrony:
+    def asynchrony(self) -> AsyncConfig:
         return self.async_ppo
 
     def policy_epochs(self, step: int) -> int:

@@ -7,34 +7,42 @@ from typing import Any, get_args
 
 from pydantic import Field, model_validator
 
-from headrace.config.algorithm import Algorithm
+from headrace.config.algorithm import AlgorithmConfig
 from headrace.config.base import Section
-from headrace.config.data import BuiltInName, Data, Env
-from headrace.config.grpo import GRPO
-from headrace.config.logger import Logger
-from headrace.config.loss import LossFn, ValueLossFn
-from headrace.config.policy import Policy, Value
-from headrace.config.ppo import PPO
-from headrace.config.services import Checkpointing, Replay, Reward, Rollout, Run, Trainer, WeightChannel
+from headrace.config.data import BuiltInName, DataConfig, EnvConfig
+from headrace.config.grpo import GRPOConfig
+from headrace.config.logger import LoggerConfig
+from headrace.config.loss import LossConfig, ValueLossConfig
+from headrace.config.policy import PolicyConfig, ValueConfig
+from headrace.config.ppo import PPOConfig
+from headrace.config.services import (
+    CheckpointingConfig,
+    ReplayConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+    WeightChannelConfig,
+)
 
 
 class Config(Section):
-    run: Run = Run()
-    grpo: GRPO | None = None
-    ppo: PPO | None = None
-    loss_fn: LossFn = LossFn()
-    value_loss_fn: ValueLossFn = ValueLossFn()
-    policy: Policy = Policy()
-    value: Value = Value()
-    data: Data = Data()
-    env: dict[str, Env] = Field({}, description="environments, by the name that data sets call them")
-    replay: Replay = Replay()
-    rollout: Rollout = Rollout()
-    reward: Reward = Reward()
-    trainer: Trainer = Trainer()
-    weight_channel: WeightChannel = WeightChannel()
-    checkpointing: Checkpointing = Checkpointing()
-    logger: Logger = Logger()
+    run: RunConfig = RunConfig()
+    grpo: GRPOConfig | None = None
+    ppo: PPOConfig | None = None
+    loss_fn: LossConfig = LossConfig()
+    value_loss_fn: ValueLossConfig = ValueLossConfig()
+    policy: PolicyConfig = PolicyConfig()
+    value: ValueConfig = ValueConfig()
+    data: DataConfig = DataConfig()
+    env: dict[str, EnvConfig] = Field({}, description="environments, by the name that data sets call them")
+    replay: ReplayConfig = ReplayConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weight_channel: WeightChannelConfig = WeightChannelConfig()
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    logger: LoggerConfig = LoggerConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -65,7 +73,7 @@ class Config(Section):
         return self
 
     @property
-    def algorithm(self) -> Algorithm:
+    def algorithm(self) -> AlgorithmConfig:
         """`grpo` or `ppo`, whichever is in force."""
         algorithm = self.ppo or self.grpo
         assert algorithm is not None
