@@ -39,7 +39,7 @@ from benchmarks.buffer import fresh_server, group, limits
 from benchmarks.fleet_report import histogram, plot, show
 from benchmarks.light_wire import LightClient
 from headrace.replay import Lease, ReplayClient, Reservation, ScoringJob
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from headrace.trajectory import Score, Span, Trajectory
 
 POLICIES = ("ordered", "drop", "mask")

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.config import Config
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from headrace.weights.probe import choose_token_ids
 from services.replay import library
 from services.replay.embedded import EmbeddedServer

@@ -16,6 +16,8 @@ import math
 from collections.abc import Awaitable, Sequence
 from typing import Any, cast
 
+import msgspec
+
 from headrace.trajectory import FinishReason, Message, Score
 
 _LONGEST_MESSAGE = 2000
@@ -74,7 +76,7 @@ class Environment:
 def checked(environment: Environment, value: object) -> Score:
     """Turn what `score` returned into a `Score` that names the environment. Law 7: anything but a finite number is FAILED."""
     if isinstance(value, Score):
-        return dataclasses.replace(value, environment=environment.label, build=value.build or environment.build)
+        return msgspec.structs.replace(value, environment=environment.label, build=value.build or environment.build)
     if not hasattr(value, "__float__"):
         return failed(environment, f"score returned {value!r:.80} ({type(value).__name__}), not a number or a Score")
     reward = float(cast(float, value))

@@ -12,7 +12,7 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from services.replay import library
 from services.replay.embedded import EmbeddedServer
 from tests.support import requirements

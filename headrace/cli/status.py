@@ -17,7 +17,7 @@ from headrace.cli.common import Overrides
 from headrace.config import load
 from headrace.errors import ConfigError, ReplayUnavailable
 from headrace.replay import ReplayClient, Replica, RunState
-from headrace.replay.bias import Distribution, Meter, Moment, beyond, skews
+from headrace.replay.bias import Distribution, Moment, TrajectoryMeter, beyond, skews
 
 # Entries of the metric stream to read: in most runs they include the last validation.
 NEWEST = 50
@@ -60,7 +60,7 @@ def status(
 Newest = list[tuple[str, str, int, dict[str, float]]]
 
 
-async def _read(url: str, run_id: str | None) -> tuple[RunState, list[Replica], dict[Moment, Meter], Newest]:
+async def _read(url: str, run_id: str | None) -> tuple[RunState, list[Replica], dict[Moment, TrajectoryMeter], Newest]:
     client = await ReplayClient.connect(url, run_id, timeout_s=3.0)
     try:
         newest = await client.newest_metrics(NEWEST)
@@ -90,7 +90,7 @@ def show(
     out: TextIO,
     state: RunState,
     replicas: list[Replica],
-    meters: Mapping[Moment, Meter],
+    meters: Mapping[Moment, TrajectoryMeter],
     bias_warning: float | None,
     progress: Sequence[tuple[str, str]] = (),
 ) -> None:
@@ -118,7 +118,7 @@ def show(
     console.print(table if replicas else "no replica has joined")
 
 
-def _described(meter: Meter) -> str:
+def _described(meter: TrajectoryMeter) -> str:
     """The number of trajectories, and mean and deviation of each quantity that was measured."""
     parts = []
     for quantity, unit in (("length", ""), ("reward", ""), ("latency", " s"), ("age", "")):

@@ -6,9 +6,6 @@ from collections.abc import Iterable
 
 from headrace.replay import Epoch, Replica
 
-# A refusal that contains these words means that the collective failed under the member, not that the member failed.
-INTERRUPTED = "transfer interrupted"
-
 
 def dead(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
     """Members that are DEAD or have left the fleet."""
@@ -32,13 +29,13 @@ def unsettled(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
 
 
 def interrupted(epoch: Epoch) -> bool:
-    """Whether some member missed bytes through no fault of its own."""
-    return len(at_fault(epoch)) < len(epoch.refused)
+    """Whether some member did not get all the bytes through no fault of its own."""
+    return bool(epoch.interrupted)
 
 
 def at_fault(epoch: Epoch) -> frozenset[str]:
-    """Members that made the collective fail, and would do so again."""
-    return frozenset(member for member, reason in epoch.refused.items() if INTERRUPTED not in reason)
+    """Members that broke the collective themselves, and would break the next one."""
+    return frozenset(epoch.refused) - frozenset(epoch.interrupted)
 
 
 def choose_backend(configured: str, *, trainer_on_gpu: bool, devices: Iterable[str]) -> str:

@@ -16,9 +16,8 @@ from headrace.model_name import check_model_name, check_tokenizer_name
 from headrace.replay import ReplayClient
 from headrace.service import bind, serve_http, stop_on_signals
 from services.rollout.engine import running_engine
-from services.rollout.http import build_app
-from services.rollout.metrics import exported
-from services.rollout.worker import Worker
+from services.rollout.http import build_app, exported
+from services.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -65,7 +64,7 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
         "device": engine.vllm_config.device_config.device_type,
         "model": config.policy.model_name,
     }
-    worker = Worker(config, engine, replay, info)
+    worker = RolloutWorker(config, engine, replay, info)
     with exported(worker, engine):
         async with serve_http(build_app(config, engine, worker), sock):
             await worker.run(stop)

@@ -15,7 +15,7 @@ from headrace.config import Config
 from headrace.errors import ServiceError, WrongStep, WrongTimeline
 from headrace.lineage import FOLDER
 from headrace.model_name import check_model_name, check_tokenizer_name
-from headrace.replay import ReplayClient
+from headrace.replay import BufferRetry, ReplayClient
 from headrace.service import EXIT_STOPPED, bind, die_with_parent, serve_http, stop_on_signals
 from headrace.trajectory import Score, Trajectory
 from services.trainer.control.context import Dependencies, Readiness, TrainerContext
@@ -24,7 +24,6 @@ from services.trainer.control.lineage_writer import LineageWriter
 from services.trainer.control.loop import Loop
 from services.trainer.control.rank import LeadRank, TrainerRank, dismiss, follow
 from services.trainer.control.resume import resume
-from services.trainer.control.retry import BufferRetry
 from services.trainer.data import Prompts
 from services.trainer.distributed import Ranks, join_ranks
 from services.trainer.learning.algorithms import required_passes

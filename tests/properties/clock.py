@@ -28,4 +28,4 @@ def for_test(source: str) -> str:
 
 async def load(redis: Redis, source: str | None = None) -> None:
     await redis.set(CLOCK, START_MS)
-    await redis.function_load(for_test(source or library.source()), replace=True)
+    await redis.function_load(for_test(source or library.built_in().source()), replace=True)

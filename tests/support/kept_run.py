@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headrace.cli import runs
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from services.replay import library
 from services.replay.embedded import EmbeddedServer
 from tests.support.ports import free_port

@@ -17,7 +17,7 @@ from typing import Any
 from headrace.config import Config
 from headrace.errors import ReplayUnavailable
 from headrace.replay import ReplayClient
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from headrace.service import EXIT_STOPPED, stop_on_signals
 
 ROOT = Path(__file__).parents[2]

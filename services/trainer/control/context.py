@@ -10,12 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from headrace.config import Config
-from headrace.replay import ReplayClient
+from headrace.replay import BufferRetry, ReplayClient
 from services.trainer.control.checkpoint import Checkpoints
 from services.trainer.control.feeder import Feeder
 from services.trainer.control.lineage_writer import LineageWriter
 from services.trainer.control.rank import LeadRank
-from services.trainer.control.retry import BufferRetry
 from services.trainer.control.weight_sender import WeightSender
 from services.trainer.data import Prompts
 from services.trainer.telemetry.http import Gauges

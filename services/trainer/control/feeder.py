@@ -9,8 +9,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from headrace.config import Config
-from headrace.replay import ReplayClient, RunState
-from services.trainer.control.retry import BufferRetry
+from headrace.replay import BufferRetry, ReplayClient, RunState
 from services.trainer.data import Prompts
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pyroaring import BitMap
 
 from headrace.errors import ServiceError
-from headrace.replay import Ended, ReplayClient, RunState
+from headrace.replay import BufferRetry, Ended, ReplayClient, RunState
 from services.trainer.control.checkpoint import ENDED, TRAINED, Checkpoints, CheckpointState, Ledger, ended_orders
-from services.trainer.control.retry import BufferRetry
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from headrace.replay import Evaluated, ReplayClient
+from headrace.replay import BufferRetry, Evaluated, ReplayClient
 from headrace.trajectory import Group
-from services.trainer.control.retry import BufferRetry
 
 
 def summarize(evaluated: Sequence[Evaluated], failed: int, pending: int) -> dict[str, float]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -53,7 +53,7 @@ def workplace(tmp_path: Path, limits: Limits) -> Path:
         lineage = LineageWriter(run / "checkpoints" / FOLDER, TIMELINE)
         # weights 12 and 13 are of this timeline, since it began at step 11
         for step in (11, 12, 13):
-            group = dataclasses.replace(make_group(404 + step), task_name="arithmetic")
+            group = msgspec.structs.replace(make_group(404 + step), task_name="arithmetic")
             lineage.write(step, [group], {group.id: ORIGINS})
     return tmp_path
 

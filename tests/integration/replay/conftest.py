@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from services.replay import library
 from services.replay.embedded import EmbeddedServer
 from tests.support.ports import free_port

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.errors import ConfigError, ReplayUnavailable
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from tests.integration.replay.helpers import enqueue, nonce, push_all, refit, score_all
 
 

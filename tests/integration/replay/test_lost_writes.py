@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 
 from headrace.errors import Fenced, InvalidCall, WrongStep
 from headrace.replay import Lease, Limits, ReplayClient, Reservation
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from headrace.trajectory import Score
 from services.replay import library
 from services.replay.embedded import EmbeddedServer

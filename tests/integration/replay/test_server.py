@@ -18,11 +18,11 @@ import pytest
 from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable, ServiceError
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from headrace.trajectory import Score
 from services.replay import library
 from services.replay.embedded import EmbeddedServer
-from services.replay.fitness import check_server, risks
+from services.replay.library import check_server, risks
 from services.replay.main import limits_of, running
 from tests.conftest import free_port
 from tests.integration.replay.helpers import (

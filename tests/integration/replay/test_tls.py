@@ -11,8 +11,7 @@ from redis.asyncio import Redis
 
 from headrace.errors import ConfigError, ReplayDenied, ReplayUnavailable
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.connect import shown
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis, shown
 from services.replay import library
 from tests.conftest import free_port
 from tests.integration.replay.helpers import enqueue, generate, healthy_replica, reserve

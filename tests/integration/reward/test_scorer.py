@@ -54,7 +54,7 @@ class Told(Environment):
 def group(order: int, **changes: Any) -> Group:
     base = make_group(order, n=N)
     told = {"env_name": "told", "extra_env_info": {"do": "score"}}
-    return dataclasses.replace(base, **{**told, **changes})
+    return msgspec.structs.replace(base, **{**told, **changes})
 
 
 async def push(replay: ReplayClient, groups: list[Group], text: Callable[[Group], str] = lambda _: "7") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import os
 from collections.abc import Iterator
@@ -22,8 +21,15 @@ from headrace.errors import LeaseLost
 from headrace.replay import Lease
 from headrace.trajectory import Group, Sampling, Span, Trajectory
 from services.rollout.engine import running_engine
-from services.rollout.generate import Interrupted, Saver, generate, prompt_problem, request_id, sampling_params
-from services.rollout.sampled import GenerationError
+from services.rollout.generate import (
+    GenerationError,
+    Interrupted,
+    Saver,
+    generate,
+    prompt_problem,
+    request_id,
+    sampling_params,
+)
 from services.trainer.network.packing import Packing, pack
 from services.trainer.network.policy_model import LogitsWarper, PolicyModel, kept
 
@@ -101,7 +107,7 @@ class Shelf:
 
 def going_on(from_: Trajectory, **sampling: Any) -> Lease:
     """The lease of another replica, that goes on from there."""
-    return dataclasses.replace(lease(**sampling), token="another", prefixes={from_.index: from_})
+    return msgspec.structs.replace(lease(**sampling), token="another", prefixes={from_.index: from_})
 
 
 def log_probabilities(model: Any, trajectory: Trajectory, temperature: float) -> np.ndarray:

@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 from headrace.errors import Fenced, InvalidCall, NotVerified, WeightChannelError
 from headrace.replay import Epoch, Lease, ReplayClient
 from headrace.trajectory import Float32, Score, Span, Trajectory
-from headrace.weights.membership import INTERRUPTED
 from headrace.weights.probe import largest_difference
 from headrace.weights.rendezvous import Rendezvous
 from services.weight_channel.transport import Channel, GroupRank, receive
@@ -80,7 +79,7 @@ class SmallReplica:
         except WeightChannelError as error:
             self._channel = None
             with contextlib.suppress(Fenced):
-                await self._replay.refuse(self.id, epoch.id, f"{INTERRUPTED}: {error}")
+                await self._replay.refuse(self.id, epoch.id, str(error), interrupted=True)
             return
         probe = rendezvous.probe_token_ids
         difference = largest_difference(self._logprobs(probe, 1), rendezvous.probe_logprobs) + self._faulty

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from headrace.service import EXIT_STOPPED
 from services.trainer.control.resume import restore_reason
 from services.trainer.telemetry.metric_names import unknown

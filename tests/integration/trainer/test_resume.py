@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from services.trainer.telemetry.journal import surviving
 from tests.integration.trainer.loop_fleet import SmallReplica, running, score_all
 from tests.integration.trainer.loop_trainer import Trainer, check_history

@@ -13,9 +13,8 @@ import torch
 
 from headrace.config import Config
 from headrace.errors import Fenced, ReplayUnavailable, WrongTimeline
-from headrace.replay import Epoch, ReplayClient
-from headrace.replay.wire import open_redis
-from services.trainer.control.retry import BufferRetry
+from headrace.replay import BufferRetry, Epoch, ReplayClient
+from headrace.replay.connection import open_redis
 from services.trainer.control.weight_sender import RefitReport, WeightSender
 
 TIMELINE, REPLICA, REASON = "timeline-1", "replica", "its disk is full"

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.config import Config
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from headrace.weights.probe import choose_token_ids
 from headrace.weights.rendezvous import Rendezvous
 from services.trainer.control.weight_sender import RefitReport, WeightSender

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgpack
 import msgspec
 import numpy as np
@@ -31,15 +29,15 @@ def test_the_dead_the_gone_and_the_excluded_are_not_waited_for() -> None:
 def test_a_member_settles_by_verifying_refusing_or_dying() -> None:
     everyone = fleet(a="STALE", b="STALE", c="STALE")
     assert membership.unsettled(EPOCH, everyone) == {"a", "c"}
-    assert membership.unsettled(dataclasses.replace(EPOCH, refused={"a": "no"}), everyone) == {"c"}
+    assert membership.unsettled(msgspec.structs.replace(EPOCH, refused={"a": "no"}), everyone) == {"c"}
     assert membership.unsettled(EPOCH, fleet(a="DEAD", b="STALE", c="STALE")) == {"c"}
 
 
 def test_only_who_broke_the_transfer_is_at_fault() -> None:
-    epoch = dataclasses.replace(EPOCH, refused={"a": f"x: {membership.INTERRUPTED}: gone", "c": "no such parameter"})
+    epoch = msgspec.structs.replace(EPOCH, refused={"a": "gone", "c": "no such parameter"}, interrupted=("a",))
     assert membership.at_fault(epoch) == {"c"}
     assert membership.interrupted(epoch)
-    assert not membership.interrupted(dataclasses.replace(EPOCH, refused={"c": "no such parameter"}))
+    assert not membership.interrupted(msgspec.structs.replace(EPOCH, refused={"c": "no such parameter"}))
 
 
 @pytest.mark.parametrize(
