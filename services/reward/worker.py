@@ -16,7 +16,7 @@ import struct
 import sys
 from typing import BinaryIO
 
-from headrace.config.data import Env
+from headrace.config.data import EnvConfig
 from headrace.environment import Environment, checked, failed
 from headrace.service import die_with_parent
 from headrace.trajectory import Score
@@ -42,7 +42,9 @@ def main() -> None:
     if specification is None:
         return
     try:
-        environments = {name: make(name, Env.model_validate(env)) for name, env in json.loads(specification).items()}
+        environments = {
+            name: make(name, EnvConfig.model_validate(env)) for name, env in json.loads(specification).items()
+        }
     except ImportError as error:
         _write(replies, f"{error}; pip install 'headrace[reward]'".encode())
         return

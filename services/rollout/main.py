@@ -11,7 +11,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from headrace.config import Config
-from headrace.config.services import Rollout
+from headrace.config.services import RolloutConfig
 from headrace.model_name import check_model_name, check_tokenizer_name
 from headrace.replay import ReplayClient
 from headrace.service import bind, serve_http, stop_on_signals
@@ -70,7 +70,7 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
             await worker.run(stop)
 
 
-def _reachable_as(rollout: Rollout) -> str:
+def _reachable_as(rollout: RolloutConfig) -> str:
     """A replica that listens everywhere (one of many containers) is reached by the name of its machine."""
     if rollout.advertise_host is None and rollout.host in ("0.0.0.0", "::"):
         return socket.gethostname()

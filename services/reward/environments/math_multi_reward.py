@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from headrace.config.data import Env
+from headrace.config.data import EnvConfig
 from headrace.environment import Sample
 from headrace.trajectory import Score
 from services.reward.environments import BuiltInEnvironment
@@ -22,7 +22,7 @@ class MathMultiReward(BuiltInEnvironment):
     `<answer>…</answer>`.
     """
 
-    def __init__(self, name: str, env: Env) -> None:
+    def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)
         self.build = "1"
         self.description = "correctness, integer and format of an answer, as components"

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from headrace.config.policy import Policy as PolicySection
+from headrace.config.policy import PolicyConfig
 from headrace.errors import ServiceError
 from services.trainer.network.packing import PackedRows, TreeSpan
 
@@ -31,7 +31,7 @@ _PACKED = {"full_attention", "sliding_attention"}
 _SHARED = {"full_attention"}
 
 
-def prepare_attention(model: Any, policy: PolicySection, device: torch.device) -> None:
+def prepare_attention(model: Any, policy: PolicyConfig, device: torch.device) -> None:
     """Choose an attention for rows of several trajectories: on a CPU ours, on a GPU flex attention, where the model has it.
 
     Raises `ServiceError` for a model that would let the trajectories of a row see each other.

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from headrace.config import Config
-from headrace.config.policy import Generation
+from headrace.config.policy import GenerationConfig
 from headrace.errors import ServiceError
 from services.trainer.network import backbone
 from services.trainer.network.attention import prepare_attention
@@ -44,7 +44,7 @@ class LogitsWarper:
     top_p: float = 1.0
 
     @classmethod
-    def of(cls, generation: Generation) -> LogitsWarper:
+    def of(cls, generation: GenerationConfig) -> LogitsWarper:
         """As tokens are sampled for training."""
         return cls(generation.temperature, generation.top_k, generation.top_p)
 

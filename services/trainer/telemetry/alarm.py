@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.config.logger import TrainInferenceAlarm
+from headrace.config.logger import TrainInferenceAlarmConfig
 from services.trainer.learning.batch import Batch, Float64
 from services.trainer.telemetry.samples import keep_newest
 
@@ -38,7 +38,7 @@ class Excess:
         )
 
 
-def excesses(metrics: Mapping[str, float], limits: TrainInferenceAlarm) -> list[Excess]:
+def excesses(metrics: Mapping[str, float], limits: TrainInferenceAlarmConfig) -> list[Excess]:
     """The limits that a step's metrics exceed. NaN exceeds every limit; a metric that is absent exceeds none."""
     age = metrics.get("avg_trajectory_age", 0.0)
     widened = {}

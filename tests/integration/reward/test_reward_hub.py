@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from headrace import Environment, Sample, rpc
 from headrace.config import Config
-from headrace.config.data import Env
+from headrace.config.data import EnvConfig
 from headrace.environment_server import serving
 from headrace.errors import ServiceError
 from headrace.service import bind
@@ -301,7 +301,7 @@ async def test_a_busy_port_is_one_clear_error() -> None:
 
 
 async def test_workers_that_cannot_start_are_one_clear_error() -> None:
-    pool = WorkerPool({"math": Env.model_construct(type="none such")}, 2)
+    pool = WorkerPool({"math": EnvConfig.model_construct(type="none such")}, 2)
     with pytest.raises(ServiceError, match="a worker for the built-in environments can't start: ended with status 1"):
         await pool.start()
     assert not workers_of()

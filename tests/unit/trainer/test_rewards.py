@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.config.advantages import AdvEstimator, RewardScaling, RewardShaping
+from headrace.config.algorithm import RewardScalingConfig, RewardShapingConfig
+from headrace.config.grpo import GRPOAdvEstimatorConfig
 from headrace.errors import ServiceError
 from services.trainer.distributed import Ranks
 from services.trainer.learning.algorithms.gdpo import scaled_components
@@ -21,7 +22,7 @@ from tests.support.trainer import batch, on_ranks
 from tests.unit.trainer.advantage_cases import batches, by_trajectory, configured, estimates, made, of_length
 
 NONE = np.zeros(1, dtype=bool)
-TO_1 = RewardScaling(enabled=True, source_min=0.0, source_max=2.0, target_min=-1.0, target_max=1.0)
+TO_1 = RewardScalingConfig(enabled=True, source_min=0.0, source_max=2.0, target_min=-1.0, target_max=1.0)
 
 
 def test_rewards_are_scaled_as_nemo_rl_does() -> None:
@@ -31,7 +32,7 @@ def test_rewards_are_scaled_as_nemo_rl_does() -> None:
 
 def test_rewards_stay_as_they_are_unless_scaling_is_turned_on() -> None:
     rewards = np.array([[-5.0, 7.0]])
-    assert scale_rewards(rewards, RewardScaling(source_max=2.0)) is rewards
+    assert scale_rewards(rewards, RewardScalingConfig(source_max=2.0)) is rewards
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_rewards_stay_as_they_are_unless_scaling_is_turned_on() -> None:
 )
 def test_the_overlong_penalty_grows_over_the_buffer_and_is_floored(length: int, penalty: float) -> None:
     """Without a floor a completion of 130 tokens would lose 2.5."""
-    shaping = RewardShaping(enabled=True, overlong_buffer_length=20)
+    shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=20)
     found = shape_rewards(np.array([0.25]), np.array([length]), ~NONE, shaping, 100)
     np.testing.assert_allclose(found, [0.25 - penalty])
 
@@ -54,7 +55,7 @@ def test_the_overlong_penalty_grows_over_the_buffer_and_is_floored(length: int, 
     reward=st.floats(-3, 3),
 )
 def test_the_overlong_penalty_is_dapo_s(length: int, longest: int, buffer: int, penalty: float, reward: float) -> None:
-    shaping = RewardShaping(enabled=True, overlong_buffer_length=buffer, overlong_buffer_penalty=penalty)
+    shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=buffer, overlong_buffer_penalty=penalty)
     if length <= longest - buffer:
         punishment = 0.0
     elif length <= longest:
@@ -66,7 +67,7 @@ def test_the_overlong_penalty_is_dapo_s(length: int, longest: int, buffer: int, 
 
 
 def test_stopping_properly_takes_the_place_of_the_overlong_buffer() -> None:
-    shaping = RewardShaping(enabled=True, overlong_buffer_length=20, stop_properly_penalty_coef=0.25)
+    shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=20, stop_properly_penalty_coef=0.25)
     truncated = np.array([True, False, True])
     found = shape_rewards(np.array([1.0, 1.0, -2.0]), np.array([130, 130, 1]), truncated, shaping, 100)
     np.testing.assert_array_equal(found, [0.25, 1.0, -0.5])
@@ -74,7 +75,7 @@ def test_stopping_properly_takes_the_place_of_the_overlong_buffer() -> None:
 
 def test_rewards_stay_as_they_are_unless_shaping_is_turned_on() -> None:
     rewards = np.array([1.0])
-    shaping = RewardShaping(stop_properly_penalty_coef=0.0)
+    shaping = RewardShapingConfig(stop_properly_penalty_coef=0.0)
     assert shape_rewards(rewards, np.array([999]), ~NONE, shaping, 10) is rewards
 
 
@@ -96,7 +97,7 @@ def test_rewards_are_measured_as_they_are_trained_on_and_before_shaping(
     tiny_model: Path, shaping: dict[str, object], expected: dict[str, float]
 ) -> None:
     config = configured(
-        AdvEstimator(),
+        GRPOAdvEstimatorConfig(),
         n=2,
         reward_scaling={"enabled": True, "source_max": 2.0},
         reward_shaping=shaping,
@@ -110,7 +111,7 @@ def test_rewards_are_measured_as_they_are_trained_on_and_before_shaping(
 
 def test_a_truncated_completion_stays_in_the_baseline_of_the_others() -> None:
     rewards, out = [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0]
-    config = configured(AdvEstimator(), n=4)
+    config = configured(GRPOAdvEstimatorConfig(), n=4)
     found = [estimates(made(rewards, 4, multipliers=of_batch), config).advantages for of_batch in (None, out)]
     np.testing.assert_array_equal(found[0], found[1])
 

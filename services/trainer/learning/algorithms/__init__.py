@@ -1,7 +1,7 @@
 """From rewards to the advantage of each token: one module a family of algorithms, found here by the name in the configuration.
 
 Each says which passes without gradients it reads (`required_passes`) and adds `advantages` (and `returns`) to the batch. Its settings are
-`headrace.config.advantages`'. Everything is float64, and the same numbers to the last bit for any number of ranks.
+`headrace.config`'. Everything is float64, and the same numbers to the last bit for any number of ranks.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.config import Config
-from headrace.config.advantages import PPOAdvEstimator
+from headrace.config.ppo import PPOAdvEstimatorConfig
 from services.trainer.distributed import Ranks
 from services.trainer.learning.algorithms.statistics import finite, kl_penalty, sums_to_go, whiten
 from services.trainer.learning.batch import Batch, Float64
@@ -59,7 +59,7 @@ def generalized_advantages(batch: Batch, rewards: Float64, values: Float64, gamm
     return sums_to_go(batch, rewards + gamma * following - values, gamma * lambdas)
 
 
-def lambdas(estimator: PPOAdvEstimator, batch: Batch) -> tuple[Float64, Float64]:
+def lambdas(estimator: PPOAdvEstimatorConfig, batch: Batch) -> tuple[Float64, Float64]:
     """λ of the value model and of the policy, [B] each. Length-adaptive: `1 - 1 / max(alpha · length, 1)`: the longer a trajectory, the
     further credit reaches."""
 

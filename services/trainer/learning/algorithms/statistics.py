@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from headrace.config.loss import LossFn
+from headrace.config.loss import LossConfig
 from headrace.errors import ServiceError
 from services.trainer.distributed import Ranks
 from services.trainer.learning.batch import Batch, Float32, Float64
@@ -54,7 +54,7 @@ def sums_to_go(batch: Batch, tokens: Float64, factors: Float64) -> Float64:
     return table[to_go, batch.trajectory]
 
 
-def kl_penalty(batch: Batch, loss_fn: LossFn, ranks: Ranks) -> Float64:
+def kl_penalty(batch: Batch, loss_fn: LossConfig, ranks: Ranks) -> Float64:
     """A collective. [N]: `loss_fn.reference_policy_kl_penalty` times an estimate of KL(policy || reference) of each token (Schulman,
     "Approximating KL Divergence").
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headrace.config.loss import LossFn
+from headrace.config.loss import LossConfig
 from services.trainer.learning.batch import GlobalCounts, MicroBatch
 
 EPSILON = 1e-8  # keeps what is empty from dividing by zero, as in the reference
@@ -59,7 +59,7 @@ def sequence_weights(tokens: MicroBatch, counts: GlobalCounts) -> Tensor:
     return sequence_counts(tokens) / (counts.sequences + EPSILON)
 
 
-def loss_weights(config: LossFn, tokens: MicroBatch, kept: Tensor, counts: GlobalCounts) -> Tensor:
+def loss_weights(config: LossConfig, tokens: MicroBatch, kept: Tensor, counts: GlobalCounts) -> Tensor:
     """[N] float64, of the mean that a term of the loss is; 0 on tokens that `kept` [N] bool leaves out.
 
     Token level: `M / T` (DAPO, arXiv 2503.14476). Sequence level: `m / Σ m · s / N` (GRPO, arXiv 2402.03300). With a

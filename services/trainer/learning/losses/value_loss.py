@@ -14,12 +14,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headrace.config.loss import ValueLossFn
+from headrace.config.loss import ValueLossConfig
 from services.trainer.learning.batch import GlobalCounts, MicroBatch
 from services.trainer.learning.losses.reduction import LossParts, extremes, token_weights, weighted_sum
 
 
-def value_loss(config: ValueLossFn, values: Tensor, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
+def value_loss(config: ValueLossConfig, values: Tensor, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
     """The loss of a micro-batch and its metrics, as shares of those of the global batch that `counts` is of.
 
     `values` [N] float32, with a gradient, are the model's now; those at the start of the step and the returns are columns of `tokens`. What
