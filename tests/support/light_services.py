@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,18 @@ def instead_of(folder: Path, **services: str) -> dict[str, str]:
     (info / "entry_points.txt").write_text("".join(["[headrace.services]\n", *points]))
     path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def idle_reward(config: Config) -> None:
+    """Says that it is ready, and scores nothing."""
+
+    class Ready(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    with ThreadingHTTPServer((config.reward.host, config.reward.http_port), Ready) as server:
+        server.serve_forever()
 
 
 def talking_trainer(config: Config) -> None:
