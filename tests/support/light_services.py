@@ -63,13 +63,12 @@ def talking_trainer(config: Config) -> None:
 
 
 def idle_rollout(config: Config) -> None:
-    """Waits, beside a child of its own that stands for an engine."""
+    """Waits, and leaves behind a child of its own, an engine that hangs: to end it is left to what runs the service."""
 
     async def wait() -> None:
         stop = stop_on_signals()
-        with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as engine:  # noqa: ASYNC220
-            await stop.wait()
-            engine.terminate()
+        subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])  # noqa: ASYNC220
+        await stop.wait()
 
     asyncio.run(wait())
 
