@@ -1,4 +1,4 @@
-"""Decisions about the members of an epoch. Pure: an epoch and the fleet in, an answer out."""
+"""Decisions about the members of an epoch, as pure functions of the epoch and the fleet."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def dead(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
 
 
 def awaited(epoch: Epoch, fleet: Iterable[Replica], excluded: Iterable[str]) -> frozenset[str]:
-    """Of an announced epoch: the replicas whose acknowledgement is still worth waiting for."""
+    """Replicas of an announced epoch whose acknowledgement is still worth waiting for."""
     return frozenset(epoch.members) - frozenset(epoch.acknowledged) - dead(epoch, fleet) - frozenset(excluded)
 
 
 def lost(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
-    """Of an epoch in transfer: members without which the collective can't complete."""
+    """Members that an epoch in transfer has lost; without them the collective can't complete."""
     return dead(epoch, fleet) | frozenset(epoch.refused)
 
 
 def unsettled(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
-    """Of an epoch whose transfer is over: members that may still verify."""
+    """Members that may still verify, once the transfer is over."""
     return frozenset(epoch.members) - frozenset(epoch.verified) - lost(epoch, fleet)
 
 
@@ -39,7 +39,7 @@ def at_fault(epoch: Epoch) -> frozenset[str]:
 
 
 def choose_backend(configured: str, *, trainer_on_gpu: bool, devices: Iterable[str]) -> str:
-    """`auto` is nccl where the trainer and all replicas (by the device they registered) run on GPUs, else gloo."""
+    """Resolve `auto`: nccl if the trainer and all replicas (by the device they registered) run on GPUs, else gloo."""
     if configured != "auto":
         return configured
     return "nccl" if trainer_on_gpu and all(device == "cuda" for device in devices) else "gloo"

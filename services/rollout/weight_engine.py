@@ -27,8 +27,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from headrace.errors import WeightChannelError
 from headrace.weights.manifest import Manifest
-from headrace.weights.transport import Backend, Channel, Membership, receive
 from services.rollout.weight_receiver import BACKEND, INTERRUPTED
+from services.weight_channel.transport import Backend, Channel, GroupRank, receive
 
 
 @dataclass
@@ -73,7 +73,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
 
     def init_transfer_engine(self, init_info: JoinGroup) -> None:
         self.shutdown()
-        membership = Membership(
+        membership = GroupRank(
             group_id=init_info.group_id,
             backend=init_info.backend,
             host=init_info.host,

@@ -9,14 +9,12 @@ import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from headrace.service import die_with_parent
 
 REDIS = shutil.which("redis-server")
-needs_redis = pytest.mark.skipif(REDIS is None, reason="no redis-server is installed")
 
 
 class RedisServer:

@@ -24,9 +24,8 @@ from tests.integration.replay.helpers import (
     reserve,
     total,
 )
-from tests.integration.replay.servers import RedisServer, needs_redis, redis_server
+from tests.integration.replay.servers import RedisServer, redis_server
 
-pytestmark = needs_redis
 HOST = "127.0.0.1"
 
 

@@ -15,9 +15,7 @@ from headrace.replay.connection import open_redis, shown
 from services.replay import library
 from tests.conftest import free_port
 from tests.integration.replay.helpers import enqueue, generate, healthy_replica, reserve
-from tests.integration.replay.servers import RedisServer, needs_redis
-
-pytestmark = needs_redis
+from tests.integration.replay.servers import RedisServer
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,9 @@ from headrace.service import bind
 from headrace.v1 import environment_pb2, environment_pb2_grpc, reward_pb2, trajectory_pb2
 from headrace.wire import sample_to_wire
 from services.reward.pool import WorkerPool
-from tests.integration.reward.support import WAIT_S, start_environment, start_hub, until
+from tests.support.reward_hub import WAIT_S, start_environment, start_hub, until
 
-ODD = Path(__file__).with_name("odd_environment.py")
+ODD = Path(__file__).parents[2] / "support" / "odd_environment.py"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_environment.py"
 MATH = Sample("132", {"answer": "132"}, environment="math")
 # sympy sets out to write this number down

@@ -25,7 +25,7 @@ from headrace.replay import Epoch, Lease, ReplayClient
 from headrace.trajectory import Float32, Score, Span, Trajectory
 from headrace.weights.probe import largest_difference
 from headrace.weights.rendezvous import Rendezvous
-from headrace.weights.transport import Channel, Membership, receive
+from services.weight_channel.transport import Channel, GroupRank, receive
 
 TOKENS = 4
 
@@ -93,7 +93,7 @@ class SmallReplica:
         deadline = time.monotonic() + rendezvous.timeout_s
         group = rendezvous.group_of(epoch.members)
         if self._channel is None or self._channel[0] != group:
-            place = Membership(
+            place = GroupRank(
                 group_id=group,
                 backend="gloo",
                 host=rendezvous.host,

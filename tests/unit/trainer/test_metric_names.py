@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from headrace.config.loss import LossFn, ValueLossFn
-from services.trainer.learning.losses.policy import policy_metric_names
-from services.trainer.learning.losses.value import value_metric_names
+from services.trainer.learning.losses import policy_loss, value_loss
 from services.trainer.telemetry.metric_names import CHAPTERS, tracked_name, unknown
+from tests.unit.trainer import loss_cases
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -36,7 +37,11 @@ def test_the_tables_are_current(tmp_path: Path) -> None:
     ids=["plain", "everything"],
 )
 def test_every_metric_of_the_losses_is_there(config: LossFn) -> None:
-    policy, value = policy_metric_names(config), value_metric_names(ValueLossFn())
+    case = loss_cases.made([2, 3], seed=0)
+    values = case.flat(case.rewards[:, None].expand_as(case.mask))
+    tokens = dataclasses.replace(case.tokens(), values=values, returns=values)
+    policy = policy_loss(config, case.output(), tokens, case.counts)
+    value = value_loss(ValueLossFn(), values, tokens, case.counts)
     assert unknown([*policy.sums, *policy.minima, *policy.maxima]) == []
     assert unknown(f"critic/{name}" for name in (*value.sums, *value.minima, *value.maxima)) == []
 
