@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from headrace.errors import ServiceError
@@ -50,7 +49,7 @@ def test_law_3_a_batch_is_complete_groups() -> None:
         (reservation("a"), [group("a")]),
         (reservation("a", "a"), [group("a"), group("a")]),
         (whole, [group("a"), group("b", n=3)]),
-        (dataclasses.replace(whole, trajectories=whole.trajectories[::-1]), [group("a"), group("b")]),
+        (msgspec.structs.replace(whole, trajectories=whole.trajectories[::-1]), [group("a"), group("b")]),
     ):
         with pytest.raises(ServiceError, match="law 3"):
             check_reservation(wrong, groups, 2)
