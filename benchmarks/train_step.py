@@ -199,7 +199,7 @@ class _Memory:
 
 def _trajectories(args: argparse.Namespace, vocabulary: int) -> list[Trajectory]:
     rng = np.random.default_rng(0)
-    found = []
+    found: list[Trajectory] = []
     for _ in range(args.groups):
         prompt = rng.integers(0, vocabulary, args.prompt).astype(np.int32)
         for length in np.clip(rng.lognormal(np.log(args.completion / 4), 0.8, args.generations), 1, args.completion):
