@@ -35,8 +35,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from headrace.config import Config
 from headrace.trajectory import Span, Trajectory
-from services.trainer.network.packing import Packing, pack, plan
-from services.trainer.network.policy_model import LogitsWarper, PolicyModel
+from headrace_services.trainer.network.packing import Packing, pack, plan
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 
 DYNAMIC = {"dynamic_batching": {"enabled": True, "sequence_length_round": 8}}
 PACKED = {"sequence_packing": {"enabled": True, "sequence_length_round": 8}}

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from services.replay import library
-from services.replay.embedded import EmbeddedServer
+from headrace_services.replay import library
+from headrace_services.replay.embedded import EmbeddedServer
 from tests.support import requirements
 from tests.support.ports import free_port
 
@@ -134,7 +134,7 @@ def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _made_once(tmp_path_factory: pytest.TempPathFactory, name: str, *, warmup: bool) -> Path:
     """The model of a whole test run: of the processes that share its tests, one makes it and the others wait."""
-    from services.trainer.demo_models import tiny
+    from headrace_services.trainer.demo_models import tiny
 
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -138,7 +138,7 @@ class Library:
 @cache
 def built_in() -> Library:
     """The buffer's own."""
-    return Library(resources.files("services.replay") / "functions")
+    return Library(resources.files("headrace_services.replay") / "functions")
 
 
 async def load(redis: Redis) -> None:

@@ -15,7 +15,7 @@ from headrace.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
 from headrace.wire import sample_from_wire, score_from_wire, score_to_wire
-from services.reward.pool import WorkerPool
+from headrace_services.reward.pool import WorkerPool
 
 _DESCRIBE_TIMEOUT_S = 1.0
 RESULTS = prometheus_client.Counter(

@@ -15,9 +15,9 @@ from headrace.config.services import RolloutConfig
 from headrace.model_name import check_model_name, check_tokenizer_name
 from headrace.replay import ReplayClient
 from headrace.service import bind, serve_http, stop_on_signals
-from services.rollout.engine import running_engine
-from services.rollout.http import build_app, exported
-from services.rollout.worker import RolloutWorker
+from headrace_services.rollout.engine import running_engine
+from headrace_services.rollout.http import build_app, exported
+from headrace_services.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

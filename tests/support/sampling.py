@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.trajectory import Float32, Int32
-from services.trainer.data import arithmetic
-from services.trainer.learning.batch import Batch
+from headrace_services.trainer.data import arithmetic
+from headrace_services.trainer.learning.batch import Batch
 from tests.support.trainer import batch, trajectory
 
 DIGITS = 2

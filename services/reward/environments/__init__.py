@@ -58,13 +58,13 @@ def make(name: str, env: EnvConfig) -> BuiltInEnvironment:
     """Create the built-in environment of `env.<name>`. Raises `ImportError` if its library is not installed."""
     kind = env.type or name
     if kind == "math":
-        from services.reward.environments.math import Math
+        from headrace_services.reward.environments.math import Math
 
         return Math(name, env)
     if kind == "math_multi_reward":
-        from services.reward.environments.math_multi_reward import MathMultiReward
+        from headrace_services.reward.environments.math_multi_reward import MathMultiReward
 
         return MathMultiReward(name, env)
-    from services.reward.environments.reasoning_gym import ReasoningGym
+    from headrace_services.reward.environments.reasoning_gym import ReasoningGym
 
     return ReasoningGym(name, env)

@@ -12,7 +12,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from headrace.config.data import EnvConfig
 from headrace.environment import Sample
 from headrace.trajectory import Score
-from services.reward.environments import BuiltInEnvironment, extract_answer
+from headrace_services.reward.environments import BuiltInEnvironment, extract_answer
 
 _EXPECTED = (LatexExtractionConfig(),)
 _ANSWER = (ExprExtractionConfig(), LatexExtractionConfig())

@@ -14,7 +14,7 @@ from headrace.config.data import EnvConfig
 from headrace.environment import Sample
 from headrace.tagged_json import from_json
 from headrace.trajectory import Score
-from services.reward.environments import BuiltInEnvironment, extract_answer
+from headrace_services.reward.environments import BuiltInEnvironment, extract_answer
 
 
 class ReasoningGym(BuiltInEnvironment):

@@ -34,7 +34,7 @@ from pyroaring import BitMap
 from headrace.config.services import CheckpointingConfig
 from headrace.errors import ServiceError
 from headrace.replay import Ended
-from services.trainer.files import atomic_write, cannot_write_checkpoint, fsync
+from headrace_services.trainer.files import atomic_write, cannot_write_checkpoint, fsync
 
 T = TypeVar("T")
 

@@ -36,7 +36,7 @@ from headrace.trajectory import Float32, Int32
 from headrace.weights import membership
 from headrace.weights.manifest import Manifest
 from headrace.weights.rendezvous import Announcement, Rendezvous
-from services.weight_channel.transport import Backend, Channel, GroupRank, RendezvousStore, send
+from headrace_services.weight_channel.transport import Backend, Channel, GroupRank, RendezvousStore, send
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace.config.data import DataConfig, DataSourceConfig
 from headrace.errors import ConfigError
 from headrace.trajectory import Message
-from services.trainer.data.sources import Problem, read, repeats
+from headrace_services.trainer.data.sources import Problem, read, repeats
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ import numpy as np
 from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.trajectory import Group, Lane, Sampling
-from services.trainer.data.problems import load_problems
-from services.trainer.data.sources import Problem
+from headrace_services.trainer.data.problems import load_problems
+from headrace_services.trainer.data.sources import Problem
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from headrace.config.data import DataSourceConfig
 from headrace.errors import CodecError, ConfigError
 from headrace.tagged_json import to_json
 from headrace.trajectory import Message
-from services.trainer.data import arithmetic
+from headrace_services.trainer.data import arithmetic
 
 _HUB_PATH = re.compile(r"^\w[\w.-]*/\w[\w.-]*(?<!\.jsonl)(?<!\.json)$")
 _AS_JSONL = "or give the data set as a JSONL file, by data_path, input_key and output_key"

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 
 from headrace.config.policy import NAMESPACE, OptimizerConfig, SchedulerConfig
 from headrace.errors import ServiceError
-from services.trainer.distributed import full_tensor
+from headrace_services.trainer.distributed import full_tensor
 
 CLASSES: dict[str, type[optim.AdamW] | type[optim.Adam]] = {
     "torch.optim.AdamW": optim.AdamW,

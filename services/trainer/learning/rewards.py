@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.config.algorithm import RewardScalingConfig, RewardShapingConfig
-from services.trainer.distributed import Ranks
-from services.trainer.learning.batch import Batch, Bool, Float64, Int
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.batch import Batch, Bool, Float64, Int
 
 
 def scale_rewards(rewards: Float64, scaling: RewardScalingConfig) -> Float64:

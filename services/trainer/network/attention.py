@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from headrace.config.policy import PolicyConfig
 from headrace.errors import ServiceError
-from services.trainer.network.packing import PackedRows, TreeSpan
+from headrace_services.trainer.network.packing import PackedRows, TreeSpan
 
 # what transformers knows `tree_attention` by
 TREE_ATTENTION = "headrace_trees"

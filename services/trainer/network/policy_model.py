@@ -27,9 +27,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from headrace.config import Config
 from headrace.config.policy import GenerationConfig
 from headrace.errors import ServiceError
-from services.trainer.network import backbone
-from services.trainer.network.attention import prepare_attention
-from services.trainer.network.packing import PackedRows
+from headrace_services.trainer.network import backbone
+from headrace_services.trainer.network.attention import prepare_attention
+from headrace_services.trainer.network.packing import PackedRows
 
 TEACHER_KEY = "grpo.adv_estimator.teacher_model_name"
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from headrace.config.logger import TrainInferenceAlarmConfig
-from services.trainer.learning.batch import Batch, Float64
-from services.trainer.telemetry.samples import keep_newest
+from headrace_services.trainer.learning.batch import Batch, Float64
+from headrace_services.trainer.telemetry.samples import keep_newest
 
 REPORT_EVERY = 10  # steps of a streak: its first is reported, then every tenth; the metric has them all
 PICTURED, KEPT_PICTURES = 3, 10

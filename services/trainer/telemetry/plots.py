@@ -16,11 +16,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from services.trainer.files import atomic_write
-from services.trainer.learning.batch import Batch
-from services.trainer.telemetry.alarm import mean_errors
-from services.trainer.telemetry.journal import Kind, Line
-from services.trainer.telemetry.samples import over_completion
+from headrace_services.trainer.files import atomic_write
+from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.telemetry.alarm import mean_errors
+from headrace_services.trainer.telemetry.journal import Kind, Line
+from headrace_services.trainer.telemetry.samples import over_completion
 
 CURVES = "curves.html"  # in the run's folder
 

@@ -24,8 +24,8 @@ from rich.text import Text
 from headrace.errors import ServiceError
 from headrace.trajectory import Float32, Score, Trajectory
 from headrace.trajectory import Group as TrajectoryGroup
-from services.trainer.files import atomic_write
-from services.trainer.learning.batch import Batch, Float64
+from headrace_services.trainer.files import atomic_write
+from headrace_services.trainer.learning.batch import Batch, Float64
 
 Kind = Literal["train", "val"]
 DECIMALS = 6

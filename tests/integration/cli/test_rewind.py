@@ -12,7 +12,7 @@ import pytest
 from headrace.cli import runs
 from headrace.config import load
 from headrace.config.services import CheckpointingConfig
-from services.trainer.control.checkpoint import Checkpoints, CheckpointState
+from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from tests.support.command import error_of, headrace
 
 CONFIG = "run: {id: adder, dir: elsewhere}\n"

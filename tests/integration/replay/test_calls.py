@@ -14,7 +14,7 @@ from headrace.errors import CodecError, InvalidCall, LeaseLost
 from headrace.replay import Lease, Limits, ReplayClient
 from headrace.replay.rollout import CARRIED_BYTES
 from headrace.trajectory import Score
-from services.replay import library
+from headrace_services.replay import library
 from tests.integration.replay.helpers import (
     contents,
     enqueue,

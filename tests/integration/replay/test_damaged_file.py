@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from headrace.errors import ServiceError
-from services.replay.embedded import EmbeddedServer
+from headrace_services.replay.embedded import EmbeddedServer
 from tests.conftest import free_port
 
 ZEROS = b"\0" * 500

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from headrace.errors import ReplayUnavailable
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from services.replay import library
+from headrace_services.replay import library
 from tests.conftest import free_port
 from tests.integration.replay.helpers import (
     enqueue,

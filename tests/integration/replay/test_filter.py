@@ -11,7 +11,7 @@ from headrace.config import Config
 from headrace.errors import InvalidCall, SamplingStarved
 from headrace.replay import Limits, ReplayClient, Waiting
 from headrace.trajectory import Score
-from services.replay.main import limits_of
+from headrace_services.replay.main import limits_of
 from tests.integration.replay.helpers import (
     enqueue,
     healthy_replica,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace import export
 from headrace.lineage import FOLDER
-from services.trainer.control.lineage_writer import LineageWriter
+from headrace_services.trainer.control.lineage_writer import LineageWriter
 from tests.integration.replay.helpers import enqueue, healthy_replica, make_group, make_trajectory
 from tests.integration.replay.test_server import config_of, serving
 

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from headrace.errors import ConfigError, ReplayDenied, ReplayUnavailable
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis, shown
-from services.replay import library
+from headrace_services.replay import library
 from tests.conftest import free_port
 from tests.integration.replay.helpers import enqueue, generate, healthy_replica, reserve
 from tests.integration.replay.servers import RedisServer

@@ -19,7 +19,7 @@ import yaml
 from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace.replay import ReplayClient
-from services.rollout.engine import running_engine
+from headrace_services.rollout.engine import running_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

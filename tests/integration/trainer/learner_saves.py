@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from headrace.config.services import CheckpointingConfig
-from services.trainer.control.checkpoint import Checkpoints, CheckpointState
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.step import train_step
+from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import config, random_batch
 
 PPOConfig = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "ppo_epochs": 1}

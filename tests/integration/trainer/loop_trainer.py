@@ -17,15 +17,15 @@ import pytest
 from headrace.config import Config
 from headrace.lineage import FOLDER, LineageFiles, timeline_of
 from headrace.replay import ReplayClient
-from services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
-from services.trainer.telemetry.journal import Journal, Line, surviving
-from services.trainer.telemetry.samples import SampleFiles
+from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
+from headrace_services.trainer.telemetry.journal import Journal, Line, surviving
+from headrace_services.trainer.telemetry.samples import SampleFiles
 from tests.integration.trainer import loop_process
 from tests.integration.trainer.loop_fleet import repeated
 
 STEPS, PROMPTS = 4, 2
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["services.trainer.main", "transformers.models.qwen2.modeling_qwen2"])
+FORKS.set_forkserver_preload(["headrace_services.trainer.main", "transformers.models.qwen2.modeling_qwen2"])
 
 
 class Trainer:

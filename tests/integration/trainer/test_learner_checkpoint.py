@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config.services import CheckpointingConfig
 from headrace.errors import ServiceError
-from services.trainer.control.checkpoint import Checkpoints
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.step import train_step
+from headrace_services.trainer.control.checkpoint import Checkpoints
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import config, random_batch
 from tests.integration.trainer.learner_saves import PPOConfig
 

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.config.data import DataConfig, HubName
 from headrace.errors import ConfigError
-from services.trainer.data import HUB_DATASETS, Problem, load_problems
+from headrace_services.trainer.data import HUB_DATASETS, Problem, load_problems
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from reasoning_gym.factory import DATASETS
 from headrace.config.data import DataConfig
 from headrace.errors import ConfigError
 from headrace.tagged_json import from_json
-from services.trainer.data import load_problems
-from services.trainer.data.arithmetic import held_out, training_pairs
+from headrace_services.trainer.data import load_problems
+from headrace_services.trainer.data.arithmetic import held_out, training_pairs
 
 CHAIN_SUM = {
     "dataset_name": "reasoning_gym",

@@ -14,9 +14,9 @@ from headrace.config import Config, LossConfig
 from headrace.config.grpo import GRPOAdvEstimatorConfig
 from headrace.config.ppo import PPOAdvEstimatorConfig
 from headrace.trajectory import Trajectory
-from services.trainer.distributed import Ranks
-from services.trainer.learning.algorithms import estimate_advantages
-from services.trainer.learning.batch import Batch, Float64
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms import estimate_advantages
+from headrace_services.trainer.learning.batch import Batch, Float64
 from tests.support.trainer import batch, on_ranks, trajectory
 
 COMPONENTS = ("correct", "format")

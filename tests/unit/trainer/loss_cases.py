@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.config import LossConfig
-from services.trainer.learning.batch import GlobalCounts, MicroBatch
-from services.trainer.network.policy_model import PolicyOutput
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace_services.trainer.network.policy_model import PolicyOutput
 
 EPSILON = 1e-8
 FLOAT32 = float(np.log(np.finfo(np.float32).max))  # exponents above overflow there

@@ -10,9 +10,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from headrace.config.logger import TrainInferenceAlarmConfig
-from services.trainer.learning.batch import Batch
-from services.trainer.telemetry import alarm
-from services.trainer.telemetry.plots import draw_disagreement
+from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.telemetry import alarm
+from headrace_services.trainer.telemetry.plots import draw_disagreement
 from tests.support.trainer import batch, trajectory
 
 LIMITS = TrainInferenceAlarmConfig()

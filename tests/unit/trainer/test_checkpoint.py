@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.config.services import CheckpointingConfig
 from headrace.errors import ServiceError
-from services.trainer.control.checkpoint import Checkpoints, CheckpointState, superseded
+from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState, superseded
 
 
 def state(version: int, **metrics: float) -> CheckpointState:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.config.grpo import GRPOAdvEstimatorConfig
 from headrace.config.loss import LossConfig
 from headrace.config.ppo import PPOAdvEstimatorConfig
-from services.trainer.learning.batch import Batch, Float64
+from headrace_services.trainer.learning.batch import Batch, Float64
 from tests.unit.trainer.advantage_cases import (
     KL,
     NO_KL,

@@ -8,8 +8,8 @@ import pytest
 from headrace.errors import ServiceError
 from headrace.replay import ReservedTrajectory
 from headrace.trajectory import Score
-from services.trainer.control.rank import check_reservation
-from services.trainer.learning.batch import check_invariants
+from headrace_services.trainer.control.rank import check_reservation
+from headrace_services.trainer.learning.batch import check_invariants
 from tests.unit.trainer.loop_cases import group, reservation, trajectory
 
 RESERVED = ReservedTrajectory(

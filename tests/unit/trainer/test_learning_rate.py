@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 from headrace.config.policy import OptimizerConfig, OptimizerKwargs, SchedulerConfig, SchedulerConfigs
 from headrace.errors import ServiceError
-from services.trainer.learning.optimizer import LearningRate, ModelOptimizer
+from headrace_services.trainer.learning.optimizer import LearningRate, ModelOptimizer
 
 WARM_UP = [
     {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 5}},

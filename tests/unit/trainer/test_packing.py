@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from headrace.config.policy import PolicyConfig
 from headrace.trajectory import Trajectory
-from services.trainer.learning.batch import MicroBatch
-from services.trainer.network.attention import block_mask
-from services.trainer.network.packing import (
+from headrace_services.trainer.learning.batch import MicroBatch
+from headrace_services.trainer.network.attention import block_mask
+from headrace_services.trainer.network.packing import (
     BIN_PACKING,
     PackedRows,
     Packing,

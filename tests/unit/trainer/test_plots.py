@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.telemetry.journal import Kind, Line
-from services.trainer.telemetry.metric_names import unknown
-from services.trainer.telemetry.plots import CHARTS, POINTS, render_page, write_page
+from headrace_services.trainer.telemetry.journal import Kind, Line
+from headrace_services.trainer.telemetry.metric_names import unknown
+from headrace_services.trainer.telemetry.plots import CHARTS, POINTS, render_page, write_page
 
 POINT = re.compile(r'<use [^>]*x="([^"]+)" y="([^"]+)"[^>]*><title>([^<]+)</title>')
 FRAME = re.compile(r'<svg [^>]*viewBox="0 0 ([0-9.]+) ([0-9.]+)"')

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.config import LossConfig
-from services.trainer.learning.batch import GlobalCounts, MicroBatch
-from services.trainer.learning.losses import LossParts, policy_loss
-from services.trainer.network.policy_model import PolicyOutput
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace_services.trainer.learning.losses import LossParts, policy_loss
+from headrace_services.trainer.network.policy_model import PolicyOutput
 from tests.unit.trainer import loss_cases
 from tests.unit.trainer.loss_cases import Case
 

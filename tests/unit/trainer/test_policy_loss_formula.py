@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from pydantic import ValidationError
 
 from headrace.config import LossConfig
-from services.trainer.learning.losses import policy_loss
+from headrace_services.trainer.learning.losses import policy_loss
 from tests.unit.trainer import loss_cases
 from tests.unit.trainer.loss_cases import Case
 

@@ -12,12 +12,17 @@ from hypothesis import strategies as st
 from headrace.config.algorithm import RewardScalingConfig, RewardShapingConfig
 from headrace.config.grpo import GRPOAdvEstimatorConfig
 from headrace.errors import ServiceError
-from services.trainer.distributed import Ranks
-from services.trainer.learning.algorithms.gdpo import scaled_components
-from services.trainer.learning.batch import Batch
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.rewards import leave_out_disagreeing, leave_out_truncated, scale_rewards, shape_rewards
-from services.trainer.learning.step import train_step
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms.gdpo import scaled_components
+from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.rewards import (
+    leave_out_disagreeing,
+    leave_out_truncated,
+    scale_rewards,
+    shape_rewards,
+)
+from headrace_services.trainer.learning.step import train_step
 from tests.support.trainer import batch, on_ranks
 from tests.unit.trainer.advantage_cases import batches, by_trajectory, configured, estimates, made, of_length
 

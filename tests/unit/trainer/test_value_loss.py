@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.config import ValueLossConfig
-from services.trainer.learning.batch import GlobalCounts, MicroBatch
-from services.trainer.learning.losses import LossParts, explained_variance, value_loss
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace_services.trainer.learning.losses import LossParts, explained_variance, value_loss
 from tests.unit.trainer import loss_cases
 from tests.unit.trainer.loss_cases import Case
 

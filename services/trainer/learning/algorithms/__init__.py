@@ -12,10 +12,10 @@ from typing import Protocol
 import numpy as np
 
 from headrace.config import Config
-from services.trainer.distributed import Ranks
-from services.trainer.learning.algorithms import gdpo, grpo, opd, ppo, reinforce
-from services.trainer.learning.algorithms.statistics import token_metrics
-from services.trainer.learning.batch import Batch
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms import gdpo, grpo, opd, ppo, reinforce
+from headrace_services.trainer.learning.algorithms.statistics import token_metrics
+from headrace_services.trainer.learning.batch import Batch
 
 
 class AdvantageEstimator(Protocol):

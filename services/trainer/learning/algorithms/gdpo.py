@@ -14,10 +14,10 @@ import numpy as np
 from headrace.config import Config
 from headrace.config.algorithm import RewardScalingConfig
 from headrace.errors import ServiceError
-from services.trainer.distributed import Ranks
-from services.trainer.learning.algorithms.grpo import baseline_metrics, group_advantages, mean_and_std
-from services.trainer.learning.batch import Batch, Float64
-from services.trainer.learning.rewards import scale_rewards
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms.grpo import baseline_metrics, group_advantages, mean_and_std
+from headrace_services.trainer.learning.batch import Batch, Float64
+from headrace_services.trainer.learning.rewards import scale_rewards
 
 
 def required_passes(config: Config) -> set[str]:

@@ -15,9 +15,9 @@ import numpy as np
 
 from headrace.config import Config
 from headrace.config.ppo import PPOAdvEstimatorConfig
-from services.trainer.distributed import Ranks
-from services.trainer.learning.algorithms.statistics import finite, kl_penalty, sums_to_go, whiten
-from services.trainer.learning.batch import Batch, Float64
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms.statistics import finite, kl_penalty, sums_to_go, whiten
+from headrace_services.trainer.learning.batch import Batch, Float64
 
 
 def required_passes(config: Config) -> set[str]:

@@ -12,8 +12,8 @@ import numpy as np
 
 from headrace.config.loss import LossConfig
 from headrace.errors import ServiceError
-from services.trainer.distributed import Ranks
-from services.trainer.learning.batch import Batch, Float32, Float64
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.batch import Batch, Float32, Float64
 
 SMALLEST_VARIANCE = 1e-8
 # NeMo RL's, in rewards whatever the loss's clamps are

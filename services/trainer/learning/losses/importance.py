@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from headrace.config.loss import LossConfig
-from services.trainer.learning.batch import GlobalCounts, MicroBatch
-from services.trainer.learning.losses.reduction import (
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace_services.trainer.learning.losses.reduction import (
     mean_by_trajectory,
     sequence_weights,
     sum_by_trajectory,

@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from headrace.config.loss import LossConfig
-from services.trainer.learning.batch import GlobalCounts, MicroBatch
-from services.trainer.learning.losses.importance import importance_metrics, importance_weights
-from services.trainer.learning.losses.kl import divergences, reference_kl
-from services.trainer.learning.losses.reduction import (
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace_services.trainer.learning.losses.importance import importance_metrics, importance_weights
+from headrace_services.trainer.learning.losses.kl import divergences, reference_kl
+from headrace_services.trainer.learning.losses.reduction import (
     EPSILON,
     LossParts,
     extremes,
@@ -47,7 +47,7 @@ from services.trainer.learning.losses.reduction import (
     token_weights,
     weighted_sum,
 )
-from services.trainer.network.policy_model import PolicyOutput
+from headrace_services.trainer.network.policy_model import PolicyOutput
 
 
 def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:

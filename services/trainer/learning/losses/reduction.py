@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.config.loss import LossConfig
-from services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
 
 EPSILON = 1e-8  # keeps what is empty from dividing by zero, as in the reference
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from headrace.config.loss import ValueLossConfig
-from services.trainer.learning.batch import GlobalCounts, MicroBatch
-from services.trainer.learning.losses.reduction import LossParts, extremes, token_weights, weighted_sum
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace_services.trainer.learning.losses.reduction import LossParts, extremes, token_weights, weighted_sum
 
 
 def value_loss(config: ValueLossConfig, values: Tensor, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
