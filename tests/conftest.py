@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -37,7 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "nightly: only `make test-all` runs it (`--nightly`)")
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if hasattr(config, "workerinput"):  # one of the processes that share the tests
+        config.option.hypothesis_seed = config.workerinput["hypothesis_seed"]
         return
     unit = all(Path(each).resolve().is_relative_to(UNIT) for each in config.args)
     if not unit and (problem := requirements.missing()):
@@ -46,8 +48,13 @@ def pytest_configure(config: pytest.Config) -> None:
     given = os.environ.pop(SEED, None) or datetime.date.today().strftime("%Y%m%d")
     if not given.isdecimal():
         raise pytest.UsageError(f"{SEED}: {given!r} is not a whole number; give one, or unset it for today's date")
-    # an option reaches the processes that share the tests, and hypothesis' own plugin
     config.option.hypothesis_seed = config.getoption("hypothesis_seed", None) or given
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """xdist starts a process that shares the tests: it draws the same random cases."""
+    node.workerinput["hypothesis_seed"] = node.config.option.hypothesis_seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:
