@@ -71,7 +71,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_the_demo_learns_and_keeps_its_laws_though_it_was_killed_on_the_way(tmp_path: Path, warm_model: Path) -> None:
     """SIGKILL of the supervisor in the middle of training leaves no orphan; `up` with the same id then finishes the run."""
     steps = 15

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from headrace.errors import ServiceError, WeightChannelAborted, WeightChannelErr
 from headrace.weights.manifest import Manifest
 from headrace.weights.transport import Channel, Meeting, Membership, send
 
-PEER = Path(__file__).parents[2] / "support" / "weight_peer.py"
 PATIENCE_S = 60.0  # for what must happen and is not what the test is about
 ENDED = (
     "WeightChannelAborted",
@@ -34,7 +32,10 @@ class Peer:
 
     def __init__(self, spec: dict[str, object]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(PEER), json.dumps(spec)], stdout=subprocess.PIPE, text=True, env={**os.environ}
+            [sys.executable, "-m", "tests.support.weight_peer", json.dumps(spec)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ},
         )
         self.said: queue.Queue[dict] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
