@@ -38,7 +38,7 @@ from services.replay.embedded import EmbeddedServer
 from services.rollout.engine import running_engine
 from services.rollout.weight_receiver import WeightReceiver
 from services.trainer.control.weight_sender import WeightSender
-from services.trainer.models import tiny
+from services.trainer.demo_models import tiny
 
 ROUNDS = 9
 TIMELINE = "benchmark"

@@ -134,7 +134,7 @@ def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _made_once(tmp_path_factory: pytest.TempPathFactory, name: str, *, warmup: bool) -> Path:
     """The model of a whole test run: of the processes that share its tests, one makes it and the others wait."""
-    from services.trainer.models import tiny
+    from services.trainer.demo_models import tiny
 
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -150,6 +150,20 @@ class Algorithm(Section):
         """P times n: trajectories in a trainer step."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
+    def policy_epochs(self, step: int) -> int:
+        """Passes of the policy over the batch of trainer step `step`; 0 while a value model is trained alone."""
+        return 1
+
+    @property
+    def value_epochs(self) -> int:
+        """Passes of the value model over each batch."""
+        return 0
+
+    @property
+    def schedule_counts_epochs(self) -> bool:
+        """Whether learning rate schedules advance after each epoch rather than each trainer step."""
+        return False
+
     @property
     def generation_batch(self) -> float:
         """Groups that dynamic sampling counts as one generated batch."""

@@ -10,7 +10,7 @@ from headrace.config.base import Section
 
 Generator = Literal["arithmetic", "reasoning_gym"]
 BuiltInName = Literal["math", "math_multi_reward", "reasoning_gym"]
-# data sets of the hub that are read by name, as users of NeMo RL name them; what is where in them: services/trainer/data/hub.py
+# data sets of the hub that are read by name, as users of NeMo RL name them; what is where in them: services/trainer/data/sources.py
 HubName = Literal[
     "OpenMathInstruct-2",
     "DeepScaler",

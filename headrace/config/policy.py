@@ -107,6 +107,7 @@ class Policy(Section):
     activation_checkpointing: bool = Field(
         False, description="keep each layer's input alone and compute the layer again in the backward pass"
     )
+    freeze_moe_router: bool = Field(False, description="in a mixture of experts, keep the routers' weights as they are")
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     max_grad_norm: float = Field(1.0, gt=0)
     optimizer: Optimizer = Optimizer()

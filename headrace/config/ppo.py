@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,6 +26,11 @@ class PPO(Algorithm):
     policy_training_start_step: int = Field(
         0, ge=0, description="the first step that trains the policy; those before it train the value model alone"
     )
+    scheduler_counts: Literal["steps", "epochs"] = Field(
+        "steps",
+        description="what policy.scheduler and value.scheduler count: trainer steps, or passes over a batch, of which a step has "
+        "ppo_epochs (critic_ppo_epochs)",
+    )
     adv_estimator: PPOAdvEstimator = PPOAdvEstimator()
     async_ppo: Asynchrony = Asynchrony()
 
@@ -41,3 +46,14 @@ class PPO(Algorithm):
     @property
     def asynchrony(self) -> Asynchrony:
         return self.async_ppo
+
+    def policy_epochs(self, step: int) -> int:
+        return self.ppo_epochs if step >= self.policy_training_start_step else 0
+
+    @property
+    def value_epochs(self) -> int:
+        return self.critic_ppo_epochs or self.ppo_epochs
+
+    @property
+    def schedule_counts_epochs(self) -> bool:
+        return self.scheduler_counts == "epochs"

@@ -25,6 +25,7 @@ class Value(Section):
     train_micro_batch_size: int | None = Field(
         None, ge=1, description="sequences in a pass; null takes policy.train_micro_batch_size"
     )
+    freeze_moe_router: bool = Field(False, description="in a mixture of experts, keep the routers' weights as they are")
     precision: Literal["float32", "bfloat16"] | None = Field(None, description="null takes policy.precision")
     max_grad_norm: float = Field(1.0, gt=0)
     optimizer: Optimizer = Optimizer(kwargs=OptimizerArgs(lr=1e-5))

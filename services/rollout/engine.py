@@ -133,7 +133,7 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
 
 
 def first_failure(report: Path) -> str | None:
-    """What the first child process to fail said (`child.attend`): the cause of all that follows."""
+    """What the first child process to fail said (`child.prepare_engine_process`): the cause of all that follows."""
     return report.read_text().splitlines()[0] if report.exists() else None
 
 

@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from headrace.errors import WeightChannelError
 from headrace.weights.manifest import Manifest
 from headrace.weights.membership import INTERRUPTED
-from headrace.weights.transport import Backend, Channel, Membership, receive
+from services.weight_channel.transport import Backend, Channel, GroupRank, receive
 
 BACKEND = "headrace"
 
@@ -75,7 +75,7 @@ class WeightChannelEngine(WeightTransferEngine[Join, Update]):
 
     def init_transfer_engine(self, init_info: Join) -> None:
         self.shutdown()
-        membership = Membership(
+        membership = GroupRank(
             group_id=init_info.group_id,
             backend=init_info.backend,
             host=init_info.host,

@@ -14,8 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config import load
-from services.trainer.control.checkpoint import TRAINED, Checkpoints
-from services.trainer.control.ledger import Orders
+from services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
 from services.trainer.telemetry.journal import Journal, surviving
 from tests.support.ports import free_ports
 from tests.support.up import Up
@@ -50,7 +49,7 @@ def audit(run: Path, arguments: Sequence[str], steps: int) -> None:
     newest = checkpoints.newest()
     assert newest == steps
     batch = config.algorithm.num_prompts_per_step
-    trained = Orders.decode(checkpoints.file(newest, TRAINED))
+    trained = Ledger.decode(checkpoints.file(newest, TRAINED)).trained
     assert len(trained) == steps * batch, "every step trained whole groups, none twice"
     for version in checkpoints.published():
         for step, groups in checkpoints.ledger(version).items():

@@ -29,7 +29,7 @@ signal.pause()
 async def main(folder: Path, hearing: str) -> None:
     supervisor = Supervisor(os.environ, sys.stderr.write, grace_s=1.0)
     argv = [sys.executable, "-c", SERVICE, str(folder), hearing]
-    await supervisor.keep(Child("service", argv, folder / "service.log"))
+    await supervisor.supervise(Child("service", argv, folder / "service.log"))
 
 
 if __name__ == "__main__":

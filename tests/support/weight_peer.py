@@ -10,7 +10,7 @@ import torch
 
 from headrace.errors import WeightChannelError
 from headrace.weights.manifest import Manifest
-from headrace.weights.transport import Channel, Membership, receive
+from services.weight_channel.transport import Channel, GroupRank, receive
 
 
 def say(**fields: object) -> None:
@@ -21,7 +21,7 @@ def say(**fields: object) -> None:
 def main() -> None:
     spec = json.loads(sys.argv[1])
     manifest = Manifest.decode(spec["manifest"])
-    membership = Membership(
+    membership = GroupRank(
         group_id=spec["group_id"],
         backend="gloo",
         host="127.0.0.1",

@@ -12,13 +12,13 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from headrace.config.data import Env
 from headrace.environment import Sample
 from headrace.trajectory import Score
-from services.reward.environments.base import BuiltIn, extract_answer
+from services.reward.environments import BuiltInEnvironment, extract_answer
 
 _EXPECTED = (LatexExtractionConfig(),)
 _ANSWER = (ExprExtractionConfig(), LatexExtractionConfig())
 
 
-class Math(BuiltIn):
+class Math(BuiltInEnvironment):
     """`extra_env_info` is `{"answer": …}`, a number or LaTeX. 1 if math-verify finds an equal expression in the completion
     (a boxed one first, else the last; with `extract` in what that takes from it), else 0.
 

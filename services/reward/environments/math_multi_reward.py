@@ -7,13 +7,13 @@ import re
 from headrace.config.data import Env
 from headrace.environment import Sample
 from headrace.trajectory import Score
-from services.reward.environments.base import BuiltIn
+from services.reward.environments import BuiltInEnvironment
 
 _FORMAT = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
 _NONE = {"correctness": 0.0, "format": 0.0, "integer": 0.0}
 
 
-class MathMultiReward(BuiltIn):
+class MathMultiReward(BuiltInEnvironment):
     """`extra_env_info` is `{"answer": …}`, text or a number. Components, each 0 or 1, by the rules of NeMo RL's environment of this
     name; the reward is their sum.
 

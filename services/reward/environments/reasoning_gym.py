@@ -14,10 +14,10 @@ from headrace.config.data import Env
 from headrace.environment import Sample
 from headrace.tagged_json import from_json
 from headrace.trajectory import Score
-from services.reward.environments.base import BuiltIn, extract_answer
+from services.reward.environments import BuiltInEnvironment, extract_answer
 
 
-class ReasoningGym(BuiltIn):
+class ReasoningGym(BuiltInEnvironment):
     """`extra_env_info` is `{"task": name, "entry": {"question", "answer", "metadata"}}`, the entry as `tagged_json.to_json`
     writes it, and `"task_config": {…}` where the entry was generated with one: some tasks score by their arguments.
 

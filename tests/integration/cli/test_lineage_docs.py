@@ -14,7 +14,7 @@ import pytest
 
 from headrace.lineage import FOLDER, Origin, TokenRange
 from headrace.replay import Limits, ReplayClient
-from services.trainer.control.lineage import Lineage
+from services.trainer.control.lineage_writer import LineageWriter
 from tests.integration.replay.helpers import enqueue, generate, healthy_replica, make_group
 from tests.support.kept_run import kept_run
 
@@ -50,7 +50,7 @@ async def fill(replay: ReplayClient) -> None:
 def workplace(tmp_path: Path, limits: Limits) -> Path:
     """The folder that the examples are run in: a run that is down, under `runs/adder`."""
     with kept_run(tmp_path / "runs", "adder", limits, fill) as (run, _):
-        lineage = Lineage(run / "checkpoints" / FOLDER, TIMELINE)
+        lineage = LineageWriter(run / "checkpoints" / FOLDER, TIMELINE)
         # weights 12 and 13 are of this timeline, since it began at step 11
         for step in (11, 12, 13):
             group = dataclasses.replace(make_group(404 + step), task_name="arithmetic")

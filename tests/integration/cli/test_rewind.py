@@ -12,7 +12,7 @@ import pytest
 from headrace.cli import runs
 from headrace.config import load
 from headrace.config.services import Checkpointing
-from services.trainer.control.checkpoint import Checkpoints, State
+from services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from tests.support.command import error_of, headrace
 
 CONFIG = "run: {id: adder, dir: elsewhere}\n"
@@ -32,7 +32,7 @@ def checkpoints(folder: Path) -> Checkpoints:
     checkpoints = Checkpoints(folder / "checkpoints", Checkpointing(keep_top_k=None))
     for version in (2, 4, 6, 10):
         (checkpoints.begin(version) / "weights").write_text(f"weights {version}")
-        checkpoints.publish(State(version=version, timeline="t", cursor=0, run_id="adder"), {})
+        checkpoints.publish(CheckpointState(version=version, timeline="t", cursor=0, run_id="adder"), {})
     return checkpoints
 
 
@@ -64,7 +64,7 @@ def test_newer_checkpoints_are_set_aside_and_none_is_lost(folder: Path, checkpoi
     assert {name.removeprefix(f"{aside.name}/"): data for name, data in after.items() if "WHY" not in name} == before
     # the next writer of checkpoints leaves them alone, and may publish those versions again
     checkpoints.begin(6)
-    checkpoints.publish(State(version=6, timeline="u", cursor=0, run_id="adder"), {})
+    checkpoints.publish(CheckpointState(version=6, timeline="u", cursor=0, run_id="adder"), {})
     assert checkpoints.published() == [2, 4, 6]
     assert (aside / "step_6" / "weights").read_text() == "weights 6"
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.errors import ServiceError
 from services.trainer.data import arithmetic
-from services.trainer.models import tiny
+from services.trainer.demo_models import tiny
 
 
 def test_transformers_loads_it(tiny_model: Path) -> None:

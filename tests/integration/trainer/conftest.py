@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_trainer import PROMPTS, STEPS, Trainer, ended
 
 from headrace.replay import Limits
+from tests.integration.trainer.loop_trainer import PROMPTS, STEPS, Trainer, ended
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from headrace.trajectory import Float32, Score, Span, Trajectory
 from headrace.weights.membership import INTERRUPTED
 from headrace.weights.probe import largest_difference
 from headrace.weights.rendezvous import Rendezvous
-from headrace.weights.transport import Channel, Membership, receive
+from services.weight_channel.transport import Channel, GroupRank, receive
 
 TOKENS = 4
 
@@ -94,7 +94,7 @@ class SmallReplica:
         deadline = time.monotonic() + rendezvous.timeout_s
         group = rendezvous.group_of(epoch.members)
         if self._channel is None or self._channel[0] != group:
-            place = Membership(
+            place = GroupRank(
                 group_id=group,
                 backend="gloo",
                 host=rendezvous.host,

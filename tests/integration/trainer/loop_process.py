@@ -7,13 +7,12 @@ refill, and between a refill and the word that it is done.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,10 @@ from headrace.errors import HeadraceError
 from headrace.replay import ReplayClient, Reservation
 from headrace.service import die_with_parent
 from headrace.trajectory import Group
-from services.trainer.control.checkpoint import Checkpoints, State
-from services.trainer.main import Makers, main, open_sender
+from services.trainer.control.checkpoint import Checkpoints, CheckpointState
+from services.trainer.control.context import Dependencies
+from services.trainer.control.weight_sender import WeightSender
+from services.trainer.main import main
 
 
 def die() -> None:
@@ -71,7 +72,9 @@ class DyingReader(ReplayClient):
 class DyingCheckpoints(Checkpoints):
     version = -1
 
-    def publish(self, state: State, ledger: Mapping[int, Sequence[str]], keep: Any = (), files: Any = None) -> Path:
+    def publish(
+        self, state: CheckpointState, ledger: Mapping[int, Sequence[str]], keep: Any = (), files: Any = None
+    ) -> Path:
         if state.version == self.version:
             die()
         return super().publish(state, ledger, keep, files)
@@ -91,46 +94,38 @@ class DyingSource:
             yield item
 
 
-@dataclasses.dataclass
-class DyingSender:
-    sender: Any
-    version: int
+class DyingSender(WeightSender):
+    version = -1
 
     async def refit(self, version: int, timeline: str, source: Any, probe_ids: Any, probe_logprobs: Any) -> Any:
         source = DyingSource(source) if version == self.version else source
-        return await self.sender.refit(version, timeline, source, probe_ids, probe_logprobs)
+        return await super().refit(version, timeline, source, probe_ids, probe_logprobs)
 
 
-def makers(fault: str, version: int) -> Makers:
+def dependencies(fault: str, version: int) -> Dependencies:
     if fault == "after_reserve":
-        return Makers(replay=type("Replay", (DyingReplay,), {"after_reserve": version}).connect)
+        return Dependencies(replay=type("Replay", (DyingReplay,), {"after_reserve": version}).connect)
     if fault == "before_commit":
-        return Makers(replay=type("Replay", (DyingReplay,), {"before_commit": version}).connect)
+        return Dependencies(replay=type("Replay", (DyingReplay,), {"before_commit": version}).connect)
     if fault == "in_refill":
-        return Makers(replay=DyingRefill.connect)
+        return Dependencies(replay=DyingRefill.connect)
     if fault == "before_refilled":
-        return Makers(replay=DyingAfterRefill.connect)
+        return Dependencies(replay=DyingAfterRefill.connect)
     if fault == "rank_1_reads":
-        return Makers(replay=DyingReader.connect)
+        return Dependencies(replay=DyingReader.connect)
     if fault == "in_checkpoint":
         dying = type("Dying", (DyingCheckpoints,), {"version": version})
-        return Makers(checkpoints=lambda config: dying(config.checkpoint_folder, config.checkpointing))
+        return Dependencies(checkpoints=lambda config: dying(config.checkpoint_folder, config.checkpointing))
     if fault == "in_refit":
-
-        @contextlib.asynccontextmanager
-        async def sender(config: Config, replay: ReplayClient) -> AsyncIterator[Any]:
-            async with open_sender(config, replay) as inner:
-                yield DyingSender(inner, version)
-
-        return Makers(sender=sender)
-    return Makers()
+        return Dependencies(sender=type("Sender", (DyingSender,), {"version": version}))
+    return Dependencies()
 
 
 def run(settings: str, fault: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     name, _, at = fault.partition(":")
     try:
-        main(Config.model_validate_json(settings), makers(name, int(at or -1)))
+        main(Config.model_validate_json(settings), dependencies(name, int(at or -1)))
     except HeadraceError as error:
         sys.exit(f"error: {error}")
 

@@ -12,17 +12,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import loop_process
 import pytest
-from loop_fleet import repeated
 
 from headrace.config import Config
 from headrace.lineage import FOLDER, LineageFiles, timeline_of
 from headrace.replay import ReplayClient
-from services.trainer.control.checkpoint import TRAINED, Checkpoints
-from services.trainer.control.ledger import Orders
+from services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
 from services.trainer.telemetry.journal import Journal, Line, surviving
 from services.trainer.telemetry.samples import SampleFiles
+from tests.integration.trainer import loop_process
+from tests.integration.trainer.loop_fleet import repeated
 
 STEPS, PROMPTS = 4, 2
 FORKS = multiprocessing.get_context("forkserver")
@@ -103,7 +102,7 @@ def check_history(trainer: Trainer, steps: int = STEPS) -> list[str]:
     assert len(groups) == steps * PROMPTS
     state = checkpoints.state(checkpoints.newest() or 0)
     assert state.version == steps
-    assert len(Orders.decode(checkpoints.file(state.version, TRAINED))) == len(groups)
+    assert len(Ledger.decode(checkpoints.file(state.version, TRAINED)).trained) == len(groups)
     check_lineage(trainer, ledger, {line.step: line.timeline for line in train})
     return groups
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from loop_fleet import SmallReplica, running, score_all
-from loop_trainer import STEPS, Trainer
 from typer.testing import CliRunner
 
 from headrace.cli import runs
@@ -17,6 +15,8 @@ from headrace.cli.app import app
 from headrace.errors import ServiceError
 from headrace.replay import Limits, ReplayClient
 from services.trainer import replay_step
+from tests.integration.trainer.loop_fleet import SmallReplica, running, score_all
+from tests.integration.trainer.loop_trainer import STEPS, Trainer
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ def overrides(keys: dict[str, object]) -> list[str]:
     return [f"loss_fn.{key}={'null' if value is None else str(value).lower()}" for key, value in keys.items()]
 
 
-def given(tmp_path: Path, text: str = "") -> Path:
+def given(tmp_path: Path, text: str = "{}") -> Path:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     return path

@@ -181,5 +181,5 @@ def test_jsonl_problems(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_line_is_refused_with_file_and_line(tmp_path: Path, line: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"sums\.jsonl:2: .*{message}.*; mend or remove the line"):
+    with pytest.raises(ConfigError, match=rf"sums\.jsonl:2: .*{message}.*; correct or remove the line"):
         load_problems(jsonl(tmp_path, '{"input": "1+1", "output": "2"}', line))

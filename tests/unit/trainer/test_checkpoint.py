@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from headrace.config.services import Checkpointing
 from headrace.errors import ServiceError
-from services.trainer.control.checkpoint import Checkpoints, State, superseded
+from services.trainer.control.checkpoint import Checkpoints, CheckpointState, superseded
 
 
-def state(version: int, **metrics: float) -> State:
+def state(version: int, **metrics: float) -> CheckpointState:
     named = {f"val:{name}": value for name, value in metrics.items()}
-    return State(version=version, timeline="t1", ancestors=("t0",), cursor=9, run_id="r", metrics=named)
+    return CheckpointState(version=version, timeline="t1", ancestors=("t0",), cursor=9, run_id="r", metrics=named)
 
 
 Publish = Callable[..., Path]

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.errors import ServiceError
 from services.trainer.telemetry.journal import Journal, Line, surviving
-from services.trainer.telemetry.plot import draw_curve
+from services.trainer.telemetry.plots import draw_curve
 
 
 def line(kind: str, step: int, timeline: str = "a") -> Line:

@@ -86,7 +86,7 @@ def test_a_step_takes_the_rate_of_its_place_and_clips() -> None:
     settings = Optimizer(kwargs=OptimizerArgs(lr=1e-2, weight_decay=0, eps=1e-12))
     halving = {"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"gamma": 0.5}}
     trained = Trained(model, settings, schedule(halving), 1.0, "policy")
-    trained.trainer_step_done()
+    trained.advance_schedule()
     model(torch.tensor([[3.0, -4.0, 12.0]])).sum().backward()
     assert trained.norm() == pytest.approx(13.0)
     trained.move(13.0)

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from headrace.config.loss import LossFn, ValueLossFn
 from services.trainer.learning.losses.policy import policy_metric_names
 from services.trainer.learning.losses.value import value_metric_names
+
+from headrace.config.loss import LossFn, ValueLossFn
 from services.trainer.telemetry.metric_names import CHAPTERS, tracked_name, unknown
 
 ROOT = Path(__file__).resolve().parents[3]

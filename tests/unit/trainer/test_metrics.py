@@ -6,7 +6,7 @@ import dataclasses
 
 from loop_cases import group, reservation
 
-from services.trainer.telemetry.gauges import Gauges
+from services.trainer.telemetry.http import Gauges
 from services.trainer.telemetry.metrics import batch_metrics, sampling_metrics, total_lengths
 
 

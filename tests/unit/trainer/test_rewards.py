@@ -8,10 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from headrace.config.advantages import AdvEstimator, RewardScaling, RewardShaping
-from headrace.config.loss import LossFn
-from headrace.errors import ServiceError
 from services.trainer.learning.advantages import (
     AllRanks,
     Settings,
@@ -23,6 +19,10 @@ from services.trainer.learning.advantages import (
     shape_rewards,
 )
 from services.trainer.learning.tokens import Episode, Float64
+
+from headrace.config.advantages import AdvEstimator, RewardScaling, RewardShaping
+from headrace.config.loss import LossFn
+from headrace.errors import ServiceError
 from tests.unit.trainer.advantage_cases import Alone, Batch, batches, episode, on_ranks
 
 NONE = np.zeros(1, dtype=bool)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.trainer.control.decisions import Action
-from services.trainer.control.step_times import step_times
+from services.trainer.control.loop import step_times
 from services.trainer.telemetry.throughput import StepTimes
 
 # Training is timed by itself, and after the other three there is no next step.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import msgpack
+import msgspec
 import numpy as np
 import pytest
 
@@ -75,11 +76,11 @@ def test_the_group_is_reused_while_the_membership_is_unchanged_and_rebuilt_other
     assert RENDEZVOUS.group_of(("a", "b")) == RENDEZVOUS.group_of(("b", "a")) == "old"
     for members in (("b",), ("a",), ("a", "b", "c")):
         assert RENDEZVOUS.group_of(members) == "new"
-    assert dataclasses.replace(RENDEZVOUS, previous_group="", previous_members=()).group_of(()) == "new"
+    assert msgspec.structs.replace(RENDEZVOUS, previous_group="", previous_members=()).group_of(()) == "new"
 
 
 def test_ranks_are_distinct_and_do_not_depend_on_the_order_of_members() -> None:
-    rendezvous = dataclasses.replace(RENDEZVOUS, workers=2)
+    rendezvous = msgspec.structs.replace(RENDEZVOUS, workers=2)
     for members in (("b", "a", "c"), ("c", "b", "a")):
         assert [rendezvous.first_rank(member, members) for member in "abc"] == [1, 3, 5]
         assert rendezvous.world_size(members) == 7
