@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from headrace.weights.manifest import Manifest
 from headrace_services.weight_channel import transport
 from headrace_services.weight_channel.transport import Channel, GroupRank, RendezvousStore, send
 
-PEER = Path(__file__).parents[2] / "support" / "weight_peer.py"
 PATIENCE_S = 60.0  # for what must happen and is not what the test is about
 ENDED = (
     "WeightChannelAborted",
@@ -36,7 +34,10 @@ class Peer:
 
     def __init__(self, spec: dict[str, object]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(PEER), json.dumps(spec)], stdout=subprocess.PIPE, text=True, env={**os.environ}
+            [sys.executable, "-m", "tests.support.weight_peer", json.dumps(spec)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ},
         )
         self.said: queue.Queue[dict] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
