@@ -86,7 +86,7 @@ class _OfThisProcess(ReplayClient):
 
 
 async def _generate(config: Config) -> None:
-    from tests.integration.trainer.loop_fleet import SmallReplica
+    from tests.support.small_replica import SmallReplica
 
     stop = asyncio.create_task(stop_on_signals().wait())
     async with contextlib.aclosing(_OfThisProcess(open_redis(config.redis_url), str(config.run.id))) as replay:

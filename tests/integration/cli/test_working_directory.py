@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import free_port
+from tests.support.ports import free_port
 
 CONFIG = """
 run: {{id: test, dir: {folder}/runs}}

@@ -15,8 +15,8 @@ from headrace.replay.connection import open_redis
 from headrace.trajectory import Score
 from headrace_services.replay import acl, library
 from headrace_services.replay.embedded import EmbeddedServer
-from tests.conftest import free_port
-from tests.integration.replay.helpers import make_group, make_trajectory, nonce, reserve
+from tests.support.buffer import make_group, make_trajectory, nonce, reserve
+from tests.support.ports import free_port
 
 RUN = "guarded"
 PASSWORDS = {role: f"secret of {role}" for role in acl.role_names()}

@@ -15,7 +15,7 @@ from headrace.replay import Lease, Limits, ReplayClient
 from headrace.replay.rollout import CARRIED_BYTES
 from headrace.trajectory import Score
 from headrace_services.replay import library
-from tests.integration.replay.helpers import (
+from tests.support.buffer import (
     contents,
     enqueue,
     generate,

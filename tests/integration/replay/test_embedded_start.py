@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import free_port
+from tests.support.ports import free_port
 
 SCRIPT = """
 import asyncio, os, pathlib, sys

@@ -14,8 +14,7 @@ from headrace.errors import ReplayUnavailable
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.replay import library
-from tests.conftest import free_port
-from tests.integration.replay.helpers import (
+from tests.support.buffer import (
     enqueue,
     eventually,
     generate,
@@ -24,7 +23,8 @@ from tests.integration.replay.helpers import (
     reserve,
     total,
 )
-from tests.integration.replay.servers import RedisServer, redis_server
+from tests.support.ports import free_port
+from tests.support.redis_servers import RedisServer, redis_server
 
 HOST = "127.0.0.1"
 

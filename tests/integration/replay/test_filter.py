@@ -12,7 +12,7 @@ from headrace.errors import InvalidCall, SamplingStarved
 from headrace.replay import Limits, ReplayClient, Waiting
 from headrace.trajectory import Score
 from headrace_services.replay.main import limits_of
-from tests.integration.replay.helpers import (
+from tests.support.buffer import (
     enqueue,
     healthy_replica,
     make_group,

@@ -24,8 +24,7 @@ from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from headrace_services.replay.library import check_server, risks
 from headrace_services.replay.main import limits_of, running
-from tests.conftest import free_port
-from tests.integration.replay.helpers import (
+from tests.support.buffer import (
     contents,
     enqueue,
     eventually,
@@ -37,6 +36,7 @@ from tests.integration.replay.helpers import (
     score_all,
     total,
 )
+from tests.support.ports import free_port
 
 
 @pytest.fixture

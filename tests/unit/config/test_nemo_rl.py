@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nemo_cases import BASE, read, recipe, refusal
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
 from headrace.config import load
 from headrace.config.load import examine
 from headrace.errors import ConfigError
+from tests.unit.config.nemo_cases import BASE, read, recipe, refusal
 
 
 def test_a_recipe_over_two_levels_loads_as_it_is(tmp_path: Path) -> None:
