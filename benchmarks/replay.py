@@ -35,9 +35,9 @@ from rich.table import Table
 
 from benchmarks.buffer import BYTES_A_TOKEN, fresh_server, group, limits, refit, verified_replica
 from headrace.replay import Lease, ReplayClient, Reservation
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from headrace.trajectory import Score, Span, Trajectory
-from services.replay import library
+from headrace_services.replay import library
 
 PROMPTS, GENERATIONS = 32, 8
 PIPELINE = 64

@@ -18,17 +18,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import matplotlib
-import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.curves import dress, gather, kept, model_folder
-from benchmarks.sampler import Completion, Sampler, held_out, problems
 from headrace.config import Config, load
-from services.trainer.learning.experience import Experience
-from services.trainer.learning.learner import Learner
-from services.trainer.network.rows import TokenSequence
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.step import train_step
+from tests.support.sampling import Sampler, batch_of, held_out, problems
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic_tiny.yaml"
 STEPS, VALIDATE = 40, 5
@@ -128,35 +126,12 @@ def measure(model: Path, age: int, correction: str, seed: int) -> Curve:
     for step in range(STEPS):
         sampler.load(versions[0])
         drawn = sampler.draw(next(questions), algorithm.num_generations_per_prompt, seed * STEPS + step)
-        learner.step(experiences(drawn, algorithm.num_generations_per_prompt, min(age, step)))
+        train_step(learner, batch_of(drawn, algorithm.num_generations_per_prompt, age=min(age, step)))
         versions.append({name: weight.clone() for name, weight in learner.iter_weights()})
         if (step + 1) % VALIDATE == 0:
             sampler.load(versions[-1])
             accuracies.append((step + 1, sampler.accuracy(asked)))
     return Curve(age, correction, seed, tuple(accuracies))
-
-
-def experiences(drawn: Sequence[Completion], generations: int, age: int) -> list[Experience]:
-    """Completions as the learner takes them, `generations` a group, all tokens `age` versions old."""
-    return [
-        Experience(
-            name=f"completion {place}",
-            group=place // generations,
-            place=place,
-            tokens=TokenSequence(
-                completion.prompt_token_ids, completion.token_ids, np.ones(completion.token_ids.size, np.uint8)
-            ),
-            gen=completion.logprobs,
-            mask=np.ones(completion.token_ids.size, np.bool_),
-            behind=np.full(completion.token_ids.size, age, np.float32),
-            reward=completion.reward,
-            components={},
-            environment="sums",
-            multiplier=1.0,
-            truncated=not completion.ended,
-        )
-        for place, completion in enumerate(drawn)
-    ]
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:

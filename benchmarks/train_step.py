@@ -1,9 +1,9 @@
-"""A training step's forward and backward pass in each layout of rows, beside the plain padded one: time, memory, equal gradients.
+"""A training step's forward and backward pass in each way of packing, beside the plain padded one: time, memory, equal gradients.
 
     python -m benchmarks.train_step [--model DIRECTORY] [--groups N] [--generations N] [--prompt TOKENS] [--completion TOKENS]
 
 Groups of trajectories with a prompt of `--prompt` tokens each and completions of long-tailed lengths (log-normal, `--completion` at
-most) go through the model in micro-batches of `--micro-batch` sequences, or of as many tokens as those would have at most. Every
+most) go through the model in micro-batches of `--micro-batch` trajectories, or of as many tokens as those would have at most. Every
 mode has a process of its own and processes take turns, `--repeats` times, so that a busy machine slows all alike; times are medians
 of all rounds but each process's first. Memory is the high-water mark of the passes beyond what model and gradients take: of the
 process (RSS) on a CPU, of torch's allocator on a GPU. `work` is the number of places that go through the layers, padding included.
@@ -34,9 +34,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from headrace.config import Config
-from services.trainer.network.policy import Policy
-from services.trainer.network.projection import Warp
-from services.trainer.network.rows import Layout, TokenSequence, build, join, plan
+from headrace.trajectory import Span, Trajectory
+from headrace_services.trainer.network.packing import Packing, pack, plan
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 
 DYNAMIC = {"dynamic_batching": {"enabled": True, "sequence_length_round": 8}}
 PACKED = {"sequence_packing": {"enabled": True, "sequence_length_round": 8}}
@@ -140,13 +140,13 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         **MODES[args.one],
     }
     config = Config.model_validate({"policy": keys, "trainer": {"device": args.device}})
-    policy, layout = Policy(config), Layout.of(config.policy, training=True)
-    sequences = _sequences(args, policy.vocab_size)
+    policy, packing = PolicyModel(config), Packing.of(config.policy, training=True)
+    trajectories = _trajectories(args, policy.vocab_size)
     rng = np.random.default_rng(1)
-    weights = [rng.normal(size=s.policy_tokens) for s in sequences]
+    weights = [rng.normal(size=one.completion_token_ids.size) for one in trajectories]
     for parameter in policy.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    batches = plan(sequences, layout)
+    micro_batches = plan(trajectories, packing)
     memory = _Memory(policy.device)
     seconds, places = [], 0
     for _ in range(args.rounds):
@@ -154,11 +154,11 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             assert parameter.grad is not None
             parameter.grad.zero_()
         places, start = 0, time.perf_counter()
-        for batch in batches:
-            rows = build(sequences, batch, layout).to(policy.device)
-            places += rows.input_ids.numel()
-            factor = torch.from_numpy(join(batch, weights.__getitem__)).float().to(policy.device)
-            (policy.logprobs(rows, Warp()).curr * factor).sum().backward()
+        for rows in micro_batches:
+            packed = pack(trajectories, rows, packing).to(policy.device)
+            places += packed.input_ids.numel()
+            factors = torch.from_numpy(np.concatenate([weights[i] for i in packed.order])).float().to(policy.device)
+            (policy.forward(packed, LogitsWarper()).logprobs * factors).sum().backward()
         if policy.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
@@ -169,8 +169,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "seconds": seconds[1:],
         "memory": peak,
         "places": places,
-        "batches": len(batches),
-        "tokens": sum(s.policy_tokens for s in sequences),
+        "batches": len(micro_batches),
+        "tokens": sum(one.completion_token_ids.size for one in trajectories),
         "device": torch.cuda.get_device_name() if policy.device.type == "cuda" else "cpu",
     }
 
@@ -197,14 +197,28 @@ class _Memory:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:"))
 
 
-def _sequences(args: argparse.Namespace, vocabulary: int) -> list[TokenSequence]:
+def _trajectories(args: argparse.Namespace, vocabulary: int) -> list[Trajectory]:
     rng = np.random.default_rng(0)
-    found = []
+    found: list[Trajectory] = []
     for _ in range(args.groups):
         prompt = rng.integers(0, vocabulary, args.prompt).astype(np.int32)
         for length in np.clip(rng.lognormal(np.log(args.completion / 4), 0.8, args.generations), 1, args.completion):
             completion = rng.integers(0, vocabulary, int(length)).astype(np.int32)
-            found.append(TokenSequence(prompt, completion, np.ones(completion.size, np.uint8)))
+            found.append(
+                Trajectory(
+                    group_id="g",
+                    attempt=1,
+                    index=len(found),
+                    prompt_token_ids=prompt,
+                    completion_token_ids=completion,
+                    logprobs=np.zeros(completion.size, np.float32),
+                    loss_mask=np.ones(completion.size, np.uint8),
+                    spans=(Span(0, 0, completion.size),),
+                    finish_reason="stop",
+                    text="",
+                    replica="benchmark",
+                )
+            )
     return found
 
 

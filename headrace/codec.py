@@ -1,17 +1,15 @@
 """The versioned msgpack codec of the records that travel through the buffer.
 
-A record is a msgpack map with `schema` first. Arrays are little-endian bytes. Unknown fields are ignored, so that an older
-reader takes a newer writer's record of the same schema; a missing field, a wrong type or arrays of unequal length raise
-`CodecError`, so that a malformed record never gets past the port it came in by. Nothing is ever pickled.
+A record is a msgpack map with `schema` first, then the fields of its Struct in their order. Arrays are little-endian bytes. Unknown
+fields are ignored, so that an older reader takes a newer writer's record of the same schema; a missing field, a wrong type or arrays
+of unequal length raise `CodecError`, so that a malformed record never gets past the port it came in by. Nothing is ever pickled.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar, cast
 
-import msgpack
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,88 +17,83 @@ from headrace.errors import CodecError
 
 SCHEMA: Final = 1
 
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+UInt8 = npt.NDArray[np.uint8]
 
-def pack(fields: Mapping[str, Any]) -> bytes:
-    """Raises `CodecError` on a value that msgpack can't carry."""
-    try:
-        packed: bytes = msgpack.packb(fields, use_bin_type=True)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise CodecError(f"a record can't be packed: {error}") from error
-    return packed
+# What the elements of an array field are written as.
+_DTYPES: dict[Any, np.dtype[Any]] = {Int32: np.dtype("<i4"), Float32: np.dtype("<f4"), UInt8: np.dtype("u1")}
+_WRITTEN = frozenset(_DTYPES.values())
 
-
-def to_bytes(array: npt.NDArray[Any], dtype: str) -> bytes:
-    """In the order of its elements, as `dtype`."""
-    return np.ascontiguousarray(array, dtype=dtype).tobytes()
+R = TypeVar("R", bound=msgspec.Struct)
 
 
-def array_of(raw: bytes, kind: np.dtype[Any], name: str, what: str = "trajectory") -> Any:
-    """What `to_bytes` wrote; it can't be written to. Raises `CodecError` naming the field."""
-    if len(raw) % kind.itemsize:
-        raise CodecError(f"{what}: field {name!r} has {len(raw)} bytes, not a multiple of {kind.itemsize}")
-    return np.frombuffer(raw, dtype=kind)
+class Codec(Generic[R]):
+    """Bytes of the records of one Struct, and back.
 
+    Its fields are declared once, in the Struct; those with an array type travel as bytes. What is read must have every field, those that
+    have a default when a record is made included.
+    """
 
-T = TypeVar("T")
+    def __init__(self, record: type[R]) -> None:
+        fields = msgspec.structs.fields(record)
+        self._record = record
+        self._what = record.__name__.lower()
+        self._encode = msgspec.msgpack.Encoder(enc_hook=_written).encode
+        # which place in the record holds an array, its name, and of what
+        self._arrays = [(i, f.name, _DTYPES[f.type]) for i, f in enumerate(fields) if f.type in _DTYPES]
+        stored = msgspec.defstruct(
+            record.__name__,
+            [("schema", Literal[1]), *((f.name, bytes if f.type in _DTYPES else f.type) for f in fields)],
+        )
+        self._decode = msgspec.msgpack.Decoder(stored).decode
 
+    @property
+    def dtypes(self) -> dict[str, np.dtype[Any]]:
+        """Of the fields that hold arrays, by their names."""
+        return {name: dtype for _, name, dtype in self._arrays}
 
-class Reader:
-    """Typed access to a decoded map; every refusal names the record, the field and what was found there."""
-
-    def __init__(self, data: bytes | Mapping[str, Any], what: str) -> None:
-        self.what = what
-        # dict first: the test for any other Mapping takes a microsecond
-        if isinstance(data, dict) or (not isinstance(data, bytes) and isinstance(data, Mapping)):
-            self.fields: Mapping[str, Any] = data
-            return
+    def encode(self, record: R) -> bytes:
+        """Raises `CodecError` on a value that msgpack can't carry."""
         try:
-            fields = msgpack.unpackb(data, raw=False, strict_map_key=True)
-        except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
-            raise CodecError(f"{what}: not a msgpack record ({error})") from error
-        if not isinstance(fields, dict):
-            raise CodecError(f"{what}: a {type(fields).__name__}, not a map")
-        if type(fields.get("schema")) is not int or fields["schema"] != SCHEMA:
-            raise CodecError(f"{what}: schema {fields.get('schema')!r}; this build reads schema {SCHEMA}")
-        self.fields = fields
+            return self._encode(record)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise CodecError(f"a {self._what} can't be packed: {error}") from error
 
-    def _refuse(self, name: str, wanted: str) -> CodecError:
-        if name not in self.fields:
-            return CodecError(f"{self.what}: field {name!r} is missing")
-        return CodecError(f"{self.what}: field {name!r} is {self.fields[name]!r:.80}, not {wanted}")
+    def decode(self, data: bytes) -> R:
+        """The arrays can't be written to. Raises `CodecError` naming the field."""
+        try:
+            _, *values = msgspec.structs.astuple(self._decode(data))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise CodecError(f"{self._what}: {_schema_problem(data) or error}") from error
+        for place, name, dtype in self._arrays:
+            try:
+                values[place] = np.frombuffer(values[place], dtype)
+            except ValueError as error:
+                raise CodecError(
+                    f"{self._what}: field {name!r} has {len(values[place])} bytes, not a multiple of {dtype.itemsize}"
+                ) from error
+        return self._record(*values)
 
-    def get(self, name: str, kind: type[T]) -> T:
-        value = self.fields.get(name)
-        # bool is an int to Python, and never what a numeric field means
-        if type(value) is not kind and (not isinstance(value, kind) or isinstance(value, bool)):
-            raise self._refuse(name, f"a {kind.__name__}")
-        return value
 
-    def optional(self, name: str, kind: type[T]) -> T | None:
-        return None if self.fields.get(name) is None else self.get(name, kind)
+def _written(value: Any) -> Any:
+    """An array as its elements in order, little-endian."""
+    if type(value) is not np.ndarray:
+        raise TypeError(f"a {type(value).__name__}, {value!r:.80}")
+    if value.dtype in _WRITTEN:
+        return value.data if value.flags.c_contiguous else value.tobytes()
+    dtype = value.dtype.newbyteorder("<")
+    if dtype not in _WRITTEN:
+        raise TypeError(f"an array of {value.dtype}; give int32, float32 or uint8")
+    return value.astype(dtype).tobytes()
 
-    def natural(self, name: str) -> int:
-        value = self.get(name, int)
-        if value < 0:
-            raise self._refuse(name, "a natural number")
-        return value
 
-    def number(self, name: str) -> float:
-        value = self.fields.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise self._refuse(name, "a finite number")
-        return float(value)
-
-    def choice(self, name: str, allowed: tuple[str, ...]) -> Any:
-        value = self.fields.get(name)
-        if value not in allowed:
-            raise self._refuse(name, f"one of {', '.join(allowed)}")
-        return value
-
-    def list_of(self, name: str, kind: type[T]) -> list[T]:
-        values = self.get(name, list)
-        if not all(isinstance(v, kind) and not isinstance(v, bool) for v in values):
-            raise self._refuse(name, f"a list of {kind.__name__}")
-        return values
-
-    def array(self, name: str, dtype: str) -> Any:
-        return array_of(self.get(name, bytes), np.dtype(dtype), name, self.what)
+def _schema_problem(data: bytes) -> str | None:
+    """What is wrong with the schema of a map that has one, if so."""
+    try:
+        fields = msgspec.msgpack.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or "schema" not in fields or cast(Any, fields["schema"]) == SCHEMA:
+        return None
+    return f"schema {fields['schema']!r:.80}; this build reads schema {SCHEMA}"

@@ -1,4 +1,4 @@
-"""Errors that people and services act on. Each message names the value at fault and the remedy, in one line."""
+"""Errors that users and services act on. Each message names the offending value and the remedy, in one line."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class ReplayUnavailable(ReplayError):
 
 
 class ReplayDenied(ReplayError):
-    """The Redis server and this client don't accept each other (certificate, user, password, rights): waiting changes nothing."""
+    """The Redis server and this client don't accept each other (certificate, user, password, rights); retrying won't help."""
 
     code = "HR_DENIED"
 
 
 class InvalidCall(ReplayError):
-    """Arguments that no correct caller sends (malformed record, unknown group, index out of range)."""
+    """The arguments are invalid (malformed record, unknown group, index out of range)."""
 
     code = "HR_INVALID"
 
@@ -56,13 +56,13 @@ class LeaseLost(Fenced):
 
 
 class Surplus(Fenced):
-    """The group has its n scored trajectories without this one: what is still generated for it can stop."""
+    """The group has its n scored trajectories without this one; generation for it can stop."""
 
     code = "HR_SURPLUS"
 
 
 class WrongTimeline(Fenced):
-    """The call names a timeline or an incarnation that a rewind or a restore has ended."""
+    """The call names a timeline that a rewind ended, or an incarnation that a restore ended."""
 
     code = "HR_TIMELINE"
 
@@ -86,7 +86,7 @@ class NotVerified(Fenced):
 
 
 class WeightChannelError(HeadraceError):
-    """A transfer of weights did not complete: a peer failed, or the two sides disagree on what is sent."""
+    """A transfer of weights failed: a peer failed, or the two sides disagree on what is sent."""
 
 
 class WeightChannelTimeout(WeightChannelError):
@@ -94,4 +94,4 @@ class WeightChannelTimeout(WeightChannelError):
 
 
 class WeightChannelAborted(WeightChannelError):
-    """The trainer gave this transfer up (it will announce another), or is gone."""
+    """The trainer gave up this transfer (it will announce another), or has ended."""

@@ -12,20 +12,13 @@ from collections.abc import AsyncIterator, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
+import msgspec
 import numpy as np
 
 from headrace.errors import CodecError
 from headrace.lineage import Origin, origin_of, with_timelines
 from headrace.replay import ReplayClient
-from headrace.trajectory import Group, Score, Trajectory
-
-_ARRAYS = {
-    "prompt_token_ids": "<i4",
-    "completion_token_ids": "<i4",
-    "logprobs": "<f4",
-    "loss_mask": "u1",
-}
+from headrace.trajectory import ARRAYS, Group, Score, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +33,9 @@ def to_line(exported: Exported, origin: Origin) -> str:
     """Without the newline. Raises `CodecError` for what an environment said that JSON can't carry (bytes)."""
     line = {
         "state": exported.state,
-        "group": _plain(exported.group.encode()),
-        "trajectory": _plain(exported.trajectory.encode()),
-        "score": None if exported.score is None else _plain(exported.score.encode()),
+        "group": _plain(exported.group),
+        "trajectory": _plain(exported.trajectory),
+        "score": None if exported.score is None else _plain(exported.score),
         "lineage": dataclasses.asdict(origin),
     }
     try:
@@ -91,14 +84,11 @@ def read(path: Path) -> Iterator[Exported]:
                 raise CodecError(f"{path}:{number}: {error}") from error
 
 
-def _plain(record: bytes) -> dict[str, Any]:
-    fields: dict[str, Any] = msgpack.unpackb(record, raw=False)
-    for name in _ARRAYS.keys() & fields.keys():
-        fields[name] = np.frombuffer(fields[name], dtype=_ARRAYS[name]).tolist()
-    return fields
+def _plain(record: Group | Trajectory | Score) -> Any:
+    """The record's fields in JSON types, but for bytes that an environment said."""
+    return msgspec.to_builtins(record, builtin_types=(bytes,), enc_hook=np.ndarray.tolist)
 
 
 def _packed(fields: dict[str, Any]) -> bytes:
-    arrays = {name: np.asarray(fields[name], dtype=_ARRAYS[name]).tobytes() for name in _ARRAYS.keys() & fields.keys()}
-    packed: bytes = msgpack.packb({**fields, **arrays})
-    return packed
+    arrays = {name: np.asarray(fields[name], ARRAYS[name]).tobytes() for name in ARRAYS.keys() & fields.keys()}
+    return msgspec.msgpack.encode({**fields, **arrays})

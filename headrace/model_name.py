@@ -1,4 +1,4 @@
-"""What a key like `policy.model_name` or `policy.tokenizer.name` may name: a directory, or something of the Hugging Face hub."""
+"""Checks keys like `policy.model_name` and `policy.tokenizer.name`: each names a directory, or a model on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Kind:
-    """`files`: one of them is in every directory of this kind."""
-
     name: str
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # every directory of this kind has at least one of them
     remedy: str
 
 
@@ -33,17 +31,17 @@ _TOKENIZER = _Kind(
 
 
 def check_model_name(key: str, name: str) -> None:
-    """Refuse a `name`, given by `key` of the configuration, that is no model's, before anything heavy starts: left to the libraries
-    that load it, a misspelt path is asked for on the hub again and again.
+    """Raise `ServiceError` unless `name`, the value of the configuration's `key`, names a model.
 
-    Asks the hub, once and with its own patience, for a name that is neither a directory nor in the hub's cache; with
-    HF_HUB_OFFLINE=1 there is nobody to ask. Raises `ServiceError`.
+    Call it before anything heavy starts: the libraries that load models query the hub again and again for a misspelt path. A name
+    that is neither a directory nor in the hub's cache is looked up on the hub once, with the hub client's own timeouts, and not at
+    all with HF_HUB_OFFLINE=1.
     """
     _check(_MODEL, key, name)
 
 
 def check_tokenizer_name(key: str, name: str) -> None:
-    """The same of a tokenizer's name."""
+    """The same check for a tokenizer."""
     _check(_TOKENIZER, key, name)
 
 
@@ -59,7 +57,7 @@ def _check(kind: _Kind, key: str, name: str) -> None:
 
 
 def _check_hub(kind: _Kind, key: str, name: str) -> None:
-    # with the libraries that load models, so not with the base installation
+    # comes with the libraries that load models, so not with the base installation
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
@@ -75,7 +73,7 @@ def _check_hub(kind: _Kind, key: str, name: str) -> None:
             return
         hf_hub_download(name, kind.files[-1])
     except (OSError, ValueError) as error:
-        # its own words speak of connections and caches, the cause says what is the matter
+        # the message is about connections and caches; the cause names the problem
         said = str(error.__cause__ or error).strip().splitlines()
         reason = said[0] if said else type(error).__name__
         raise ServiceError(

@@ -1,4 +1,4 @@
-"""What every gRPC server of Headrace does alike: health, reflection, message limits, and typed refusals of malformed messages."""
+"""Shared by all gRPC servers: health, reflection, message limits, and INVALID_ARGUMENT for malformed messages."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ MAX_MESSAGE_BYTES = 64 * 1024**2
 
 
 def channel(target: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """A plain-text channel to `target` (host:port) that goes on trying to connect, a few seconds apart at most."""
+    """An unencrypted channel to `target` (host:port) that keeps trying to connect, at least every few seconds."""
     return grpc.aio.insecure_channel(
         target, options=[*_limits(max_message_bytes), ("grpc.max_reconnect_backoff_ms", 3000)]
     )
 
 
 def server(max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
-    # Without SO_REUSEPORT a busy port is an error, not a second server that takes half of the calls.
+    # With SO_REUSEPORT, a second server on a busy port would start and take half of the calls.
     options = [*_limits(max_message_bytes), ("grpc.so_reuseport", 0)]
     return grpc.aio.server(options=options, interceptors=[_RefuseMalformed()])
 
 
 def listen(server: grpc.aio.Server, host: str, port: int, key: str) -> int:
     """Bind and return the port (0 takes a free one). Raises `ServiceError` naming `key`, where the port was set."""
-    bind(host, port, key).close()  # gRPC would log a busy port in its own words besides raising
+    bind(host, port, key).close()  # gRPC would also log a busy port
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         bound: int = server.add_insecure_port(address)
@@ -52,7 +52,7 @@ async def add_health_and_reflection(server: grpc.aio.Server, services: Iterable[
 
 
 def time_to_answer(context: grpc.aio.ServicerContext) -> float | None:
-    """Seconds until the answer must be ready to reach the caller before its deadline; None without one."""
+    """Seconds in which to answer, so that the answer reaches the caller before its deadline; None without a deadline."""
     remaining: float | None = context.time_remaining()
     return None if remaining is None else max(0.0, remaining - min(1.0, 0.1 * remaining))
 
@@ -62,7 +62,7 @@ def _limits(max_message_bytes: int) -> list[tuple[str, int]]:
 
 
 class _RefuseMalformed(grpc.aio.ServerInterceptor):
-    """Bytes that are no message of the method, or a message with a malformed field, are INVALID_ARGUMENT with the reason.
+    """Answers bytes that don't decode, or a message with a malformed field, with INVALID_ARGUMENT and the reason.
 
     gRPC itself would answer INTERNAL, or UNKNOWN with a stack trace in the log.
     """

@@ -1,10 +1,11 @@
-"""What every service process does alike: health pages, signals, and not outliving the process that started it."""
+"""Shared by all service processes: exit codes, health pages, ports, signals, and ending with the parent process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
+import os
 import signal
 import socket
 import sys
@@ -18,7 +19,13 @@ if TYPE_CHECKING:
 
 Ready = Callable[[], Awaitable[str | None]]
 
-# 128 + SIGTERM: a service that has work to finish was stopped before it had.
+# Exit codes of a service. The user must fix something: starting the service again won't help.
+EXIT_USER_ERROR = 1
+# An unexpected exception.
+EXIT_INTERNAL_ERROR = os.EX_SOFTWARE
+# The buffer can't be reached; it may come back.
+EXIT_BUFFER_UNAVAILABLE = os.EX_TEMPFAIL
+# 128 + SIGTERM: the service was stopped before its work was done.
 EXIT_STOPPED = 143
 
 
@@ -70,7 +77,7 @@ async def serve_http(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
     import uvicorn
 
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=2))
-    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]  # signals are the service's
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]  # the service handles signals
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         yield
@@ -80,7 +87,7 @@ async def serve_http(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
 
 
 def stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM or SIGINT sets; call from the running loop."""
+    """An event that SIGTERM or SIGINT sets. Call it from the running loop."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -89,9 +96,9 @@ def stop_on_signals() -> asyncio.Event:
 
 
 def die_with_parent(signum: int = signal.SIGTERM) -> None:
-    """Ask the kernel (Linux) to send `signum` to this process when the thread that started it ends, even by SIGKILL.
+    """Make the kernel (Linux) send `signum` to this process when the thread that started it ends, even by SIGKILL.
 
-    Called first thing in a child, it leaves no orphan behind a killed supervisor.
+    Call it first thing in a child process, so that a killed supervisor leaves no orphan.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from headrace.codec import SCHEMA, Reader, array_of, pack, to_bytes
+from headrace.codec import Codec, Float32, Int32, UInt8
 from headrace.errors import CodecError
 
-Int32 = npt.NDArray[np.int32]
-Float32 = npt.NDArray[np.float32]
-UInt8 = npt.NDArray[np.uint8]
-
+Natural = Annotated[int, msgspec.Meta(ge=0)]
 Lane = Literal["train", "validation"]
 FinishReason = Literal["stop", "length"]
 Message = dict[str, Any]
@@ -32,15 +27,14 @@ class Span(NamedTuple):
     end: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampling:
+class Sampling(msgspec.Struct, frozen=True):
     """How the completions of a group are sampled. `temperature` 0 is greedy; `seed` makes trajectory i use `seed + i`.
 
     Of the probabilities at that temperature, `top_k` (None: all) keeps the largest, and `top_p` of those the fewest that sum to it.
     """
 
     temperature: float
-    max_new_tokens: int
+    max_new_tokens: Natural
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int | None = None
@@ -48,8 +42,7 @@ class Sampling:
     top_p: float = 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
+class Group(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
     """One prompt and its `n` trajectories: the unit of work, of age and of loss.
 
     `id` comes from (epoch, data set, index), so that enqueuing it again changes nothing. `order` is its place in the order
@@ -59,64 +52,46 @@ class Group:
 
     id: str
     lane: Lane
-    order: int
+    order: Natural
     task_name: str
     env_name: str
     messages: tuple[Message, ...]
     prompt_token_ids: Int32
     extra_env_info: dict[str, Any]
-    dataset_index: int
-    n: int
+    dataset_index: Natural
+    n: Natural
     sampling: Sampling
     loss_multiplier: float = 1.0
 
     def encode(self) -> bytes:
-        return pack(
-            {
-                "schema": SCHEMA,
-                **vars(self),
-                "messages": list(self.messages),
-                "prompt_token_ids": to_bytes(self.prompt_token_ids, "<i4"),
-                "sampling": vars(self.sampling),
-            }
-        )
+        """Raises `CodecError` for what msgpack can't carry."""
+        return _GROUP.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Group:
-        m = Reader(data, "group")
-        sampling = Reader(m.get("sampling", dict), "group.sampling")
-        group = cls(
-            id=m.get("id", str),
-            lane=m.choice("lane", LANES),
-            order=m.natural("order"),
-            task_name=m.get("task_name", str),
-            env_name=m.get("env_name", str),
-            messages=tuple(m.list_of("messages", dict)),
-            prompt_token_ids=m.array("prompt_token_ids", "<i4"),
-            extra_env_info=m.get("extra_env_info", dict),
-            dataset_index=m.natural("dataset_index"),
-            n=m.natural("n"),
-            sampling=Sampling(
-                temperature=sampling.number("temperature"),
-                max_new_tokens=sampling.natural("max_new_tokens"),
-                stop_token_ids=tuple(sampling.list_of("stop_token_ids", int)),
-                stop_strings=tuple(sampling.list_of("stop_strings", str)),
-                seed=sampling.optional("seed", int),
-                top_k=sampling.optional("top_k", int),
-                # a group that was queued before there was top_p
-                top_p=1.0 if "top_p" not in sampling.fields else sampling.number("top_p"),
-            ),
-            loss_multiplier=m.number("loss_multiplier"),
-        )
-        if group.n < 1:
-            raise CodecError(f"group {group.id!r}: n is {group.n}; a group has at least one trajectory")
-        if group.prompt_token_ids.size == 0:
-            raise CodecError(f"group {group.id!r}: the prompt has no tokens")
+        """Raises `CodecError` for bytes that are no group."""
+        group = _GROUP.decode(data)
+        group.check()
         return group
 
+    def check(self) -> None:
+        """Raise `CodecError` unless the group can be generated and trained."""
+        if self.n < 1:
+            raise CodecError(f"group {self.id!r}: n is {self.n}; a group has at least one trajectory")
+        if self.prompt_token_ids.size == 0:
+            raise CodecError(f"group {self.id!r}: the prompt has no tokens")
+        sampling = self.sampling
+        numbers = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "loss_multiplier": self.loss_multiplier,
+        }
+        for name, number in numbers.items():
+            if not math.isfinite(number):
+                raise CodecError(f"group {self.id!r}: {name} is {number}, not a finite number")
 
-# A Struct, as making a frozen dataclass takes six times as long, and these come by the thousand.
-class Trajectory(msgspec.Struct, frozen=True):
+
+class Trajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
     """One completion as it was sampled: token in, token out, never re-tokenized.
 
     Shapes: `prompt_token_ids` [S] int32; `completion_token_ids` [T] int32; `logprobs` [T] float32, natural logarithm of the
@@ -129,8 +104,8 @@ class Trajectory(msgspec.Struct, frozen=True):
     """
 
     group_id: str
-    attempt: int
-    index: int
+    attempt: Natural
+    index: Natural
     prompt_token_ids: Int32
     completion_token_ids: Int32
     logprobs: Float32
@@ -164,51 +139,13 @@ class Trajectory(msgspec.Struct, frozen=True):
         return sum(array.nbytes for array in arrays)
 
     def encode(self) -> bytes:
-        record = _TrajectoryRecord(
-            schema=SCHEMA,
-            group_id=self.group_id,
-            attempt=self.attempt,
-            index=self.index,
-            prompt_token_ids=to_bytes(self.prompt_token_ids, "<i4"),
-            completion_token_ids=to_bytes(self.completion_token_ids, "<i4"),
-            logprobs=to_bytes(self.logprobs, "<f4"),
-            loss_mask=to_bytes(self.loss_mask, "u1"),
-            spans=self.spans,
-            finish_reason=self.finish_reason,
-            text=self.text,
-            replica=self.replica,
-            turns=self.turns,
-            timings=self.timings,
-            writers=self.writers,
-        )
-        try:
-            return _PACK_TRAJECTORY(record)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise CodecError(f"a trajectory can't be packed: {error}") from error
+        """Raises `CodecError` for what msgpack can't carry."""
+        return _TRAJECTORY.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Trajectory:
-        try:
-            record = _UNPACK_TRAJECTORY(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            Reader(data, "trajectory")  # has its own words for what is no record, or one of another schema
-            raise CodecError(f"trajectory: {error}") from error
-        trajectory = cls(
-            group_id=record.group_id,
-            attempt=record.attempt,
-            index=record.index,
-            prompt_token_ids=array_of(record.prompt_token_ids, _INT32, "prompt_token_ids"),
-            completion_token_ids=array_of(record.completion_token_ids, _INT32, "completion_token_ids"),
-            logprobs=array_of(record.logprobs, _FLOAT32, "logprobs"),
-            loss_mask=array_of(record.loss_mask, _UINT8, "loss_mask"),
-            spans=record.spans,
-            finish_reason=record.finish_reason,
-            text=record.text,
-            replica=record.replica,
-            turns=record.turns,
-            timings=record.timings,
-            writers=record.writers,
-        )
+        """Raises `CodecError` for bytes that are no trajectory, or whose arrays disagree."""
+        trajectory = _TRAJECTORY.decode(data)
         trajectory.check()
         return trajectory
 
@@ -253,40 +190,13 @@ class Trajectory(msgspec.Struct, frozen=True):
         return None if edge == length else f"writers end at {edge}, the completion at {length}"
 
 
-class _TrajectoryRecord(msgspec.Struct):
-    """A trajectory as it is written. msgspec checks the types as it reads: a tenth of the time that checks in Python take,
-    for the record that comes by the thousand."""
-
-    schema: Literal[1]
-    group_id: str
-    attempt: Annotated[int, msgspec.Meta(ge=0)]
-    index: Annotated[int, msgspec.Meta(ge=0)]
-    prompt_token_ids: bytes
-    completion_token_ids: bytes
-    logprobs: bytes
-    loss_mask: bytes
-    spans: tuple[Span, ...]
-    finish_reason: FinishReason
-    text: str
-    replica: str
-    turns: tuple[tuple[int, int], ...]
-    timings: dict[str, float]
-    writers: tuple[tuple[str, int, int], ...]
-
-
-_PACK_TRAJECTORY = msgspec.msgpack.Encoder().encode
-_UNPACK_TRAJECTORY = msgspec.msgpack.Decoder(_TrajectoryRecord).decode
-_INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
-
-
-@dataclasses.dataclass(frozen=True)
-class Score:
+class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
     """What an environment said of one trajectory. Law 7: only `SCORED` carries a reward; a failure is never a number."""
 
     status: Literal["SCORED", "FAILED", "TIMED_OUT", "INVALID"]
     reward: float | None = None
-    components: dict[str, float] = dataclasses.field(default_factory=dict)
-    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    components: dict[str, float] = {}
+    metadata: dict[str, Any] = {}
     message: str = ""
     environment: str = ""
     build: str = ""
@@ -298,37 +208,16 @@ class Score:
             raise CodecError(f"score: reward {self.reward} or a component of {self.components} is not finite")
 
     def encode(self) -> bytes:
-        return pack({"schema": SCHEMA, **vars(self)})
+        """Raises `CodecError` for what msgpack can't carry."""
+        return _SCORE.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Score:
-        try:
-            record = _UNPACK_SCORE(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            Reader(data, "score")
-            raise CodecError(f"score: {error}") from error
-        return cls(
-            record.status,
-            record.reward,
-            record.components,
-            record.metadata,
-            record.message,
-            record.environment,
-            record.build,
-        )
+        """Raises `CodecError` for bytes that are no score."""
+        return _SCORE.decode(data)
 
 
-class _ScoreRecord(msgspec.Struct):
-    """A score as it is written."""
+_GROUP, _TRAJECTORY, _SCORE = Codec(Group), Codec(Trajectory), Codec(Score)
 
-    schema: Literal[1]
-    status: Literal["SCORED", "FAILED", "TIMED_OUT", "INVALID"]
-    components: dict[str, float]
-    metadata: dict[str, Any]
-    message: str
-    environment: str
-    build: str
-    reward: float | None = None
-
-
-_UNPACK_SCORE = msgspec.msgpack.Decoder(_ScoreRecord).decode
+# Fields that hold arrays, and what their elements are written as.
+ARRAYS = {**_GROUP.dtypes, **_TRAJECTORY.dtypes}

@@ -1,4 +1,4 @@
-"""Between the protobuf messages of `headrace.v1` and the records of this package. Every malformed field raises `CodecError`."""
+"""Converts between the protobuf messages of `headrace.v1` and the records of this package. A malformed field raises `CodecError`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STATUS_NAMES = {value: name for name, value in _STATUS.items()}
 
 
 def sample_to_wire(sample: Sample) -> pb.Trajectory:
-    """Raises `CodecError` where `extra_env_info` or a message is not made of JSON types."""
+    """Raises `CodecError` if `extra_env_info` or a message holds anything but JSON types."""
     return pb.Trajectory(
         group_id=sample.group_id,
         index=sample.index,
@@ -60,7 +60,7 @@ def sample_from_wire(trajectory: pb.Trajectory) -> Sample:
 
 
 def score_to_wire(score: Score) -> pb.Result:
-    """Law 7: a score that can't be sent (metadata that is not JSON, a component that is no number) is FAILED."""
+    """Law 7: a score that can't be sent (metadata that is not JSON, a component that is not a number) is FAILED."""
     try:
         return pb.Result(
             status=_STATUS[score.status],
@@ -77,7 +77,7 @@ def score_to_wire(score: Score) -> pb.Result:
 
 
 def score_from_wire(result: pb.Result) -> Score:
-    """Law 7: a result that is not exactly what the contract says is FAILED, with what is wrong with it as its message."""
+    """Law 7: a result that breaks the contract is FAILED, with the reason as its message."""
     status: Any = _STATUS_NAMES.get(result.status, "FAILED")
     try:
         if status == "SCORED" and not (result.HasField("reward") and math.isfinite(result.reward)):

@@ -1,33 +1,83 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import os
 import secrets
-import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.wire import open_redis
-from services.replay import library
-from services.replay.embedded import EmbeddedServer
+from headrace.replay.connection import open_redis
+from headrace_services.replay import library
+from headrace_services.replay.embedded import EmbeddedServer
+from tests.support import requirements
+from tests.support.ports import free_port
 
 # before torch is imported: a second thread on a busy core makes both slower
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+SEED = "HEADRACE_TEST_SEED"
+UNIT = Path(__file__).parent / "unit"  # these need Python packages only
 
 # how long an example takes says how busy the machine is
 settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("headrace")
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="everything, at nightly size: what `make test-all` runs")
+    parser.addoption("--calls", type=int, help="calls of the buffer that tests/properties makes")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "nightly: only `make test-all` runs it (`--nightly`)")
+    if hasattr(config, "workerinput"):  # one of the processes that share the tests
+        config.option.hypothesis_seed = config.workerinput["hypothesis_seed"]
+        return
+    unit = all(Path(each).resolve().is_relative_to(UNIT) for each in config.args)
+    if not unit and (problem := requirements.missing()):
+        raise pytest.UsageError(problem)
+    # taken out: the configuration refuses every HEADRACE_ variable that it doesn't know
+    given = os.environ.pop(SEED, None) or datetime.date.today().strftime("%Y%m%d")
+    if not given.isdecimal():
+        raise pytest.UsageError(f"{SEED}: {given!r} is not a whole number; give one, or unset it for today's date")
+    config.option.hypothesis_seed = config.getoption("hypothesis_seed", None) or given
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """xdist starts a process that shares the tests: it draws the same random cases."""
+    node.workerinput["hypothesis_seed"] = node.config.option.hypothesis_seed
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"{SEED}={config.getoption('hypothesis_seed')}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    if exitstatus == pytest.ExitCode.TESTS_FAILED:
+        terminalreporter.write_line(f"{SEED}={config.getoption('hypothesis_seed')} draws the same random cases again")
+
+
+@pytest.fixture(scope="session")
+def session_seed(pytestconfig: pytest.Config) -> int:
+    """Of everything that is drawn at random: HEADRACE_TEST_SEED, by default the date, so that each day sees other cases."""
+    return int(pytestconfig.getoption("hypothesis_seed"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("nightly"):
+        return
+    nightly = [item for item in items if item.get_closest_marker("nightly")]
+    config.hook.pytest_deselected(items=nightly)
+    items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +141,7 @@ def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _made_once(tmp_path_factory: pytest.TempPathFactory, name: str, *, warmup: bool) -> Path:
     """The model of a whole test run: of the processes that share its tests, one makes it and the others wait."""
-    from services.trainer.models import tiny
+    from headrace_services.trainer.demo_models import tiny
 
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

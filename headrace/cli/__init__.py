@@ -1,4 +1,4 @@
-"""The command line: `headrace …`, one module a command."""
+"""The command line, `headrace …`."""
 
 from headrace.cli.app import main
 

@@ -1,4 +1,4 @@
-"""`headrace acl CONFIG --passwords FILE`: users of the Redis server for one run, each with the rights of its role."""
+"""`headrace acl CONFIG --passwords FILE`: a Redis ACL with one user per role of a run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from headrace.cli import plugins
-from headrace.cli.options import ConfigArgument, Overrides
+from headrace.cli.common import ConfigArgument, Overrides, load_entry_point
 from headrace.config import load
 from headrace.errors import ConfigError
 
@@ -23,7 +22,7 @@ def acl(
         Path,
         typer.Option(
             "--passwords",
-            help="YAML with a password for each role; made, or completed with random ones, readable by you alone.",
+            help="YAML with a password for each role. It is created, or completed with random ones, and readable by you alone.",
             show_default=False,
         ),
     ] = ...,  # type: ignore[assignment]
@@ -32,19 +31,19 @@ def acl(
     run_id = load(config, overrides or ()).run.id
     if run_id is None:
         raise ConfigError("run.id is not set: give run.id=NAME")
-    users = plugins.find("headrace.tools", "acl", extra="replay")
-    roles = plugins.find("headrace.tools", "acl-roles", extra="replay")()
+    users = load_entry_point("headrace.tools", "acl", extra="replay")
+    roles = load_entry_point("headrace.tools", "acl-roles", extra="replay")()
     for line in users(run_id, _passwords(passwords, roles)):
         typer.echo(line)
     typer.echo(
-        f"each service's own login goes into its replay.redis_url: redis://{run_id}-trainer:PASSWORD@HOST:PORT/0 for the trainer, "
-        f"and so on; passwords are in {passwords}",
+        f"put each service's own login into its replay.redis_url: redis://{run_id}-trainer:PASSWORD@HOST:PORT/0 for the trainer, "
+        f"and so on; the passwords are in {passwords}",
         err=True,
     )
 
 
 def _passwords(path: Path, roles: list[str]) -> dict[str, str]:
-    """What the file says, and random ones for roles it does not name."""
+    """The passwords in the file, completed with random ones for roles that it doesn't name."""
     try:
         known: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -53,10 +52,10 @@ def _passwords(path: Path, roles: list[str]) -> dict[str, str]:
         ) from error
     if not isinstance(known, dict) or not all(isinstance(word, str) and word for word in known.values()):
         raise ConfigError(f"--passwords {path}: not `role: password` lines; put the passwords in quotes")
-    strange = sorted(set(known) - set(roles))
-    if strange:
+    unknown = sorted(set(known) - set(roles))
+    if unknown:
         raise ConfigError(
-            f"--passwords {path}: no roles are called {', '.join(map(str, strange))}; they are {', '.join(roles)}"
+            f"--passwords {path}: no roles are called {', '.join(map(str, unknown))}; they are {', '.join(roles)}"
         )
     complete = {role: known.get(role) or secrets.token_urlsafe(32) for role in roles}
     if complete != known:

@@ -1,15 +1,30 @@
-"""The commands in one place, and how a failure leaves the process: `error: …` and exit 1, or a traceback for what nobody foresaw."""
+"""The `headrace` command: its subcommands, and the exit code of a failure."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
 import sys
 import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from headrace.cli import acl, config, groups, model, options, replay_step, rewind, service, status, up
-from headrace.cli.lifecycle import EXIT_FAULT, EXIT_MUST_BE_MENDED
-from headrace.errors import HeadraceError
+from headrace.cli import acl, common, config, groups, rewind, runs, status, up
+from headrace.cli.common import ConfigOption, Overrides, RunOption
+from headrace.config import load
+from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable
+from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, EXIT_USER_ERROR
+
+SERVICES = {
+    "replay": "The replay buffer: its state machine in Redis, the scorer and the HTTP API.",
+    "reward": "The gRPC hub of reward environments.",
+    "rollout": "One generation replica: a vLLM engine. Start as many as you like, at any time.",
+    "trainer": "The trainer; under torchrun, one of its ranks.",
+}
 
 app = typer.Typer(
     name="headrace",
@@ -18,24 +33,87 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command(name="up")(up.up)
-app.command(name="status")(status.status)
-app.command(name="rewind")(rewind.rewind)
-service.add_to(app)
-app.add_typer(config.app, name="config")
-app.add_typer(groups.app, name="groups")
-app.command(name="replay-step")(replay_step.replay_step)
-app.command(name="model")(model.make)
-app.command(name="acl")(acl.acl)
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 1, a person must mend something; 70, a fault of ours, with its traceback."""
+    """Run the command line. Exits with 1 for an error that the user must fix, 70 and a traceback for an unexpected one."""
     try:
         app()
     except HeadraceError as error:
-        options.say_error(error)
-        sys.exit(EXIT_MUST_BE_MENDED)
-    except Exception:  # noqa: BLE001 - the traceback is shown, and the code tells a supervisor that starting again may help
+        common.print_error(error)
+        sys.exit(EXIT_USER_ERROR)
+    except Exception:  # noqa: BLE001 - the traceback is printed, and the exit code lets a supervisor restart the service
         traceback.print_exc()
-        sys.exit(EXIT_FAULT)
+        sys.exit(EXIT_INTERNAL_ERROR)
+
+
+def service_command(name: str) -> Callable[..., None]:
+    """`headrace replay|reward|rollout|trainer`: one service as a process of its own."""
+
+    def command(config: ConfigOption, overrides: Overrides = None) -> None:
+        loaded = load(config, overrides or ())
+        if loaded.run.id is None:
+            raise ConfigError("run.id is not set: give run.id=NAME (`headrace up` makes one by itself)")
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        service = common.load_entry_point("headrace.services", name, extra=name)
+        if name == "trainer" and os.environ.get("RANK", "0") == "0":
+            runs.save_unsupervised(loaded, config)
+        try:
+            service(loaded)
+        except ReplayUnavailable as error:
+            common.print_error(error)
+            raise typer.Exit(EXIT_BUFFER_UNAVAILABLE) from error
+
+    return command
+
+
+def model(
+    name: Annotated[str, typer.Argument(help="tiny or smollm2.", show_default=False)],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it.", show_default=False)],
+) -> None:
+    """Make a model: `tiny`, a small arithmetic model warmed up on the spot, or `smollm2`, the real SmolLM2-135M-Instruct."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    common.load_entry_point("headrace.models", name, extra="trainer")(directory)
+    typer.echo(f"{directory}")
+
+
+def replay_step(
+    step: Annotated[int, typer.Argument(metavar="N", min=0, help="The step.", show_default=False)],
+    run: RunOption,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Of the logged value, or of 0.01 where that is more: what may differ.")
+    ] = 1e-3,
+) -> None:
+    """Recompute loss, gradient norm and reward of a step that the buffer retained (replay.retain_steps), from its checkpoint.
+
+    Leaves with 1 if one of them differs from what was logged by more than the tolerance.
+    """
+    config = runs.find(run)
+    recompute = common.load_entry_point("headrace.tools", "replay-step", extra="trainer")
+
+    async def work() -> Any:
+        async with runs.open_buffer(config) as replay:
+            return await recompute(config, replay, step)
+
+    result = asyncio.run(work())
+    typer.echo(f"step {step}: {result.trajectories} trajectories of {result.groups} groups, weights {result.weights}")
+    typer.echo(f"{'':10}{'logged':>16}{'recomputed':>16}{'difference':>14}")
+    for name, logged, now in result.values:
+        typer.echo(f"{name:10}{logged:16.9g}{now:16.9g}{now - logged:14.3g}")
+    differing = result.differing(tolerance)
+    if differing:
+        typer.echo(f"{', '.join(differing)}: more than the tolerance {tolerance:g} away from what was logged", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"all within the tolerance {tolerance:g}")
+
+
+app.command()(up.up)
+app.command()(status.status)
+app.command()(rewind.rewind)
+for service_name, service_help in SERVICES.items():
+    app.command(name=service_name, help=service_help)(service_command(service_name))
+app.add_typer(config.app, name="config")
+app.add_typer(groups.app, name="groups")
+app.command(name="replay-step")(replay_step)
+app.command()(model)
+app.command()(acl.acl)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from headrace.cli.options import ConfigArgument, Overrides
+from headrace.cli.common import ConfigArgument, Overrides
 from headrace.config import Config
 from headrace.config.load import examine
-from headrace.config.nemo import lines, summary
 from headrace.config.text import dump
 
 app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
@@ -20,7 +19,7 @@ def show(config: ConfigArgument, overrides: Overrides = None) -> None:
     typer.echo(f"# {age_bound(examined.config)}")
     typer.echo(f"# {optimizer_steps(examined.config)}")
     if examined.nemo_rl:
-        typer.echo(f"# {summary(examined.nemo_rl)}")
+        typer.echo(f"# {examined.nemo_rl.summary}")
     typer.echo(dump(examined.config), nl=False)
 
 
@@ -31,7 +30,7 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     for warning in examined.config.warnings:
         typer.echo(f"warning: {warning}", err=True)
     typer.echo(f"{config}: valid; {age_bound(examined.config)}; {optimizer_steps(examined.config)}")
-    for line in lines(examined.nemo_rl) if examined.nemo_rl else ():
+    for line in examined.nemo_rl.lines() if examined.nemo_rl else ():
         typer.echo(line)
 
 

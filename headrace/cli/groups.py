@@ -1,4 +1,4 @@
-"""`headrace groups show|list|export`: what became of prompts and their trajectories, in a run that is up or one that is down."""
+"""`headrace groups show|list|export`: what became of prompts and their trajectories, whether the run is up or down."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Annotated, get_args
 import typer
 
 from headrace import export as jsonl
-from headrace.cli import buffer, runs
+from headrace.cli import runs
+from headrace.cli.common import RunOption
 from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable
 from headrace.lineage import FOLDER, GroupLineage, LineageFiles, Origin, TokenRange
@@ -20,9 +21,6 @@ from headrace.replay import GroupState
 
 app = typer.Typer(help="Look at groups: one prompt and its trajectories each.", no_args_is_help=True)
 
-RunOption = Annotated[
-    str, typer.Option("--run", metavar="RUN", help="The run's folder, or its id under ./runs.", show_default=False)
-]
 StateOption = Annotated[
     list[str] | None, typer.Option("--state", help="Only groups in this state; may be given several times.")
 ]
@@ -48,7 +46,7 @@ def list_groups(run: RunOption, state: StateOption = None) -> None:
     """Print id and state of every group that the buffer holds."""
 
     async def work() -> None:
-        async with buffer.opened(runs.find(run)) as replay:
+        async with runs.open_buffer(runs.find(run)) as replay:
             async for group_id, name in replay.groups(_states(state)):
                 typer.echo(f"{name:10}{group_id}")
 
@@ -77,7 +75,7 @@ def _states(names: Sequence[str] | None) -> Collection[str]:
 async def _export(config: Config, output: Path, states: Collection[str]) -> int:
     written = 0
     unfinished = output.with_name(f".{output.name}.unfinished")
-    async with buffer.opened(config) as replay:
+    async with runs.open_buffer(config) as replay:
         try:
             with unfinished.open("w", encoding="utf-8") as file:
                 async for line in jsonl.lines(replay, states):
@@ -98,7 +96,7 @@ def _find(config: Config, group: str) -> GroupLineage:
         return trained
 
     async def ask() -> GroupLineage | None:
-        async with buffer.opened(config) as replay:
+        async with runs.open_buffer(config) as replay:
             return await replay.lineage(group)
 
     try:
@@ -116,7 +114,7 @@ def _find(config: Config, group: str) -> GroupLineage:
 
 
 def describe(found: GroupLineage) -> Iterator[str]:
-    """For people: the group, then a table of its trajectories with a line for each range of tokens."""
+    """As text: the group, then a table of its trajectories with a line for each range of tokens."""
     yield f"group       {found.group} ({found.state})"
     yield f"prompt      {found.order} of the run's order, task {found.task}, environment {found.env}"
     if found.step is not None:

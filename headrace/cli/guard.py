@@ -1,8 +1,8 @@
-"""A small process that outlives the supervisor by a moment: when the supervisor dies, even by SIGKILL, it ends what was left behind.
+"""A small process that outlives the supervisor: when the supervisor dies, even by SIGKILL, it ends the services left behind.
 
-The supervisor writes `+PGID` and `-PGID` lines to its standard input; the pipe closes when the supervisor ends, whatever ended
-it. Every service is the leader of a process group of its own, so that grandchildren (engine processes, torchrun ranks, the
-embedded server) are reached as well. The kernel's parent-death signal reaches children only, and no process that isn't ours.
+The supervisor writes `+PGID` and `-PGID` lines to its standard input; the pipe closes when the supervisor ends, for whatever
+reason. Every service leads a process group of its own, so that this reaches grandchildren too (engine processes, torchrun
+ranks, the embedded server); the kernel's parent-death signal reaches direct children only.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def signal_group(group: int, signum: int) -> None:
     try:
         os.killpg(group, signum)
     except ProcessLookupError:
-        return  # the last of the group left in between
+        return  # the group is gone
 
 
 def end_groups(groups: Iterable[int], grace_s: float) -> None:
-    """SIGTERM to every process of these groups; SIGKILL to those still there after `grace_s`."""
+    """Send SIGTERM to every process of these groups, and SIGKILL to those still alive after `grace_s`."""
     left = {group for group in groups if alive(group)}
     for group in left:
         signal_group(group, signal.SIGTERM)
@@ -44,7 +44,7 @@ def end_groups(groups: Iterable[int], grace_s: float) -> None:
 
 def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # it ends with the supervisor, and by nothing else
+        signal.signal(signum, signal.SIG_IGN)  # it ends only when the supervisor does
     groups: set[int] = set()
     for line in sys.stdin:
         group = int(line[1:])

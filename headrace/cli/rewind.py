@@ -1,4 +1,4 @@
-"""`headrace rewind`: have a stopped run go on from an older checkpoint."""
+"""`headrace rewind`: make a stopped run continue from an older checkpoint."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def rewind(
     ],
     folder: Annotated[Path, typer.Option("--dir", help="The folder of runs (run.dir).")] = Path("runs"),
 ) -> None:
-    """Set the checkpoints newer than VERSION aside, so that the next start of the run goes on from VERSION.
+    """Move the checkpoints newer than VERSION aside, so that the next start of the run continues from VERSION.
 
-    Nothing is deleted: they are moved to a folder beside them. The buffer follows when the trainer starts.
+    Nothing is deleted: they go to a folder beside them. The buffer follows when the trainer starts.
     """
     saved = folder / run_id / runs.SAVED
     if not saved.exists():
@@ -35,7 +35,7 @@ def rewind(
         raise ServiceError(
             f"{folder} holds no run {run_id!r} ({', '.join(known) or 'none at all'}); --dir names another folder of runs"
         )
-    config = load(saved, [f"run.dir={folder}"], environ={})  # as given: the run may have been started from elsewhere
+    config = load(saved, [f"run.dir={folder}"], environ={})  # the run may have been started from another directory
     with runs.locked(config):
         moved, place = set_aside(config.checkpoint_folder, version, datetime.datetime.now())
     if not moved:
@@ -45,10 +45,10 @@ def rewind(
 
 
 def set_aside(checkpoints: Path, version: int, now: datetime.datetime) -> tuple[list[int], Path]:
-    """Move what is newer than checkpoint `version` to a folder that says why; returns what was moved, and where to.
+    """Move the checkpoints newer than `version` to a folder with a note; returns their versions and the folder.
 
-    The newest goes first: cut off in the middle, the rest is a history still, and the same command finishes it.
-    Raises `ServiceError` where there is no such checkpoint, or the folder can't be written.
+    The newest is moved first: if this is interrupted, the rest is still a valid history, and the same command finishes the job.
+    Raises `ServiceError` if there is no such checkpoint, or the folder can't be written.
     """
     there = published(checkpoints)
     if version not in there:
@@ -75,12 +75,12 @@ def set_aside(checkpoints: Path, version: int, now: datetime.datetime) -> tuple[
 
 
 def published(checkpoints: Path) -> dict[int, Path]:
-    """Checkpoints that are whole, by version."""
+    """Complete checkpoints, by version."""
     return {step: path for step, path in _steps(checkpoints).items() if (path / "state.json").is_file()}
 
 
 def _steps(checkpoints: Path) -> dict[int, Path]:
-    """Folders of checkpoints, whole or not, oldest first."""
+    """Checkpoint folders, complete or not, oldest first."""
     named = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in checkpoints.glob("step_*"))
     return dict(sorted((int(match[1]), path) for match, path in named if match))
 

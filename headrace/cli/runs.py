@@ -1,4 +1,4 @@
-"""The folder of a run: its id, its resolved configuration, and the lock of the one supervisor it may have."""
+"""A run as the command line sees it: its id, its folder with the resolved configuration and a lock, its ports, and its buffer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ import fcntl
 import os
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from headrace.cli.common import load_entry_point
 from headrace.config import Config, load
 from headrace.config.compare import diff
 from headrace.config.text import dump
-from headrace.errors import ConfigError, ServiceError
+from headrace.errors import ConfigError, ReplayUnavailable, ServiceError
+from headrace.replay import ReplayClient
 from headrace.service import bind
 
 SAVED = "config.yaml"
+_CONNECT_S = 3.0
 
 
 def new_id(config_file: Path, now: datetime.datetime) -> str:
@@ -27,9 +31,9 @@ def new_id(config_file: Path, now: datetime.datetime) -> str:
 
 
 def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
-    """The configuration the run goes by, and what changed in it since the run was last up.
+    """Load the run's configuration; also returns what changed in it since the run was last up.
 
-    Raises `ConfigError` with the diff when a key differs that may not change.
+    Raises `ConfigError` with the diff if a key differs that may not change.
     """
     config = load(config_file, overrides)
     if config.run.id is None:
@@ -63,16 +67,18 @@ def save(config: Config) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
     fresh.unlink(missing_ok=True)
-    # an address with a password is for its owner alone
+    # a URL with a password must be readable by its owner alone
     fresh.touch(mode=0o600 if "@" in (config.replay.redis_url or "") else 0o666)
     fresh.write_text(dump(config), encoding="utf-8")
     fresh.rename(path)
     return path
 
 
-def keep(config: Config, given: Path) -> None:
-    """Save the configuration of a trainer that no `up` supervises (in a container, started by hand), so that `--run` finds it; one
-    that is `given` the saved file leaves it alone. Raises `ServiceError`."""
+def save_unsupervised(config: Config, given: Path) -> None:
+    """Save the configuration of a trainer that `up` didn't start (in a container, or by hand), so that `--run` finds it.
+
+    Does nothing if `given`, the file that the trainer was started with, is the saved one. Raises `ServiceError`.
+    """
     saved = config.run_folder.absolute() / SAVED
     if given.absolute() == saved:
         return
@@ -84,7 +90,7 @@ def keep(config: Config, given: Path) -> None:
 
 @contextlib.contextmanager
 def locked(config: Config) -> Iterator[None]:
-    """Hold the run. Raises `ServiceError` if another supervisor does."""
+    """Hold the run's lock. Raises `ServiceError` if another process holds it."""
     folder = config.run_folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +113,7 @@ def locked(config: Config) -> Iterator[None]:
 
 
 def settle_ports(config: Config) -> Config:
-    """Check that the ports the configuration names are free, and give a free one to each that is 0 and others must know.
+    """Check that the configured ports are free, and replace a 0 by a free port wherever other services need to know it.
 
     Raises `ServiceError` naming the key of a busy port, `ConfigError` if several replicas would share one.
     """
@@ -140,3 +146,37 @@ def settle_ports(config: Config) -> Config:
             "trainer": trainer.model_copy(update={"port": take(trainer.host, trainer.port, "trainer.port")}),
         }
     return config.model_copy(update=settled)
+
+
+@contextlib.asynccontextmanager
+async def open_buffer(config: Config) -> AsyncIterator[ReplayClient]:
+    """A client of the run's buffer, whether the run is up or not.
+
+    If the run is down, its embedded server is started from the append-only file for as long as the context is open; the run
+    can't be started meanwhile. Raises `ReplayUnavailable` if there is neither, `ServiceError` while another process starts the run.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            client = await ReplayClient.connect(config.redis_url, config.run.id, timeout_s=0.0)
+        except ReplayUnavailable:
+            client = await _start_embedded(config, stack)
+        stack.push_async_callback(client.aclose)
+        yield client
+
+
+async def _start_embedded(config: Config, stack: contextlib.AsyncExitStack) -> ReplayClient:
+    folder = config.run_folder / "replay"
+    if config.replay.redis_url is not None or not folder.is_dir():
+        return await ReplayClient.connect(config.redis_url, config.run.id, timeout_s=_CONNECT_S)
+    make: Any = load_entry_point("headrace.tools", "embedded-server", extra="replay")
+    stack.enter_context(locked(config))
+    # a port of its own: another run may be up on the configured one
+    with bind("127.0.0.1", 0, "replay.redis_port") as free:
+        port = free.getsockname()[1]
+    server = make(folder, "127.0.0.1", port, config.replay.appendfsync)
+    stack.push_async_callback(server.stop)
+    await server.start()
+    try:
+        return await ReplayClient.connect(server.url, config.run.id, timeout_s=0.0)
+    except ReplayUnavailable as error:
+        raise ServiceError(f"{folder} holds no buffer of run {config.run.id}; was the run ever up?") from error

@@ -1,4 +1,4 @@
-"""`headrace status`: where a running pipeline stands, read from its buffer."""
+"""`headrace status`: the state of a running pipeline, read from its buffer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.cli import runs
-from headrace.cli.options import Overrides
+from headrace.cli.common import Overrides
 from headrace.config import load
 from headrace.errors import ConfigError, ReplayUnavailable
 from headrace.replay import ReplayClient, Replica, RunState
-from headrace.replay.bias import Distribution, Meter, Moment, beyond, skews
+from headrace.replay.bias import Distribution, Moment, TrajectoryMeter, beyond, skews
 
-# enough to hold the last validation beside the steps since, in most runs
+# Entries of the metric stream to read: in most runs they include the last validation.
 NEWEST = 50
-# No table is as wide: fitted to a narrow terminal or a pipe, `HEALTHY` would become `HEALT…` and a URL half of itself.
+# Wider than any table: rich would fit it to a narrow terminal or a pipe and cut off states and URLs.
 WIDTH = 1000
 
 
@@ -60,7 +60,7 @@ def status(
 Newest = list[tuple[str, str, int, dict[str, float]]]
 
 
-async def _read(url: str, run_id: str | None) -> tuple[RunState, list[Replica], dict[Moment, Meter], Newest]:
+async def _read(url: str, run_id: str | None) -> tuple[RunState, list[Replica], dict[Moment, TrajectoryMeter], Newest]:
     client = await ReplayClient.connect(url, run_id, timeout_s=3.0)
     try:
         newest = await client.newest_metrics(NEWEST)
@@ -70,8 +70,7 @@ async def _read(url: str, run_id: str | None) -> tuple[RunState, list[Replica], 
 
 
 def progress(newest: Newest, logs: Path) -> list[tuple[str, str]]:
-    """What the newest step and validation were like, and an alarm if there is one. `logs`: where its picture is, seen from the trainer's
-    machine."""
+    """Lines about the newest step and validation, and about an alarm if there is one; `logs` is the folder of its picture."""
     lines = []
     for kind, name in (("train", "reward"), ("validation", "accuracy")):
         found = next(((step, metrics) for _, of, step, metrics in newest if of == kind and name in metrics), None)
@@ -91,11 +90,11 @@ def show(
     out: TextIO,
     state: RunState,
     replicas: list[Replica],
-    meters: Mapping[Moment, Meter],
+    meters: Mapping[Moment, TrajectoryMeter],
     bias_warning: float | None,
     progress: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Plain enough for a pipe: one line a fact, then the replicas."""
+    """Print one line per fact, then the replicas; plain enough for a pipe."""
     console = Console(file=out, width=WIDTH)
     groups = ", ".join(f"{count} {name}" for name, count in state.counts.items() if count) or "none yet"
     for name, value in (
@@ -119,8 +118,8 @@ def show(
     console.print(table if replicas else "no replica has joined")
 
 
-def _described(meter: Meter) -> str:
-    """How many trajectories, and what they were like as far as it is known."""
+def _described(meter: TrajectoryMeter) -> str:
+    """The number of trajectories, and mean and deviation of each quantity that was measured."""
     parts = []
     for quantity, unit in (("length", ""), ("reward", ""), ("latency", " s"), ("age", "")):
         distribution: Distribution = getattr(meter, quantity)

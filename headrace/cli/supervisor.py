@@ -1,4 +1,4 @@
-"""Services as child processes: started, logged to files, restarted within bounds, and stopped without leaving anything behind."""
+"""Runs services as child processes: logs them to files, restarts them within limits, and stops them without leaving any behind."""
 
 from __future__ import annotations
 
@@ -14,20 +14,63 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from headrace.cli import guard
-from headrace.cli.lifecycle import Decision, Finished, GiveUp, Restart, RestartPolicy
 from headrace.errors import ServiceError
-from headrace.service import die_with_parent
+from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_USER_ERROR, die_with_parent
 
-LAST_WORDS = 15
+LOG_TAIL_LINES = 15
 
 
 class ServiceFailed(ServiceError):
-    """A service can't go on; the message carries its last words."""
+    """A service can't go on; the message includes the end of its log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restart:
+    delay_s: float
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class GiveUp:
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """The service's work is done, and with it the run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RestartPolicy:
+    """Decides what to do when a service exits: at most `limit` restarts within `window_s`, with exponential backoff."""
+
+    limit: int = 5
+    window_s: float = 300.0
+    first_delay_s: float = 1.0
+    longest_delay_s: float = 30.0
+
+    def decide(
+        self, exit_code: int, *, ends_run: bool, was_ready: bool, restarts: Sequence[float], now: float
+    ) -> Restart | GiveUp | Finished:
+        """`exit_code` is negative for a signal; `restarts` are the times of earlier restarts, on the clock of `now`.
+
+        There is no restart after `EXIT_USER_ERROR`, none after `EXIT_BUFFER_UNAVAILABLE` if the service was never ready (a buffer
+        that never existed won't come back), and none after a clean exit of a service that ends the run.
+        """
+        if exit_code == 0 and ends_run:
+            return Finished()
+        how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        if exit_code == EXIT_USER_ERROR or (exit_code == EXIT_BUFFER_UNAVAILABLE and not was_ready):
+            return GiveUp(how)
+        recent = [at for at in restarts if now - at < self.window_s]
+        if len(recent) >= self.limit:
+            return GiveUp(f"{how}, after {len(recent)} restarts within {self.window_s:.0f} s")
+        return Restart(min(self.longest_delay_s, self.first_delay_s * 2.0 ** len(recent)), how)
 
 
 @dataclasses.dataclass
 class Child:
-    """A service under supervision. `state` is what people see."""
+    """A service under supervision. `state` is what the display shows."""
 
     name: str
     argv: Sequence[str]
@@ -39,34 +82,35 @@ class Child:
     restarts: list[float] = dataclasses.field(default_factory=list)
     log_start: int = 0  # where in the log the current process began
 
-    def mark(self, ready: bool, otherwise: str) -> None:
-        """Show a running service as ready, or as what it is `otherwise`."""
+    def set_ready(self, ready: bool, otherwise: str) -> None:
+        """Set the state of a running service to "ready", or to `otherwise`."""
         if self.pid is not None:
             self.was_ready = self.was_ready or ready
             self.state = "ready" if ready else otherwise
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
+        """The last lines that the current process logged."""
         with self.log.open("rb") as file:
             file.seek(self.log_start)
             lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join(f"  {line}" for line in lines[-LAST_WORDS:] if line.strip())
+        return "\n".join(f"  {line}" for line in lines[-LOG_TAIL_LINES:] if line.strip())
 
 
 class Supervisor:
-    """Keeps children running. Each is the leader of a session of its own, so that its own children are found again.
+    """Keeps children running. Each leads a process group of its own, so that its own children can be signalled too.
 
-    `tell` is called with one line for each event that a person wants to know of.
+    `report` is called with one line for each event that the user should know of.
     """
 
     def __init__(
         self,
         environ: Mapping[str, str],
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         policy: RestartPolicy | None = None,
         grace_s: float = 20.0,
     ) -> None:
         self.environ = dict(environ)
-        self.tell = tell
+        self.report = report
         self.policy = policy or RestartPolicy()
         self.grace_s = grace_s  # between SIGTERM and SIGKILL
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -78,34 +122,31 @@ class Supervisor:
             text=True,
         )
 
-    async def keep(self, child: Child) -> None:
-        """Start `child` and start it again when it ends. Returns when its work is done; raises `ServiceFailed` if it can't go on."""
+    async def supervise(self, child: Child) -> None:
+        """Run `child`, and restart it when it exits. Returns when its work is done; raises `ServiceFailed` if it can't go on."""
         while True:
             code = await self._run(child)
-            match self._decide(child, code):
+            match self.policy.decide(
+                code, ends_run=child.ends_run, was_ready=child.was_ready, restarts=child.restarts, now=time.monotonic()
+            ):
                 case Finished():
                     child.state = "finished"
                     return
                 case GiveUp(reason):
                     child.state = "failed"
                     raise ServiceFailed(
-                        f"{child.name} can't go on: {reason}; the end of {child.log}:\n{child.last_words()}"
+                        f"{child.name} can't go on: {reason}; the end of {child.log}:\n{child.log_tail()}"
                     )
-                case Restart() as again:
+                case Restart(delay_s, reason):
                     child.state = "restarting"
-                    self.tell(f"{child.name}: {again.reason}; starting it again in {again.delay_s:.0f} s")
-                    await asyncio.sleep(again.delay_s)
+                    self.report(f"{child.name}: {reason}; starting it again in {delay_s:.0f} s")
+                    await asyncio.sleep(delay_s)
                     child.restarts.append(time.monotonic())
 
-    def _decide(self, child: Child, code: int) -> Decision:
-        return self.policy.decide(
-            code, ends_run=child.ends_run, was_ready=child.was_ready, restarts=child.restarts, now=time.monotonic()
-        )
-
     async def _run(self, child: Child) -> int:
-        """One life of `child`; returns its exit code once its whole process group is gone."""
+        """Start `child` and wait for it; returns its exit code once its whole process group is gone."""
         child.log.parent.mkdir(parents=True, exist_ok=True)
-        # nothing between here and `_ended` awaits: a cancelled task leaves no process behind that `stop` doesn't know
+        # no await between here and `_wait`: a cancelled task leaves no process that `stop` doesn't know of
         with child.log.open("ab") as log:
             child.log_start = log.tell()
             process = subprocess.Popen(  # noqa: ASYNC220
@@ -119,46 +160,46 @@ class Supervisor:
             )
         self._processes[child.name] = process
         child.pid, child.state = process.pid, "starting"
-        self._tell_guard("+", process.pid)
-        code = await _ended(process)
-        await self._sweep(child.name, process.pid)
+        self._notify_guard("+", process.pid)
+        code = await _wait(process)
+        await self._end_group(child.name, process.pid)
         child.pid = None
         return code
 
-    async def _sweep(self, name: str, group: int) -> None:
-        """The leader is gone: end what is left of its group, with a moment for the embedded server to write its files."""
+    async def _end_group(self, name: str, group: int) -> None:
+        """End what an exited leader left of its group; the embedded server gets a moment to write its files."""
         await asyncio.to_thread(guard.end_groups, [group], min(5.0, self.grace_s))
-        self._tell_guard("-", group)
+        self._notify_guard("-", group)
         self._processes.pop(name, None)
 
     async def stop(self, children: Iterable[Child]) -> None:
-        """SIGTERM to these, together; what is left of them after the grace is killed."""
+        """Send SIGTERM to all of these at once, and SIGKILL to those still running after `grace_s`."""
         running = [(child, self._processes[child.name]) for child in children if child.name in self._processes]
 
         async def end(child: Child, process: subprocess.Popen[bytes]) -> None:
             process.terminate()
             try:
-                await asyncio.wait_for(_ended(process), self.grace_s)
+                await asyncio.wait_for(_wait(process), self.grace_s)
             except TimeoutError:
-                self.tell(f"{child.name}: still running {self.grace_s:.0f} s after SIGTERM; killed")
+                self.report(f"{child.name}: still running {self.grace_s:.0f} s after SIGTERM; killed")
                 guard.signal_group(process.pid, signal.SIGKILL)
-                await _ended(process)
-            await self._sweep(child.name, process.pid)
+                await _wait(process)
+            await self._end_group(child.name, process.pid)
             child.pid, child.state = None, "stopped"
 
         await asyncio.gather(*(end(child, process) for child, process in running))
 
     def kill(self) -> None:
-        """SIGKILL to everything, at once."""
+        """Send SIGKILL to everything."""
         for process in self._processes.values():
             guard.signal_group(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Every child has been stopped; the guard ends."""
-        with contextlib.suppress(BrokenPipeError):  # a guard that was killed has nothing left to do
+        """End the guard process, once every child has been stopped."""
+        with contextlib.suppress(BrokenPipeError):  # the guard was killed
             self._guard.communicate()
 
-    def _tell_guard(self, sign: str, group: int) -> None:
+    def _notify_guard(self, sign: str, group: int) -> None:
         assert self._guard.stdin is not None
         try:
             self._guard.stdin.write(f"{sign}{group}\n")
@@ -171,28 +212,27 @@ class Supervisor:
                 ) from None
 
 
-async def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the process to end, and reap it; returns its exit code. Several may wait."""
+async def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the process to exit, and reap it; returns its exit code. Several tasks may wait."""
     if process.returncode is None:
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
+        exited = asyncio.Event()
         descriptor = os.pidfd_open(process.pid)
-        loop.add_reader(descriptor, _settle, ended)
+        loop.add_reader(descriptor, exited.set)
         try:
-            await ended
+            await exited.wait()
         finally:
             loop.remove_reader(descriptor)
             os.close(descriptor)
     return process.wait()
 
 
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """What services inherit: everything (HF_TOKEN, HF_HOME, …) but HEADRACE_*, which is resolved into the run's configuration and
-    would otherwise outrank the command line that it was resolved with."""
+    """The environment of services: everything (HF_TOKEN, HF_HOME, …) but HEADRACE_*, which is resolved into the run's configuration
+    already and would outrank the command line.
+
+    PYTHONSAFEPATH keeps the working directory off the module search path of every process below, torchrun's and vLLM's included:
+    a user's random.py or services.py must not replace a module.
+    """
     kept = {name: value for name, value in environ.items() if not name.upper().startswith("HEADRACE_")}
-    return {**kept, "PYTHONUNBUFFERED": "1"}
+    return {**kept, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import os
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.live import Live
 
 from headrace.cli import runs
+from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
-from headrace.cli.options import ConfigArgument, Overrides
-from headrace.cli.pipeline import Interrupted, Pipeline
+from headrace.cli.display import UPDATING, Display, LiveDisplay, RunSummary, ServiceLine, closing_table
 from headrace.cli.rewind import published
-from headrace.cli.view import LiveView, PlainView, View, summary
+from headrace.cli.supervisor import Child, Supervisor, child_environ
 from headrace.config import Config
 from headrace.config.load import examine
-from headrace.config.nemo import summary as translated
+from headrace.errors import HeadraceError, ReplayUnavailable, ServiceError
+from headrace.replay import ReplayClient, Replica
+
+# Importing torch takes a while on a busy machine; past this, a service hangs rather than being slow.
+READY_DEADLINE_S = 120.0
+POLL_S = 1.0
 
 
 def up(
@@ -39,49 +48,256 @@ def up(
     translation = examine(config, given).nemo_rl
     loaded, changes = runs.prepare(config, given)
     console = Console()
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     with runs.locked(loaded):
         loaded = runs.settle_ports(loaded)
         saved = runs.save(loaded)
-        _say(console, f"run {loaded.run.id} in {loaded.run_folder} ({age_bound(loaded)})")
+        say(f"run {loaded.run.id} in {loaded.run_folder} ({age_bound(loaded)})")
         if translation:
-            _say(console, f"{translated(translation)}; `headrace config check {config}` lists them")
+            say(f"{translation.summary}; `headrace config check {config}` lists them")
         for change in changes:
-            _say(console, f"changed: {change}")
-        _run(loaded, saved, console)
-
-
-def _run(config: Config, saved: Path, console: Console) -> None:
-    started = time.monotonic()
-    try:
-        with _view(console) as view:
-            picture = asyncio.run(Pipeline(config, saved, view).run())
-    except Interrupted as interrupted:
-        _say(console, f"stopped; `run.id={config.run.id}` goes on with this run")
-        raise typer.Exit(128 + interrupted.signum) from None
-    console.print(summary(picture, time.monotonic() - started))
-    curve, page = config.run_folder / "curve.png", config.run_folder / "curves.html"
-    policy = newest_policy(config.checkpoint_folder)
-    # not in the table: a path that is cut to a column's width can't be copied
-    _say(console, f"learning curve: {curve if curve.exists() else 'none was drawn'}")
-    if page.exists():
-        _say(console, f"all curves:     {page}")
-    _say(console, f"checkpoint:     {policy or 'none was written'}")
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(f"changed: {change}")
+        started = time.monotonic()
+        try:
+            with _display(console) as display:
+                run = asyncio.run(Pipeline(loaded, saved, display).run())
+        except Interrupted as interrupted:
+            say(f"stopped; `run.id={loaded.run.id}` goes on with this run")
+            raise typer.Exit(128 + interrupted.signum) from None
+        console.print(closing_table(run, time.monotonic() - started))
+        # not in the table: a path cut off at a column's width can't be copied
+        curve, page = loaded.run_folder / "curve.png", loaded.run_folder / "curves.html"
+        say(f"learning curve: {curve if curve.exists() else 'none was drawn'}")
+        if page.exists():
+            say(f"all curves:     {page}")
+        checkpoints = published(loaded.checkpoint_folder)
+        newest = checkpoints[max(checkpoints)] / "policy" if checkpoints else None
+        say(f"checkpoint:     {newest or 'none was written'}")
 
 
 @contextlib.contextmanager
-def _view(console: Console) -> Iterator[View]:
+def _display(console: Console) -> Iterator[Display]:
     if not console.is_terminal:
-        yield PlainView(console)
+        yield Display(console)
         return
     with Live(console=console, auto_refresh=False, transient=False) as live:
-        yield LiveView(live)
+        yield LiveDisplay(live)
 
 
-def newest_policy(checkpoints: Path) -> Path | None:
-    """The Hugging Face checkpoint of the highest version that was published."""
-    steps = published(checkpoints)
-    return steps[max(steps)] / "policy" if steps else None
+class Interrupted(Exception):
+    """A signal ended the run."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+@dataclasses.dataclass
+class Children:
+    """The services of a run, as processes."""
+
+    replay: Child
+    reward: Child
+    rollouts: list[Child]
+    trainer: Child
+
+    def __iter__(self) -> Iterator[Child]:
+        return iter((self.replay, self.reward, *self.rollouts, self.trainer))
+
+    @classmethod
+    def of(cls, config: Config, saved: Path) -> Children:
+        """Those of a run whose resolved configuration was saved as `saved`."""
+
+        def child(name: str, service: str, ends_run: bool = False) -> Child:
+            launcher = [sys.executable, "-m"]
+            if service == "trainer" and config.trainer.num_processes > 1:
+                ranks = ["--nproc-per-node", str(config.trainer.num_processes), "--standalone", "--max-restarts", "3"]
+                launcher += ["torch.distributed.run", *ranks, "-m"]
+            argv = [*launcher, "headrace.cli", service, "--config", str(saved)]
+            return Child(name, argv, saved.parent / "logs" / f"{name}.log", ends_run)
+
+        return cls(
+            replay=child("replay", "replay"),
+            reward=child("reward", "reward"),
+            rollouts=[child(f"rollout-{number + 1}", "rollout") for number in range(config.rollout.replicas)],
+            trainer=child("trainer", "trainer", ends_run=True),
+        )
+
+
+class Pipeline:
+    """Runs a pipeline: `run` returns when the trainer has finished, or raises what ended it. Either way no process is left."""
+
+    def __init__(self, config: Config, saved: Path, display: Display) -> None:
+        self.config = config
+        self.display = display
+        self.children = Children.of(config, saved)
+        self.summary = RunSummary(run_id=config.run_folder.name, max_steps=config.algorithm.max_num_steps)
+        self.supervisor = Supervisor(child_environ(os.environ), display.print)
+
+    async def run(self) -> RunSummary:
+        """Raises `Interrupted` after a signal, `ServiceFailed` when a service can't go on."""
+        interrupted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._on_signals(interrupted)
+        work = asyncio.create_task(self._work())
+        try:
+            waiting: set[asyncio.Future[Any]] = {work, interrupted}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise Interrupted(interrupted.result())
+            work.result()
+            return self.summary
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await self._stop()
+
+    def _on_signals(self, interrupted: asyncio.Future[int]) -> None:
+        def on(signum: int) -> None:
+            if interrupted.done():
+                self.display.print("interrupted again: killing what is left")
+                self.supervisor.kill()
+            else:
+                interrupted.set_result(signum)
+                self.display.print(f"{signal.Signals(signum).name}: stopping (once more to kill at once)")
+
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(signum, on, signum)
+
+    async def _work(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                supervise = self.supervisor.supervise
+                running = [
+                    tasks.create_task(supervise(self.children.replay)),
+                    tasks.create_task(supervise(self.children.reward)),
+                ]
+                await asyncio.gather(*(self._until_ready(*page) for page in self._ready_pages()[:2]))
+                running += [tasks.create_task(supervise(rollout)) for rollout in self.children.rollouts]
+                trainer = tasks.create_task(supervise(self.children.trainer))
+                async with contextlib.aclosing(
+                    await ReplayClient.connect(self.config.redis_url, self.config.run.id)
+                ) as client:
+                    watch = tasks.create_task(self._watch(client))
+                    await trainer
+                    for task in (watch, *running):
+                        task.cancel()
+                    await asyncio.wait({watch})
+                    await self._poll(client)  # the trainer's last metrics
+        # not `except*`: before Python 3.11.4 (Debian 12 has 3.11.2) an exception raised in it arrives as a group
+        except BaseExceptionGroup as failures:
+            ours, others = failures.split(HeadraceError)
+            if ours is None or others is not None:
+                raise
+            raise _first(ours) from None
+
+    def _ready_pages(self) -> list[tuple[Child, str, int]]:
+        """Host and port of each `/readyz` that the configuration names; the buffer knows the replicas."""
+        config, children = self.config, self.children
+        return [
+            (children.replay, config.replay.host, config.replay.port),
+            (children.reward, config.reward.host, config.reward.http_port),
+            (children.trainer, config.trainer.host, config.trainer.port),
+        ]
+
+    async def _probe(self, child: Child, host: str, port: int) -> None:
+        status, _ = await http_get(host, port, "/readyz")
+        if child.state not in ("restarting", "finished", "failed"):
+            child.set_ready(status == 200, "not ready" if child.was_ready else "starting")
+
+    async def _until_ready(self, child: Child, host: str, port: int) -> None:
+        """Wait for the service's `/readyz`. Past the deadline, raises `ServiceError` with the service's reason."""
+        answer = "no answer"
+        try:
+            async with asyncio.timeout(READY_DEADLINE_S):
+                while True:
+                    status, answer = await http_get(host, port, "/readyz")
+                    if status == 200:
+                        break
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise ServiceError(
+                f"{child.name} was not ready after {READY_DEADLINE_S:.0f} s ({answer}); the end of {child.log}:\n"
+                f"{child.log_tail()}"
+            ) from None
+        child.set_ready(True, "")
+
+    async def _watch(self, client: ReplayClient) -> None:
+        try:
+            while True:
+                await self._poll(client)
+                await asyncio.sleep(POLL_S)
+        finally:
+            self._show([])
+
+    async def _poll(self, client: ReplayClient) -> None:
+        """Read the buffer and update the display. An unreachable buffer is displayed; watching must not end the run."""
+        await asyncio.gather(*(self._probe(*page) for page in self._ready_pages()))
+        try:
+            entries = await client.metrics(self.summary.last_entry)
+            replicas = await client.replicas()
+            self.summary.counts = (await client.state()).counts
+        except ReplayUnavailable as error:
+            self.summary.buffer = str(error)
+            self._show([])
+            return
+        self.summary.buffer = ""
+        for entry, kind, step, metrics in entries:
+            self.summary.add(entry, kind, step, metrics)
+            self.display.metrics(kind, step, metrics)
+        self._show(replicas)
+
+    def _show(self, replicas: list[Replica]) -> None:
+        by_pid = {replica.info.get("pid"): replica for replica in replicas}
+        lines = []
+        for child in self.children:
+            replica = by_pid.get(child.pid) if child in self.children.rollouts else None
+            note = ""
+            if replica is not None and child.pid is not None:
+                child.set_ready(replica.state == "HEALTHY", _unready_state(child, replica))
+                note = f"weights {replica.version}, {replica.leases} groups"
+            lines.append(ServiceLine(child.name, child.state, len(child.restarts), note))
+        known = {child.pid for child in self.children}
+        for replica in replicas:
+            if replica.info.get("pid") not in known and replica.state != "DEAD":
+                lines.append(
+                    ServiceLine(
+                        f"rollout {replica.id[:8]}", replica.state.lower(), 0, f"weights {replica.version}, joined"
+                    )
+                )
+        self.summary.services = lines
+        self.display.update(self.summary)
+
+    async def _stop(self) -> None:
+        await self.supervisor.stop([self.children.trainer, *self.children.rollouts])
+        await self.supervisor.stop([self.children.reward])
+        await self.supervisor.stop([self.children.replay])
+        self.supervisor.close()
+
+
+def _unready_state(child: Child, replica: Replica) -> str:
+    if replica.state == "DEAD":
+        return "silent"
+    return UPDATING if child.was_ready else "waiting for weights"
+
+
+def _first(group: BaseExceptionGroup[HeadraceError]) -> HeadraceError:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+async def http_get(host: str, port: int, path: str, timeout_s: float = 5.0) -> tuple[int, str]:
+    """(status, body) of a GET over HTTP/1.0; status 0 if nothing answers."""
+    target = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(target, port)
+            with contextlib.closing(writer):
+                writer.write(f"GET {path} HTTP/1.0\r\nHost: {target}\r\n\r\n".encode())
+                head, _, body = (await reader.read()).decode(errors="replace").partition("\r\n\r\n")
+    except (OSError, TimeoutError) as error:
+        return 0, f"no answer from {target}:{port} ({error})"
+    words = head.split(maxsplit=2)
+    return (int(words[1]) if len(words) > 1 and words[1].isdecimal() else 0), body

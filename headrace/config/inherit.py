@@ -9,6 +9,7 @@ replaces the inherited one instead. A section that is null is taken out of what 
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def _bases(value: Any, path: Path) -> list[Path]:
         return []
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ConfigError(f"{path}: {DEFAULTS}: {value!r:.60} is neither a path nor a list of paths; name YAML files")
-    return [path.parent / name for name in names]
+    return [Path(os.path.normpath(path.parent / name)) for name in names]
 
 
 def _mapping(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
@@ -98,7 +99,9 @@ def _mapping(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         ) from error
     values = parse(text, str(path))
     if values is None:
-        return {}
+        raise ConfigError(
+            f"{path}: empty{wanted}; write sections like `grpo:` with keys below them ({{}} is all defaults)"
+        )
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path}: a {type(values).__name__}, not a mapping; write sections like `grpo:` with keys below them"

@@ -11,24 +11,40 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from headrace.config.explain import explain, nearest
-from headrace.config.inherit import Inherited, read
+from headrace.config.inherit import Inherited, merge, read
 from headrace.config.interpolate import expressions, resolve
-from headrace.config.nemo import Translation, is_nemo_rl, translate
 from headrace.config.root import Config
 from headrace.config.text import parse
 from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.config.nemo_rl import Translation
 
 PREFIX = "HEADRACE_"
 _COMMAND_LINE = "command line"
 
 Keys = tuple[str, ...]
+
+# each file of NeMo RL has one of these keys, and Headrace has none of them
+NEMO_RL_KEYS = (
+    "cluster",
+    "policy.megatron_cfg",
+    "policy.dtensor_cfg",
+    "policy.automodel_cfg",
+    "policy.generation.backend",
+    "policy.generation.colocated",
+    "data_plane",
+    "async_rl",
+)
+# lines of an error about such a file: who mends the first ones sees the others
+_NEMO_RL_LINES = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,38 +78,48 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
         _put(values, keys, value, override)
         origins[keys] = _COMMAND_LINE
     written = expressions(values)
-    values = resolve(values, Config().model_dump(mode="json"))
+    # not OmegaConf's merge: a single data set may be given as a mapping where the default is a list
+    values = resolve(values, merge(Config().model_dump(mode="json"), values))
     # `grpo=null` makes room for `ppo`
     values = {key: value for key, value in values.items() if value is not None}
-    translation = translate(values) if is_nemo_rl(inherited.values) else None
-    if translation is None:
+    if not any(_gives(inherited.values, key.split(".")) for key in NEMO_RL_KEYS):
         return Loaded(_checked(values, lambda keys: _origin(origins, inherited, written, keys)), None)
+    # imported for such a file alone: it is as large as the rest of the configuration
+    from headrace.config.nemo_rl import translate
+
+    translation = translate(values)
     names = translation.came_from
-    return Loaded(
-        _checked(
-            translation.values,
-            lambda keys: _origin(origins, inherited, written, names.get(keys, keys)) + _name_there(names, keys),
-            translation.problems,
-        ),
-        translation,
-    )
+
+    def origin(keys: Keys) -> str:
+        there = names.get(keys, keys)
+        name = f" ({'.'.join(there)} in NeMo RL)" if there != keys else ""
+        return _origin(origins, inherited, written, there) + name
+
+    problems = [problem.line(_origin(origins, inherited, written, problem.keys)) for problem in translation.problems]
+    return Loaded(_checked(translation.values, origin, problems, _NEMO_RL_LINES), translation)
 
 
-def _checked(values: dict[str, Any], origin: Callable[[Keys], str], problems: Sequence[str] = ()) -> Config:
-    """Raises `ConfigError` with the `problems` and with those of `values` at other keys."""
+def _gives(values: Any, keys: Sequence[str]) -> bool:
+    for key in keys:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values is not None
+
+
+def _checked(
+    values: dict[str, Any], origin: Callable[[Keys], str], problems: Sequence[str] = (), most: int | None = None
+) -> Config:
+    """Raises `ConfigError` with the `problems` and with those of `values` at other keys, in at most `most` lines."""
     lines = list(problems)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         said = {problem.partition(": ")[0] for problem in problems}
         lines += (line for line in explain(error, origin).splitlines() if line.partition(": ")[0] not in said)
+    if most is not None and len(lines) > most:
+        lines[most - 1 :] = [f"and {len(lines) - most + 1} more, shown once these are solved"]
     if lines:
         raise ConfigError("\n".join(lines))
     return config
-
-
-def _name_there(names: Mapping[Keys, Keys], keys: Keys) -> str:
-    return f" ({'.'.join(names[keys])} in NeMo RL)" if keys in names else ""
 
 
 class _Settings(Config, BaseSettings):

@@ -11,6 +11,10 @@ from headrace.config.base import Section
 from headrace.config.interpolate import escape
 from headrace.errors import ConfigError
 
+# far beyond any configuration: the largest of NeMo RL's recipes has about 1,000 values on 12 levels
+MAX_NODES = 100_000
+MAX_DEPTH = 100
+
 _FLOAT = re.compile(
     r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
 )
@@ -44,6 +48,43 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _check_size(node: yaml.Node) -> None:
+    """Raise `_TooLarge` if the document, with every alias written out, is too large or too deep, or contains itself.
+
+    Nothing expands aliases while it reads, but every later walk over the values does: ten lines of YAML can stand for 10⁹ values.
+    """
+    sizes: dict[int, tuple[int, int]] = {}
+    above: set[int] = set()
+
+    def measure(node: yaml.Node) -> tuple[int, int]:
+        """(nodes, levels) below and with `node`."""
+        if id(node) in sizes:
+            return sizes[id(node)]
+        if id(node) in above:
+            raise _TooLarge("an alias (*name) stands inside the value that its anchor (&name) names")
+        above.add(id(node))
+        inner: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            inner = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        measured = [measure(part) for part in inner]
+        above.discard(id(node))
+        nodes, levels = 1 + sum(n for n, _ in measured), 1 + max((depth for _, depth in measured), default=0)
+        if nodes > MAX_NODES:
+            raise _TooLarge(f"more than {MAX_NODES} values once its aliases (*name) are written out")
+        if levels > MAX_DEPTH:
+            raise _TooLarge(f"nested more than {MAX_DEPTH} levels deep")
+        sizes[id(node)] = nodes, levels
+        return sizes[id(node)]
+
+    measure(node)
+
+
+class _TooLarge(Exception):
+    pass
+
+
 class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _resolvers(yaml.SafeDumper)
 
@@ -55,13 +96,22 @@ _Dumper.add_representer(str, lambda dumper, text: dumper.represent_str(escape(te
 def parse(text: str, where: str) -> Any:
     """The value of one YAML document. Raises `ConfigError` naming `where` and, for a document of lines, the line."""
     try:
-        return yaml.load(text, _Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node)
+        return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark and "\n" in text else ""
         raise ConfigError(f"{where}{line}: not valid YAML: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
+    except _TooLarge as error:
+        raise ConfigError(f"{where}: {error}; no configuration needs that, shorten it") from error
+    except RecursionError as error:
+        raise ConfigError(f"{where}: nested more than {MAX_DEPTH} levels deep; no configuration needs that") from error
 
 
 def dump(config: Section) -> str:
@@ -69,3 +119,13 @@ def dump(config: Section) -> str:
     sections = {name: section for name, section in config.model_dump(mode="json").items() if section is not None}
     text: str = yaml.dump(sections, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
     return text
+
+
+def in_yaml(value: Any, width: int = 60) -> str:
+    """`value` as one line of YAML, cut off at `width` characters, for errors: true, null, 'text', 1e-06, [1, 2]."""
+    if isinstance(value, str):
+        written = "'" + value.replace("'", "''").replace("\n", "\\n") + "'"
+    else:
+        written = yaml.dump(value, Dumper=yaml.SafeDumper, default_flow_style=True, width=10**6, allow_unicode=True)
+        written = written.removesuffix("...\n").strip()
+    return written if len(written) <= width else f"{written[: width - 1]}…"

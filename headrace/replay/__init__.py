@@ -19,9 +19,11 @@ from headrace.replay.records import (
     ScoringJob,
     Waiting,
 )
+from headrace.replay.retry import BufferRetry
 from headrace.replay.trainer import worst_case_bytes
 
 __all__ = [
+    "BufferRetry",
     "End",
     "Ended",
     "Epoch",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 Moment = Literal["generated", "trained", "masked", "expired", "filtered", "failed", "surplus"]
 Quantity = Literal["length", "reward", "latency", "age"]
@@ -43,7 +43,7 @@ class Distribution:
 
 
 @dataclasses.dataclass(frozen=True)
-class Meter:
+class TrajectoryMeter:
     """Trajectories that came to one end. A distribution counts those of them of which the quantity is known: one that failed has no
     reward, one that was never handed in has nothing. `tokens`: those over age, where the trajectories are the masked ones."""
 
@@ -71,7 +71,7 @@ class Skew:
         )
 
 
-def skews(meters: Mapping[Moment, Meter]) -> list[Skew]:
+def skews(meters: Mapping[Moment, TrajectoryMeter]) -> list[Skew]:
     """For length and reward, once `LEAST` trajectories were generated and as many trained; values that do not vary can't be skewed."""
     found = []
     for quantity in ("length", "reward"):
@@ -88,18 +88,14 @@ def beyond(found: Sequence[Skew], limit: float | None) -> list[Skew]:
     return [] if limit is None else [skew for skew in found if abs(skew.deviations) > limit]
 
 
-def meters_of(reply: Sequence[Any]) -> dict[Moment, Meter]:
-    """Every moment's meter, from the reply of `hr_bias`."""
-    told = {
-        moment.decode(): {name.decode(): float(value) for name, value in zip(*[iter(flat)] * 2, strict=True)}
-        for moment, flat in zip(*[iter(reply)] * 2, strict=True)
-    }
-    return {moment: _meter(told.get(moment, {})) for moment in MOMENTS}
+def meters_of(fields: Mapping[str, Mapping[str, float]]) -> dict[Moment, TrajectoryMeter]:
+    """Every moment's meter, from the fields that `hr_bias` gives of each moment at which there was something."""
+    return {moment: _meter(fields.get(moment, {})) for moment in MOMENTS}
 
 
-def _meter(fields: Mapping[str, float]) -> Meter:
+def _meter(fields: Mapping[str, float]) -> TrajectoryMeter:
     distributions = {quantity: _distribution(fields, quantity) for quantity in QUANTITIES}
-    return Meter(int(fields.get("trajectories", 0)), int(fields.get("tokens", 0)), **distributions)
+    return TrajectoryMeter(int(fields.get("trajectories", 0)), int(fields.get("tokens", 0)), **distributions)
 
 
 def _distribution(fields: Mapping[str, float], quantity: Quantity) -> Distribution:

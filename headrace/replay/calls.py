@@ -1,4 +1,4 @@
-"""What the parts of the client share: function calls, payloads in batches, and where the run stands."""
+"""What the parts of the client share: payloads in batches, where the run stands, the fleet and its newest epoch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from redis.asyncio import Redis
 
 from headrace.errors import InvalidCall
-from headrace.replay.records import Epoch, RunState
-from headrace.replay.replies import run_state, unpack
-from headrace.replay.wire import Wakeups, Wire
+from headrace.replay.connection import BufferConnection, Wakeups
+from headrace.replay.records import Epoch, Replica, RunState, decode_run_state, epoch_of, unpack
 
 # Entries in one call of a batched function (BATCH in _args.lua); payloads that are read in one round trip.
 BATCH = 256
@@ -27,14 +27,14 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Calls:
+class BufferClient:
     """One connection pool to the buffer of one run."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         self.run_id = run_id
         self.redis = redis
-        self._wire = Wire(redis, run_id)
-        self._wakeups = Wakeups(self._wire)
+        self._connection = BufferConnection(redis, run_id)
+        self._wakeups = Wakeups(self._connection)
         self._incarnation: str | None = None
         self._reads, self._writes = asyncio.Semaphore(READS), asyncio.Semaphore(WRITES)
         self._epoch: Epoch | None = None  # the newest that a heartbeat brought
@@ -44,16 +44,21 @@ class Calls:
         await self.redis.aclose()
 
     async def state(self) -> RunState:
-        return self._note(await self._wire.call("state"))
+        return self._note(await self._connection.call("state"))
 
-    def _fcall(self, function: str, *args: Any) -> tuple[Any, ...]:
-        return ("FCALL", f"hr_{function}", 1, self._wire.key, *args)
+    async def replicas(self) -> list[Replica]:
+        return [
+            msgspec.convert({**unpack(replica), "info": unpack(info)}, Replica)
+            for replica, info in await self._connection.call("replicas")
+        ]
 
-    async def _pipeline_calls(self, function: str, arguments: Iterable[Any]) -> list[Any]:
-        return await self._wire.pipeline([self._fcall(function, argument) for argument in arguments])
+    async def epoch(self) -> Epoch | None:
+        """The newest epoch."""
+        reply = await self._connection.call("epoch")
+        return None if reply is None else epoch_of(reply)
 
     async def _fetch(self, keys: Sequence[Any]) -> list[bytes | None]:
-        return await self._wire.command("MGET", *keys) if keys else []
+        return await self._connection.command("MGET", *keys) if keys else []
 
     async def _held(self, keys: Sequence[Any]) -> list[bytes]:
         """Values that must be there. Raises `InvalidCall` if one was freed since its key was asked for."""
@@ -73,28 +78,28 @@ class Calls:
         """`write` of all payloads, so that one batch is encoded while the server works on another. `size` of an item in bytes."""
         return await _each(write, of_bounded_size(items, size), self._writes)
 
-    async def _until_done(self, function: str, *args: Any) -> None:
+    async def _until_done(self, function: str, **arguments: Any) -> None:
         """A function that does a bounded part of its work in a call and returns how much is left."""
-        while await self._wire.call(function, *args):
+        while await self._connection.call(function, **arguments):
             pass
 
     def _note(self, reply: bytes) -> RunState:
-        state = unpack(reply)
-        self._incarnation = state["incarnation"]
-        return run_state(self.run_id, state)
+        state = decode_run_state(reply)
+        self._incarnation = state.incarnation
+        return state
 
     async def _sweep_old_incarnations(self) -> None:
         """Delete what a restore has put out of reach."""
-        for old in await self._wire.command("SMEMBERS", f"{self._wire.key}:old"):
-            pattern = f"{self._wire.key}:{old.decode()}:*"
+        for old in await self._connection.command("SMEMBERS", f"{self._connection.key}:old"):
+            pattern = f"{self._connection.key}:{old.decode()}:*"
             async for keys in self._scan(pattern):
-                await self._wire.command("UNLINK", *keys)
-            await self._wire.command("SREM", f"{self._wire.key}:old", old)
+                await self._connection.command("UNLINK", *keys)
+            await self._connection.command("SREM", f"{self._connection.key}:old", old)
 
     async def _scan(self, pattern: str) -> AsyncIterator[list[bytes]]:
         cursor = 0
         while True:
-            cursor, keys = await self._wire.command("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
+            cursor, keys = await self._connection.command("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
             if keys:
                 yield keys
             if not int(cursor):

@@ -7,30 +7,26 @@ before the function that makes them visible: a function moves ids, never megabyt
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
+import logging
 import math
 import secrets
-import time
-from typing import Any
 
 from redis.asyncio import Redis
 
 from headrace.errors import InvalidCall, ReplayError, ReplayUnavailable
-from headrace.replay.connect import shown
-from headrace.replay.people import PeopleCalls
+from headrace.replay.connection import BufferConnection, open_redis, shown
+from headrace.replay.inspection import InspectionClient
 from headrace.replay.records import Limits, RunState
-from headrace.replay.replies import of_lane, unpack
-from headrace.replay.rollout import RolloutCalls
-from headrace.replay.scoring import ScoringCalls
-from headrace.replay.trainer import TrainerCalls
-from headrace.replay.wire import Wire, open_redis
+from headrace.replay.retry import BufferRetry
+from headrace.replay.rollout import RolloutClient
+from headrace.replay.scoring import ScoringClient
+from headrace.replay.trainer import TrainerClient
 
 # Where the server keeps the id of the run it serves now.
 CURRENT_RUN = "headrace:run"
 
 
-class ReplayClient(TrainerCalls, RolloutCalls, ScoringCalls, PeopleCalls):
+class ReplayClient(TrainerClient, RolloutClient, ScoringClient, InspectionClient):
     """One connection pool to the buffer of one run. Safe for concurrent use by tasks of one event loop.
 
     Every method raises `ReplayUnavailable` when the server can't be reached (after redis-py's own retries), `InvalidCall` on
@@ -48,21 +44,17 @@ class ReplayClient(TrainerCalls, RolloutCalls, ScoringCalls, PeopleCalls):
         Raises `ReplayUnavailable` with the remedy: unreachable, older than 7.0, no such run.
         """
         redis = open_redis(url, retries=0)
-        deadline = time.monotonic() + timeout_s
+        retry = BufferRetry(timeout_s, first_pause_s=0.1, last_pause_s=0.1, log_level=logging.DEBUG)
         try:
-            while True:
-                try:
-                    return await cls._join(redis, url, run_id)
-                except ReplayUnavailable as error:
-                    if time.monotonic() >= deadline:
-                        raise ReplayUnavailable(f"{shown(url)}: {error}") from error
-                await asyncio.sleep(0.1)
+            return await retry(lambda: cls._join(redis, url, run_id))
+        except ReplayUnavailable as error:
+            raise ReplayUnavailable(f"{shown(url)}: {error}") from error
         finally:
             await redis.aclose()
 
     @classmethod
     async def _join(cls, redis: Redis, url: str, run_id: str | None) -> ReplayClient:
-        probe = Wire(redis, run_id or "none")
+        probe = BufferConnection(redis, run_id or "none")
         version = str((await probe.command("INFO", "server"))["redis_version"])
         if int(version.split(".")[0]) < 7:
             raise InvalidCall(f"{shown(url)}: Redis {version} is too old; run Redis 7.0 or later, or Valkey")
@@ -81,47 +73,34 @@ class ReplayClient(TrainerCalls, RolloutCalls, ScoringCalls, PeopleCalls):
 
     async def open_run(self, limits: Limits) -> RunState:
         """Make the run if it is not there, else give it these limits. Called by the replay service; makes it the current run."""
-        milliseconds = {
-            f"{name.removesuffix('_s')}_ms": max(1, round(getattr(limits, name) * 1000))
-            for name in ("lease_s", "group_deadline_s", "scoring_deadline_s", "replica_dead_s")
-        }
         low, high = limits.reward_min, limits.reward_max
         bounds = f"{-math.inf if low is None else low} {math.inf if high is None else high}"
         bounds += " components" if limits.filter_components else ""
-        reply = await self._wire.call(
+        reply = await self._connection.call(
             "open_run",
-            secrets.token_hex(16),
-            secrets.token_hex(16),
-            limits.prompts_per_step,
-            limits.generations_per_prompt,
-            limits.max_age,
-            limits.max_attempts,
-            limits.max_scoring_attempts,
-            milliseconds["lease_ms"],
-            milliseconds["group_deadline_ms"],
-            milliseconds["scoring_deadline_ms"],
-            milliseconds["replica_dead_ms"],
-            limits.max_bytes,
-            limits.max_age if limits.ahead_steps is None else limits.ahead_steps,
-            limits.redundant,
-            limits.max_scored_per_step,
-            limits.retain_steps,
-            limits.staleness_policy,
-            bounds if limits.filter_equal else "",
+            timeline=secrets.token_hex(16),
+            incarnation=secrets.token_hex(16),
+            prompts_per_step=limits.prompts_per_step,
+            generations_per_prompt=limits.generations_per_prompt,
+            max_age=limits.max_age,
+            max_attempts=limits.max_attempts,
+            max_scoring_attempts=limits.max_scoring_attempts,
+            lease_ms=_milliseconds(limits.lease_s),
+            group_deadline_ms=_milliseconds(limits.group_deadline_s),
+            scoring_deadline_ms=_milliseconds(limits.scoring_deadline_s),
+            replica_dead_ms=_milliseconds(limits.replica_dead_s),
+            max_bytes=limits.max_bytes,
+            ahead_steps=limits.max_age if limits.ahead_steps is None else limits.ahead_steps,
+            redundant=limits.redundant,
+            max_scored=limits.max_scored_per_step,
+            retain_steps=limits.retain_steps,
+            staleness_policy=limits.staleness_policy,
+            filter=bounds if limits.filter_equal else "",
         )
-        await self._wire.command("SET", CURRENT_RUN, self.run_id)
+        await self._connection.command("SET", CURRENT_RUN, self.run_id)
         await self._sweep_old_incarnations()
         return self._note(reply)
 
-    async def stats(self) -> dict[str, Any]:
-        """Everything people look at: RunState fields, counts by lane and state, refusals by code, bytes, ages, replicas, scoring line."""
-        stats = unpack(await self._wire.call("stats"))
-        counts = stats.pop("counts") or {}
-        return {
-            "run_id": self.run_id,
-            **stats,
-            "refusals": stats["refusals"] or {},
-            "requeues": stats["requeues"] or {},
-            "counts": {lane: of_lane(counts, lane) for lane in ("train", "validation")},
-            "replicas": [dataclasses.asdict(replica) for replica in await self.replicas()],
-        }
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

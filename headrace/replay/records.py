@@ -1,9 +1,13 @@
-"""What the replay buffer's calls take and give: plain records, no I/O."""
+"""What the replay buffer's calls take and give: plain records, no I/O.
+
+The buffer's functions answer with msgpack maps of these fields (`services/replay/functions/`), so that most records are decoded as they
+come; `*_of` make those that are put together from more.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -16,6 +20,7 @@ GroupState = Literal[
 ]
 
 
+# A dataclass, since it is configuration and no reply.
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """What the run's configuration says to the state machine. Times in seconds, counted on the server's clock."""
@@ -41,8 +46,7 @@ class Limits:
     retain_steps: int = 0  # newest committed steps whose payloads stay
 
 
-@dataclasses.dataclass(frozen=True)
-class RunState:
+class RunState(msgspec.Struct, frozen=True):
     """Where the run stands.
 
     `timeline` and `incarnation` are nonces (random hex). `next_step` is the step the next `reserve` must name; `committed`
@@ -58,7 +62,7 @@ class RunState:
     committed: int
     enqueued: int
     closed: bool
-    counts: dict[str, int]  # groups by GroupState, train lane
+    counts: dict[str, int] = {}  # groups by GroupState, train lane
     refill: bool = False
     timelines: tuple[tuple[str, int], ...] = ()
 
@@ -67,8 +71,7 @@ class RunState:
         return next((timeline for timeline, start in reversed(self.timelines) if start < version), None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """Train groups that ended without being trained: `failed` and `filtered` of them, `bitmap` over the orders of both (the most
     significant bit of the first byte is order 0)."""
 
@@ -77,8 +80,7 @@ class Ended:
     bitmap: bytes = b""
 
 
-@dataclasses.dataclass(frozen=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True):
     """The right to generate one attempt at a group, until `expires_in_s` from now unless renewed by `heartbeat`."""
 
     group: Group
@@ -92,11 +94,10 @@ class Lease:
     count: int  # trajectories of the group, with indices from 0: the first n of them that are scored are the group
     missing: tuple[int, ...]  # indices to generate: the others are in, or can't be had
     # what another replica has sampled of those, cut off where it was saved; to be gone on from
-    prefixes: Mapping[int, Trajectory] = dataclasses.field(default_factory=dict)
+    prefixes: Mapping[int, Trajectory] = {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Epoch:
+class Epoch(msgspec.Struct, frozen=True):
     """A membership epoch of the weight channel.
 
     `announced`: members are asked to acknowledge. `transfer`: the acknowledged set is final, ranks are fixed (trainer rank 0,
@@ -113,10 +114,10 @@ class Epoch:
     verified: tuple[str, ...]  # members whose probe agreed
     refused: dict[str, str]  # member -> why it did not complete (its own words)
     rendezvous: dict[str, Any]
+    interrupted: tuple[str, ...] = ()  # those of `refused` under whom the collective broke through no fault of theirs
 
 
-@dataclasses.dataclass(frozen=True)
-class Replica:
+class Replica(msgspec.Struct, frozen=True):
     """A registered rollout replica. `version` is the verified one, -1 if none."""
 
     id: str
@@ -128,8 +129,7 @@ class Replica:
     seen_s_ago: float
 
 
-@dataclasses.dataclass(frozen=True)
-class HeartbeatReply:
+class HeartbeatReply(msgspec.Struct, frozen=True):
     """`lost` are tokens of the caller that are no longer valid: abort their generations. Of these, `complete` are of groups that have
     their n trajectories. `epoch` is the newest, if any."""
 
@@ -140,7 +140,6 @@ class HeartbeatReply:
     complete: tuple[str, ...] = ()
 
 
-# Structs, as a trajectory is: these too come by the thousand.
 class ScoringJob(msgspec.Struct, frozen=True):
     group: Group
     trajectory: Trajectory
@@ -160,8 +159,7 @@ class ReservedTrajectory(msgspec.Struct, frozen=True):
     newest_version: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Reservation:
+class Reservation(msgspec.Struct, frozen=True, eq=False):
     """Batch of step `step`: `P` complete groups in ticket order, n trajectories each in index order (which indices is for chance to say).
 
     `scored` groups got all their scores since the batch before, `filtered` of them by dynamic sampling (they are in no batch).
@@ -170,35 +168,37 @@ class Reservation:
     step: int
     groups: tuple[str, ...]
     trajectories: tuple[ReservedTrajectory, ...]
-    scored: int = dataclasses.field(default=0, compare=False)
-    filtered: int = dataclasses.field(default=0, compare=False)
+    scored: int = 0
+    filtered: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        """The same batch, whatever was scored before it was handed out."""
+        if not isinstance(other, Reservation):
+            return NotImplemented
+        return (self.step, self.groups, self.trajectories) == (other.step, other.groups, other.trajectories)
 
 
-@dataclasses.dataclass(frozen=True)
-class Waiting:
+class Waiting(msgspec.Struct, frozen=True, tag_field="reply", tag="waiting"):
     """`reserve` can't be served yet. `ready` of `needed` lowest tickets are ready."""
 
     ready: int
     needed: int
 
 
-@dataclasses.dataclass(frozen=True)
-class End:
+class End(msgspec.Struct, frozen=True, tag_field="reply", tag="end"):
     """The queue is closed and fewer than `P` groups are left; they became `unused`."""
 
     unused: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluated:
+class Evaluated(msgspec.Struct, frozen=True):
     """A finished validation group: trajectories in index order with their scores."""
 
     group: Group
     trajectories: tuple[tuple[Trajectory, Score], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class HeldGroup:
+class HeldGroup(msgspec.Struct, frozen=True):
     """A group as the buffer holds it, for people: `step` it is kept for, reserved for or was trained at, the trajectories pushed so far
     in index order, with their scores once they have one."""
 
@@ -207,3 +207,73 @@ class HeldGroup:
     step: int | None
     reason: str
     trajectories: tuple[tuple[Trajectory, Score | None], ...]
+
+
+class _BatchGroup(msgspec.Struct, frozen=True):
+    id: str
+    indices: list[int]
+    pushed: list[str]  # `<nonce> <length> <oldest version> <newest version> <ms from lease to push>` (_group.lua)
+    rewards: list[str]
+
+
+class BatchReply(msgspec.Struct, frozen=True, tag_field="reply", tag="batch"):
+    """A reservation as the buffer answers it (_steps.lua)."""
+
+    step: int
+    payload_prefix: str
+    groups: list[_BatchGroup]
+    scored: int
+    filtered: int
+
+    def reservation(self) -> Reservation:
+        return Reservation(
+            step=self.step,
+            groups=tuple(group.id for group in self.groups),
+            trajectories=tuple(self._trajectories()),
+            scored=self.scored,
+            filtered=self.filtered,
+        )
+
+    def _trajectories(self) -> Iterator[ReservedTrajectory]:
+        prefix = self.payload_prefix
+        for group in self.groups:
+            group_id = group.id
+            for index, pushed, reward in zip(group.indices, group.pushed, group.rewards, strict=True):
+                nonce, length, oldest, newest, _ = pushed.split(" ")
+                yield ReservedTrajectory(
+                    group_id, index, prefix + nonce, float(reward), int(length), int(oldest), int(newest)
+                )
+
+
+decode_run_state = msgspec.msgpack.Decoder(RunState).decode
+decode_reserve = msgspec.msgpack.Decoder(BatchReply | Waiting | End).decode
+unpack = msgspec.msgpack.Decoder().decode
+
+
+def epoch_of(reply: Sequence[bytes]) -> Epoch:
+    """From the reply of `hr_epoch` and the like: the epoch, then its rendezvous."""
+    fields = unpack(reply[0])
+    announced = fields["state"] == "announced"
+    did = dict(pairs(fields["members"]))
+    words = {member: what.partition(" ") for member, what in did.items()}
+    return Epoch(
+        id=fields["id"],
+        version=fields["version"],
+        timeline=fields["timeline"],
+        state=fields["state"],
+        members=tuple(sorted(m for m, what in did.items() if announced or what not in ("asked", "left out"))),
+        acknowledged=tuple(sorted(m for m, what in did.items() if what in ("acknowledged", "verified"))),
+        verified=tuple(sorted(m for m, what in did.items() if what == "verified")),
+        refused={m: why for m, (what, _, why) in words.items() if what in ("refused", "interrupted")},
+        interrupted=tuple(sorted(m for m, (what, _, _) in words.items() if what == "interrupted")),
+        rendezvous=unpack(reply[1]),
+    )
+
+
+def score_key(payload_key: str) -> str:
+    prefix, _, nonce = payload_key.rpartition(":p:")
+    return f"{prefix}:s:{nonce}"
+
+
+def pairs(flat: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    return zip(*[iter(flat)] * 2, strict=True)

@@ -1,19 +1,19 @@
-"""A rollout replica's calls: membership of the fleet, leases, trajectories."""
+"""A rollout replica's calls: membership of the fleet and of epochs, leases, trajectories."""
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import msgpack
+import msgspec
 
 from headrace.errors import CodecError, InvalidCall, ReplayError
-from headrace.replay.channel import ChannelCalls
-from headrace.replay.records import HeartbeatReply, Lease
-from headrace.replay.wire import refusal
+from headrace.replay.calls import BufferClient
+from headrace.replay.connection import refusal
+from headrace.replay.records import HeartbeatReply, Lease, unpack
 from headrace.trajectory import Group, Trajectory
 
 log = logging.getLogger(__name__)
@@ -25,23 +25,27 @@ STAGED = b"60"
 CARRIED_BYTES = 32 << 10
 
 
-class RolloutCalls(ChannelCalls):
+# What `push` and `save` are told of trajectories, in columns (_payload.lua).
+_COLUMNS = ("group", "index", "token", "nonce", "bytes", "length", "oldest", "newest")
+
+
+class RolloutClient(BufferClient):
     async def register(self, replica: str, info: Mapping[str, Any]) -> None:
         """Enter the fleet as STALE. `replica` is a nonce made at process start: a restarted replica is a new one."""
-        await self._wire.call("register", replica, msgpack.packb(dict(info)))
+        await self._connection.call("register", msgspec.msgpack.encode(info), replica=replica)
 
     async def deregister(self, replica: str) -> None:
         """Leave the fleet; groups still held are passed on at once, without costing an attempt."""
-        await self._until_done("deregister", replica)
+        await self._until_done("deregister", replica=replica)
 
     async def heartbeat(self, replica: str, tokens: Sequence[str]) -> HeartbeatReply:
         """Renew the replica and these leases (never past a group's absolute deadline, law 6). A DEAD or unknown replica is told so."""
         known = f"{self._epoch.id} {self._epoch.state}" if self._epoch else ""
-        state, timeline, changed, lost, complete = await self._wire.call("heartbeat", replica, known, *tokens)
-        if changed:
+        reply = await self._connection.call("heartbeat", replica=replica, epoch=known, tokens=tokens)
+        fields = unpack(reply)
+        if fields.pop("epoch_changed"):
             self._epoch = await self.epoch()
-        lost, complete = (tuple(token.decode() for token in tokens) for tokens in (lost, complete))
-        return HeartbeatReply(state.decode(), timeline.decode(), lost, self._epoch, complete)
+        return msgspec.convert({**fields, "epoch": self._epoch}, HeartbeatReply)
 
     async def wait_work(self, timeout_s: float) -> None:
         """Return when a lease may be had or an epoch changed, or after `timeout_s`."""
@@ -53,46 +57,38 @@ class RolloutCalls(ChannelCalls):
 
         Raises `NotVerified` unless the replica is HEALTHY.
         """
-        return await self._read_leases(await self._wire.call("lease", replica, max_groups, secrets.token_hex(8)))
-
-    async def _read_leases(self, reply: Sequence[Any]) -> list[Lease]:
-        timeline, incarnation, version, *entries = reply
-        records = await self._fetch([entry[1] for entry in entries])
-        leases = []
-        begun = await self._begun(
-            [(entry[0], entry[2], index, key) for entry in entries for index, key in pairs(entry[8])]
+        nonce = secrets.token_hex(8)
+        return await self._read_leases(
+            await self._connection.call("lease", replica=replica, most=max_groups, nonce=nonce)
         )
-        for entry, record in zip(entries, records, strict=True):
-            group_id, _, token, ends_in_ms, attempt, ticket, count, missing, _ = entry
+
+    async def _read_leases(self, answer: bytes) -> list[Lease]:
+        reply = unpack(answer)
+        granted = reply.pop("leases")
+        records = await self._fetch([lease.pop("record") for lease in granted])
+        prefixes = await self._prefixes(granted)
+        leases = []
+        for lease, record in zip(granted, records, strict=True):
             if record is None:  # dropped since: the lease is void
                 continue
+            group_id, token = lease.pop("group"), lease["token"]
             try:
                 group = Group.decode(record)
             except CodecError as error:  # no replica can ever generate it
-                await self._wire.call("release", timeline, incarnation, group_id, token, "rejected", str(error))
+                await self._release(reply["timeline"], reply["incarnation"], group_id, token, "rejected", str(error))
                 continue
-            lease = Lease(
-                group=group,
-                token=token.decode(),
-                attempt=attempt,
-                ticket=ticket,
-                version=version,
-                timeline=timeline.decode(),
-                incarnation=incarnation.decode(),
-                expires_in_s=ends_in_ms / 1000,
-                count=count,
-                missing=tuple(missing) or tuple(range(count)),
-                prefixes=begun.get(token, {}),
-            )
-            leases.append(lease)
+            lease["missing"] = tuple(lease.get("missing") or range(lease["count"]))
+            lease["prefixes"] = prefixes.get(token, {})
+            leases.append(Lease(group=group, **reply, **lease))
         return leases
 
-    async def _begun(self, saved: Sequence[tuple[bytes, bytes, int, bytes]]) -> dict[bytes, dict[int, Trajectory]]:
-        """By token and index, from (group id, token, index, payload key). One that was freed or can't be read is left out: it
+    async def _prefixes(self, granted: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Trajectory]]:
+        """By token and index, what other replicas have begun of these leases. One that was freed or can't be read is left out: it
         starts over."""
-        begun: dict[bytes, dict[int, Trajectory]] = {}
-        payloads = await self._read_batches(self._fetch, [entry[3] for entry in saved])
-        for (group_id, token, index, key), payload in zip(saved, payloads, strict=True):
+        begun: dict[str, dict[int, Trajectory]] = {}
+        saved = [(lease, index, key) for lease in granted for index, key in lease.get("prefixes", ())]
+        payloads = await self._read_batches(self._fetch, [key for _, _, key in saved])
+        for (lease, index, key), payload in zip(saved, payloads, strict=True):
             if payload is None:
                 continue
             try:
@@ -100,8 +96,8 @@ class RolloutCalls(ChannelCalls):
             except CodecError as error:
                 log.warning("a saved trajectory (%r) can't be gone on from: %s", key, error)
                 continue
-            if (prefix.group_id, prefix.index) == (group_id.decode(), index):
-                begun.setdefault(token, {})[index] = prefix
+            if (prefix.group_id, prefix.index) == (lease["group"], index):
+                begun.setdefault(lease["token"], {})[index] = prefix
             else:
                 log.warning("a saved trajectory (%r) is of another: %s[%d]", key, prefix.group_id, prefix.index)
         return begun
@@ -136,7 +132,8 @@ class RolloutCalls(ChannelCalls):
         errors: list[ReplayError | CodecError | None] = [None] * len(items)
         nonces = secrets.token_hex(8 * len(items))  # one call of the system for all
         commands: list[tuple[Any, ...]] = []
-        calls: dict[tuple[str, str], tuple[list[str | bytes], list[int]]] = {}
+        # of each timeline: what is told of trajectories, their payloads, and where they are in `items`
+        calls: dict[tuple[str, str], tuple[list[tuple[Any, ...]], list[bytes], list[int]]] = {}
         for position, (lease, trajectory) in enumerate(items):
             try:
                 payload = _payload(lease, trajectory)
@@ -144,21 +141,23 @@ class RolloutCalls(ChannelCalls):
                 errors[position] = error
                 continue
             nonce = nonces[position * 16 : position * 16 + 16]
-            arguments, positions = calls.setdefault((lease.timeline, lease.incarnation), ([], []))
-            arguments.append(
-                f"{lease.group.id} {trajectory.index} {lease.token} {nonce} {len(payload)} "
-                f"{trajectory.completion_token_ids.size} {trajectory.oldest_version} {trajectory.newest_version}"
-            )
+            entries, payloads, positions = calls.setdefault((lease.timeline, lease.incarnation), ([], [], []))
+            versions = trajectory.oldest_version, trajectory.newest_version
+            size = len(payload), trajectory.completion_token_ids.size
+            entries.append((lease.group.id, trajectory.index, lease.token, nonce, *size, *versions))
             if len(payload) > CARRIED_BYTES:
-                key = f"{self._wire.key}:{lease.incarnation}:p:{nonce}"
+                key = f"{self._connection.key}:{lease.incarnation}:p:{nonce}"
                 commands.append((b"SET", key, payload, b"NX", b"EX", STAGED))
                 payload = b""
-            arguments.append(payload)
+            payloads.append(payload)
             positions.append(position)
-        for fence, (arguments, _) in calls.items():
-            commands.append(self._fcall(function, *fence, *arguments))
-        replies = (await self._wire.pipeline(commands))[-len(calls) :] if calls else []
-        for (_, positions), reply in zip(calls.values(), replies, strict=True):
+        for (timeline, incarnation), (entries, payloads, _) in calls.items():
+            columns = dict(zip(_COLUMNS, zip(*entries, strict=True), strict=True))
+            commands.append(
+                self._connection.fcall(function, *payloads, timeline=timeline, incarnation=incarnation, **columns)
+            )
+        replies = (await self._connection.pipeline(commands))[-len(calls) :] if calls else []
+        for (_, _, positions), reply in zip(calls.values(), replies, strict=True):
             for position, text in zip(positions, reply, strict=True):
                 errors[position] = refusal(text.decode()) if text else None
         return errors
@@ -166,24 +165,49 @@ class RolloutCalls(ChannelCalls):
     async def release(self, lease: Lease, reason: str, *, failed: bool) -> None:
         """Give the group back: `failed` counts an attempt (after `max_attempts` the group ends as failed with `reason`), and the
         next starts over; otherwise (shutdown, refit) another replica goes on with it."""
-        await self._release(lease, "failed" if failed else "returned", reason)
+        await self._release_lease(lease, "failed" if failed else "returned", reason)
 
     async def abandon(self, lease: Lease, index: int, reason: str) -> bool:
         """Trajectory `index` can't be generated. True: the group does without it. False: too few are left, and the whole group was given
         back as failed."""
-        fence = lease.timeline, lease.incarnation
-        return bool(await self._wire.call("abandon", *fence, lease.group.id, lease.token, index, reason))
+        kept = await self._connection.call(
+            "abandon",
+            timeline=lease.timeline,
+            incarnation=lease.incarnation,
+            group=lease.group.id,
+            token=lease.token,
+            index=index,
+            reason=reason,
+        )
+        return bool(kept)
 
     async def reject(self, lease: Lease, reason: str) -> None:
         """The group can never succeed (prompt longer than the context, …): it ends as failed with `reason`, without further attempts."""
-        await self._release(lease, "rejected", reason)
+        await self._release_lease(lease, "rejected", reason)
 
-    async def _release(self, lease: Lease, how: str, reason: str) -> None:
-        await self._wire.call("release", lease.timeline, lease.incarnation, lease.group.id, lease.token, how, reason)
+    async def _release_lease(self, lease: Lease, how: str, reason: str) -> None:
+        await self._release(lease.timeline, lease.incarnation, lease.group.id, lease.token, how, reason)
 
+    async def _release(self, timeline: str, incarnation: str, group_id: str, token: str, how: str, reason: str) -> None:
+        fence = {"timeline": timeline, "incarnation": incarnation}
+        await self._connection.call("release", **fence, group=group_id, token=token, how=how, reason=reason)
 
-def pairs(flat: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    return zip(*[iter(flat)] * 2, strict=True)
+    # -- epochs of the weight channel --------------------------------------------------------------------------------------
+
+    async def acknowledge(self, replica: str, epoch: str) -> None:
+        """The replica is able to take part. Raises `Fenced` if the epoch is no longer announced."""
+        await self._connection.call("acknowledge", replica=replica, epoch=epoch)
+
+    async def verify(self, replica: str, epoch: str, difference: float, tolerance: float) -> bool:
+        """The only way to HEALTHY: the probe's largest |log-probability difference| under the epoch's weights, in nats.
+        False (and STALE, with the figure as reason) unless difference <= tolerance."""
+        proof = {"difference": float(difference), "tolerance": float(tolerance)}
+        return bool(await self._connection.call("verify", replica=replica, epoch=epoch, **proof))
+
+    async def refuse(self, replica: str, epoch: str, reason: str, *, interrupted: bool = False) -> None:
+        """The replica could not complete the epoch: it is STALE, for this reason. `interrupted`: the collective broke under it, and the
+        replica is not at fault."""
+        await self._connection.call("refuse", replica=replica, epoch=epoch, reason=reason, interrupted=interrupted)
 
 
 def _size(item: tuple[Lease, Trajectory]) -> int:

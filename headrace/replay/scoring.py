@@ -7,48 +7,47 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.errors import CodecError, LeaseLost, ReplayError
-from headrace.replay.calls import BATCH, Calls, chunks
-from headrace.replay.records import ScoringJob
-from headrace.replay.replies import Taken
-from headrace.replay.wire import refusal
-from headrace.trajectory import Group, Score
+from headrace.replay.calls import BATCH, BufferClient, chunks
+from headrace.replay.connection import refusal
+from headrace.replay.records import ScoringJob, unpack
+from headrace.trajectory import Group, Score, Trajectory
 
 
-class ScoringCalls(Calls):
+class ScoringClient(BufferClient):
     async def take_scoring(self, scorer: str, max_trajectories: int) -> list[ScoringJob]:
         """Pushed trajectories waiting for a score, oldest first, until `scoring_deadline_s` from now."""
+        nonce = secrets.token_hex(8)
         return await self._read_jobs(
-            await self._wire.call("take_scoring", scorer, max_trajectories, secrets.token_hex(8))
+            await self._connection.call("take_scoring", scorer=scorer, most=max_trajectories, nonce=nonce)
         )
 
-    async def _read_jobs(self, reply: Sequence[Any]) -> list[ScoringJob]:
-        taken = [
-            Taken(group_id.decode(), int(index), payload, record, token.decode(), attempt)
-            for group_id, index, payload, record, token, attempt in zip(*[iter(reply)] * 6, strict=True)
+    async def _read_jobs(self, answer: bytes) -> list[ScoringJob]:
+        reply = unpack(answer)
+        token, prefix = reply["token"], reply["payload_prefix"]
+        records = dict.fromkeys(taken["record"] for taken in reply["groups"])
+        for record, data in zip(records, await self._fetch(list(records)), strict=True):
+            records[record] = None if data is None else Group.decode(data)
+        entries = [
+            (records[taken["record"]], taken["group"], index, prefix + nonce, attempt)
+            for taken in reply["groups"]
+            for index, nonce, attempt in zip(taken["indices"], taken["nonces"], taken["scoring_attempts"], strict=True)
         ]
-        records = list(dict.fromkeys(entry.record for entry in taken))
-        groups = {
-            record: None if data is None else Group.decode(data)
-            for record, data in zip(records, await self._fetch(records), strict=True)
-        }
-        payloads = await self._read_batches(self._fetch, [entry.payload for entry in taken])
+        payloads = await self._read_batches(self._fetch, [key for _, _, _, key, _ in entries])
         jobs = []
-        for entry, payload in zip(taken, payloads, strict=True):
-            group = groups[entry.record]
+        for (group, group_id, index, _, attempt), payload in zip(entries, payloads, strict=True):
             if payload is None or group is None:  # discarded since: the token is void
                 continue
             try:
-                jobs.append(entry.job(group, payload))
+                jobs.append(ScoringJob(group, _trajectory_of(group_id, index, payload), token, attempt))
             except CodecError as error:
-                await self._score_unreadable(entry, str(error))
+                await self._score_unreadable(group_id, index, token, str(error))
         return jobs
 
-    async def _score_unreadable(self, entry: Taken, problem: str) -> None:
+    async def _score_unreadable(self, group_id: str, index: int, token: str, problem: str) -> None:
         """Bytes that are no trajectory of this group can't be scored by anyone: law 7, the group fails with the reason."""
-        score = Score("INVALID", message=problem)
-        errors = await self._score_batch([(entry.group, entry.index, entry.token, score)])
-        if errors[0] is not None and not isinstance(errors[0], LeaseLost):
-            raise errors[0]
+        (error,) = await self._score_batch([(group_id, index, token, Score("INVALID", message=problem))])
+        if error is not None and not isinstance(error, LeaseLost):
+            raise error
 
     async def release_scoring(self) -> None:
         """A scorer starts: what an earlier one had taken waits again at once, without costing an attempt."""
@@ -74,8 +73,21 @@ class ScoringCalls(Calls):
         return errors
 
     async def _score_batch(self, items: Sequence[tuple[str, int, str, Score]]) -> list[ReplayError | None]:
-        args: list[Any] = []
+        scores = []
         for group_id, index, token, score in items:
-            reward = "-" if score.reward is None else repr(float(score.reward))
-            args += [f"{group_id} {index} {token} {score.status} {reward}", score.encode()]
-        return [refusal(text.decode()) if text else None for text in await self._wire.call("score", *args)]
+            entry: dict[str, Any] = {"group": group_id, "index": index, "token": token, "status": score.status}
+            if score.reward is not None:
+                entry["reward"] = float(score.reward)
+            scores.append(entry)
+        replies = await self._connection.call("score", *(score.encode() for *_, score in items), scores=scores)
+        return [refusal(text.decode()) if text else None for text in replies]
+
+
+def _trajectory_of(group_id: str, index: int, payload: bytes) -> Trajectory:
+    trajectory = Trajectory.decode(payload)
+    if (trajectory.group_id, trajectory.index) != (group_id, index):
+        raise CodecError(
+            f"the payload of trajectory {index} of group {group_id!r} says it is "
+            f"{trajectory.index} of {trajectory.group_id!r}"
+        )
+    return trajectory

@@ -1,22 +1,36 @@
-"""The trainer's calls: the queue, batches, checkpoints, validation."""
+"""The trainer's calls: the queue, batches, checkpoints, validation, epochs of the weight channel."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from headrace.errors import InvalidCall
-from headrace.replay.calls import BATCH, PAYLOADS, Calls, chunks, of_bounded_size
-from headrace.replay.records import End, Ended, Evaluated, Reservation, RunState, Waiting
-from headrace.replay.replies import reservation, score_key
+from headrace.replay.calls import BATCH, PAYLOADS, BufferClient, chunks, of_bounded_size
+from headrace.replay.records import (
+    BatchReply,
+    End,
+    Ended,
+    Epoch,
+    Evaluated,
+    Reservation,
+    RunState,
+    Waiting,
+    decode_reserve,
+    epoch_of,
+    score_key,
+    unpack,
+)
 from headrace.trajectory import Group, Score, Trajectory
 
 # Of a token in a payload: id, log-probability, mask, and text. Of a trajectory: field names, spans, timings, score.
 _TOKEN_BYTES, _OVERHEAD_BYTES = 15, 2048
 
 
-class TrainerCalls(Calls):
+class TrainerClient(BufferClient):
     async def rewind(self, version: int, timeline: str) -> RunState:
         """The trainer goes on from checkpoint `version` on the new `timeline` (a nonce of the caller: a repeat is a no-op).
 
@@ -24,8 +38,8 @@ class TrainerCalls(Calls):
         `refill`). Reopens steps >= version for `reserve` unchanged where all trajectories survive, voids
         all leases, drops the validation lane, discards every trajectory with a token newer than `version`, marks every replica STALE.
         """
-        state = self._note(await self._wire.call("rewind", version, timeline))
-        await self._until_done("commit", version, timeline)
+        state = self._note(await self._connection.call("rewind", version=version, timeline=timeline))
+        await self._until_done("commit", version=version, timeline=timeline)
         return state
 
     async def restore(
@@ -37,8 +51,15 @@ class TrainerCalls(Calls):
         """
         ended = ended or Ended()
         state = self._note(
-            await self._wire.call(
-                "restore", version, timeline, incarnation, enqueued, ended.failed, ended.filtered, ended.bitmap
+            await self._connection.call(
+                "restore",
+                ended.bitmap,
+                version=version,
+                timeline=timeline,
+                incarnation=incarnation,
+                enqueued=enqueued,
+                failed=ended.failed,
+                filtered=ended.filtered,
             )
         )
         await self._sweep_old_incarnations()
@@ -46,12 +67,12 @@ class TrainerCalls(Calls):
 
     async def refilled(self, timeline: str) -> None:
         """Every prompt that the state's `refill` asked for is enqueued again (idempotent)."""
-        await self._wire.call("refilled", timeline)
+        await self._connection.call("refilled", timeline=timeline)
 
     async def ended(self) -> Ended:
         """The train groups that ended without being trained, for `restore`: an order among them is never enqueued again."""
-        failed, filtered, bitmap = await self._wire.call("ended")
-        return Ended(failed, filtered, bitmap)
+        counts, bitmap = await self._connection.call("ended")
+        return Ended(**unpack(counts), bitmap=bitmap)
 
     async def enqueue(self, groups: Sequence[Group], timeline: str, refill: bool = False) -> int:
         """Append to the queue of each group's lane; returns how many were new. A group at or below `enqueued` order, or known
@@ -63,29 +84,27 @@ class TrainerCalls(Calls):
         records = [(group, group.encode()) for group in sorted(groups, key=lambda group: group.order)]
         new = 0
         for batch in of_bounded_size(records, lambda item: len(item[1])):
-            args: list[Any] = []
-            for group, record in batch:
-                worst = worst_case_bytes(group.n, group.prompt_token_ids.size, group.sampling.max_new_tokens)
-                args += [group.id, group.lane, group.order, group.n, worst, secrets.token_hex(8), record]
-            new += await self._wire.call("enqueue", timeline, self._incarnation, int(refill), *args)
+            new += await self._connection.call(
+                "enqueue",
+                *(record for _, record in batch),
+                timeline=timeline,
+                incarnation=self._incarnation,
+                refill=refill,
+                groups=[_queued(group) for group, _ in batch],
+            )
         return new
 
     async def close(self, timeline: str) -> None:
         """No more training prompts will come (idempotent); a rewind opens the queue again."""
-        await self._wire.call("close", timeline)
+        await self._connection.call("close", timeline=timeline)
 
     async def reserve(self, step: int, timeline: str) -> Reservation | Waiting | End:
         """Laws 2, 3 and 5: the batch of `step`, which must be `next_step` (repeating the last reserve gives the same batch).
 
         Raises `WrongStep`, `WrongTimeline`, and `SamplingStarved` where it would wait, but dynamic sampling has had its share.
         """
-        reply = await self._wire.call("reserve", step, timeline)
-        match reply[0]:
-            case b"waiting":
-                return Waiting(ready=reply[1], needed=reply[2])
-            case b"end":
-                return End(unused=reply[1])
-        return reservation(reply)
+        reply = decode_reserve(await self._connection.call("reserve", step=step, timeline=timeline))
+        return reply.reservation() if isinstance(reply, BatchReply) else reply
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return when something that `reserve` waits for may have changed, or after `timeout_s`."""
@@ -104,40 +123,73 @@ class TrainerCalls(Calls):
     async def read_groups(self, ids: Sequence[str]) -> list[Group]:
         records = []
         for batch in chunks(ids, PAYLOADS):
-            for group_id, reply in zip(batch, await self._pipeline_calls("group", batch), strict=True):
+            calls = [self._connection.fcall("group", group=group_id) for group_id in batch]
+            for group_id, reply in zip(batch, await self._connection.pipeline(calls), strict=True):
                 if reply is None:
                     raise InvalidCall(f"group {group_id!r} is not held; it was committed or never enqueued")
-                records.append(reply[1])
+                records.append(unpack(reply)["record"])
         return [Group.decode(record) for record in await self._held(records)]
 
     async def commit(self, version: int, timeline: str) -> None:
         """Checkpoint `version` is published: steps < version are trained, and the payloads of all but the newest `retain_steps` of them
         are freed (idempotent)."""
-        await self._until_done("commit", version, timeline)
+        await self._until_done("commit", version=version, timeline=timeline)
 
     async def masked(self, step: int, timeline: str, tokens: int) -> None:
         """Of the policy loss of `step`, `tokens` > 0 tokens were left out for their age: metered, once a step."""
-        await self._wire.call("masked", step, timeline, tokens)
+        await self._connection.call("masked", step=step, timeline=timeline, tokens=tokens)
 
     async def evaluated(self, ids: Sequence[str]) -> tuple[list[Evaluated], dict[str, str], int]:
         """Of these validation groups: (those evaluated, reasons of those failed, number still pending)."""
         replies: list[Any] = []
         for batch in chunks(ids, BATCH):
-            replies += await self._wire.call("evaluated", *batch)
+            replies += unpack(await self._connection.call("evaluated", groups=batch))
         done: list[Evaluated] = []
         failed: dict[str, str] = {}
-        for group_id, (state, reason, record, keys) in zip(ids, replies, strict=True):
-            if state == b"evaluated":
-                (group,) = await self._held([record])
-                pairs = await self.read([key.decode() for key in keys])
-                done.append(Evaluated(Group.decode(group), tuple(pairs)))
-            elif state == b"failed":
-                failed[group_id] = reason.decode()
+        for group_id, reply in zip(ids, replies, strict=True):
+            if reply["state"] == "evaluated":
+                (group,) = await self._held([reply["record"]])
+                done.append(Evaluated(Group.decode(group), tuple(await self.read(reply["keys"]))))
+            elif reply["state"] == "failed":
+                failed[group_id] = reply["reason"]
         return done, failed, len(replies) - len(done) - len(failed)
 
     async def drop_validation(self, timeline: str) -> None:
         """Forget every group of the validation lane, leased or not, with its payloads."""
-        await self._until_done("drop_validation", timeline)
+        await self._until_done("drop_validation", timeline=timeline)
+
+    # -- epochs of the weight channel --------------------------------------------------------------------------------------
+
+    async def open_epoch(self, epoch: str, version: int, timeline: str, rendezvous: Mapping[str, Any]) -> Epoch:
+        """Announce epoch `epoch` (a nonce) to every replica that is not DEAD; ends any epoch before it. Raises `WrongTimeline`."""
+        packed = msgspec.msgpack.encode(rendezvous)
+        return epoch_of(
+            await self._connection.call("open_epoch", packed, epoch=epoch, version=version, timeline=timeline)
+        )
+
+    async def begin_epoch(self, epoch: str, rendezvous: Mapping[str, Any]) -> Epoch:
+        """announced -> transfer with the members that acknowledged; replicas left out become STALE."""
+        return epoch_of(await self._connection.call("begin_epoch", msgspec.msgpack.encode(rendezvous), epoch=epoch))
+
+    async def end_epoch(self, epoch: str, *, aborted: bool) -> Epoch:
+        """transfer -> done or aborted. Members that did not verify are STALE."""
+        return epoch_of(await self._connection.call("end_epoch", epoch=epoch, aborted=aborted))
+
+    async def wait_epoch(self, timeout_s: float) -> None:
+        """Return when an acknowledgement, a verification or a membership may have changed, or after `timeout_s`."""
+        await self._wakeups.wait("epoch", timeout_s)
+
+
+def _queued(group: Group) -> dict[str, Any]:
+    """What the buffer knows of a group besides its record (enqueue.lua)."""
+    return {
+        "id": group.id,
+        "lane": group.lane,
+        "order": group.order,
+        "n": group.n,
+        "worst": worst_case_bytes(group.n, group.prompt_token_ids.size, group.sampling.max_new_tokens),
+        "nonce": secrets.token_hex(8),
+    }
 
 
 def worst_case_bytes(n: int, prompt_tokens: int, max_new_tokens: int) -> int:

@@ -1,1 +1,1 @@
-"""The weight channel: what trainer and replicas must agree on to move weights."""
+"""The weight channel's contract between trainer and replicas, without torch: `headrace_services.weight_channel` moves the tensors."""

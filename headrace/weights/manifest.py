@@ -1,15 +1,16 @@
-"""What a broadcast of weights consists of: names, types and shapes, and how they are laid out in flat buckets.
+"""The contents of a broadcast of weights: names, types and shapes, and their layout in flat buckets.
 
-The plan is a pure function of the manifest, so trainer and replicas cut the same stream at the same places without
-sending the cuts.
+The layout is a pure function of the manifest, so trainer and replicas cut the stream at the same places without sending them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import msgspec
 
 from headrace.errors import CodecError
 
@@ -30,8 +31,8 @@ ITEM_BYTES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
-    """One tensor: its checkpoint name, its type by torch's name without `torch.`, and its full shape."""
+class TensorSpec:
+    """One tensor: its name in the checkpoint, its dtype as torch names it without `torch.`, and its full shape."""
 
     name: str
     dtype: str
@@ -48,91 +49,85 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Neighbouring tensors of one type, laid end to end in one flat tensor."""
+    """Consecutive tensors of one dtype, concatenated into one flat tensor."""
 
     dtype: str
-    entries: tuple[Entry, ...]
+    tensors: tuple[TensorSpec, ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """Tensors in the order they are sent, cut into buckets of at most `bucket_bytes`."""
+class Manifest(msgspec.Struct, frozen=True):
+    """Tensors in the order in which they are sent, as columns, cut into buckets of at most `bucket_bytes`."""
 
-    entries: tuple[Entry, ...]
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
     bucket_bytes: int
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise CodecError(f"manifest: bucket_bytes is {self.bucket_bytes}; a bucket holds at least one byte")
-        if not self.entries:
+        if not self.names:
             raise CodecError("manifest: no tensors")
-        seen: set[str] = set()
-        for entry in self.entries:
-            if entry.name in seen:
-                raise CodecError(f"manifest: {entry.name!r} is named twice")
-            seen.add(entry.name)
-            if entry.dtype not in ITEM_BYTES:
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+            raise CodecError(
+                f"manifest: {len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes"
+            )
+        if len(set(self.names)) < len(self.names):
+            twice = next(name for name in self.names if self.names.count(name) > 1)
+            raise CodecError(f"manifest: {twice!r} is named twice")
+        for tensor in self.tensors:
+            if tensor.dtype not in ITEM_BYTES:
                 raise CodecError(
-                    f"manifest: {entry.name!r} has type {entry.dtype!r}, not one of {', '.join(ITEM_BYTES)}"
+                    f"manifest: {tensor.name!r} has type {tensor.dtype!r}, not one of {', '.join(ITEM_BYTES)}"
                 )
-            if any(size < 1 for size in entry.shape):
-                raise CodecError(f"manifest: {entry.name!r} has shape {entry.shape}; every size is at least 1")
+            if any(size < 1 for size in tensor.shape):
+                raise CodecError(f"manifest: {tensor.name!r} has shape {tensor.shape}; every size is at least 1")
 
     @classmethod
     def of(cls, metadata: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: int) -> Manifest:
-        """From (name, type, shape) triples."""
-        return cls(tuple(Entry(name, dtype, tuple(shape)) for name, dtype, shape in metadata), bucket_bytes)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries)
-
-    def buckets(self) -> list[Bucket]:
-        """The plan: order is kept, a bucket holds one type, and a tensor larger than `bucket_bytes` has one of its own.
-
-        Order is kept because a replica installs a layer as soon as its last tensor is there, and holds what came before.
-        """
-        plan: list[Bucket] = []
-        run: list[Entry] = []
-        size = 0
-        for entry in self.entries:
-            if run and (entry.dtype != run[0].dtype or size + entry.nbytes > self.bucket_bytes):
-                plan.append(Bucket(run[0].dtype, tuple(run)))
-                run, size = [], 0
-            run.append(entry)
-            size += entry.nbytes
-        plan.append(Bucket(run[0].dtype, tuple(run)))
-        return plan
-
-    def encode(self) -> dict[str, Any]:
-        """As msgpack types."""
-        return {
-            "names": [entry.name for entry in self.entries],
-            "dtypes": [entry.dtype for entry in self.entries],
-            "shapes": [list(entry.shape) for entry in self.entries],
-            "bucket_bytes": self.bucket_bytes,
-        }
+        """From (name, dtype, shape) triples."""
+        rows = [(name, dtype, tuple(shape)) for name, dtype, shape in metadata]
+        names, dtypes, shapes = zip(*rows, strict=True) if rows else ((), (), ())
+        return cls(names, dtypes, shapes, bucket_bytes)
 
     @classmethod
     def decode(cls, fields: Any) -> Manifest:
-        """Raises `CodecError` naming what is wrong."""
-        if not isinstance(fields, Mapping):
-            raise CodecError(f"manifest: a {type(fields).__name__}, not a map")
-        names, dtypes, shapes = _list(fields, "names", str), _list(fields, "dtypes", str), _list(fields, "shapes", list)
-        bucket_bytes = fields.get("bucket_bytes")
-        if not len(names) == len(dtypes) == len(shapes):
-            raise CodecError(f"manifest: {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes")
-        if not all(type(size) is int for shape in shapes for size in shape) or type(bucket_bytes) is not int:
-            raise CodecError("manifest: sizes in shapes and bucket_bytes are whole numbers")
-        return cls.of(zip(names, dtypes, shapes, strict=True), bucket_bytes)
+        """From what `encode` returned. Raises `CodecError` naming what is wrong."""
+        try:
+            return msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            raise CodecError(f"manifest: {error}") from error
 
+    def encode(self) -> dict[str, Any]:
+        """The manifest as msgpack types."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return fields
 
-def _list(fields: Mapping[str, Any], key: str, kind: type) -> list[Any]:
-    values = fields.get(key)
-    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
-        raise CodecError(f"manifest: {key} is {values!r:.80}, not a list of {kind.__name__}")
-    return values
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return tuple(map(TensorSpec, self.names, self.dtypes, self.shapes))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def buckets(self) -> list[Bucket]:
+        """Cut the tensors into buckets: in order, one dtype a bucket; a tensor larger than `bucket_bytes` gets its own.
+
+        The order matters because a replica installs a layer as soon as it has the layer's last tensor, and buffers the others.
+        """
+        buckets: list[Bucket] = []
+        current: list[TensorSpec] = []
+        size = 0
+        for tensor in self.tensors:
+            if current and (tensor.dtype != current[0].dtype or size + tensor.nbytes > self.bucket_bytes):
+                buckets.append(Bucket(current[0].dtype, tuple(current)))
+                current, size = [], 0
+            current.append(tensor)
+            size += tensor.nbytes
+        buckets.append(Bucket(current[0].dtype, tuple(current)))
+        return buckets

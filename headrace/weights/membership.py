@@ -1,13 +1,10 @@
-"""Decisions about the members of an epoch. Pure: an epoch and the fleet in, an answer out."""
+"""Decisions about the members of an epoch, as pure functions of the epoch and the fleet."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from headrace.replay import Epoch, Replica
-
-# a refusal with these words in it says that the collective broke under the member, not that the member broke it
-INTERRUPTED = "transfer interrupted"
 
 
 def dead(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
@@ -17,32 +14,32 @@ def dead(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
 
 
 def awaited(epoch: Epoch, fleet: Iterable[Replica], excluded: Iterable[str]) -> frozenset[str]:
-    """Of an announced epoch: the replicas whose acknowledgement is still worth waiting for."""
+    """Replicas of an announced epoch whose acknowledgement is still worth waiting for."""
     return frozenset(epoch.members) - frozenset(epoch.acknowledged) - dead(epoch, fleet) - frozenset(excluded)
 
 
 def lost(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
-    """Of an epoch in transfer: members without which the collective can't complete."""
+    """Members that an epoch in transfer has lost; without them the collective can't complete."""
     return dead(epoch, fleet) | frozenset(epoch.refused)
 
 
 def unsettled(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
-    """Of an epoch whose transfer is over: members that may still verify."""
+    """Members that may still verify, once the transfer is over."""
     return frozenset(epoch.members) - frozenset(epoch.verified) - lost(epoch, fleet)
 
 
 def interrupted(epoch: Epoch) -> bool:
     """Whether some member did not get all the bytes through no fault of its own."""
-    return len(at_fault(epoch)) < len(epoch.refused)
+    return bool(epoch.interrupted)
 
 
 def at_fault(epoch: Epoch) -> frozenset[str]:
     """Members that broke the collective themselves, and would break the next one."""
-    return frozenset(member for member, reason in epoch.refused.items() if INTERRUPTED not in reason)
+    return frozenset(epoch.refused) - frozenset(epoch.interrupted)
 
 
 def choose_backend(configured: str, *, trainer_on_gpu: bool, devices: Iterable[str]) -> str:
-    """`auto` is nccl where the trainer and all replicas (by the device they registered) run on GPUs, else gloo."""
+    """Resolve `auto`: nccl if the trainer and all replicas (by the device they registered) run on GPUs, else gloo."""
     if configured != "auto":
         return configured
     return "nccl" if trainer_on_gpu and all(device == "cuda" for device in devices) else "gloo"

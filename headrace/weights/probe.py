@@ -1,7 +1,7 @@
 """The probe: a fixed prompt on which a replica's log-probabilities must equal the trainer's before it may lease.
 
-Names and checksums can agree while a packed copy of a weight is stale; only a computed number shows what a replica
-computes with.
+Names and checksums can agree while a packed copy of a weight is stale; only a computed result shows which weights a replica
+uses.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ def choose_token_ids(vocab_size: int, length: int = 64, seed: int = 0, exclude: 
     """
     ids = np.setdiff1d(np.arange(vocab_size, dtype=np.int32), np.asarray(exclude, dtype=np.int32))
     if ids.size == 0 or length < 2:
-        raise ValueError(f"a probe of {length} tokens from a vocabulary of {ids.size}: give at least 2 and 1")
+        raise ValueError(
+            f"a probe of {length} tokens from a vocabulary of {ids.size}; needs at least 2 tokens and 1 id"
+        )
     return np.random.default_rng(seed).choice(ids, size=length).astype(np.int32)
 
 
 def largest_difference(ours: Float32, theirs: Float32) -> float:
     """Largest |difference| between two rows of log-probabilities, in nats; infinite where they can't be compared.
 
-    A NaN or an infinity on either side, or rows of unequal length, must never pass for agreement.
+    Rows of unequal length, or with a NaN or an infinity, must never pass as equal.
     """
     a, b = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
     if a.shape != b.shape or a.size == 0 or not (np.isfinite(a).all() and np.isfinite(b).all()):

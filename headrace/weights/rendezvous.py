@@ -1,64 +1,63 @@
-"""What the trainer tells the members of an epoch: first who need not come, then where to meet, what is sent, and the proof it wants.
+"""What the trainer tells the members of an epoch: first which are excluded, then where to connect, what is sent, and the probe.
 
 The buffer carries both as opaque msgpack maps (`Epoch.rendezvous`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar, get_args
 
+import msgspec
 import numpy as np
 
-from headrace.codec import Reader
 from headrace.errors import CodecError
 from headrace.trajectory import Float32, Int32
 from headrace.weights.manifest import Manifest
 
-BACKENDS = ("gloo", "nccl")
+AboveZero = Annotated[float, msgspec.Meta(gt=0)]
+T = TypeVar("T", bound=msgspec.Struct)
 
 
-@dataclasses.dataclass(frozen=True)
-class Announcement:
-    """While an epoch is `announced`: replicas in `excluded` broke an earlier attempt at this version and must not acknowledge."""
+class Announcement(msgspec.Struct, frozen=True):
+    """Sent while an epoch is `announced`. Replicas in `excluded` made an earlier attempt at this version fail and must not acknowledge."""
 
-    excluded: tuple[str, ...] = ()
+    excluded: tuple[str, ...]
 
     def encode(self) -> dict[str, Any]:
-        return {"excluded": list(self.excluded)}
+        return _encode(self)
 
     @classmethod
     def decode(cls, fields: Any) -> Announcement:
-        return cls(tuple(_reader(fields, "announcement").list_of("excluded", str)))
+        """Raises `CodecError` naming what is wrong."""
+        return _decode(fields, cls)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rendezvous:
-    """Of an epoch in `transfer`.
+class Rendezvous(msgspec.Struct, frozen=True):
+    """Sent when an epoch enters `transfer`.
 
-    Exactly the set `previous_members` goes on with the group `previous_group`; any other forms `group_id` anew, at the trainer's
-    meeting point `host:port`. Ranks follow the members' names: the trainer is 0, then each member has `workers` ranks, one a
-    worker process. Each phase ends after `timeout_s`.
-    `probe_logprobs` [len - 1] are the trainer's log-probabilities of `probe_token_ids[1:]` at temperature 1, which a member's
-    must equal within `tolerance` nats.
+    If the members are exactly `previous_members`, they reuse the group `previous_group`; otherwise they form the new group
+    `group_id` at the trainer's store `host:port`. Ranks follow the sorted names: the trainer is 0, then each member has
+    `workers` ranks, one per worker process. Each phase ends after `timeout_s`.
+    `probe_logprobs` [len - 1] are the trainer's log-probabilities of `probe_token_ids[1:]` at temperature 1; a member's must
+    equal them within `tolerance` nats.
     """
 
     group_id: str
     previous_group: str
     previous_members: tuple[str, ...]
-    backend: str
+    backend: Annotated[str, msgspec.Meta(pattern="^(gloo|nccl)$")]
     host: str
-    port: int
-    workers: int
-    timeout_s: float
+    port: Annotated[int, msgspec.Meta(gt=0, lt=65536)]
+    workers: Annotated[int, msgspec.Meta(ge=1)]
+    timeout_s: AboveZero
     manifest: Manifest
     probe_token_ids: Int32
     probe_logprobs: Float32
-    tolerance: float
+    tolerance: AboveZero
 
     def group_of(self, members: Sequence[str]) -> str:
-        """Id of the group these members use; a pure rule, so that all come to the same one."""
+        """Id of the group that these members use; a pure function, so that all compute the same one."""
         return self.previous_group if members and set(members) == set(self.previous_members) else self.group_id
 
     def first_rank(self, member: str, members: Sequence[str]) -> int:
@@ -69,49 +68,46 @@ class Rendezvous:
         return 1 + len(members) * self.workers
 
     def encode(self) -> dict[str, Any]:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {
-            **fields,
-            "previous_members": list(self.previous_members),
-            "manifest": self.manifest.encode(),
-            "probe_token_ids": self.probe_token_ids.astype("<i4").tobytes(),
-            "probe_logprobs": self.probe_logprobs.astype("<f4").tobytes(),
-        }
+        return _encode(self)
 
     @classmethod
     def decode(cls, fields: Any) -> Rendezvous:
-        """Raises `CodecError` naming what is wrong."""
-        m = _reader(fields, "rendezvous")
-        rendezvous = cls(
-            group_id=m.get("group_id", str),
-            previous_group=m.get("previous_group", str),
-            previous_members=tuple(m.list_of("previous_members", str)),
-            backend=m.choice("backend", BACKENDS),
-            host=m.get("host", str),
-            port=m.natural("port"),
-            workers=m.natural("workers"),
-            timeout_s=m.number("timeout_s"),
-            manifest=Manifest.decode(m.get("manifest", dict)),
-            probe_token_ids=m.array("probe_token_ids", "<i4"),
-            probe_logprobs=m.array("probe_logprobs", "<f4"),
-            tolerance=m.number("tolerance"),
-        )
-        rendezvous.check()
+        """Raises `CodecError` naming what is wrong, also if the probe could not prove anything."""
+        rendezvous = _decode(fields, cls)
+        ids, logprobs = rendezvous.probe_token_ids, rendezvous.probe_logprobs
+        if ids.size < 2 or logprobs.size != ids.size - 1:
+            raise CodecError(f"rendezvous: {logprobs.size} log-probabilities for a probe of {ids.size} tokens")
+        for name, value in (
+            ("probe_logprobs", logprobs),
+            ("timeout_s", rendezvous.timeout_s),
+            ("tolerance", rendezvous.tolerance),
+        ):
+            if not np.isfinite(value).all():
+                raise CodecError(f"rendezvous: {name} is not finite: {value!r:.80}")
         return rendezvous
 
-    def check(self) -> None:
-        """Raise `CodecError` unless the probe proves something and the times and counts are positive."""
-        if self.probe_token_ids.size < 2 or self.probe_logprobs.size != self.probe_token_ids.size - 1:
-            raise CodecError(
-                f"rendezvous: {self.probe_logprobs.size} log-probabilities for a probe of {self.probe_token_ids.size} tokens"
-            )
-        if not np.isfinite(self.probe_logprobs).all():
-            raise CodecError("rendezvous: the trainer's log-probabilities on the probe are not finite")
-        if self.timeout_s <= 0 or self.tolerance <= 0 or self.workers < 1 or not 0 < self.port < 65536:
-            raise CodecError("rendezvous: timeout_s, tolerance, workers and port are above 0")
+
+def _encode(record: msgspec.Struct) -> dict[str, Any]:
+    """The record as msgpack types; arrays as little-endian bytes."""
+    fields: dict[str, Any] = msgspec.to_builtins(record, builtin_types=(bytes,), enc_hook=_array_to_bytes)
+    return fields
 
 
-def _reader(fields: Any, what: str) -> Reader:
-    if not isinstance(fields, Mapping):
-        raise CodecError(f"{what}: a {type(fields).__name__}, not a map")
-    return Reader(fields, what)
+def _decode(fields: Any, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(fields, kind, dec_hook=_bytes_to_array)
+    except msgspec.ValidationError as error:
+        raise CodecError(f"{kind.__name__.lower()}: {error}") from error
+
+
+def _array_to_bytes(array: Any) -> bytes:
+    written: bytes = array.astype(array.dtype.newbyteorder("<")).tobytes()
+    return written
+
+
+def _bytes_to_array(kind: Any, data: Any) -> Any:
+    """`kind` is `NDArray[element]`. A `ValueError` here becomes msgspec's, with the path of the field."""
+    (element,) = get_args(get_args(kind)[1])
+    if not isinstance(data, bytes):
+        raise ValueError(f"{data!r:.80} are not bytes")
+    return np.frombuffer(data, np.dtype(element).newbyteorder("<"))

@@ -11,10 +11,9 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from importlib import resources
 
 from headrace.replay.client import CURRENT_RUN
-from services.replay import library
+from headrace_services.replay import library
 
 _COMMAND = re.compile(r"redis\.call\('([A-Z]+)'")
 _READER = re.compile(r"^register_reader\(", re.MULTILINE)
@@ -75,14 +74,17 @@ def role_names() -> list[str]:
 def functions_of(role: str) -> list[str]:
     """Names of the functions that a user of `role` may call, without their prefix."""
     changing = {name for one in _parts(role) for name in one.functions}
-    return [name for name in library.TRANSITIONS if name in changing or _READER.search(_text(name))]
+    built_in = library.built_in()
+    return [name for name in built_in.transitions if name in changing or _READER.search(built_in.text(name))]
 
 
 def _rights(run_id: str, role: str) -> Iterable[str]:
     if role == "admin":
         return ["~*", "&*", "+@all"]
     functions = functions_of(role)
-    inside = {word.lower() for name in (*library.SHARED, *functions) for word in _COMMAND.findall(_text(name))}
+    built_in = library.built_in()
+    texts = [*built_in.shared_texts(), *map(built_in.text, functions)]
+    inside = {word.lower() for text in texts for word in _COMMAND.findall(text)}
     if role == "reader":
         inside &= set(_READS)
     commands = inside.union(_EVERYONE, *(one.commands for one in _parts(role)))
@@ -102,7 +104,3 @@ def _rights(run_id: str, role: str) -> Iterable[str]:
 
 def _parts(role: str) -> list[Role]:
     return list(ROLES.values()) if role == "up" else [ROLES[role]]
-
-
-def _text(name: str) -> str:
-    return (resources.files("services.replay") / "functions" / f"{name}.lua").read_text()

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, RedisError
 
 from headrace.errors import ServiceError
-from headrace.replay.wire import keeping_cancellation
+from headrace.replay.connection import keeping_cancellation
 
 _log = logging.getLogger("headrace.replay")
 _STOP_S, _REPAIR_S = 10.0, 600.0

@@ -10,14 +10,14 @@ from prometheus_client import REGISTRY, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from headrace.replay.bias import Distribution, Meter, Moment, Quantity, skews
+from headrace.replay.bias import Distribution, Moment, Quantity, TrajectoryMeter, skews
 
 
 class Snapshot:
     """The newest statistics; None while the buffer can't be reached, so that no gauge shows a figure that is not so."""
 
     stats: dict[str, Any] | None = None
-    meters: Mapping[Moment, Meter] | None = None
+    meters: Mapping[Moment, TrajectoryMeter] | None = None
 
 
 def _powers(first: int, last: int) -> list[float]:
@@ -79,7 +79,7 @@ class _Gauges(Collector):
             yield from _bias(self._snapshot.meters)
 
 
-def _bias(meters: Mapping[Moment, Meter]) -> Iterable[Metric]:
+def _bias(meters: Mapping[Moment, TrajectoryMeter]) -> Iterable[Metric]:
     trajectories = CounterMetricFamily(
         "headrace_replay_trajectories", "trajectories by what became of them", labels=["moment"]
     )

@@ -18,7 +18,7 @@ from headrace import export
 from headrace.errors import CodecError, InvalidCall, ReplayUnavailable
 from headrace.lineage import LineageFiles
 from headrace.replay import GroupState, ReplayClient
-from headrace.replay.bias import QUANTITIES, Distribution, Meter, skews
+from headrace.replay.bias import QUANTITIES, Distribution, TrajectoryMeter, skews
 from headrace.service import Ready, create_app
 from headrace.trajectory import Group, Score, Trajectory
 
@@ -44,7 +44,7 @@ def _add_run(app: FastAPI, client: ReplayClient) -> None:
 
     @app.get("/v1/run", summary="Where the run stands")
     async def run() -> dict[str, Any]:
-        return dataclasses.asdict(await client.state())
+        return msgspec.structs.asdict(await client.state())
 
     @app.get("/v1/stats", summary="Groups by state, refusals, requeues, bytes, ages, replicas, the scoring line")
     async def stats() -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _answer_errors(app: FastAPI) -> None:
     app.add_exception_handler(ReplayUnavailable, answer(503))
 
 
-def _meter(meter: Meter) -> dict[str, Any]:
+def _meter(meter: TrajectoryMeter) -> dict[str, Any]:
     """`mean` and `deviation` null of nothing; a bucket is [upper bound, count], the bound null where it is infinite."""
     plain: dict[str, Any] = {"trajectories": meter.trajectories, "tokens": meter.tokens}
     for quantity in QUANTITIES:
@@ -163,9 +163,9 @@ def _meter(meter: Meter) -> dict[str, Any]:
 
 
 def _plain(record: Group | Trajectory | Score) -> dict[str, Any]:
-    """A record as JSON types; arrays become lists."""
+    """A record as JSON types; arrays become lists, spans objects."""
+    fields: dict[str, Any] = msgspec.to_builtins(record, builtin_types=(bytes,), enc_hook=np.ndarray.tolist)
+    del fields["schema"]
     if isinstance(record, Trajectory):
-        fields = {**msgspec.structs.asdict(record), "spans": [span._asdict() for span in record.spans]}
-    else:
-        fields = dataclasses.asdict(record)
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}
+        fields["spans"] = [span._asdict() for span in record.spans]
+    return fields

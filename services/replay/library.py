@@ -1,85 +1,198 @@
-"""The buffer's state machine: files of Lua joined into one library of Redis functions, and loaded."""
+"""The buffer's state machine in a Redis server: whether the server can carry it, and files of Lua joined into one library of functions.
+
+`functions/` holds a file for each transition, and shared files (`_name.lua`). A file says in its header which shared files it takes names
+from: `-- uses: _args, _group`. From that the order follows in which the shared files are joined; transitions come after them, each in a
+scope of its own.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
+from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import Any
 
 from redis.asyncio import Redis
 
-from headrace.errors import ReplayUnavailable
-from headrace.replay.wire import Wire
+from headrace.errors import ReplayUnavailable, ServiceError
+from headrace.replay.connection import BufferConnection, shown
 
 NAME = "headrace"
 
-# In this order: each may use what those before it define. Transitions follow, each in a scope of its own.
-SHARED = (
-    "_args",
-    "_run",
-    "_fields",
-    "_meter",
-    "_group",
-    "_filter",
-    "_payload",
-    "_due",
-    "_register",
-    "_steps",
-    "_validation",
-    "_fleet",
-    "_epoch",
-)
-TRANSITIONS = (
-    "open_run",
-    "state",
-    "stats",
-    "group",
-    "groups",
-    "step",
-    "bias",
-    "masked",
-    "enqueue",
-    "close",
-    "lease",
-    "push",
-    "save",
-    "release",
-    "abandon",
-    "take_scoring",
-    "release_scoring",
-    "score",
-    "reserve",
-    "commit",
-    "evaluated",
-    "drop_validation",
-    "rewind",
-    "restore",
-    "refilled",
-    "ended",
-    "register",
-    "deregister",
-    "heartbeat",
-    "replicas",
-    "open_epoch",
-    "acknowledge",
-    "begin_epoch",
-    "verify",
-    "refuse",
-    "end_epoch",
-    "epoch",
-)
+_log = logging.getLogger("headrace.replay")
+_USES = re.compile(r"^-- uses: (.*)$", re.MULTILINE)
+_DEFINED = re.compile(r"^local (?:function (\w+)|(\w+(?:, \w+)*))", re.MULTILINE)
+_COMMENT_OR_STRING = re.compile(r"--[^\n]*|'(?:\\.|[^'\\\n])*'|\"(?:\\.|[^\"\\\n])*\"")
+# not a field of something, nor the key of a table or an assignment
+_NAMED = re.compile(r"(?<![\w.:])[A-Za-z_]\w*(?!\w)(?!\s*=[^=])")
 
 
-def source() -> str:
-    """The library's source, as `FUNCTION LOAD` takes it."""
-    folder = resources.files("services.replay") / "functions"
-    parts = [f"#!lua name={NAME}\n"]
-    parts += [(folder / f"{name}.lua").read_text() for name in SHARED]
-    parts += [f"do\n{(folder / f'{name}.lua').read_text()}\nend\n" for name in TRANSITIONS]
-    return "\n".join(parts)
+class LibraryError(Exception):
+    """A file of Lua that does not fit the others; names the file and the line."""
+
+
+class _File:
+    """One file of Lua: the shared files it says it uses, the names that it defines for others, and those that it takes."""
+
+    def __init__(self, file: Traversable) -> None:
+        self.name = file.name.removesuffix(".lua")
+        self.text = file.read_text()
+        header = _USES.search(self.text)
+        self.uses = header[1].split(", ") if header else []
+        self._header_line = self._line(header.start()) if header else 1
+        code = _COMMENT_OR_STRING.sub(lambda match: " " * len(match[0]), self.text)
+        # names, and the lines they are defined in
+        self.defines = {
+            name: self._line(match.start())
+            for match in _DEFINED.finditer(code)
+            for name in (match[1] or match[2]).split(", ")
+        }
+        self._taken = [
+            (match[0], self._line(match.start())) for match in _NAMED.finditer(code) if match[0] not in self.defines
+        ]
+
+    @property
+    def shared(self) -> bool:
+        return self.name.startswith("_")
+
+    def check(self, shared: dict[str, _File]) -> None:
+        """Raise `LibraryError` unless `uses` names exactly the shared files that this file takes names from.
+
+        No two shared files define one name.
+        """
+        for file in shared.values():
+            for name in sorted(self.defines.keys() & file.defines.keys()):
+                if self.shared and file is not self:
+                    raise LibraryError(f"{self.place(self.defines[name])}: {name!r} is defined in {file.name} too")
+        for used in self.uses:
+            if used not in shared:
+                raise LibraryError(f"{self.place()}: uses {used}, but there is no {used}.lua")
+        taken = set()
+        for name, line in self._taken:
+            for file in shared.values():
+                if name in file.defines:
+                    if file.name not in self.uses:
+                        raise LibraryError(
+                            f"{self.place(line)}: takes {name!r} from {file.name}, which its `uses` line does not name"
+                        )
+                    taken.add(file.name)
+        for used in self.uses:
+            if used not in taken:
+                raise LibraryError(f"{self.place()}: uses {used}, but takes no name from it")
+
+    def place(self, line: int | None = None) -> str:
+        return f"{self.name}.lua:{self._header_line if line is None else line}"
+
+    def _line(self, at: int) -> int:
+        return self.text.count("\n", 0, at) + 1
+
+
+class Library:
+    """The files of a folder, checked and in order. Raises `LibraryError`."""
+
+    def __init__(self, folder: Traversable) -> None:
+        paths = sorted((path for path in folder.iterdir() if path.name.endswith(".lua")), key=lambda path: path.name)
+        files = {file.name: file for file in map(_File, paths)}
+        self._shared = {name: file for name, file in files.items() if file.shared}
+        self._transitions = {name: file for name, file in files.items() if not file.shared}
+        for file in files.values():
+            file.check(self._shared)
+        used = {name for file in files.values() for name in file.uses}
+        for file in self._shared.values():
+            if file.name not in used:
+                raise LibraryError(f"{file.place(1)}: no file uses {file.name}")
+        self._order: list[str] = []
+        for name in self._shared:
+            self._add(name, [])
+
+    @property
+    def transitions(self) -> list[str]:
+        """Names of the functions, without their prefix."""
+        return list(self._transitions)
+
+    def shared_texts(self) -> list[str]:
+        return [self._shared[name].text for name in self._order]
+
+    def text(self, transition: str) -> str:
+        return self._transitions[transition].text
+
+    def source(self) -> str:
+        """As `FUNCTION LOAD` takes it."""
+        parts = [f"#!lua name={NAME}\n", *self.shared_texts()]
+        parts += [f"do\n{file.text}\nend\n" for file in self._transitions.values()]
+        return "\n".join(parts)
+
+    def _add(self, name: str, users: list[str]) -> None:
+        """Append a shared file after those that it uses. `users` lead to it."""
+        if name in users:
+            circle = " -> ".join([*users[users.index(name) :], name])
+            raise LibraryError(f"{self._shared[users[-1]].place()}: a circle of shared files: {circle}")
+        if name not in self._order:
+            for other in self._shared[name].uses:
+                self._add(other, [*users, name])
+            self._order.append(name)
+
+
+@cache
+def built_in() -> Library:
+    """The buffer's own."""
+    return Library(resources.files("headrace_services.replay") / "functions")
 
 
 async def load(redis: Redis) -> None:
     """Load the library, in place of any earlier build of it. Raises `ReplayUnavailable`, `ReplayDenied`."""
     try:
-        await Wire(redis, "none").command("FUNCTION", "LOAD", "REPLACE", source())
+        await BufferConnection(redis, "none").command("FUNCTION", "LOAD", "REPLACE", built_in().source())
     except ReplayUnavailable as error:
         raise ReplayUnavailable(f"the function library can't be loaded into the server: {error}") from error
+
+
+async def check_server(redis: Redis, url: str, max_bytes: int) -> None:
+    """Say in the log what the server may lose. Raises `ServiceError` for one that can't carry the buffer, `ReplayUnavailable` if it
+    does not answer, `ReplayDenied` if it lets nobody in. `max_bytes` is the bound of the payloads."""
+    info = await BufferConnection(redis, "none").command("INFO", "everything")
+    where = f"replay.redis_url {shown(url)}"
+    problem = incompatibility(info)
+    if problem is not None:
+        raise ServiceError(f"{where}: {problem}")
+    for risk in risks(info, max_bytes):
+        _log.warning("%s: %s", where, risk)
+
+
+def incompatibility(info: dict[str, Any]) -> str | None:
+    """What rules a server with this INFO out, and the remedy."""
+    version = str(info["redis_version"])
+    if int(version.split(".")[0]) < 7:
+        return f"Redis {version} has no functions; run Redis 7.0 or later, or Valkey"
+    policy = info["maxmemory_policy"]
+    if policy != "noeviction":
+        return (
+            f"maxmemory-policy {policy} would drop trajectories; set it with `CONFIG SET maxmemory-policy noeviction`"
+        )
+    if info.get("cluster_enabled"):
+        return "it is a node of a Redis Cluster; the buffer of a run lives on one server: give one outside a cluster"
+    if info["role"] != "master":
+        return (
+            f"it is a replica of {info['master_host']}:{info['master_port']}; give the primary, an address that follows it, or "
+            "sentinel://host:port/SERVICE"
+        )
+    return None
+
+
+def risks(info: dict[str, Any], max_bytes: int) -> list[str]:
+    """What a server with this INFO may lose, or refuse, that another would not."""
+    found = []
+    # while it loads its file, a server says that it has none
+    if not info["aof_enabled"] and not info["loading"]:
+        found.append(
+            "appendonly is off: a restart of the server loses the queue, the generations in flight and what was trained since the "
+            "last checkpoint, and the trainer goes on from there; set it with `CONFIG SET appendonly yes`"
+        )
+    if 0 < int(info["maxmemory"]) < max_bytes:
+        found.append(
+            f"maxmemory {info['maxmemory']} is less than replay.max_bytes {max_bytes}: pushes will be refused before leases wait; "
+            "raise the one or lower the other"
+        )
+    return found

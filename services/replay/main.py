@@ -12,16 +12,14 @@ from headrace.config import Config
 from headrace.errors import ConfigError, ReplayUnavailable, ServiceError
 from headrace.lineage import FOLDER, LineageFiles
 from headrace.replay import Limits, ReplayClient, worst_case_bytes
-from headrace.replay.bias import Meter, Moment, Quantity, beyond, skews
-from headrace.replay.connect import shown
-from headrace.replay.wire import open_redis
+from headrace.replay.bias import Moment, Quantity, TrajectoryMeter, beyond, skews
+from headrace.replay.connection import open_redis, shown
 from headrace.service import bind, serve_http, stop_on_signals
-from services.replay import library
-from services.replay.embedded import EmbeddedServer
-from services.replay.fitness import check_server
-from services.replay.gauges import Snapshot, exported
-from services.replay.http import build_app
-from services.replay.scorer import run_scorer
+from headrace_services.replay import library
+from headrace_services.replay.embedded import EmbeddedServer
+from headrace_services.replay.gauges import Snapshot, exported
+from headrace_services.replay.http import build_app
+from headrace_services.replay.scorer import run_scorer
 
 _log = logging.getLogger("headrace.replay")
 # An embedded server that ends this often in a row, each time within a minute, can't be kept up.
@@ -30,7 +28,7 @@ _LOOK_S = 1.0
 
 
 def main(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT. Raises `HeadraceError`: a busy port, an unreachable or unfit server."""
+    """Serve until SIGTERM or SIGINT. Raises `HeadraceError`: a busy port, an unreachable server, or one that can't carry the buffer."""
     limits = limits_of(config)
     asyncio.run(_serve(config, limits))
 
@@ -149,7 +147,7 @@ class _Buffer:
         return self._trouble
 
     async def prepare(self) -> None:
-        await check_server(self._client.redis, self._url, self._limits.max_bytes)
+        await library.check_server(self._client.redis, self._url, self._limits.max_bytes)
         await library.load(self._client.redis)
         await self._client.open_run(self._limits)
 
@@ -170,13 +168,13 @@ class _Buffer:
                     await self.prepare()
             await asyncio.sleep(_LOOK_S)
 
-    async def _warn_of_bias(self, meters: Mapping[Moment, Meter]) -> None:
+    async def _warn_of_bias(self, meters: Mapping[Moment, TrajectoryMeter]) -> None:
         """Say so, once, when the bias of a quantity goes beyond the limit."""
         found = beyond(skews(meters), self._bias_warning)
         for skew in found:
             if skew.quantity not in self._warned:
                 _log.warning("selection bias: %s (replay.bias_warning %s)", skew, self._bias_warning)
-                await self._client.tell("selection bias", {"quantity": skew.quantity, "message": str(skew)})
+                await self._client.append_event("selection bias", {"quantity": skew.quantity, "message": str(skew)})
         self._warned = {skew.quantity for skew in found}
 
 

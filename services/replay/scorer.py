@@ -20,7 +20,7 @@ from headrace import rpc
 from headrace.config import Config
 from headrace.environment import Sample
 from headrace.errors import CodecError, HeadraceError, LeaseLost, ReplayUnavailable
-from headrace.replay import ReplayClient, ScoringJob
+from headrace.replay import BufferRetry, ReplayClient, ScoringJob
 from headrace.trajectory import Score
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
@@ -34,7 +34,7 @@ _BATCH_BYTES = 1024**2
 _BATCH = 64
 _MOST_IN_FLIGHT = 1024
 _POLL_S = 5.0
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+_LONGEST_PAUSE_S = 5.0
 # Of the scoring deadline: the rest is for writing the scores back.
 _SHARE_OF_DEADLINE = 0.8
 _TOO_LARGE_OR_MALFORMED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
@@ -54,6 +54,9 @@ Item = tuple[ScoringJob, Trajectory]
 
 class _HubUnreachable(HeadraceError):
     """The hub is away, or silent past a deadline that it always answers within."""
+
+
+_LOSSES = (_HubUnreachable, ReplayUnavailable)
 
 
 async def run_scorer(config: Config, client: ReplayClient, stop: asyncio.Event) -> None:
@@ -88,20 +91,14 @@ class _Scorer:
         self._name = f"scorer-{secrets.token_hex(4)}"
         self._in_flight = 0
         self._room = asyncio.Event()
-        self._pause_s = _SHORTEST_PAUSE_S
+        self._progress = False  # this round has scored something
 
     async def run(self) -> None:
         """Round after round: each ends when the hub or the buffer is lost, and gives back what it held."""
+        retry = BufferRetry(last_pause_s=_LONGEST_PAUSE_S, errors=_LOSSES)
         async with rpc.channel(self._address, self._max_message_bytes) as channel:
             while True:
-                try:
-                    await self._reach(channel)
-                    await self._client.release_scoring()
-                    await self._round(pb_grpc.RewardServiceStub(channel))
-                except (_HubUnreachable, ReplayUnavailable) as error:
-                    _log.warning("scoring waits: %s", error)
-                    await asyncio.sleep(self._pause_s)
-                    self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+                await retry(lambda: self._round(channel))
 
     async def _reach(self, channel: grpc.aio.Channel) -> None:
         try:
@@ -114,8 +111,12 @@ class _Scorer:
                 "reward.address (or reward.host and reward.port)?"
             ) from None
 
-    async def _round(self, stub: pb_grpc.RewardServiceStub) -> None:
-        self._in_flight = 0
+    async def _round(self, channel: grpc.aio.Channel) -> None:
+        """Returns if the hub or the buffer was lost after some scores, raises if it was before any."""
+        self._in_flight, self._progress = 0, False
+        await self._reach(channel)
+        await self._client.release_scoring()
+        stub = pb_grpc.RewardServiceStub(channel)
         try:
             async with asyncio.TaskGroup() as batches:
                 while True:
@@ -133,7 +134,10 @@ class _Scorer:
                         self._count(len(batch))
                         batches.create_task(self._batch(stub, batch))
         except ExceptionGroup as group:  # the first loss cancelled the others
-            raise group.exceptions[0] from group
+            loss = group.exceptions[0]
+            if not (self._progress and isinstance(loss, _LOSSES)):
+                raise loss from group
+            _log.warning("scoring waits: %s", loss)
 
     async def _prepare(self, jobs: Sequence[ScoringJob]) -> list[Item]:
         """Each job with its message; one that can't be sent at all is INVALID at once."""
@@ -175,7 +179,7 @@ class _Scorer:
                 message += f"; raise reward.max_message_bytes ({self._max_message_bytes})"
             return [(job, Score("INVALID" if invalid else "FAILED", message=message)) for job, _ in batch]
         SECONDS.observe(time.monotonic() - started)
-        self._pause_s = _SHORTEST_PAUSE_S
+        self._progress = True
         if len(response.results) != len(batch):
             message = f"the reward hub answered {len(response.results)} results for {len(batch)} trajectories"
             return [(job, Score("FAILED", message=message)) for job, _ in batch]

@@ -12,10 +12,8 @@ from headrace import rpc
 from headrace.config import Config
 from headrace.service import bind, create_app, serve_http, stop_on_signals
 from headrace.v1 import reward_pb2, reward_pb2_grpc
-from services.reward.built_in import BuiltInEnvironment
-from services.reward.hub import ConfiguredEnvironment, Hub
-from services.reward.pool import WorkerPool
-from services.reward.served import ServedEnvironment
+from headrace_services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
+from headrace_services.reward.pool import WorkerPool
 
 _log = logging.getLogger("headrace.reward")
 _GRACE_S = 2.0
@@ -23,11 +21,11 @@ _GRACE_S = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Running:
-    """Where the service listens. `broken` never returns, but raises the error that ends the service."""
+    """Where the service listens. `failure` never returns; it raises the error that ends the service."""
 
     port: int
     http_port: int
-    broken: Callable[[], Awaitable[None]]
+    failure: Callable[[], Awaitable[None]]
 
 
 def main(config: Config) -> None:
@@ -39,17 +37,17 @@ async def _serve(config: Config) -> None:
     stop = stop_on_signals()
     async with running(config) as service:
         _log.info("reward hub on %s:%d, HTTP on port %d", config.reward.host, service.port, service.http_port)
-        stopped, broken = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(service.broken())
-        await asyncio.wait([stopped, broken], return_when=asyncio.FIRST_COMPLETED)
-        if broken.done():
-            broken.result()
-        for future in (stopped, broken):
+        stopped, failed = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(service.failure())
+        await asyncio.wait([stopped, failed], return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            failed.result()
+        for future in (stopped, failed):
             future.cancel()
 
 
 @contextlib.asynccontextmanager
 async def running(config: Config) -> AsyncIterator[Running]:
-    """The whole service, while the context is open."""
+    """Run the whole service while the context is open."""
     reward = config.reward
     async with contextlib.AsyncExitStack() as stack:
         server = rpc.server(reward.max_message_bytes)
@@ -61,14 +59,13 @@ async def running(config: Config) -> AsyncIterator[Running]:
         pool = WorkerPool(built_in, reward.workers)
         await pool.start()
         stack.push_async_callback(pool.aclose)
-        environments: dict[str, ConfiguredEnvironment] = {}
-        for name, env in config.env.items():
-            if env.target is None:
-                environments[name] = BuiltInEnvironment(name, env, pool)
-                continue
-            served = ServedEnvironment(name, env, reward.max_message_bytes)
-            stack.push_async_callback(served.aclose)
-            environments[name] = served
+        environments: dict[str, EnvironmentBackend] = {
+            name: BuiltInBackend(name, env, pool) for name, env in built_in.items()
+        }
+        for name in config.env.keys() - built_in.keys():
+            remote = RemoteBackend(name, config.env[name], reward.max_message_bytes)
+            stack.push_async_callback(remote.aclose)
+            environments[name] = remote
 
         hub = Hub(environments, config.env)
         reward_pb2_grpc.add_RewardServiceServicer_to_server(hub, server)
@@ -77,5 +74,5 @@ async def running(config: Config) -> AsyncIterator[Running]:
         await server.start()
         stack.push_async_callback(server.stop, _GRACE_S)
         stack.push_async_callback(health.enter_graceful_shutdown)
-        await stack.enter_async_context(serve_http(create_app("Headrace reward", hub.trouble), http))
-        yield Running(port, http.getsockname()[1], pool.broken)
+        await stack.enter_async_context(serve_http(create_app("Headrace reward", hub.problem), http))
+        yield Running(port, http.getsockname()[1], pool.failure)

@@ -1,4 +1,4 @@
-"""The processes that run built-in environments: each works on one trajectory at a time and is killed when that is late."""
+"""The worker processes of built-in environments: each scores one trajectory at a time, and is killed if it is late."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 from google.protobuf.message import DecodeError
 
-from headrace.config.data import Env
+from headrace.config.data import EnvConfig
 from headrace.errors import ServiceError
 from headrace.v1 import trajectory_pb2 as pb
-from services.reward.worker import LENGTH
+from headrace_services.reward.worker import LENGTH
 
 _log = logging.getLogger("headrace.reward")
 _START_TIMEOUT_S = 120.0
@@ -31,17 +31,17 @@ class _Job:
 
 
 class WorkerPool:
-    """`size` workers behind one queue. The clock of a trajectory runs from when a worker takes it, so that one which hangs
-    does not use up the time of those that wait behind it."""
+    """`size` workers behind one queue. A trajectory's time starts when a worker takes it, so that one that hangs costs the
+    trajectories behind it nothing."""
 
-    def __init__(self, environments: Mapping[str, Env], size: int) -> None:
+    def __init__(self, environments: Mapping[str, EnvConfig], size: int) -> None:
         specification = json.dumps({name: env.model_dump(mode="json") for name, env in environments.items()})
-        self._workers = [_Worker(specification.encode()) for _ in range(size if environments else 0)]
+        self._workers = [WorkerProcess(specification.encode()) for _ in range(size if environments else 0)]
         self._queue: asyncio.Queue[_Job] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Returns when every worker can score. Raises `ServiceError` with the first worker's reason if one can't."""
+        """Start the workers and wait until all can score. Raises `ServiceError` with the first worker's reason if one can't."""
         starts = [asyncio.create_task(worker.start()) for worker in self._workers]
         try:
             await asyncio.gather(*starts)
@@ -52,17 +52,17 @@ class WorkerPool:
         self._tasks = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
 
     def submit(self, trajectory: pb.Trajectory, timeout_s: float) -> asyncio.Future[pb.Result]:
-        """Its result, in time: TIMED_OUT when a worker had it for `timeout_s`, FAILED when that worker died. Cancel to withdraw."""
+        """A future of its result: TIMED_OUT after `timeout_s` in a worker, FAILED if the worker died. Cancel it to withdraw."""
         future: asyncio.Future[pb.Result] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait(_Job(trajectory.SerializeToString(), timeout_s, future))
         return future
 
-    def trouble(self) -> str | None:
-        """Why a worker can't be started again; None if all run."""
-        return next((worker.trouble for worker in self._workers if worker.trouble), None)
+    def problem(self) -> str | None:
+        """Why a worker can't be restarted; None if all run."""
+        return next((worker.problem for worker in self._workers if worker.problem), None)
 
-    async def broken(self) -> None:
-        """Never returns, but raises the error of a worker's task that ended by one."""
+    async def failure(self) -> None:
+        """Never returns; raises the error of a worker's task that failed."""
         await asyncio.gather(*self._tasks, asyncio.get_running_loop().create_future())
 
     async def aclose(self) -> None:
@@ -71,12 +71,12 @@ class WorkerPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(worker.kill() for worker in self._workers))
 
-    async def _serve(self, worker: _Worker) -> None:
+    async def _serve(self, worker: WorkerProcess) -> None:
         while True:
             job = await self._queue.get()
             if job.result.done():  # withdrawn
                 continue
-            if not worker.alive:  # it died while idle: that is not this trajectory's fault
+            if not worker.alive:  # it died while idle, which is not this trajectory's fault
                 await worker.restart()
             result = await worker.score(job.trajectory, job.timeout_s)
             if not job.result.done():
@@ -85,14 +85,14 @@ class WorkerPool:
                 await worker.restart()
 
 
-class _Worker:
-    """One process and its pipes."""
+class WorkerProcess:
+    """One worker: a process and its pipes."""
 
     def __init__(self, specification: bytes) -> None:
         self._specification = specification
         self._process: asyncio.subprocess.Process | None = None
         self._usable = False
-        self.trouble: str | None = None
+        self.problem: str | None = None
 
     @property
     def alive(self) -> bool:
@@ -101,30 +101,31 @@ class _Worker:
     async def start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # the working directory is not for imports
             "-m",
-            "services.reward.worker",
+            "headrace_services.reward.worker",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                refusal = (await self._ask(self._specification)).decode()
+                reason = (await self._ask(self._specification)).decode()
         except (TimeoutError, asyncio.IncompleteReadError, OSError) as error:
-            refusal = await self._last_words(error)
-        if refusal:
+            reason = await self._exit_reason(error)
+        if reason:
             await self.kill()
-            raise ServiceError(f"a worker for the built-in environments can't start: {refusal}")
+            raise ServiceError(f"a worker for the built-in environments can't start: {reason}")
         self._usable = True
 
     async def restart(self) -> None:
-        """Start again, as often as it takes; `trouble` says meanwhile why it takes long."""
+        """Restart the process, as often as it takes; `problem` holds the reason meanwhile."""
         while not self.alive:
             await self.kill()
             try:
                 await self.start()
-                self.trouble = None
+                self.problem = None
             except ServiceError as error:
-                self.trouble = str(error)
+                self.problem = str(error)
                 _log.warning("%s; trying again", error)
                 await asyncio.sleep(_RESTART_PAUSE_S)
 
@@ -139,8 +140,8 @@ class _Worker:
             )
         except (asyncio.IncompleteReadError, OSError, DecodeError) as error:
             self._usable = False
-            words = await self._last_words(error)
-            return pb.Result(status=pb.STATUS_FAILED, message=f"the worker died while scoring it: {words}")
+            reason = await self._exit_reason(error)
+            return pb.Result(status=pb.STATUS_FAILED, message=f"the worker died while scoring it: {reason}")
 
     async def kill(self) -> None:
         self._usable = False
@@ -158,8 +159,8 @@ class _Worker:
         header = await stdout.readexactly(LENGTH.size)
         return await stdout.readexactly(LENGTH.unpack(header)[0])
 
-    async def _last_words(self, error: Exception) -> str:
-        """How the process ended, after `error` where a frame was due."""
+    async def _exit_reason(self, error: Exception) -> str:
+        """How the process ended, given the `error` that replaced its answer."""
         assert self._process is not None
         if isinstance(error, TimeoutError):
             return f"no sign of life within {_START_TIMEOUT_S:g} s"

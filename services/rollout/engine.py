@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.rollout import child, weight_receiver
+from headrace_services.rollout import child, weight_receiver
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -133,7 +133,7 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
 
 
 def first_failure(report: Path) -> str | None:
-    """What the first child process to fail said (`child.attend`): the cause of all that follows."""
+    """What the first child process to fail said (`child.prepare_engine_process`): the cause of all that follows."""
     return report.read_text().splitlines()[0] if report.exists() else None
 
 

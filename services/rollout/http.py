@@ -1,21 +1,27 @@
-"""The replica's HTTP side: vLLM's own OpenAI-compatible endpoints on the same engine, and what the replica is doing."""
+"""The replica's HTTP side: vLLM's own OpenAI-compatible endpoints on the same engine, what the replica is doing, and its metrics."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from argparse import Namespace
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from headrace.config import Config
 from headrace.service import create_app
-from services.rollout.worker import Worker
+from headrace_services.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
-def build_app(config: Config, engine: AsyncLLM, worker: Worker) -> FastAPI:
+def build_app(config: Config, engine: AsyncLLM, worker: RolloutWorker) -> FastAPI:
     """`/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/weights`, and the pages every service has."""
 
     async def ready() -> str | None:
@@ -42,7 +48,7 @@ def build_app(config: Config, engine: AsyncLLM, worker: Worker) -> FastAPI:
     return app
 
 
-def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: Worker) -> None:
+def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutWorker) -> None:
     """Attach vLLM's routers with the state that they expect of their application."""
     from fastapi import Depends, HTTPException
     from vllm.entrypoints.openai.chat_completion import api_router as chat
@@ -78,3 +84,59 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: Worker) 
     for router in (completion.router, chat.router):
         app.include_router(router, dependencies=[Depends(whole_weights)])
     init_exception_handler(app)
+
+
+class RolloutMetrics(Collector):
+    """Read from the worker's status when they are scraped."""
+
+    def __init__(self, worker: RolloutWorker, engine: AsyncLLM) -> None:
+        self.worker = worker
+        self.engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        status = self.worker.status
+        gauges = {
+            "requests_running": (
+                "Sequences in the engine, waiting or running",
+                self.engine.get_num_unfinished_requests(),
+            ),
+            "leases_held": ("Groups being generated", len(self.worker.held)),
+            "weight_version": ("Version verified last; -1 before the first", status.version),
+            "healthy": ("1 if the replica holds verified weights and may lease", int(status.state == "HEALTHY")),
+            "weight_difference": (
+                "Largest |log-probability difference| to the trainer on the last probe, in nats",
+                self.worker.receiver.difference,
+            ),
+        }
+        for name, (text, value) in gauges.items():
+            if value is not None:
+                yield GaugeMetricFamily(f"headrace_rollout_{name}", text, value=value)
+        yield CounterMetricFamily("headrace_rollout_tokens", "Tokens of trajectories handed in", value=status.tokens)
+        yield CounterMetricFamily("headrace_rollout_trajectories", "Trajectories handed in", value=status.trajectories)
+        yield CounterMetricFamily(
+            "headrace_rollout_saves", "Times an unfinished trajectory was saved", value=status.saves
+        )
+        yield CounterMetricFamily(
+            "headrace_rollout_tokens_taken_over",
+            "Tokens of trajectories handed in that another replica had sampled",
+            value=status.tokens_taken_over,
+        )
+        for name, text, counts in (
+            ("groups", "Leases, by how they ended", status.groups),
+            ("refits", "Refits taken part in, by outcome", status.refits),
+        ):
+            family = CounterMetricFamily(f"headrace_rollout_{name}", text, labels=["outcome"])
+            for outcome, count in counts.items():
+                family.add_metric([outcome], count)
+            yield family
+
+
+@contextlib.contextmanager
+def exported(worker: RolloutWorker, engine: AsyncLLM) -> Iterator[None]:
+    """Show the replica on `/metrics` while the context is open."""
+    metrics = RolloutMetrics(worker, engine)
+    REGISTRY.register(metrics)
+    try:
+        yield
+    finally:
+        REGISTRY.unregister(metrics)

@@ -11,14 +11,13 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from headrace.config import Config
-from headrace.config.services import Rollout
+from headrace.config.services import RolloutConfig
 from headrace.model_name import check_model_name, check_tokenizer_name
 from headrace.replay import ReplayClient
 from headrace.service import bind, serve_http, stop_on_signals
-from services.rollout.engine import running_engine
-from services.rollout.http import build_app
-from services.rollout.metrics import exported
-from services.rollout.worker import Worker
+from headrace_services.rollout.engine import running_engine
+from headrace_services.rollout.http import build_app, exported
+from headrace_services.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -65,13 +64,13 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
         "device": engine.vllm_config.device_config.device_type,
         "model": config.policy.model_name,
     }
-    worker = Worker(config, engine, replay, info)
+    worker = RolloutWorker(config, engine, replay, info)
     with exported(worker, engine):
         async with serve_http(build_app(config, engine, worker), sock):
             await worker.run(stop)
 
 
-def _reachable_as(rollout: Rollout) -> str:
+def _reachable_as(rollout: RolloutConfig) -> str:
     """A replica that listens everywhere (one of many containers) is reached by the name of its machine."""
     if rollout.advertise_host is None and rollout.host in ("0.0.0.0", "::"):
         return socket.gethostname()

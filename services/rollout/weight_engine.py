@@ -27,14 +27,12 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from headrace.errors import WeightChannelError
 from headrace.weights.manifest import Manifest
-from headrace.weights.membership import INTERRUPTED
-from headrace.weights.transport import Backend, Channel, Membership, receive
-
-BACKEND = "headrace"
+from headrace_services.rollout.weight_receiver import BACKEND, INTERRUPTED
+from headrace_services.weight_channel.transport import Backend, Channel, GroupRank, receive
 
 
 @dataclass
-class Join(WeightTransferInitInfo):
+class JoinGroup(WeightTransferInitInfo):
     """The group to form. This worker's rank is `rank_offset` plus its rank in the replica."""
 
     group_id: str
@@ -47,14 +45,14 @@ class Join(WeightTransferInitInfo):
 
 
 @dataclass
-class Update(WeightTransferUpdateInfo):
+class WeightUpdate(WeightTransferUpdateInfo):
     """What is broadcast (an encoded `Manifest`), and in how many seconds it must be there."""
 
     manifest: dict[str, Any]
     timeout_s: float
 
 
-class WeightChannelEngine(WeightTransferEngine[Join, Update]):
+class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
     """Receives checkpoint-format weights bucket by bucket and loads them by vLLM's layerwise reload.
 
     The model is on the meta device between the reload's beginning and end, and a step then would kill the engine. So the
@@ -63,8 +61,8 @@ class WeightChannelEngine(WeightTransferEngine[Join, Update]):
     old and new weights: it must not generate until an update succeeds.
     """
 
-    init_info_cls = Join
-    update_info_cls = Update
+    init_info_cls = JoinGroup
+    update_info_cls = WeightUpdate
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -73,9 +71,9 @@ class WeightChannelEngine(WeightTransferEngine[Join, Update]):
         logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
         self._channel: Channel | None = None
 
-    def init_transfer_engine(self, init_info: Join) -> None:
+    def init_transfer_engine(self, init_info: JoinGroup) -> None:
         self.shutdown()
-        membership = Membership(
+        membership = GroupRank(
             group_id=init_info.group_id,
             backend=init_info.backend,
             host=init_info.host,
@@ -97,7 +95,7 @@ class WeightChannelEngine(WeightTransferEngine[Join, Update]):
         # the base class ends with torch.accelerator.synchronize(), which raises on a CPU; `receive` has synchronised
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: Update) -> None:
+    def receive_weights(self, update_info: WeightUpdate) -> None:
         channel, manifest, deadline = self._transfer(update_info)
         initialize_layerwise_reload(self.model)
         try:
@@ -136,7 +134,7 @@ class WeightChannelEngine(WeightTransferEngine[Join, Update]):
             self._channel.close()
             self._channel = None
 
-    def _transfer(self, update_info: Update) -> tuple[Channel, Manifest, float]:
+    def _transfer(self, update_info: WeightUpdate) -> tuple[Channel, Manifest, float]:
         if self._channel is None:
             raise WeightChannelError("this worker is in no group; the trainer must form one")
         return self._channel, Manifest.decode(update_info.manifest), time.monotonic() + update_info.timeout_s

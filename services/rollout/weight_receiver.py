@@ -18,7 +18,6 @@ from headrace.config import Config
 from headrace.errors import CodecError, Fenced, ServiceError, WeightChannelError
 from headrace.replay import Epoch, ReplayClient
 from headrace.trajectory import Float32, Int32
-from headrace.weights.membership import INTERRUPTED
 from headrace.weights.probe import largest_difference
 from headrace.weights.rendezvous import Announcement, Rendezvous
 
@@ -27,11 +26,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXTENSION = "services.rollout.weight_engine.WeightChannelExtension"
+EXTENSION = "headrace_services.rollout.weight_engine.WeightChannelExtension"
 BACKEND = "headrace"
 # the worker ends by its own deadline; an engine that is silent for this much longer hangs
 ANSWER_S = 30.0
+# What `weight_engine` says where the collective broke under it. A worker of vLLM hands on the text of its errors alone.
+INTERRUPTED = "transfer interrupted"
+
 T = TypeVar("T")
+
+
+class TransferInterrupted(WeightChannelError):
+    """The collective broke under this replica, which is not at fault: it may take part in the next."""
 
 
 def keeps_stale_kv(config: Config) -> bool:
@@ -113,7 +119,8 @@ class WeightReceiver:
             if self._held is None:
                 await self._freeze()
             with contextlib.suppress(Fenced):
-                await self._replay.refuse(self._replica, epoch.id, str(error))
+                interrupted = isinstance(error, TransferInterrupted)
+                await self._replay.refuse(self._replica, epoch.id, str(error), interrupted=interrupted)
             return False
         verified = False
         self._held = None
@@ -141,7 +148,7 @@ class WeightReceiver:
         if group == self._group:
             return
         if group == rendezvous.previous_group:
-            raise WeightChannelError(f"{INTERRUPTED}: this replica is no longer in group {group}")
+            raise TransferInterrupted(f"{INTERRUPTED}: this replica is no longer in group {group}")
         self._group = None
         request = {
             "group_id": group,
@@ -215,7 +222,8 @@ class WeightReceiver:
         except EngineDeadError:
             raise
         except Exception as error:  # vLLM hands a worker's failure on as a bare Exception
-            raise WeightChannelError(f"{what}: {error}") from error
+            kind = TransferInterrupted if INTERRUPTED in str(error) else WeightChannelError
+            raise kind(f"{what}: {error}") from error
         finally:
             self.seconds[what] = time.monotonic() - started
 

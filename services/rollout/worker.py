@@ -11,19 +11,18 @@ import dataclasses
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from headrace.config import Config
 from headrace.errors import Fenced, HeadraceError, InvalidCall, ReplayUnavailable, Surplus
-from headrace.replay import Epoch, HeartbeatReply, Lease, ReplayClient, ReplicaState
+from headrace.replay import BufferRetry, Epoch, HeartbeatReply, Lease, ReplayClient, ReplicaState
 from headrace.trajectory import Trajectory
-from services.rollout import decisions
-from services.rollout.decisions import Abort, Acknowledge, Action, LeaseGroups, Reenter, Situation, TakePart
-from services.rollout.generate import Interrupted, Saver, generate, prompt_problem, request_id
-from services.rollout.sampled import GenerationError
-from services.rollout.weight_receiver import WeightReceiver
+from headrace_services.rollout import decisions
+from headrace_services.rollout.decisions import Abort, Acknowledge, Action, LeaseGroups, Reenter, Situation, TakePart
+from headrace_services.rollout.generate import GenerationError, Interrupted, Saver, generate, prompt_problem, request_id
+from headrace_services.rollout.weight_receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -32,9 +31,6 @@ log = logging.getLogger(__name__)
 
 # For a replica that leaves to save what it has begun: well within the time that a process is given to stop.
 _PARTING_S = 5.0
-
-
-T = TypeVar("T")
 
 
 class _GaveUp(HeadraceError):
@@ -69,7 +65,7 @@ class Status:
         return f"{self.state}: waits for the trainer to send weights"
 
 
-class Worker:
+class RolloutWorker:
     """One replica. `engine` is used only from the loop that runs `run`."""
 
     def __init__(self, config: Config, engine: AsyncLLM, replay: ReplayClient, info: Mapping[str, Any]) -> None:
@@ -80,6 +76,9 @@ class Worker:
         self._engine = engine
         self._replay = replay
         self._info = info
+        # until the buffer answers; should the lease run out meanwhile, it answers `LeaseLost`
+        pause_s = config.rollout.heartbeat_s
+        self._retry = BufferRetry(first_pause_s=pause_s, last_pause_s=pause_s, log_level=logging.DEBUG)
         self._context = config.policy.max_total_sequence_length
         self._groups: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
         self._refit: asyncio.Task[None] | None = None
@@ -322,14 +321,6 @@ class Worker:
         with contextlib.suppress(ReplayUnavailable):
             await self._replay.save(lease, trajectory)
             self.status.saves += 1
-
-    async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Until the buffer answers; should the lease run out meanwhile, it answers `LeaseLost`."""
-        while True:
-            try:
-                return await call()
-            except ReplayUnavailable:
-                await asyncio.sleep(self._config.rollout.heartbeat_s)
 
     async def _stop_generating(self, tokens: Iterable[str]) -> None:
         await _cancel([self._groups.pop(token)[1] for token in tokens])

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and bytes that outlive a power cut."""
+"""Files that are there whole or not at all, and bytes that survive a power cut."""
 
 from __future__ import annotations
 
@@ -7,20 +7,32 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace.errors import ServiceError
+
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Where to write what is to be at `path`, which has it when the context ends without an error: until then there is what was there
-    before. What a writer that died leaves is hidden (its name begins with a dot), and the next one writes over it."""
+def atomic_write(path: Path) -> Iterator[Path]:
+    """A path to write to, renamed to `path` when the context ends without an error: until then readers of `path` find the old content.
+
+    A writer that dies leaves a hidden file (its name begins with a dot), which the next writer overwrites.
+    """
     unfinished = path.with_name(f".{path.name}")
     yield unfinished
     unfinished.replace(path)
 
 
-def force(path: Path) -> None:
-    """What was written to this file, or the names that this folder holds, outlive a power cut once this returns."""
+def fsync(path: Path) -> None:
+    """When this returns, the content of this file, or the names in this folder, survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def cannot_write_checkpoint(folder: Path, error: BaseException) -> ServiceError:
+    """The error for a checkpoint that could not be written to `folder`."""
+    return ServiceError(
+        f"can't write a checkpoint to {folder} ({error}); the earlier ones are untouched. Free space there, or set "
+        "checkpointing.checkpoint_dir"
+    )

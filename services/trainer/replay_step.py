@@ -1,35 +1,30 @@
-"""A trained step once more: its loss recomputed from the checkpoint it started from and the trajectories that the buffer retained.
+"""Recomputes a trained step from the checkpoint it started from and the trajectories that the buffer retained.
 
-A step draws no numbers, so what is recomputed is what was logged, to rounding. A difference says that the checkpoint, the trajectories,
-the configuration or the program are not those that the step was trained with.
+A step draws no random numbers, so the recomputed values equal the logged ones up to rounding. A difference means that the checkpoint, the
+trajectories, the configuration or the program are not those that the step was trained with.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
 
 from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace.lineage import FOLDER, LineageFiles
 from headrace.replay import ReplayClient, Reservation
-from headrace.trajectory import Group, Score, Trajectory
-from services.trainer.control.checkpoint import Checkpoints
-from services.trainer.control.laws import check_batch
-from services.trainer.control.ranks import Ranks
-from services.trainer.control.shares import assign
-from services.trainer.control.worker import Worker
-from services.trainer.telemetry.journal import JOURNAL, Line, read_journal, surviving
+from headrace_services.trainer.control.checkpoint import Checkpoints
+from headrace_services.trainer.control.rank import TrainerRank, check_reservation
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.telemetry.journal import JOURNAL, Line, read_journal, surviving
 
 COMPARED = ("loss", "grad_norm", "critic/loss", "critic/grad_norm", "reward")
-# Differences count in proportion to what was logged, but not to less than this: the loss of an on-policy step is about 0.
+# Differences are relative to the logged value, or to this where that is less: the loss of an on-policy step is about 0.
 SMALLEST = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
-class Replayed:
-    """Of each of `COMPARED` that the step has: (name, as it was logged, as it was recomputed)."""
+class ReplayedStep:
+    """`values`: of each of `COMPARED` that the step has, its name, the logged and the recomputed value."""
 
     step: int
     weights: str
@@ -43,7 +38,7 @@ class Replayed:
         ]
 
 
-async def main(config: Config, replay: ReplayClient, step: int) -> Replayed:
+async def main(config: Config, replay: ReplayClient, step: int) -> ReplayedStep:
     """Recompute step `step`. Raises `ServiceError` saying what is missing and which steps can be replayed."""
     checkpoints = Checkpoints(config.checkpoint_folder, config.checkpointing)
     lines = {line.step: line for line in surviving(read_journal(config.run_folder / JOURNAL)) if line.kind == "train"}
@@ -54,32 +49,21 @@ async def main(config: Config, replay: ReplayClient, step: int) -> Replayed:
         raise ServiceError(_missing(step, set(held), set(lines), versions))
     _check_history(config, lines[step], reservation)
     groups = await replay.read_groups(reservation.groups)
-    check_batch(reservation, groups, config.algorithm.num_prompts_per_step)
+    check_reservation(reservation, groups, config.algorithm.num_prompts_per_step)
     keys = [t.key for t in reservation.trajectories]
     payloads = dict(zip(keys, await replay.read(keys), strict=True))
     checkpoint = checkpoints.path(step) if step in checkpoints.published() else None
-    now = _recompute(config, checkpoint, reservation, groups, payloads)
+    rank = TrainerRank(config, Ranks(), lambda keys: [payloads[key] for key in keys])
+    rank.load(None if checkpoint is None else str(checkpoint))
+    now = rank.step(reservation, [group.loss_multiplier for group in groups], [list(range(len(keys)))])
     logged = lines[step].metrics
-    return Replayed(
+    return ReplayedStep(
         step=step,
         weights=str(checkpoint or config.policy.model_name),
         groups=len(groups),
         trajectories=len(keys),
         values=tuple((name, logged[name], now[name]) for name in COMPARED if name in logged),
     )
-
-
-def _recompute(
-    config: Config,
-    checkpoint: Path | None,
-    reservation: Reservation,
-    groups: Sequence[Group],
-    payloads: dict[str, tuple[Trajectory, Score]],
-) -> dict[str, float]:
-    shares = assign(reservation, groups, 1, config.policy_batch)
-    worker = Worker(config, Ranks(0, 1), lambda keys: [payloads[key] for key in keys])
-    worker.load(None if checkpoint is None else str(checkpoint))
-    return worker.step(reservation.step, shares)
 
 
 def _missing(step: int, held: set[int], logged: set[int], versions: set[int]) -> str:
@@ -89,15 +73,15 @@ def _missing(step: int, held: set[int], logged: set[int], versions: set[int]) ->
         why = f"the buffer no longer holds the trajectories of step {step} (it keeps those of the newest replay.retain_steps steps)"
     else:
         why = f"there is no checkpoint of version {step}, the weights that step {step} started from (see checkpointing.save_period)"
-    can = sorted(held & logged & versions)
-    return f"{why}; steps that can be replayed: {', '.join(map(str, can)) or 'none'}"
+    replayable = sorted(held & logged & versions)
+    return f"{why}; steps that can be replayed: {', '.join(map(str, replayable)) or 'none'}"
 
 
 def _check_history(config: Config, line: Line, reservation: Reservation) -> None:
-    """What was logged and what is held are of one and the same step."""
+    """Raises `ServiceError` unless the logged and the held step are one and the same."""
     trained = LineageFiles(config.checkpoint_folder / FOLDER).read(line.step)
     if [group.group for group in trained] != list(reservation.groups) or trained[0].timeline != line.timeline:
         raise ServiceError(
             f"step {line.step} was trained on timeline {line.timeline}, and the buffer holds another batch of that step: a rewind took "
-            "it back. Take the run up again, and it will be trained anew"
+            "it back. Resume the run, and it will be trained anew"
         )

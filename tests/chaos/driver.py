@@ -24,7 +24,7 @@ from typing import TypeVar, cast
 
 import msgpack
 
-from headrace.replay.wire import keeping_cancellation
+from headrace.replay.connection import keeping_cancellation
 from tests.chaos.configuration import HOSTS, HTTP, LEASE_S, RUN, configuration, write_problems
 from tests.chaos.faults import Faults
 from tests.chaos.network import Network

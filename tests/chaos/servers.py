@@ -13,7 +13,7 @@ from typing import Protocol
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from headrace.replay.wire import keeping_cancellation
+from headrace.replay.connection import keeping_cancellation
 from tests.chaos.network import SUBNET, Network
 from tests.chaos.processes import Process, child_named
 

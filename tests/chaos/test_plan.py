@@ -17,11 +17,11 @@ def test_every_process_is_hit_in_every_phase_in_25_faults(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_ten_faults_hit_every_process_and_every_phase_twice(seed: int) -> None:
-    plan = make_plan(seed, 10, "external", lease_s=3.0)
-    for all_, name in ((TARGETS, "target"), (PHASES, "phase")):
-        hit = [getattr(fault, name) for fault in plan]
-        assert {one: hit.count(one) for one in all_} == dict.fromkeys(all_, 2)
+def test_five_faults_hit_every_process_and_every_phase_once(seed: int) -> None:
+    for topology in TOPOLOGIES:
+        plan = make_plan(seed, 5, topology, lease_s=3.0)
+        assert sorted(fault.target for fault in plan) == sorted(TARGETS)
+        assert sorted(fault.phase for fault in plan) == sorted(PHASES)
 
 
 def test_every_kind_of_fault_befalls_every_process_it_applies_to() -> None:

@@ -5,30 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config import load
-from headrace.service import bind
-from services.trainer.control.checkpoint import TRAINED, Checkpoints
-from services.trainer.control.ledger import Orders
+from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
+from headrace_services.trainer.telemetry.journal import Journal, surviving
+from tests.support.ports import free_ports
+from tests.support.up import Up
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "arithmetic_tiny.yaml"
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [bind("127.0.0.1", 0, "a free port") for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 def overrides(folder: Path, model: Path, *more: str) -> list[str]:
@@ -46,10 +38,6 @@ def overrides(folder: Path, model: Path, *more: str) -> list[str]:
     ]
 
 
-def command(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "headrace.cli", "up", str(DEMO), *arguments]
-
-
 def journal(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -61,7 +49,7 @@ def audit(run: Path, arguments: Sequence[str], steps: int) -> None:
     newest = checkpoints.newest()
     assert newest == steps
     batch = config.algorithm.num_prompts_per_step
-    trained = Orders.decode(checkpoints.file(newest, TRAINED))
+    trained = Ledger.decode(checkpoints.file(newest, TRAINED)).trained
     assert len(trained) == steps * batch, "every step trained whole groups, none twice"
     for version in checkpoints.published():
         for step, groups in checkpoints.ledger(version).items():
@@ -82,70 +70,32 @@ def leftovers(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_demo_learns_and_keeps_its_laws(tmp_path: Path, warm_model: Path) -> None:
+@pytest.mark.timeout(900)
+def test_the_demo_learns_and_keeps_its_laws_though_it_was_killed_on_the_way(tmp_path: Path, warm_model: Path) -> None:
+    """SIGKILL of the supervisor in the middle of training leaves no orphan; `up` with the same id then finishes the run."""
     steps = 15
-    arguments = overrides(tmp_path, warm_model, f"grpo.max_num_steps={steps}", "checkpointing.save_period=5")
-    done = subprocess.run(command(arguments), cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = overrides(tmp_path, warm_model, f"grpo.max_num_steps={steps}", "checkpointing.save_period=2")
     run = tmp_path / "demo"
-    accuracy = {line["step"]: line["metrics"]["accuracy"] for line in journal(run) if line["kind"] == "validation"}
+    first = Up(DEMO, *arguments, output=tmp_path / "first.out")
+    try:
+        first.wait_for("step 3:")
+    finally:
+        left = first.stop(signal.SIGKILL)
+    assert left == []
+    assert not leftovers(tmp_path)
+
+    second = Up(DEMO, *arguments, output=tmp_path / "second.out")
+    assert second.process.wait(timeout=500) == 0, second.said()
+    assert not leftovers(tmp_path)
+    lines = surviving(Journal(run / "metrics.jsonl").read())
+    assert any(line["kind"] == "rewind" and line["step"] >= 2 for line in journal(run)), "it went on from a checkpoint"
+    assert [line.step for line in lines if line.kind == "train"] == list(range(steps))
+    accuracy = {line.step: line.metrics["accuracy"] for line in lines if line.kind == "validation"}
     assert accuracy[0] <= 0.5
     assert accuracy[steps] >= accuracy[0] + 0.25
     audit(run, arguments, steps)
     assert (run / "curve.png").stat().st_size > 1000
-    assert not leftovers(tmp_path)
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     policy = run / "checkpoints" / f"step_{steps}" / "policy"
     assert AutoModelForCausalLM.from_pretrained(policy).num_parameters() > 0
     assert AutoTokenizer.from_pretrained(policy).encode("1+2")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_run_killed_with_its_supervisor_leaves_no_orphan_and_goes_on(tmp_path: Path, warm_model: Path) -> None:
-    """SIGKILL of the supervisor in the middle of training; `up` with the same id then finishes the run."""
-    steps = 8
-    arguments = overrides(
-        tmp_path,
-        warm_model,
-        f"grpo.max_num_steps={steps}",
-        "checkpointing.save_period=2",
-        "grpo.val_at_start=false",
-        "grpo.val_at_end=false",
-        "grpo.val_period=0",
-    )
-    run = tmp_path / "demo"
-    first = subprocess.Popen(command(arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        assert first.stdout is not None
-        for line in first.stdout:
-            if line.startswith("step 3:"):
-                break
-        else:
-            pytest.fail(f"the run ended before step 3 with {first.wait()}")
-    finally:
-        first.send_signal(signal.SIGKILL)
-        first.wait()
-        first.stdout.close()
-    deadline_processes = [
-        psutil.Process(p.pid)
-        for p in psutil.process_iter(["cmdline"])
-        if str(tmp_path) in " ".join(p.info["cmdline"] or [])
-    ]
-    psutil.wait_procs(deadline_processes, timeout=60)
-    assert not leftovers(tmp_path)
-
-    done = subprocess.run(command(arguments), cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = journal(run)
-    assert any(line["kind"] == "rewind" and line["step"] >= 2 for line in lines), "it went on from a checkpoint"
-    from services.trainer.telemetry.journal import Journal, surviving
-
-    train = [line.step for line in surviving(Journal(run / "metrics.jsonl").read()) if line.kind == "train"]
-    assert train == list(range(steps))
-    config = load(DEMO, arguments)
-    trained = Checkpoints(config.checkpoint_folder, config.checkpointing).file(steps, TRAINED)
-    assert len(Orders.decode(trained)) == steps * config.algorithm.num_prompts_per_step

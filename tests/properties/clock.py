@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from services.replay import library
+from headrace_services.replay import library
 from tests.properties.model import SWEEP
 
 CLOCK = "clock"
@@ -28,4 +28,4 @@ def for_test(source: str) -> str:
 
 async def load(redis: Redis, source: str | None = None) -> None:
     await redis.set(CLOCK, START_MS)
-    await redis.function_load(for_test(source or library.source()), replace=True)
+    await redis.function_load(for_test(source or library.built_in().source()), replace=True)

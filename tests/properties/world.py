@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from headrace.errors import HeadraceError
 from headrace.replay import Ended, Epoch, Limits, ReplayClient, Reservation, RunState
-from headrace.replay.bias import MOMENTS, QUANTITIES, Meter, Moment
-from headrace.replay.replies import of_lane, run_state, unpack
-from headrace.replay.wire import Wire, open_redis
+from headrace.replay.bias import MOMENTS, QUANTITIES, Moment, TrajectoryMeter
+from headrace.replay.connection import BufferConnection, open_redis
 from tests.properties.clock import CLOCK, START_MS
 from tests.properties.learning import Model, orders, seen_batch, shape
 from tests.properties.records import Held
@@ -31,7 +31,7 @@ IDEMPOTENT = {
 }
 
 
-class Echo(Wire):
+class Echo(BufferConnection):
     """A wire on which, while `on`, the server gets every call twice, as after a reply that was lost; the second is answered."""
 
     on = False
@@ -61,7 +61,7 @@ class World:
 
     def __init__(self, url: str, run_id: str) -> None:
         self.client = ReplayClient(open_redis(url), run_id)
-        self.wire = self.client._wire = Echo(self.client.redis, run_id)
+        self.wire = self.client._connection = Echo(self.client.redis, run_id)
         self.ledger: dict[int, tuple[str, ...]] = {}  # step -> groups, in the history of the surviving weights
         self.calls = 0
         self.delivered: list[tuple[str, tuple[Any, ...], list[list[tuple[Any, ...]]]]] = []
@@ -91,7 +91,7 @@ class World:
         self.wire.on, sent = False, self.wire.sent
         self.wire.sent = []  # what follows is only to compare
         if name == "rewind" and len(sent) == 1:  # it was refused; where it is not, the client goes on so
-            sent = [*sent, [self.client._fcall("commit", *args)]]
+            sent = [*sent, [self.client._connection.fcall("commit", version=args[0], timeline=args[1])]]
         if name in IDEMPOTENT or name in NEW_EACH_TIME:
             self.delivered = [*self.delivered[-40:], (name, args, sent)]
         if name == "reserve":
@@ -116,7 +116,7 @@ class World:
         replies: list[Any] = [None]
         for commands in sent[:1] if name in NEW_EACH_TIME else sent:
             with contextlib.suppress(HeadraceError):
-                replies = await Wire.pipeline(self.wire, commands)
+                replies = await BufferConnection.pipeline(self.wire, commands)
         seen = await self._heard(name, replies[0]) if name in NEW_EACH_TIME else None
         refused = isinstance(self._expected(name, args, seen), HeadraceError)
         if name == "rewind" and refused:  # its second half comes by itself
@@ -176,17 +176,14 @@ class World:
         """The run as a whole, and these groups."""
         model, client = self.model, self.client
         # at once: what it costs is to wait for the server
-        answer, replicas, meters, *held = await asyncio.gather(
-            client._wire.call("stats"), client.replicas(), client.bias(), *map(client.group, groups)
+        stats, replicas, meters, *held = await asyncio.gather(
+            client.stats(), client.replicas(), client.bias(), *map(client.group, groups)
         )
-        stats = unpack(answer)
-        fields = {field.name for field in dataclasses.fields(RunState)} & set(stats)
-        state = run_state("", {name: stats[name] for name in fields})
-        assert _plain(state) == model.state()
-        counts = {lane: _nonzero(of_lane(stats["counts"] or {}, lane)) for lane in ("train", "validation")}
-        assert counts == {lane: model.count(lane) for lane in counts}
-        assert (stats["refusals"] or {}) == dict(model.refusals)
-        assert (stats["requeues"] or {}) == dict(model.requeues)
+        counts = stats["counts"]
+        assert _plain(msgspec.convert(stats | {"counts": counts["train"]}, RunState)) == model.state()
+        assert {lane: _nonzero(counts[lane]) for lane in counts} == {lane: model.count(lane) for lane in counts}
+        assert stats["refusals"] == dict(model.refusals)
+        assert stats["requeues"] == dict(model.requeues)
         assert stats["bytes"] == model.bytes
         assert stats["leases"] == sum(held.state == "open" for held in model.groups.values())
         assert stats["line"] == len(model.line())
@@ -199,7 +196,7 @@ class World:
         for group, found in zip(groups, held, strict=True):
             self._compare_group(group, found)
 
-    def _compare_meters(self, seen: Mapping[Moment, Meter]) -> None:
+    def _compare_meters(self, seen: Mapping[Moment, TrajectoryMeter]) -> None:
         for moment in MOMENTS:
             assert seen[moment].trajectories == self.model.meters.trajectories[moment], moment
             for quantity in QUANTITIES:
@@ -277,7 +274,7 @@ def _plain(seen: Any) -> Any:
             members = (seen.members, seen.acknowledged, seen.verified, seen.refused)
             return (seen.id, seen.version, seen.timeline, seen.state, *map(set, members))
         case RunState():
-            return dataclasses.replace(seen, run_id="", counts=_nonzero(seen.counts))
+            return msgspec.structs.replace(seen, run_id="", counts=_nonzero(seen.counts))
         case Reservation():
             return seen_batch(seen)
         case Ended():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -52,15 +51,9 @@ RECORDS = [GROUP, TRAJECTORY, SCORE]
 Record = Group | Trajectory | Score
 
 
-def names(record: Any) -> tuple[str, ...]:
-    if isinstance(record, msgspec.Struct):
-        return record.__struct_fields__
-    return tuple(field.name for field in dataclasses.fields(record))
-
-
 def same(a: Any, b: Any) -> bool:
     """Equality of records that hold arrays, dtypes included."""
-    for name in names(a):
+    for name in a.__struct_fields__:
         x, y = getattr(a, name), getattr(b, name)
         if isinstance(x, np.ndarray):
             if x.dtype != y.dtype or not np.array_equal(x, y):
@@ -138,6 +131,12 @@ def test_arrays_of_any_layout_are_written_little_endian() -> None:
     assert Trajectory.decode(written.encode()).completion_token_ids.tolist() == [1, 3, 5, 7]
 
 
+def test_an_array_of_another_type_is_refused_on_the_way_out() -> None:
+    """What it would be read as is other numbers."""
+    with pytest.raises(CodecError, match="an array of int64; give int32, float32 or uint8"):
+        msgspec.structs.replace(TRAJECTORY, loss_mask=np.ones(4, np.int64)).encode()
+
+
 # -- malformed input ---------------------------------------------------------------------------------------------------
 
 
@@ -189,10 +188,6 @@ def fields_of(record: Record) -> list[tuple[Record, str]]:
 )
 def test_a_missing_field_is_refused_by_name(record: Record, name: str) -> None:
     data = changed(record, lambda fields: fields.pop(name))
-    if isinstance(record, Score) and name == "reward":
-        with pytest.raises(CodecError, match="exactly SCORED carries a reward"):
-            Score.decode(data)
-        return
     with pytest.raises(CodecError, match=name):
         type(record).decode(data)
 
@@ -207,7 +202,7 @@ def test_a_wrong_type_never_becomes_a_record_that_breaks_later(record: Record, n
         decoded = type(record).decode(data)
     except CodecError:
         return
-    fields = {field: type(getattr(record, field)) for field in names(record)}
+    fields = {field: type(getattr(record, field)) for field in record.__struct_fields__}
     value = getattr(decoded, name)
     assert isinstance(value, fields[name]) or (fields[name] is float and isinstance(value, float))
     assert same(type(record).decode(decoded.encode()), decoded)
@@ -259,10 +254,12 @@ def test_arrays_spans_and_turns_must_agree(change: dict[str, Any], said: str) ->
     [
         ({"n": 0}, "at least one trajectory"),
         ({"prompt_token_ids": b""}, "the prompt has no tokens"),
-        ({"lane": "fast"}, "one of train, validation"),
-        ({"messages": ["hello"]}, "a list of dict"),
+        ({"lane": "fast"}, "fast.* - at `.*lane"),
+        ({"messages": ["hello"]}, "Expected `object`, got `str` - at `.*messages"),
         ({"sampling": {}}, "temperature"),
         ({"sampling": {"temperature": 1.0, "max_new_tokens": -1}}, "max_new_tokens"),
+        ({"sampling": {"temperature": float("nan"), "max_new_tokens": 1}}, "temperature is nan, not a finite number"),
+        ({"loss_multiplier": float("inf")}, "loss_multiplier is inf, not a finite number"),
     ],
 )
 def test_a_group_that_cant_be_is_refused(change: dict[str, Any], said: str) -> None:
@@ -289,4 +286,4 @@ def test_a_score_without_a_finite_reward_is_refused() -> None:
 
 def test_what_msgpack_cant_hold_is_refused_on_the_way_out() -> None:
     with pytest.raises(CodecError, match="can't be packed"):
-        dataclasses.replace(GROUP, extra_env_info={"answer": object()}).encode()
+        msgspec.structs.replace(GROUP, extra_env_info={"answer": object()}).encode()

@@ -1,7 +1,8 @@
-"""Who may import whom, and that a user's environment needs nothing heavy."""
+"""Who may import whom, and that a user's environment loads nothing heavy."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,16 +10,61 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("torch", "vllm", "transformers", "services")
+HEAVY = {"torch", "vllm", "transformers", "headrace_services"}
+# What an environment has no use for: the servers, the buffer's client, the command line, and the configuration.
+NOT_FOR_ENVIRONMENTS = {
+    "fastapi",
+    "uvicorn",
+    "prometheus_client",
+    "redis",
+    "typer",
+    "rich",
+    "pydantic",
+    "omegaconf",
+    "yaml",
+}
+SDK = {"headrace", "headrace.codec", "headrace.environment", "headrace.errors", "headrace.trajectory"}
+SERVED = """
+import asyncio, headrace
+from headrace.environment_server import serving
+
+async def main():
+    async with serving(headrace.Environment()):
+        pass
+
+asyncio.run(main())
+"""
+
+
+def modules_after(code: str) -> set[str]:
+    """Names of all modules that a fresh interpreter has loaded after `code`."""
+    report = "\nimport json, sys; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-P", "-c", code + report], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout))
+
+
+def top_level(modules: set[str]) -> set[str]:
+    return {module.partition(".")[0] for module in modules}
 
 
 @pytest.mark.parametrize(
-    "module", ["headrace", "headrace.replay", "headrace.environment", "headrace.cli", "headrace.service"]
+    "module", ["headrace.replay", "headrace.cli", "headrace.service", "headrace.weights.rendezvous"]
 )
 def test_importing_headrace_brings_nothing_heavy(module: str) -> None:
-    code = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert not top_level(modules_after(f"import {module}")) & HEAVY
+
+
+def test_importing_headrace_loads_the_environment_sdk_alone() -> None:
+    loaded = modules_after("import headrace")
+    assert {module for module in loaded if module.startswith("headrace")} <= SDK
+    assert not top_level(loaded) & (HEAVY | NOT_FOR_ENVIRONMENTS | {"asyncio", "grpc"})
+
+
+def test_serving_an_environment_loads_no_service_supervisor_client_or_configuration() -> None:
+    loaded = modules_after(SERVED)
+    assert "headrace.environment_server" in loaded
+    assert not top_level(loaded) & (HEAVY | NOT_FOR_ENVIRONMENTS)
+    assert not {"headrace.cli", "headrace.config", "headrace.replay", "headrace.weights"} & loaded
 
 
 def test_the_import_contracts_hold() -> None:

@@ -30,7 +30,10 @@ def test_a_directory_without_config_json_is_refused_by_name(tmp_path: Path) -> N
     "name",
     ["/no/such/model", "./no-such-model", "~/no-such-model", "models/no/such", "models/", "my model", "models--tiny"],
 )
-def test_what_no_model_of_the_hub_can_be_named_is_refused_by_name(name: str) -> None:
+def test_what_no_model_of_the_hub_can_be_named_is_refused_by_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the checkout may hold a directory `models`
     with pytest.raises(ServiceError, match=r"policy\.model_name: there is no directory") as caught:
         check_model_name(KEY, name)
     assert name in str(caught.value)
@@ -70,10 +73,16 @@ def hub() -> Iterator[str]:
 
 
 def complaint(name: str, home: Path, check: str = "check_model_name", key: str = KEY, **environ: str) -> str:
-    """What the check says of `name` in a process of its own, which reads the hub's settings at its start; empty if nothing."""
+    """What the check says of `name` in a process of its own, which reads the hub's settings at its start; empty if nothing.
+
+    It runs in an empty directory: a relative name like models/tiny may be a directory of the checkout.
+    """
+    empty = home / "empty"
+    empty.mkdir(parents=True, exist_ok=True)
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))}
     done = subprocess.run(
         [sys.executable, "-c", CHECK, check, key, name],
+        cwd=empty,
         env={**kept, "HF_HOME": str(home), **environ},
         capture_output=True,
         text=True,

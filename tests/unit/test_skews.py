@@ -6,18 +6,20 @@ from collections.abc import Sequence
 
 import pytest
 
-from headrace.replay.bias import MOMENTS, Distribution, Meter, Moment, beyond, meters_of, skews
+from headrace.replay.bias import MOMENTS, Distribution, Moment, TrajectoryMeter, beyond, meters_of, skews
 
 
 def spread(values: Sequence[float]) -> Distribution:
     return Distribution(len(values), sum(values), sum(v * v for v in values))
 
 
-def meters(trained: Sequence[float], generated: Sequence[float], quantity: str = "length") -> dict[Moment, Meter]:
-    found = dict.fromkeys(MOMENTS, Meter())
+def meters(
+    trained: Sequence[float], generated: Sequence[float], quantity: str = "length"
+) -> dict[Moment, TrajectoryMeter]:
+    found = dict.fromkeys(MOMENTS, TrajectoryMeter())
     return found | {
-        "trained": Meter(len(trained), **{quantity: spread(trained)}),  # type: ignore[arg-type]
-        "generated": Meter(len(generated), **{quantity: spread(generated)}),  # type: ignore[arg-type]
+        "trained": TrajectoryMeter(len(trained), **{quantity: spread(trained)}),  # type: ignore[arg-type]
+        "generated": TrajectoryMeter(len(generated), **{quantity: spread(generated)}),  # type: ignore[arg-type]
     }
 
 
@@ -42,13 +44,9 @@ def test_what_does_not_vary_is_not_skewed() -> None:
 
 
 def test_moments_that_never_were_are_empty_and_latency_is_in_seconds() -> None:
-    found = meters_of(
-        [
-            b"failed",
-            [b"trajectories", b"3", b"latency:n", b"2", b"latency:sum", b"1500", b"latency:squares", b"1250000"],
-        ]
-    )
+    sums = {"trajectories": 3, "latency:n": 2, "latency:sum": 1500, "latency:squares": 1250000}
+    found = meters_of({"failed": sums})
     assert set(found) == set(MOMENTS)
-    assert found["trained"] == Meter()
+    assert found["trained"] == TrajectoryMeter()
     latency = found["failed"].latency
     assert (found["failed"].trajectories, latency.count, latency.mean, latency.deviation) == (3, 2, 0.75, 0.25)

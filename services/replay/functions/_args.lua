@@ -1,4 +1,7 @@
--- Arguments: parsed before anything is read or written, so that a malformed call changes nothing.
+-- Arguments, parsed before anything is read or written, so that a malformed call changes nothing.
+--
+-- ARGV[1] of a function is a msgpack map of the arguments that its header names; a function that names none takes none. Bytes (payloads,
+-- records) follow as arguments of their own, one for each entry that they belong to, in the same order.
 
 -- Raised by `refuse`, caught by `register`: a typed error for the caller, counted in the run.
 local function refuse(code, message)
@@ -12,56 +15,108 @@ local function show(text)
   return '"' .. clean .. '"'
 end
 
--- Written in one way only, without leading zeros: what a number becomes part of is a name.
-local function natural(text, what)
-  if type(text) ~= 'string' or #text > 15 or not string.find(text, '^%d+$') or (#text > 1 and string.byte(text) == 48) then
-    refuse('HR_INVALID', what .. ' is ' .. show(text) .. ', not a whole number of at least 0')
+-- Parsers: each takes a value and what it is called, and gives the value back or refuses the call.
+
+-- Fewer than 15 digits: what a number becomes part of is a name, and Lua writes longer ones with an exponent.
+local function natural(value, what)
+  if type(value) ~= 'number' or value < 0 or value >= 1e14 or value ~= math.floor(value) then
+    refuse('HR_INVALID', what .. ' is ' .. show(value) .. ', not a whole number of at least 0')
   end
-  return tonumber(text)
+  return value
 end
 
-local function positive(text, what)
-  local number = natural(text, what)
-  if number == 0 then refuse('HR_INVALID', what .. ' is 0, not a whole number of at least 1') end
-  return number
+local function positive(value, what)
+  if natural(value, what) == 0 then refuse('HR_INVALID', what .. ' is 0, not a whole number of at least 1') end
+  return value
 end
 
 -- A finite number; nan and inf are not.
-local function finite(text, what)
-  local number = tonumber(text)
-  if not number or number ~= number or number == math.huge or number == -math.huge then
-    refuse('HR_INVALID', what .. ' is ' .. show(text) .. ', not a finite number')
+local function finite(value, what)
+  if type(value) ~= 'number' or value ~= value or value == math.huge or value == -math.huge then
+    refuse('HR_INVALID', what .. ' is ' .. show(value) .. ', not a finite number')
   end
-  return number
+  return value
 end
-
-local NAME = '[%w._:@/+=,~-]+'
 
 -- Ids and nonces: they become parts of keys, members and lines of lists.
-local function name(text, what)
-  if type(text) ~= 'string' or #text > 256 or not string.find(text, '^' .. NAME .. '$') then
-    refuse('HR_INVALID', what .. ' is ' .. show(text) .. ', not 1 to 256 letters, digits and ._:@/+=,~-')
+local function name(value, what)
+  if type(value) ~= 'string' or #value > 256 or not string.find(value, '^[%w._:@/+=,~-]+$') then
+    refuse('HR_INVALID', what .. ' is ' .. show(value) .. ', not 1 to 256 letters, digits and ._:@/+=,~-')
   end
-  return text
+  return value
 end
 
-local function choice(text, allowed, what)
-  if not allowed[text] then refuse('HR_INVALID', what .. ' is ' .. show(text)) end
-  return text
+local function text(value, what)
+  if type(value) ~= 'string' then refuse('HR_INVALID', what .. ' is ' .. show(value) .. ', not text') end
+  return value
 end
 
--- Words of people and programs, kept short.
-local function words(text)
-  return string.sub(text, 1, 2000)
+local function flag(value, what)
+  if type(value) ~= 'boolean' then refuse('HR_INVALID', what .. ' is ' .. show(value) .. ', neither true nor false') end
+  return value
 end
 
--- Number of entries of `width` arguments each after the first `fixed`; at most `most` of them.
-local function entries(args, fixed, width, most)
-  local count = (#args - fixed) / width
-  if #args < fixed or count ~= math.floor(count) or count > most then
-    refuse('HR_INVALID', #args .. ' arguments, not ' .. fixed .. ' and up to ' .. most .. ' times ' .. width)
+local function one_of(allowed)
+  return function(value, what)
+    for i = 1, #allowed do
+      if value == allowed[i] then return value end
+    end
+    refuse('HR_INVALID', what .. ' is ' .. show(value) .. ', not one of ' .. table.concat(allowed, ', '))
   end
-  return count
+end
+
+-- A list of at most `most` entries, each of which `parse` accepts.
+local function list_of(parse, most)
+  return function(value, what)
+    if type(value) ~= 'table' or #value > most or (#value == 0 and next(value) ~= nil) then
+      refuse('HR_INVALID', what .. ' is not a list of up to ' .. most)
+    end
+    for i = 1, #value do parse(value[i], what) end
+    return value
+  end
+end
+
+-- A map; whoever takes it apart parses its fields.
+local function map(value, what)
+  if type(value) ~= 'table' then refuse('HR_INVALID', 'an entry of ' .. what .. ' is ' .. show(value) .. ', not a map') end
+  return value
+end
+
+-- The named arguments as `spec` (name -> parser) says.
+local function named(spec, packed)
+  local ok, given = pcall(cmsgpack.unpack, packed)
+  if not ok or type(given) ~= 'table' then refuse('HR_INVALID', 'the arguments ' .. show(packed) .. ' are no msgpack map') end
+  for argument in pairs(given) do
+    if not spec[argument] then refuse('HR_INVALID', 'there is no argument ' .. show(argument)) end
+  end
+  local parsed = {}
+  for argument, parse in pairs(spec) do
+    if given[argument] == nil then refuse('HR_INVALID', 'the argument ' .. argument .. ' is missing') end
+    parsed[argument] = parse(given[argument], argument)
+  end
+  return parsed
+end
+
+local function require_bytes(count, args)
+  if #args - 1 ~= count then refuse('HR_INVALID', #args - 1 .. ' arguments of bytes, not ' .. count) end
+end
+
+-- For replies: msgpack can't tell an empty map from an empty list, so an empty map is left out.
+local function unless_empty(map)
+  if next(map) ~= nil then return map end
+end
+
+-- Words of people and programs, kept short; a character that would be cut in two goes.
+local function words(value)
+  if #value <= 2000 then return value end
+  return (string.gsub(string.sub(value, 1, 2000), '[\192-\255][\128-\191]*$', ''))
+end
+
+-- A hash's fields and values as a map of numbers.
+local function numbers(flat)
+  local map = {}
+  for i = 1, #flat, 2 do map[flat[i]] = tonumber(flat[i + 1]) end
+  return map
 end
 
 -- Sort the entries of a batch by group, in the order they came.
@@ -74,6 +129,5 @@ local function group_entry(groups, by_id, entry)
   of_group[#of_group + 1] = entry
 end
 
-local LANES = {train = true, validation = true}
 -- Entries in one call of a batched function: bounds the time any call holds the server.
 local BATCH = 256

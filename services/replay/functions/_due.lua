@@ -1,5 +1,6 @@
 -- What is due: every call that writes first ends the leases, scoring tokens and replicas whose time has passed, so that
 -- correctness needs no janitor (law 6). The run's `due` is a lower bound of the next deadline: most calls stop there.
+-- uses: _group, _run
 
 -- Deadlines of a kind that are looked at in one call, and groups of a lost replica: bounds its time; the next call goes on.
 local SWEEP = 64

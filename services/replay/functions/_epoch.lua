@@ -1,9 +1,10 @@
 -- Membership epochs of the weight channel: announced -> transfer -> done or aborted; `verify` is the only way to HEALTHY.
 --
 -- epoch    hash: id, version, timeline, state, rendezvous (msgpack)
--- members  hash: replica -> asked | acknowledged | verified | refused <why> | left out
+-- members  hash: replica -> asked | acknowledged | verified | refused <why> | interrupted <why> (not its fault) | left out
 --
 -- From `transfer` on every replica is STALE until it verifies: its weights are half another version's, or not the newest.
+-- uses: _args, _fleet, _run
 
 local function load_epoch(run)
   local values = redis.call('HMGET', run.base .. 'epoch', 'id', 'version', 'timeline', 'state', 'rendezvous')
@@ -12,7 +13,9 @@ local function load_epoch(run)
 end
 
 local function reply_epoch(run, epoch)
-  return {epoch.id, epoch.version, epoch.timeline, epoch.state, epoch.rendezvous, redis.call('HGETALL', run.base .. 'members')}
+  local members = redis.call('HGETALL', run.base .. 'members')
+  local fields = {id = epoch.id, version = epoch.version, timeline = epoch.timeline, state = epoch.state, members = members}
+  return {cmsgpack.pack(fields), epoch.rendezvous}
 end
 
 local function set_state(run, epoch, state)

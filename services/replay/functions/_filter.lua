@@ -2,12 +2,13 @@
 --
 -- The run's `filter` says what is compared: '' nothing, `<low> <high>` the rewards, clamped to these, and `<low> <high> components` each
 -- of the reward components that the score records name, clamped alike.
+-- uses: _fields
 
 local FILTERS = {[''] = true, ['components'] = true}
 
 -- Bounds and `components` or '' of a filter, or nil if it is none.
-local function parse_filter(text)
-  local low, high, compared = string.match(text, '^(%S+) (%S+) ?(%S*)$')
+local function parse_filter(value)
+  local low, high, compared = string.match(value, '^(%S+) (%S+) ?(%S*)$')
   if low and tonumber(low) and tonumber(high) and FILTERS[compared] then return tonumber(low), tonumber(high), compared end
 end
 
@@ -34,8 +35,8 @@ local function compared_of(run, group, compared)
 end
 
 local function same(one, other, low, high)
-  for name, value in pairs(one) do
-    local against = other[name]
+  for field, value in pairs(one) do
+    local against = other[field]
     if not against or math.min(math.max(value, low), high) ~= math.min(math.max(against, low), high) then return false end
   end
   return true

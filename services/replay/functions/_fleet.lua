@@ -1,5 +1,6 @@
 -- register, deregister, heartbeat, replicas: the fleet. A replica is HEALTHY (verified weights of this timeline), STALE or DEAD.
 -- There is no way from DEAD, STALE or new to HEALTHY but `verify` (epoch.lua).
+-- uses: _run
 
 local function replica_key(run, id) return run.base .. 'r:' .. id end
 

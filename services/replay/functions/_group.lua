@@ -8,6 +8,7 @@
 -- q<i> = `<nonce> <length> <oldest> <newest>` of what is saved of it unfinished (`saves`: how many there are).
 --
 -- The first n that are scored are the group (law 3); which indices they have is for chance to say, so that readers go by p<i>.
+-- uses: _args, _fields, _meter, _run
 
 local TEXTS = {'state', 'lane', 'record', 'token', 'replica', 'reason'}
 local WHOLES = {
@@ -273,8 +274,8 @@ local function void_token(run, member)
 end
 
 -- ids of a step, one a line
-local function lines(text)
+local function lines(joined)
   local ids = {}
-  for id in string.gmatch(text or '', '[^\n]+') do ids[#ids + 1] = id end
+  for id in string.gmatch(joined or '', '[^\n]+') do ids[#ids + 1] = id end
   return ids
 end

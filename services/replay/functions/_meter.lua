@@ -10,6 +10,7 @@
 -- reward, latency from lease to push in ms, age in steps) `<quantity>:n`, how many have it, `:sum`, `:squares` and its buckets, two an
 -- octave: `:p<k>` counts values in (2^((k-1)/2), 2^(k/2)], `:n<k>` those in (-2^((k+1)/2), -2^(k/2)], `:z` those in (-2^-10, 0].
 -- A call adds up what it meters and writes each moment once: two commands, however many trajectories.
+-- uses: _fields
 
 local FIRST_BUCKET, LAST_BUCKET = -20, 60
 

@@ -1,16 +1,23 @@
 -- How a transition becomes a Redis function: load the run, expire what is due, do it, and write what is common once.
+-- uses: _args, _due, _meter, _run
 
--- `arity`: how many arguments there must be; nil where the handler counts them.
-local function answer(handler, arity, keys, args, call)
-  call.run = load_run(keys)
-  if arity and #args ~= arity then refuse('HR_INVALID', #args .. ' arguments, not ' .. arity) end
-  if not call.reads then expire(call.run) end
-  return handler(call.run, args)
+-- `spec` (name -> parser) are the named arguments, nil where there are none; `bytes`: arguments that are bytes follow.
+local function parse_call(spec, bytes, args)
+  local most = spec and 1 or 0
+  if #args > most and not bytes then refuse('HR_INVALID', #args .. ' arguments, not ' .. most) end
+  return spec and named(spec, args[1])
 end
 
-local function respond(handler, arity, keys, args, reads)
+local function answer(call, handler, spec, bytes, keys, args)
+  call.run = load_run(keys)
+  local parsed = parse_call(spec, bytes, args)
+  if not call.reads then expire(call.run) end
+  return handler(call.run, parsed, args)
+end
+
+local function respond(handler, spec, bytes, keys, args, reads)
   local call = {reads = reads}
-  local ok, reply = pcall(answer, handler, arity, keys, args, call)
+  local ok, reply = pcall(answer, call, handler, spec, bytes, keys, args)
   local run = call.run
   local refused = not ok and type(reply) == 'table' and reply.code
   if run and not reads then
@@ -23,15 +30,16 @@ local function respond(handler, arity, keys, args, reads)
   error(reply)
 end
 
-local function register(function_name, arity, handler)
-  redis.register_function(function_name, function(keys, args) return respond(handler, arity, keys, args, false) end)
+-- The handler is called with the run, its named arguments, and all arguments: bytes are those from the second on.
+local function register(function_name, spec, handler, bytes)
+  redis.register_function(function_name, function(keys, args) return respond(handler, spec, bytes, keys, args, false) end)
 end
 
 -- A function that changes nothing, not even what is due: for people, and for replicas of the server.
-local function register_reader(function_name, arity, handler)
+local function register_reader(function_name, spec, handler)
   redis.register_function{
     function_name = function_name,
-    callback = function(keys, args) return respond(handler, arity, keys, args, true) end,
+    callback = function(keys, args) return respond(handler, spec, false, keys, args, true) end,
     flags = {'no-writes'},
   }
 end
@@ -69,19 +77,30 @@ local function begin_timeline(run, version, timeline)
   redis.call('LTRIM', key, -TIMELINES, -1)
 end
 
+-- Groups by lane and state, those of lanes that have any.
+local function counts_of(run)
+  local counts = {}
+  local function count(field, number)
+    local lane, state = string.match(field, '^(%a+):(%a+)$')
+    counts[lane] = counts[lane] or {}
+    counts[lane][state] = (counts[lane][state] or 0) + number
+  end
+  local flat = redis.call('HGETALL', run.base .. 'counts')
+  for i = 1, #flat, 2 do count(flat[i], tonumber(flat[i + 1])) end
+  for field, delta in pairs(run.deltas) do count(field, delta) end
+  return counts
+end
+
 -- The run as `state` and the calls that change it as a whole answer: msgpack.
 local function run_state(run)
-  local counts = {}
-  local flat = redis.call('HGETALL', run.base .. 'counts')
-  for i = 1, #flat, 2 do
-    counts[flat[i]] = tonumber(flat[i + 1]) + (run.deltas[flat[i]] or 0)
-  end
-  for field, delta in pairs(run.deltas) do
-    if not counts[field] then counts[field] = delta end
+  local timelines = redis.call('LRANGE', run.base .. 'timelines', 0, -1)
+  for i, line in ipairs(timelines) do
+    local timeline, version = string.match(line, '^(.*) (%d+)$')
+    timelines[i] = {timeline, tonumber(version)}
   end
   return {
-    timeline = run.timeline, incarnation = run.incarnation, next_step = run.next_step, committed = run.committed,
-    enqueued = run.enqueued, closed = run.closed == 1, counts = counts, refill = run.refill == 1,
-    timelines = redis.call('LRANGE', run.base .. 'timelines', 0, -1),
+    run_id = string.match(run.key, '^hr:{(.*)}$'), timeline = run.timeline, incarnation = run.incarnation, next_step = run.next_step,
+    committed = run.committed, enqueued = run.enqueued, closed = run.closed == 1, counts = counts_of(run).train,
+    refill = run.refill == 1, timelines = timelines,
   }
 end

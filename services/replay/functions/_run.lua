@@ -24,6 +24,7 @@
 --   epoch       hash    the newest membership epoch        members    hash    replica -> what it did in that epoch
 -- Of all incarnations: `events` and `metrics` (streams), `m:<moment>` (hashes, see _meter.lua), `old` (set of incarnations to be swept), `used` (set of timelines and
 -- incarnations that have ended), channels `wake:<what>`.
+-- uses: _args
 
 local LIMITS = {
   'prompts_per_step', 'generations_per_prompt', 'max_age', 'max_attempts', 'max_scoring_attempts',
@@ -44,11 +45,15 @@ local function server_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
-local function load_run(keys)
-  local key = keys[1]
-  if #keys ~= 1 or not string.find(key, '^hr:{[%w._-]+}$') then
+local function run_key(keys)
+  if #keys ~= 1 or not string.find(keys[1], '^hr:{[%w._-]+}$') then
     refuse('HR_INVALID', 'KEYS is not one run key hr:{<run id>}')
   end
+  return keys[1]
+end
+
+local function load_run(keys)
+  local key = run_key(keys)
   local values = redis.call('HMGET', key, unpack(FIELDS))
   if not values[1] then
     refuse('HR_UNAVAILABLE', 'this server holds no run ' .. string.sub(key, 5, -2) .. '; start its replay service')

@@ -2,6 +2,7 @@
 --
 -- `steps` maps a step to its groups. From `freed` to `committed` they are trained and retained, from there to `next_step` reserved, and from
 -- there to `top` survivors of a rewind: ready groups that keep their step (law 5). `pinned` counts the latter.
+-- uses: _args, _fields, _group, _meter, _run
 
 local function step_ids(run, step)
   return lines(redis.call('HGET', run.base .. 'steps', step))
@@ -66,22 +67,28 @@ local function empty_trash(run)
   return redis.call('LLEN', trash)
 end
 
--- The batch of `step`: step, then its group ids, then for each a list of its trajectories: index, `p<i>`, reward.
+-- The batch of `step`, as `reserve` and `step` answer: step, payload_prefix (of keys), scored and filtered (groups since the batch before),
+-- and of each group its id and, for its trajectories, indices, pushed (`p<i>`, see _group.lua) and rewards.
 local function batch_of(run, step, ids)
-  local trajectories = {}
+  local groups = {}
   for i, id in ipairs(ids) do
-    local key, mine = group_key(run, id), {}
+    local key = group_key(run, id)
     local count = tonumber(redis.call('HGET', key, 'count'))
     local values = redis.call('HMGET', key, unpack(field_names('pr', count)))
+    local indices, pushed, rewards, n = {}, {}, {}, 0
     for index = 0, count - 1 do
       if values[index + 1] then
-        mine[#mine + 1], mine[#mine + 2], mine[#mine + 3] = index, values[index + 1], values[count + index + 1]
+        n = n + 1
+        indices[n], pushed[n], rewards[n] = index, values[index + 1], values[count + index + 1]
       end
     end
-    trajectories[i] = mine
+    groups[i] = {id = id, indices = indices, pushed = pushed, rewards = rewards}
   end
   local scored, filtered = unpack(redis.call('HMGET', run.base .. 'since', 'batch_scored', 'batch_filtered'))
-  return {'batch', step, run.base .. 'p:', ids, trajectories, tonumber(scored or 0), tonumber(filtered or 0)}
+  return {
+    reply = 'batch', step = step, payload_prefix = run.base .. 'p:', groups = groups, scored = tonumber(scored or 0),
+    filtered = tonumber(filtered or 0),
+  }
 end
 
 -- A group of a step stays `reserved` in its hash when the step is committed: nobody writes to it again.

@@ -1,4 +1,5 @@
 -- Drop up to `most` groups of the validation lane, leased or not; returns how many are left.
+-- uses: _args, _group, _run
 local function drop_validation(run, most)
   local lane = run.base .. 'lane'
   local ids = redis.call('SRANDMEMBER', lane, most)

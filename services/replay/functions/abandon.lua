@@ -1,27 +1,30 @@
 -- abandon: a replica can't generate one trajectory of its lease. Where others were started beyond n, the group does without it; else the
 -- whole group goes back and an attempt is spent.
 -- KEYS     the run
--- ARGV     timeline, incarnation, group id, token, index, reason
+-- ARGV     timeline, incarnation, group (its id), token, index, reason
 -- Returns  1: the lease goes on without it; 0: the group is no longer the caller's
 -- Errors   HR_TIMELINE, HR_LEASE_LOST, HR_INVALID
-register('hr_abandon', 6, function(run, args)
-  local id, token, index = name(args[3], 'group id'), name(args[4], 'token'), natural(args[5], 'index')
-  require_timeline(run, args[1])
-  require_incarnation(run, args[2])
-  local group = leased_group(run, id, token)
+-- uses: _args, _group, _meter, _register, _run
+register('hr_abandon', {
+  timeline = text, incarnation = text, group = name, token = name, index = natural, reason = text,
+}, function(run, call)
+  local id, index = call.group, call.index
+  require_timeline(run, call.timeline)
+  require_incarnation(run, call.incarnation)
+  local group = leased_group(run, id, call.token)
   if index >= group.count then
     refuse('HR_INVALID', 'index ' .. index .. ' of group ' .. id .. ', which has ' .. group.count .. ' trajectories')
   end
   local pushed, dropped = unpack(redis.call('HMGET', group.key, 'p' .. index, 'x' .. index))
   if pushed or dropped then return 1 end
   if group.dropped >= group.count - group.n then
-    requeue(run, group, 'failed', true, args[6])
+    requeue(run, group, 'failed', true, call.reason)
     return 0
   end
   meter_count(run, 'failed', 1)
   forget_prefix(run, group, index)
-  redis.call('HSET', group.key, 'x' .. index, words(args[6]), 'dropped', group.dropped + 1)
-  event(run, 'dropped', 'group', id, 'index', index, 'reason', words(args[6]))
+  redis.call('HSET', group.key, 'x' .. index, words(call.reason), 'dropped', group.dropped + 1)
+  event(run, 'dropped', 'group', id, 'index', index, 'reason', words(call.reason))
   if group.pushed + group.dropped + 1 == group.count then end_generation(run, group) end
   return 1
 end)

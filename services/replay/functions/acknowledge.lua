@@ -3,8 +3,9 @@
 -- ARGV     replica, epoch
 -- Returns  1 (idempotent)
 -- Errors   HR_FENCED (no longer announced, not a member, DEAD), HR_TIMELINE, HR_INVALID
-register('hr_acknowledge', 2, function(run, args)
-  local replica, id = name(args[1], 'replica'), name(args[2], 'epoch')
+-- uses: _args, _epoch, _register, _run
+register('hr_acknowledge', {replica = name, epoch = name}, function(run, call)
+  local replica, id = call.replica, call.epoch
   require_epoch(run, id, {announced = true})
   require_member(run, replica, {asked = true, acknowledged = true})
   redis.call('HSET', run.base .. 'members', replica, 'acknowledged')

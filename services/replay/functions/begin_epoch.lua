@@ -1,10 +1,12 @@
 -- begin_epoch: the members that acknowledged are final; the others are STALE.
 -- KEYS     the run
--- ARGV     epoch, rendezvous (msgpack)
+-- ARGV     epoch; then the rendezvous (msgpack)
 -- Returns  the epoch, as open_epoch. Repeating it gives the same epoch.
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID
-register('hr_begin_epoch', 2, function(run, args)
-  local id = name(args[1], 'epoch')
+-- uses: _args, _epoch, _register
+register('hr_begin_epoch', {epoch = name}, function(run, call, args)
+  local id = call.epoch
+  require_bytes(1, args)
   local epoch = require_epoch(run, id, {announced = true, transfer = true})
   if epoch.state == 'transfer' then return reply_epoch(run, epoch) end
   epoch.rendezvous = args[2]
@@ -18,4 +20,4 @@ register('hr_begin_epoch', 2, function(run, args)
   end
   set_state(run, epoch, 'transfer')
   return reply_epoch(run, epoch)
-end)
+end, true)

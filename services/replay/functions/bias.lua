@@ -1,13 +1,14 @@
 -- bias: the meters (see _meter.lua).
 -- KEYS     the run
 -- ARGV     none
--- Returns  for each moment at which there was something: its name, then a list of fields and values
+-- Returns  msgpack: for each moment at which there was something, its name and its fields
 -- Errors   none
-register_reader('hr_bias', 0, function(run)
-  local reply = {}
+-- uses: _args, _register
+register_reader('hr_bias', nil, function(run)
+  local moments = {}
   for _, moment in ipairs({'generated', 'trained', 'masked', 'expired', 'filtered', 'failed', 'surplus'}) do
     local flat = redis.call('HGETALL', run.key .. ':m:' .. moment)
-    if #flat > 0 then reply[#reply + 1], reply[#reply + 2] = moment, flat end
+    if #flat > 0 then moments[#moments + 1] = {moment, numbers(flat)} end
   end
-  return reply
+  return cmsgpack.pack(moments)
 end)

@@ -3,8 +3,9 @@
 -- ARGV     timeline
 -- Returns  1
 -- Errors   HR_TIMELINE
-register('hr_close', 1, function(run, args)
-  require_timeline(run, args[1])
+-- uses: _args, _register, _run
+register('hr_close', {timeline = text}, function(run, call)
+  require_timeline(run, call.timeline)
   if run.closed == 0 then
     set(run, 'closed', 1)
     event(run, 'closed')

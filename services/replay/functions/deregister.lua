@@ -3,8 +3,9 @@
 -- ARGV     replica
 -- Returns  groups it still holds: call again until 0. What it held is passed on without costing an attempt.
 -- Errors   HR_INVALID
-register('hr_deregister', 1, function(run, args)
-  local id = name(args[1], 'replica')
+-- uses: _args, _due, _fleet, _register, _run
+register('hr_deregister', {replica = name}, function(run, call)
+  local id = call.replica
   if redis.call('EXISTS', replica_key(run, id)) == 0 then return 0 end
   redis.call('HSET', replica_key(run, id), 'state', 'STALE')
   if not take_back(run, id, 'returned', false, 'replica ' .. id .. ' left') then

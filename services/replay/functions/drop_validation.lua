@@ -3,8 +3,9 @@
 -- ARGV     timeline
 -- Returns  groups still to be dropped: call again until 0
 -- Errors   HR_TIMELINE
-register('hr_drop_validation', 1, function(run, args)
-  require_timeline(run, args[1])
+-- uses: _args, _register, _run, _validation
+register('hr_drop_validation', {timeline = text}, function(run, call)
+  require_timeline(run, call.timeline)
   wake(run, 'work')
   return drop_validation(run, BATCH)
 end)

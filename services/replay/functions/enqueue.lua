@@ -1,21 +1,23 @@
 -- enqueue: groups come into the queue of their lane; those already taken change nothing (law 1: no prompt twice).
 -- KEYS     the run
--- ARGV     timeline, incarnation, refill (0/1: take orders at or below the watermark), then for each group: id, lane, order, n, worst-case bytes, nonce,
---          record (msgpack; kept at d:<nonce>)
+-- ARGV     timeline, incarnation, refill (take orders at or below the watermark), groups: of each id, lane, order, n, worst (bytes that n
+--          trajectories may grow to), nonce; then for each its record (msgpack; kept at d:<nonce>)
 -- Returns  how many were new. A train group is new if its order is past the watermark `enqueued` (any order while the run wants a refill) and
 --          not in `ended`, and its id unknown; a validation group if its id is unknown.
 -- Errors   HR_TIMELINE, HR_STEP (train groups that leave out some after `enqueued`), HR_INVALID (malformed; new train groups after close; refill
 --          while steps are being freed)
+-- uses: _args, _group, _register, _run
 
 local MOST_TRAJECTORIES = 1024
 -- bits of the bitmap `ended`
 local MOST_ORDERS = 2 ^ 32
 
-local function parse(run, args, i)
+local LANE = one_of({'train', 'validation'})
+
+local function parse(run, given, record)
   local group = {
-    id = name(args[i], 'group id'), lane = choice(args[i + 1], LANES, 'lane'), order = natural(args[i + 2], 'order'),
-    n = positive(args[i + 3], 'n'), worst = natural(args[i + 4], 'worst-case bytes'), nonce = name(args[i + 5], 'nonce'),
-    record = args[i + 6],
+    id = name(given.id, 'id'), lane = LANE(given.lane, 'lane'), order = natural(given.order, 'order'), n = positive(given.n, 'n'),
+    worst = natural(given.worst, 'worst'), nonce = name(given.nonce, 'nonce'), record = record,
   }
   -- tokens and members are made of it
   if #group.id > 200 then refuse('HR_INVALID', 'group id ' .. show(group.id) .. ' is longer than 200') end
@@ -23,7 +25,7 @@ local function parse(run, args, i)
     refuse('HR_INVALID', 'n is ' .. group.n .. '; a group has at most ' .. MOST_TRAJECTORIES .. ' trajectories')
   end
   if group.order >= MOST_ORDERS then
-    refuse('HR_INVALID', 'order ' .. args[i + 2] .. ' of group ' .. group.id .. '; a run has at most 2^32 prompts')
+    refuse('HR_INVALID', 'order ' .. group.order .. ' of group ' .. group.id .. '; a run has at most 2^32 prompts')
   end
   group.key = group_key(run, group.id)
   return group
@@ -62,19 +64,21 @@ local function require_no_gap(run, groups)
   end
 end
 
-register('hr_enqueue', nil, function(run, args)
-  local count = entries(args, 3, 7, BATCH)
-  require_timeline(run, args[1])
-  require_incarnation(run, args[2])
+register('hr_enqueue', {
+  timeline = text, incarnation = text, refill = flag, groups = list_of(map, BATCH),
+}, function(run, call, args)
+  require_bytes(#call.groups, args)
+  require_timeline(run, call.timeline)
+  require_incarnation(run, call.incarnation)
   -- one that arrives late, after `refilled`, brings nothing back: what it names may have been trained and freed since (law 1)
-  local refill = choice(args[3], {['0'] = true, ['1'] = true}, 'refill') == '1' and run.refill == 1
+  local refill = call.refill and run.refill == 1
   -- their groups are still known, and soon they are not
   if refill and redis.call('EXISTS', run.base .. 'trash') == 1 then
     refuse('HR_INVALID', 'a refill while trained steps are still being freed; call commit until nothing is left')
   end
   local new, seen = {}, {}
-  for i = 0, count - 1 do
-    local group = parse(run, args, 4 + i * 7)
+  for i, given in ipairs(call.groups) do
+    local group = parse(run, given, args[i + 1])
     if is_new(run, group, refill, seen) then new[#new + 1] = group end
     seen[group.id] = true
   end
@@ -88,4 +92,4 @@ register('hr_enqueue', nil, function(run, args)
   if enqueued ~= run.enqueued then set(run, 'enqueued', enqueued) end
   if #new > 0 then wake(run, 'work') end
   return #new
-end)
+end, true)

@@ -2,7 +2,8 @@
 -- KEYS     the run
 -- ARGV     none
 -- Returns  the epoch, as open_epoch; nil if there was none
-register_reader('hr_epoch', 0, function(run)
+-- uses: _epoch, _register
+register_reader('hr_epoch', nil, function(run)
   local epoch = load_epoch(run)
   return epoch and reply_epoch(run, epoch)
 end)

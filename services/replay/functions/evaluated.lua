@@ -1,13 +1,13 @@
 -- evaluated: how validation groups fare.
 -- KEYS     the run
--- ARGV     group ids
--- Returns  for each group: state, reason, record key, payload keys in index order (only if evaluated)
+-- ARGV     groups (their ids)
+-- Returns  msgpack: for each group its state, reason, record (key) and keys of its payloads in index order (only if evaluated)
 -- Errors   HR_INVALID: malformed, or a group that the validation lane does not hold (a rewind drops it)
-register('hr_evaluated', nil, function(run, args)
-  entries(args, 0, 1, BATCH)
+-- uses: _args, _group, _register
+register('hr_evaluated', {groups = list_of(name, BATCH)}, function(run, call)
   local reply = {}
-  for i, id in ipairs(args) do
-    local group = load_group(run, name(id, 'group id'))
+  for i, id in ipairs(call.groups) do
+    local group = load_group(run, id)
     if not group or group.lane ~= 'validation' then
       refuse('HR_INVALID', 'group ' .. id .. ' is not in the validation lane; a rewind drops the lane')
     end
@@ -17,7 +17,7 @@ register('hr_evaluated', nil, function(run, args)
         if j % 2 == 1 then keys[#keys + 1] = key end
       end
     end
-    reply[i] = {group.state, group.reason or '', run.base .. 'd:' .. group.record, keys}
+    reply[i] = {state = group.state, reason = group.reason or '', record = run.base .. 'd:' .. group.record, keys = keys}
   end
-  return reply
+  return cmsgpack.pack(reply)
 end)

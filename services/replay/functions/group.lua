@@ -1,25 +1,25 @@
 -- group: one group and its trajectories, for people.
 -- KEYS     the run
--- ARGV     group id
--- Returns  state, record key, the group's fields and values, and for each trajectory pushed so far: index, payload key,
---          `p<i>`, reward ('' before it is scored), or nil if the buffer does not know the group
+-- ARGV     group (its id)
+-- Returns  msgpack: state, record (key), the group's fields, and for each trajectory pushed so far index, key (of its payload), pushed
+--          (`p<i>`) and reward once it is scored; or nil if the buffer does not know the group
 -- Errors   HR_INVALID
-register_reader('hr_group', 1, function(run, args)
-  local group = load_group(run, name(args[1], 'group id'))
+-- uses: _args, _group, _register, _steps
+register_reader('hr_group', {group = name}, function(run, call)
+  local group = load_group(run, call.group)
   if not group then return nil end
   group.state = settled_state(run, group.state, group.step)
   local trajectories, fields = {}, {}
   for i = 0, (group.count or group.n) - 1 do
     local pushed, reward = unpack(redis.call('HMGET', group.key, 'p' .. i, 'r' .. i))
     if pushed then
-      for _, value in ipairs({i, run.base .. 'p:' .. string.match(pushed, '^%S+'), pushed, reward or ''}) do
-        trajectories[#trajectories + 1] = value
-      end
+      trajectories[#trajectories + 1] =
+        {index = i, key = run.base .. 'p:' .. string.match(pushed, '^%S+'), pushed = pushed, reward = tonumber(reward or nil)}
     end
   end
   for _, field in ipairs({'lane', 'order', 'n', 'count', 'dropped', 'saves', 'attempt', 'failures', 'ticket', 'replica', 'pushed', 'scored', 'oldest',
     'newest', 'step', 'reason'}) do
-    if group[field] then fields[#fields + 1], fields[#fields + 2] = field, group[field] end
+    fields[field] = group[field]
   end
-  return {group.state, run.base .. 'd:' .. group.record, fields, trajectories}
+  return cmsgpack.pack({state = group.state, record = run.base .. 'd:' .. group.record, fields = fields, trajectories = trajectories})
 end)

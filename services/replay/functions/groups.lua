@@ -2,12 +2,11 @@
 -- KEYS     the run
 -- ARGV     place (queue, line: open, scoring or ready; steps: kept for, reserved for or retained of a step; failed; unused; lane: the
 --          validation lane), cursor (0 at first)
--- Returns  the next cursor (-1: that was all), then for each group: id, state
+-- Returns  msgpack: cursor (the next; -1: that was all), groups (id and state of each)
 -- Errors   HR_INVALID
 --
 -- A page is BATCH groups, or one step.
-
-local PLACES = {queue = true, line = true, steps = true, failed = true, unused = true, lane = true}
+-- uses: _args, _group, _register, _steps
 
 local function page_of_steps(run, cursor)
   local step = math.max(cursor, run.freed)
@@ -29,23 +28,24 @@ local function page_of_line(key, cursor)
   return #ids < BATCH and -1 or cursor + BATCH, ids
 end
 
-register_reader('hr_groups', 2, function(run, args)
-  local place, cursor = choice(args[1], PLACES, 'place'), natural(args[2], 'cursor')
+register_reader('hr_groups', {
+  place = one_of({'queue', 'line', 'steps', 'failed', 'unused', 'lane'}), cursor = natural,
+}, function(run, call)
+  local place, cursor = call.place, call.cursor
   local next_cursor, ids
   if place == 'steps' then
     next_cursor, ids = page_of_steps(run, cursor)
   elseif place == 'unused' or place == 'lane' then
-    next_cursor, ids = page_of_set(run.base .. place, args[2])
+    next_cursor, ids = page_of_set(run.base .. place, cursor)
   else
     next_cursor, ids = page_of_line(run.base .. place, cursor)
   end
-  local reply = {next_cursor}
+  local groups = {}
   for _, id in ipairs(ids) do
     local state, step = unpack(redis.call('HMGET', group_key(run, id), 'state', 'step'))
     if state then
-      reply[#reply + 1] = id
-      reply[#reply + 1] = settled_state(run, state, tonumber(step or nil))
+      groups[#groups + 1] = {id, settled_state(run, state, tonumber(step or nil))}
     end
   end
-  return reply
+  return cmsgpack.pack({cursor = next_cursor, groups = groups})
 end)

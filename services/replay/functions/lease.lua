@@ -1,10 +1,10 @@
 -- lease: a verified replica takes groups: first those whose lease was lost, then validation, then the lowest orders as admission and memory
 -- allow.
 -- KEYS     the run
--- ARGV     replica, most groups, nonce (tokens are made of it)
--- Returns  timeline, incarnation, version, then for each group: {id, record key, token, milliseconds until the lease ends,
---          attempt, ticket (-1: validation), trajectories of the group, indices to
---          generate (none: all), and of those that another replica has begun: index, payload key, …}
+-- ARGV     replica, most (groups), nonce (tokens are made of it)
+-- Returns  msgpack: timeline, incarnation, version, leases. Each of these has group (id), record (key), token, expires_in_s, attempt, ticket
+--          (-1: validation), count (trajectories of the group); if it had a lease before, also missing (indices to generate) and
+--          prefixes (of those that another replica has begun: index and payload key)
 -- Errors   HR_NOT_VERIFIED: the replica is not HEALTHY on this timeline; HR_INVALID
 --
 -- Admission: with v the replica's version, P groups a step, R = P * next_step and O = groups open, scoring or ready, a lease is granted
@@ -19,6 +19,7 @@
 --
 -- Memory: a lease counts its group's worst case until it is complete. Past the bound leases wait, unless nothing is held at all
 -- (a single group over the bound must not stop the run). Payloads of steps that were trained but not committed go first.
+-- uses: _args, _fields, _group, _meter, _register, _run
 
 -- Steps before the newest reserved one are trained; their payloads only serve people and a rewind, which can have them made again.
 -- The oldest go first, so that those that are merely retained go before those that a crash would need.
@@ -75,7 +76,10 @@ local function grant(run, group, replica, version, nonce, count, worst)
   hold(run, group, worst)
   move(run, group.lane, 'queued', 'open')
   local ends_in = hold_lease(run, group, replica, deadline)
-  return {group.id, run.base .. 'd:' .. group.record, token, ends_in, group.attempt + 1, ticket, count, {}, {}}
+  return {
+    group = group.id, record = run.base .. 'd:' .. group.record, token = token, expires_in_s = ends_in / 1000, attempt = group.attempt + 1,
+    ticket = ticket, count = count,
+  }
 end
 
 -- Whether tokens of these versions could not be trained at the next step.
@@ -132,7 +136,7 @@ local function missing(run, group)
       if group.lane == 'train' and outdated(run, oldest, newest) then
         forget_prefix(run, group, index)
       else
-        prefixes[#prefixes + 1], prefixes[#prefixes + 2] = index, run.base .. 'p:' .. nonce
+        prefixes[#prefixes + 1] = {index, run.base .. 'p:' .. nonce}
       end
     end
   end
@@ -140,7 +144,7 @@ local function missing(run, group)
 end
 
 -- Groups whose lease was lost go on under a new token; their place in line, attempt and deadline are theirs already.
-local function hand_on(run, most, replica, nonce, reply)
+local function hand_on(run, most, replica, nonce, leases)
   local ids = {}
   for _, id in ipairs(redis.call('ZRANGE', run.base .. 'orphans', 0, most - 1)) do
     if not lease_over(run, id) then ids[#ids + 1] = id end
@@ -152,8 +156,10 @@ local function hand_on(run, most, replica, nonce, reply)
     local indices, prefixes = missing(run, group)
     redis.call('HSET', group.key, 'token', token, 'replica', replica)
     local ends_in = hold_lease(run, group, replica, group.deadline)
-    reply[#reply + 1] =
-      {id, run.base .. 'd:' .. group.record, token, ends_in, group.attempt, group.ticket, group.count, indices, prefixes}
+    leases[#leases + 1] = {
+      group = id, record = run.base .. 'd:' .. group.record, token = token, expires_in_s = ends_in / 1000, attempt = group.attempt,
+      ticket = group.ticket, count = group.count, missing = indices, prefixes = prefixes,
+    }
   end
   if #ids > 0 then redis.call('ZREM', run.base .. 'orphans', unpack(ids)) end
   return #ids
@@ -161,34 +167,33 @@ end
 
 local QUEUED = {'state', 'lane', 'record', 'n', 'worst', 'attempt', 'held'}
 
-local function lease_from(run, lane, most, replica, version, nonce, reply)
+local function lease_from(run, lane, most, replica, version, nonce, leases)
   local granted = 0
   for _, id in ipairs(most > 0 and redis.call('ZRANGE', queue_of(run, lane), 0, most - 1) or {}) do
     local group = load_group(run, id, QUEUED)
     local count, worst = extent(run, group)
     if not fits(run, worst) then break end
     granted = granted + 1
-    reply[#reply + 1] = grant(run, group, replica, version, nonce, count, worst)
+    leases[#leases + 1] = grant(run, group, replica, version, nonce, count, worst)
   end
   if granted > 0 then redis.call('ZREMRANGEBYRANK', queue_of(run, lane), 0, granted - 1) end
   return granted
 end
 
-register('hr_lease', 3, function(run, args)
-  local replica, most, nonce = name(args[1], 'replica'), positive(args[2], 'most groups'), name(args[3], 'nonce')
-  most = math.min(most, BATCH)
+register('hr_lease', {replica = name, most = positive, nonce = name}, function(run, call)
+  local replica, most, nonce = call.replica, math.min(call.most, BATCH), call.nonce
   local state, version, timeline = unpack(redis.call('HMGET', run.base .. 'r:' .. replica, 'state', 'version', 'timeline'))
   if state ~= 'HEALTHY' or timeline ~= run.timeline then
     refuse('HR_NOT_VERIFIED', 'replica ' .. replica .. ' holds no verified weights of this timeline; it may not lease')
   end
   version = tonumber(version)
-  local reply = {run.timeline, run.incarnation, version}
-  most = most - hand_on(run, most, replica, nonce, reply)
-  most = most - lease_from(run, 'validation', most, replica, version, nonce, reply)
+  local leases = {}
+  most = most - hand_on(run, most, replica, nonce, leases)
+  most = most - lease_from(run, 'validation', most, replica, version, nonce, leases)
   local reserved = run.prompts_per_step * run.next_step
   local ahead = redis.call('ZCARD', run.base .. 'line') + run.pinned
   local steps = run.staleness_policy == 'ordered' and run.max_age or run.ahead_steps
   local room = run.refill == 1 and 0 or (version + steps + 1) * run.prompts_per_step - reserved - ahead
-  lease_from(run, 'train', math.min(most, room), replica, version, nonce, reply)
-  return reply
+  lease_from(run, 'train', math.min(most, room), replica, version, nonce, leases)
+  return cmsgpack.pack({timeline = run.timeline, incarnation = run.incarnation, version = version, leases = leases})
 end)

@@ -3,12 +3,12 @@
 -- ARGV     step, timeline, tokens
 -- Returns  1
 -- Errors   HR_TIMELINE, HR_INVALID
-register('hr_masked', 3, function(run, args)
-  local step, tokens = natural(args[1], 'step'), positive(args[3], 'tokens')
-  require_timeline(run, args[2])
-  local told = args[2] .. ' ' .. step
+-- uses: _args, _meter, _register, _run
+register('hr_masked', {step = natural, timeline = text, tokens = positive}, function(run, call)
+  require_timeline(run, call.timeline)
+  local told = call.timeline .. ' ' .. call.step
   if redis.call('HGET', run.key, 'masked') == told then return 1 end
   redis.call('HSET', run.key, 'masked', told)
-  add(sums_of(run, 'masked'), 'tokens', tokens)
+  add(sums_of(run, 'masked'), 'tokens', call.tokens)
   return 1
 end)

@@ -1,41 +1,40 @@
 -- open_run: make the run if it is not there, else give it these limits.
 -- KEYS     the run
--- ARGV     timeline, incarnation (nonces, used only for a new run), the limits in the order of LIMITS and WORDS (_run.lua)
+-- ARGV     timeline, incarnation (nonces, used only for a new run), the limits by their names in _run.lua
 -- Returns  the run's state, msgpack
 -- Errors   HR_INVALID
+-- uses: _args, _filter, _register, _run
 
-local MAY_BE_0 = {max_age = true, ahead_steps = true, redundant = true, max_scored = true, retain_steps = true}
 -- What a group may have beyond n: its trajectories are arguments of one command.
 local MOST_REDUNDANT = 1024
-local REDUNDANT
-for i = 1, #LIMITS do if LIMITS[i] == 'redundant' then REDUNDANT = i end end
-local POLICIES = {ordered = true, drop = true, mask = true}
 
-local function limit_fields(args)
-  if #args ~= 2 + #LIMITS + #WORDS then refuse('HR_INVALID', #args .. ' arguments, not ' .. 2 + #LIMITS + #WORDS) end
-  local fields = {}
-  for i, field in ipairs(LIMITS) do
-    fields[#fields + 1] = field
-    fields[#fields + 1] = MAY_BE_0[field] and natural(args[i + 2], field) or positive(args[i + 2], field)
+local function redundant(value, what)
+  if natural(value, what) > MOST_REDUNDANT then
+    refuse('HR_INVALID', 'redundant is ' .. value .. ', more than ' .. MOST_REDUNDANT .. '; lower replay.redundant_generations')
   end
-  if tonumber(args[2 + REDUNDANT]) > MOST_REDUNDANT then
-    refuse('HR_INVALID', 'redundant is ' .. args[2 + REDUNDANT] .. ', more than ' .. MOST_REDUNDANT .. '; lower replay.redundant_generations')
-  end
-  local policy, filter = args[3 + #LIMITS], args[4 + #LIMITS]
-  if filter ~= '' and not parse_filter(filter) then refuse('HR_INVALID', 'filter is ' .. show(filter)) end
-  for _, value in ipairs({'staleness_policy', choice(policy, POLICIES, 'staleness policy'), 'filter', filter}) do
-    fields[#fields + 1] = value
-  end
-  return fields
+  return value
 end
 
+local function filter(value, what)
+  if text(value, what) ~= '' and not parse_filter(value) then refuse('HR_INVALID', 'filter is ' .. show(value)) end
+  return value
+end
+
+-- The limits, by the names that the run has them under (_run.lua).
+local SPEC = {
+  timeline = name, incarnation = name,
+  prompts_per_step = positive, generations_per_prompt = positive, max_age = natural, max_attempts = positive,
+  max_scoring_attempts = positive, lease_ms = positive, group_deadline_ms = positive, scoring_deadline_ms = positive,
+  replica_dead_ms = positive, max_bytes = positive, ahead_steps = natural, redundant = redundant, max_scored = natural,
+  retain_steps = natural, staleness_policy = one_of({'ordered', 'drop', 'mask'}), filter = filter,
+}
+
 local function make_run(keys, args)
-  local key = keys[1]
-  if #keys ~= 1 or not string.find(key, '^hr:{[%w._-]+}$') then
-    refuse('HR_INVALID', 'KEYS is not one run key hr:{<run id>}')
-  end
-  local timeline, incarnation = name(args[1], 'timeline'), name(args[2], 'incarnation')
-  local fields = limit_fields(args)
+  local key = run_key(keys)
+  local limits = parse_call(SPEC, false, args)
+  local timeline, incarnation, fields = limits.timeline, limits.incarnation, {}
+  limits.timeline, limits.incarnation = nil, nil
+  for field, value in pairs(limits) do fields[#fields + 1], fields[#fields + 2] = field, value end
   if redis.call('EXISTS', key) == 0 then
     redis.call('HSET', key, 'timeline', timeline, 'incarnation', incarnation, 'next_step', 0, 'committed', -1,
       'enqueued', -1, 'closed', 0, 'tickets', 0, 'pinned', 0, 'top', 0, 'evicted', 0, 'freed', 0, 'refill', 0, 'bytes', 0, 'due', 1e15)
@@ -52,5 +51,5 @@ redis.register_function('hr_open_run', function(keys, args)
     wake(run, 'work')
     event(run, 'opened')
     return cmsgpack.pack(run_state(run))
-  end, nil, keys, args, false)
+  end, nil, false, keys, {}, false)
 end)

@@ -1,9 +1,10 @@
 -- push: finished trajectories come in, each under its group's lease (law 3). The last one that was started sends the group to scoring.
 -- KEYS     the run
--- ARGV     timeline, incarnation, then for each trajectory a line and a payload (_payload.lua)
+-- ARGV     timeline, incarnation, the columns of _payload.lua; then the bytes of each trajectory
 -- Returns  for each trajectory '' or `<code> <message>`; a refused one leaves nothing behind. The same index again under the same
 --          token is accepted and changes nothing.
 -- Errors   HR_INVALID (malformed). Of entries: HR_TIMELINE, HR_LEASE_LOST, HR_SURPLUS (the group has its n without it), HR_INVALID
+-- uses: _args, _group, _payload, _register, _run
 
 -- The group with what these entries have to know of it: its lease, and which of their indices it has (`p<i>`) or has dropped (`x<i>`).
 local function load(run, entries_of_group)
@@ -57,11 +58,11 @@ local function push(run, entries_of_group, foreign, reply)
   if group.pushed + group.dropped == group.count then end_generation(run, group) end
 end
 
-register('hr_push', nil, function(run, args)
+register('hr_push', PAYLOADS, function(run, call, args)
   local groups, by_id = {}, {}
-  for _, entry in ipairs(parse_payloads(run, args)) do group_entry(groups, by_id, entry) end
-  local foreign = run.timeline ~= args[1] or run.incarnation ~= args[2]
+  for _, entry in ipairs(parse_payloads(run, call, args)) do group_entry(groups, by_id, entry) end
+  local foreign = is_foreign(run, call)
   local reply = {}
   for _, of_group in ipairs(groups) do push(run, of_group, foreign, reply) end
   return reply
-end)
+end, true)

@@ -6,8 +6,9 @@
 --
 -- Until this call the run's state says `refill`, so that a trainer killed in the middle does it again, and no training prompt is leased or
 -- reserved (laws 1 and 5).
-register('hr_refilled', 1, function(run, args)
-  require_timeline(run, args[1])
+-- uses: _args, _register, _run
+register('hr_refilled', {timeline = text}, function(run, call)
+  require_timeline(run, call.timeline)
   if run.refill == 1 then
     set(run, 'refill', 0)
     event(run, 'refilled')

@@ -2,7 +2,8 @@
 -- KEYS     the run
 -- ARGV     none
 -- Returns  trajectories still to be released: call again until 0
-register('hr_release_scoring', 0, function(run)
+-- uses: _args, _group, _register
+register('hr_release_scoring', nil, function(run)
   local members = redis.call('ZRANGE', run.base .. 'taken', 0, BATCH - 1)
   for _, member in ipairs(members) do void_token(run, member) end
   return redis.call('ZCARD', run.base .. 'taken')

@@ -2,14 +2,14 @@
 -- of them ready; under `drop` and `mask` the lowest tickets among those that are ready.
 -- KEYS     the run
 -- ARGV     step, timeline
--- Returns  {'batch', step, prefix of payload keys, group ids in ticket order, for each group n times index,
---          `p<i>` (_group.lua) and reward, in one list; groups scored and groups filtered since the batch before}, or {'waiting', ready, needed}, or {'end', unused}
+-- Returns  msgpack, by its `reply`: `batch` (see batch_of in _steps.lua); `waiting` with ready and needed; `end` with unused
 -- Errors   HR_TIMELINE, HR_STEP, HR_STARVED, HR_INVALID
 --
 -- No step is taken while the run wants a refill: one that is delivered twice would bring back what was trained in between (law 1).
 --
 -- Repeating the last reserve gives the same batch, for a trainer that lost the reply. Whatever the admission policy did, law 2 (age)
 -- and law 3 (completeness) are enforced here: a group that breaks one is requeued, never handed out.
+-- uses: _args, _group, _register, _run, _steps
 
 -- Law 2: a group is as old as its oldest token. Under `mask` tokens over age leave the policy loss one by one (the trainer sees to it),
 -- and the group stays as long as it has one that counts.
@@ -82,7 +82,7 @@ local function end_run(run, left)
     move(run, 'train', group.state, 'unused')
   end
   if #left > 0 then event(run, 'ended', 'step', run.next_step, 'unused', #left) end
-  return {'end', redis.call('SCARD', base .. 'unused')}
+  return {reply = 'end', unused = redis.call('SCARD', base .. 'unused')}
 end
 
 -- Append those of `ids` that may be trained at `step` to `groups`; the others are requeued.
@@ -159,9 +159,7 @@ local function require_signal(run, need)
   end
 end
 
-register('hr_reserve', 2, function(run, args)
-  local step = natural(args[1], 'step')
-  require_timeline(run, args[2])
+local function reserve(run, step)
   if step == run.next_step - 1 and step >= run.committed then
     local ids = step_ids(run, step)
     if #ids > 0 then return batch_of(run, step, ids) end
@@ -183,9 +181,14 @@ register('hr_reserve', 2, function(run, args)
   local fresh, ready = choose(run, step, need)
   if not fresh then
     require_signal(run, need)
-    return {'waiting', survivors + ready, run.prompts_per_step}
+    return {reply = 'waiting', ready = survivors + ready, needed = run.prompts_per_step}
   end
   for _, group in ipairs(fresh) do groups[#groups + 1] = group end
   if survivors > 0 then set(run, 'pinned', run.pinned - survivors) end
   return hand_out(run, step, groups)
+end
+
+register('hr_reserve', {step = natural, timeline = text}, function(run, call)
+  require_timeline(run, call.timeline)
+  return cmsgpack.pack(reserve(run, call.step))
 end)

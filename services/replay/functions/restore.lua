@@ -2,9 +2,15 @@
 -- failed or filtered; the caller enqueues again (refill) the others that its ledger does not hold. Everything of the old incarnation is out of reach at once: it lies
 -- under another prefix, which the client sweeps. A repeat under the same incarnation is a no-op.
 -- KEYS     the run
--- ARGV     version, timeline, incarnation (new nonces), highest order taken (-1: none), groups failed, groups filtered, bitmap of both
+-- ARGV     version, timeline, incarnation (new nonces), enqueued (highest order taken; -1: none), failed, filtered (how many groups); then the
+--          bitmap of both
 -- Returns  the run's state, msgpack
 -- Errors   HR_TIMELINE: this timeline or incarnation has ended; HR_INVALID
+-- uses: _args, _register, _run
+
+local function order_or_none(value, what)
+  return value == -1 and -1 or natural(value, what)
+end
 
 -- The groups that ended, as the checkpoint knows them.
 local function take_over_ended(run, failed, filtered, bitmap)
@@ -13,10 +19,11 @@ local function take_over_ended(run, failed, filtered, bitmap)
   if filtered > 0 then move(run, 'train', nil, 'filtered', filtered) end
 end
 
-register('hr_restore', 7, function(run, args)
-  local version, timeline, incarnation = natural(args[1], 'version'), name(args[2], 'timeline'), name(args[3], 'incarnation')
-  local enqueued = args[4] == '-1' and -1 or natural(args[4], 'highest order taken')
-  local failed, filtered = natural(args[5], 'groups failed'), natural(args[6], 'groups filtered')
+register('hr_restore', {
+  version = natural, timeline = name, incarnation = name, enqueued = order_or_none, failed = natural, filtered = natural,
+}, function(run, call, args)
+  require_bytes(1, args)
+  local version, timeline, incarnation, enqueued = call.version, call.timeline, call.incarnation, call.enqueued
   if incarnation == run.incarnation then return cmsgpack.pack(run_state(run)) end
   require_unused(run, incarnation)
   require_unused(run, timeline)
@@ -31,9 +38,9 @@ register('hr_restore', 7, function(run, args)
     'bytes', 0, 'due', 1e15)
   run.refill = 1
   begin_timeline(run, version, timeline)
-  take_over_ended(run, failed, filtered, args[7])
+  take_over_ended(run, call.failed, call.filtered, args[2])
   move(run, 'train', nil, 'trained', version * run.prompts_per_step)
   event(run, 'restored', 'version', version, 'incarnation', incarnation)
   for _, channel in ipairs({'work', 'ready', 'scoring', 'epoch'}) do wake(run, channel) end
   return cmsgpack.pack(run_state(run))
-end)
+end, true)

@@ -10,6 +10,7 @@
 -- validation lane, brings leftovers back to the queue and opens it. Replicas are STALE by themselves: HEALTHY is a state of a timeline.
 --
 -- Its work is bounded by what admission lets be in flight, the steps since the last commit or retained, and one validation.
+-- uses: _args, _group, _register, _run, _steps, _validation
 
 local function survives(group, version)
   return group.state ~= 'open' and group.newest <= version and not group.lost
@@ -69,8 +70,8 @@ local function reopen_leftovers(run)
   redis.call('UNLINK', run.base .. 'unused')
 end
 
-register('hr_rewind', 2, function(run, args)
-  local version, timeline = natural(args[1], 'version'), name(args[2], 'timeline')
+register('hr_rewind', {version = natural, timeline = name}, function(run, call)
+  local version, timeline = call.version, call.timeline
   if timeline == run.timeline then return cmsgpack.pack(run_state(run)) end
   require_unused(run, timeline)
   if version > run.next_step then

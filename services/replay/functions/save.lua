@@ -1,11 +1,12 @@
 -- save: unfinished trajectories come in, so that another replica can go on from there should the lease be lost.
 -- KEYS     the run
--- ARGV     timeline, incarnation, then for each a line and a payload (_payload.lua)
+-- ARGV     timeline, incarnation, the columns of _payload.lua; then the bytes of each trajectory
 -- Returns  for each '' or `<code> <message>`; a refused one leaves nothing behind. One that is not longer than what is saved already, or whose
 --          trajectory is in, changes nothing.
 -- Errors   HR_INVALID (malformed). Of entries: HR_TIMELINE, HR_LEASE_LOST, HR_SURPLUS, HR_INVALID
 --
 -- Its bytes are those that the lease counts for the finished trajectory.
+-- uses: _group, _payload, _register
 
 local function save(run, entry)
   local group = load_group(run, entry.id)
@@ -29,9 +30,9 @@ local function save(run, entry)
   redis.call('HSET', group.key, 'q' .. entry.at, entry.nonce .. ' ' .. entry.extent, 'saves', (group.saves or 0) + 1)
 end
 
-register('hr_save', nil, function(run, args)
-  local all = parse_payloads(run, args)
-  local foreign = run.timeline ~= args[1] or run.incarnation ~= args[2]
+register('hr_save', PAYLOADS, function(run, call, args)
+  local all = parse_payloads(run, call, args)
+  local foreign = is_foreign(run, call)
   local reply = {}
   for _, entry in ipairs(all) do
     local code, message
@@ -44,4 +45,4 @@ register('hr_save', nil, function(run, args)
     reply[entry.place] = code and refuse_entry(run, code, message) or ''
   end
   return reply
-end)
+end, true)

@@ -1,7 +1,6 @@
 -- score: what the environment said comes back. The last score makes the group ready, or filtered (validation: evaluated).
 -- KEYS     the run
--- ARGV     for each trajectory: a line `<group id> <index> <token> <status> <reward>` (reward `-` unless SCORED), score record
---          (msgpack)
+-- ARGV     scores: of each group (its id), index, token, status, and reward if SCORED; then for each its record (msgpack)
 -- Returns  for each trajectory '' or `<code> <message>`
 -- Errors   HR_INVALID (malformed). Of entries: HR_LEASE_LOST
 --
@@ -13,32 +12,30 @@
 --
 -- Dynamic sampling (the run's `filter`, see _filter.lua): a train group whose trajectories were all worth the same is filtered here, on
 -- its last score, so that it leaves the line at once and another takes its place.
+-- uses: _args, _fields, _filter, _group, _meter, _register, _run
 
-local STATUSES = {SCORED = true, FAILED = true, TIMED_OUT = true, INVALID = true}
-local LINE = '^(' .. NAME .. ') (%d+) (' .. NAME .. ') ([A-Z_]+) (%S+)$'
+local STATUS = one_of({'SCORED', 'FAILED', 'TIMED_OUT', 'INVALID'})
 
 -- `at` as in _payload.lua.
-local function parse(by_components, place, line, record)
-  local id, at, token, status, reward = string.match(line, LINE)
-  if not id or #line > 1000 then
-    refuse('HR_INVALID', 'score ' .. show(line) .. ' is not an id, an index, a token, a status and a reward')
-  end
-  choice(status, STATUSES, 'status')
-  local message
-  if status == 'SCORED' then
-    finite(reward, 'reward')
+local function parse(by_components, place, given, record)
+  local entry = {
+    id = name(given.group, 'group'), index = natural(given.index, 'index'), token = name(given.token, 'token'),
+    status = STATUS(given.status, 'status'), reward = given.reward, record = record, place = place,
+  }
+  entry.at = tostring(entry.index)
+  if entry.status == 'SCORED' then
+    finite(entry.reward, 'reward')
     if by_components and not score_field(record, 'components', 'table') then
-      refuse('HR_INVALID', 'the score record of ' .. id .. ':' .. at .. ' is not one, and groups are filtered by its components')
+      refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' is not one, and groups are filtered by its components')
     end
   else
-    if reward ~= '-' then refuse('HR_INVALID', 'status ' .. status .. ' with reward ' .. show(reward) .. '; only SCORED has one') end
-    message = score_field(record, 'message', 'string')
-    if not message then refuse('HR_INVALID', 'the score record of ' .. id .. ':' .. at .. ' says not what went wrong') end
+    if entry.reward ~= nil then
+      refuse('HR_INVALID', 'status ' .. entry.status .. ' with reward ' .. show(entry.reward) .. '; only SCORED has one')
+    end
+    entry.message = score_field(record, 'message', 'string')
+    if not entry.message then refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' says not what went wrong') end
   end
-  return {
-    id = id, index = natural(at, 'index'), at = at, token = token, status = status, reward = reward, record = record, message = message,
-    place = place,
-  }
+  return entry
 end
 
 -- The group with who has these entries (`w<i>`), their rewards (`r<i>`) and payloads (`p<i>`), under those names.
@@ -178,12 +175,11 @@ local function give_up_or_retry(run, entry, reply)
   end
 end
 
-register('hr_score', nil, function(run, args)
+register('hr_score', {scores = list_of(map, BATCH)}, function(run, call, args)
+  require_bytes(#call.scores, args)
   local groups, by_id, reply = {}, {}, {}
   local by_components = select(3, parse_filter(run.filter)) == 'components'
-  for i = 1, entries(args, 0, 2, BATCH) do
-    group_entry(groups, by_id, parse(by_components, i, args[2 * i - 1], args[2 * i]))
-  end
+  for i, given in ipairs(call.scores) do group_entry(groups, by_id, parse(by_components, i, given, args[i + 1])) end
   for _, of_group in ipairs(groups) do
     local group = load(run, of_group)
     local scored, failed = sift(run, group, of_group, reply)
@@ -191,4 +187,4 @@ register('hr_score', nil, function(run, args)
     for _, entry in ipairs(failed) do give_up_or_retry(run, entry, reply) end
   end
   return reply
-end)
+end, true)

@@ -3,4 +3,5 @@
 -- ARGV     none
 -- Returns  the run's state, msgpack
 -- Errors   HR_UNAVAILABLE: no such run
-register_reader('hr_state', 0, function(run) return cmsgpack.pack(run_state(run)) end)
+-- uses: _register
+register_reader('hr_state', nil, function(run) return cmsgpack.pack(run_state(run)) end)

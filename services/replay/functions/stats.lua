@@ -3,12 +3,7 @@
 -- ARGV     none
 -- Returns  msgpack: the run's state, refusals by code, requeues by cause, bytes, ages of the last batch, the scoring line, leases,
 --          the newest dead letters, groups ready out of the next P in line
-local function numbers(flat)
-  local map = {}
-  for i = 1, #flat, 2 do map[flat[i]] = tonumber(flat[i + 1]) end
-  return map
-end
-
+-- uses: _args, _group, _register
 local function scoring_line(run)
   local first = redis.call('ZRANGE', run.base .. 'unscored', 0, 0, 'WITHSCORES')
   return {
@@ -26,11 +21,12 @@ local function newest_failed(run)
   return letters
 end
 
-register_reader('hr_stats', 0, function(run)
+register_reader('hr_stats', nil, function(run)
   local age_mean, age_max = unpack(redis.call('HMGET', run.key, 'age_mean', 'age_max'))
   local stats = run_state(run)
-  stats.refusals = numbers(redis.call('HGETALL', run.base .. 'refusals'))
-  stats.requeues = numbers(redis.call('HGETALL', run.base .. 'requeues'))
+  stats.counts = unless_empty(counts_of(run))
+  stats.refusals = unless_empty(numbers(redis.call('HGETALL', run.base .. 'refusals')))
+  stats.requeues = unless_empty(numbers(redis.call('HGETALL', run.base .. 'requeues')))
   stats.bytes, stats.max_bytes = run.bytes, run.max_bytes
   stats.age_mean, stats.age_max = tonumber(age_mean or nil) or 0, tonumber(age_max or nil) or 0
   stats.scoring = scoring_line(run)

@@ -2,10 +2,11 @@
 -- holds, and all since.
 -- KEYS     the run
 -- ARGV     step
--- Returns  the steps there are (one a line, in order), then as `reserve` the batch if this step is one of them
+-- Returns  msgpack: held (the steps there are, in order), and as `reserve` the batch if this step is one of them
 -- Errors   HR_INVALID
-register_reader('hr_step', 1, function(run, args)
-  local step, held, found = natural(args[1], 'step'), {}, nil
+-- uses: _args, _register, _steps
+register_reader('hr_step', {step = natural}, function(run, call)
+  local step, held, found = call.step, {}, nil
   -- below `evicted` payloads went under memory pressure
   for candidate = math.max(run.freed, run.evicted, 0), run.next_step - 1 do
     if redis.call('HEXISTS', run.base .. 'steps', candidate) == 1 then
@@ -13,5 +14,5 @@ register_reader('hr_step', 1, function(run, args)
       if candidate == step then found = batch_of(run, step, step_ids(run, step)) end
     end
   end
-  return {table.concat(held, '\n'), found}
+  return cmsgpack.pack({held = held, batch = found})
 end)

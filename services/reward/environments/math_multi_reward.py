@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 
-from headrace.config.data import Env
+from headrace.config.data import EnvConfig
 from headrace.environment import Sample
 from headrace.trajectory import Score
-from services.reward.environments.base import BuiltIn
+from headrace_services.reward.environments import BuiltInEnvironment
 
 _FORMAT = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
 _NONE = {"correctness": 0.0, "format": 0.0, "integer": 0.0}
 
 
-class MathMultiReward(BuiltIn):
+class MathMultiReward(BuiltInEnvironment):
     """`extra_env_info` is `{"answer": …}`, text or a number. Components, each 0 or 1, by the rules of NeMo RL's environment of this
     name; the reward is their sum.
 
@@ -22,7 +22,7 @@ class MathMultiReward(BuiltIn):
     `<answer>…</answer>`.
     """
 
-    def __init__(self, name: str, env: Env) -> None:
+    def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)
         self.build = "1"
         self.description = "correctness, integer and format of an answer, as components"

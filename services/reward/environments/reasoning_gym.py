@@ -10,14 +10,14 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from headrace.config.data import Env
+from headrace.config.data import EnvConfig
 from headrace.environment import Sample
 from headrace.tagged_json import from_json
 from headrace.trajectory import Score
-from services.reward.environments.base import BuiltIn, extract_answer
+from headrace_services.reward.environments import BuiltInEnvironment, extract_answer
 
 
-class ReasoningGym(BuiltIn):
+class ReasoningGym(BuiltInEnvironment):
     """`extra_env_info` is `{"task": name, "entry": {"question", "answer", "metadata"}}`, the entry as `tagged_json.to_json`
     writes it, and `"task_config": {…}` where the entry was generated with one: some tasks score by their arguments.
 
@@ -25,7 +25,7 @@ class ReasoningGym(BuiltIn):
     at or above it, else 0. A completion without such an answer is scored as the task scores no answer at all.
     """
 
-    def __init__(self, name: str, env: Env) -> None:
+    def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)
         self.build = f"reasoning-gym {importlib.metadata.version('reasoning-gym')}"
         self.description = f"{len(DATASETS)} procedural tasks"

@@ -1,16 +1,19 @@
-"""Checkpoints on disk: a folder `step_{version}` is there whole or not at all.
+"""Checkpoints on disk (a folder `step_{version}` is there whole or not at all), and the ledger of trained prompts that each carries.
 
-A checkpoint is written under a name that no reader looks at, forced to the disk file by file, and renamed. Whatever stops the
-writer (SIGKILL, a full disk, a power cut) leaves the checkpoints before it as they were, and the remains are removed by the
-next one who writes. Layout:
+A checkpoint is written under a name that no reader looks at, flushed to the disk file by file, and renamed. Whatever stops the
+writer (SIGKILL, a full disk, a power cut) leaves the earlier checkpoints as they were; the next writer removes the remains. Layout:
 
     step_12/policy/       Hugging Face checkpoint: config, safetensors, tokenizer
     step_12/value/        of ppo: the value model's backbone as a Hugging Face checkpoint, and its head (value_head.safetensors)
     step_12/training/     torch.distributed.checkpoint: counters, and of each trained model its optimizer and schedule
     step_12/ledger.json   {step: [group ids]} of the steps trained since the checkpoint before it
-    step_12/trained.roaring  places in the order of prompts that the weights were trained on (`Orders.encode`)
-    step_12/ended.bitmap  places of groups that ended failed or filtered (`headrace.replay.Ended`)
-    step_12/state.json    where the run stood; the last file to be written
+    step_12/trained.roaring  `order` of every prompt that the weights were trained on (`Ledger.encode`)
+    step_12/ended.bitmap  `order` of every group that ended failed or filtered (`headrace.replay.Ended`)
+    step_12/state.json    `CheckpointState`; the last file to be written
+
+The buffer knows what the ledger knows while it keeps its data. If it loses writes (an empty volume, a power cut, a failover), or is
+rewound to an older checkpoint, that checkpoint's ledger says which prompts its weights have seen: every other one is queued again, and
+none is trained twice.
 """
 
 from __future__ import annotations
@@ -19,18 +22,20 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pyroaring import BitMap
 
-from headrace.config.services import Checkpointing
+from headrace.config.services import CheckpointingConfig
 from headrace.errors import ServiceError
-from services.trainer.errors import cannot_write
-from services.trainer.files import force, whole_file
+from headrace.replay import Ended
+from headrace_services.trainer.files import atomic_write, cannot_write_checkpoint, fsync
 
-Ledger = dict[int, list[str]]
 T = TypeVar("T")
 
 TRAINED = "trained.roaring"
@@ -40,14 +45,69 @@ _PUBLISHED = re.compile(r"step_(0|[1-9][0-9]*)")
 _UNFINISHED = ".unfinished-"
 
 
-class State(BaseModel):
+class Ledger:
+    """What the weights were trained on: the `order` of every prompt so far (`trained`), and, step by step, the groups since the last
+    published checkpoint (`steps`). A roaring bitmap takes at most about two bytes a prompt, and much less where they are dense."""
+
+    def __init__(self, trained: Iterable[int] = ()) -> None:
+        self.trained = BitMap(trained)
+        self.steps: dict[int, list[str]] = {}
+
+    @classmethod
+    def decode(cls, trained: bytes) -> Ledger:
+        """The ledger that `encode` was called on, without its steps. Raises `ServiceError` for anything else."""
+        try:
+            return cls(BitMap.deserialize(trained))
+        except (ValueError, IndexError) as error:
+            raise ServiceError(f"the checkpoint's ledger can't be read ({error})") from error
+
+    def encode(self) -> bytes:
+        packed = self.trained.copy()
+        packed.run_optimize()
+        data: bytes = packed.serialize()
+        return data
+
+    def record(self, step: int, groups: Sequence[str], orders: Sequence[int]) -> None:
+        """Step `step` was trained on these groups, whose prompts have these orders. Raises `ServiceError` for a prompt that is there
+        already: in the history of the weights none is trained twice (law 1)."""
+        for order in orders:
+            if order < 0 or order in self.trained:
+                raise ServiceError(f"prompt {order} of the run's order came to the trainer a second time (law 1)")
+            self.trained.add(order)
+        self.steps[step] = list(groups)
+
+    def published(self) -> None:
+        """The checkpoint that holds `steps` is safe on disk."""
+        self.steps = {}
+
+    @property
+    def last(self) -> int:
+        """The highest `order` trained, -1 if there is none."""
+        return int(self.trained.max()) if self.trained else -1
+
+    def missing(self, last: int, ended: BitMap) -> Iterator[int]:
+        """Every `order` up to `last` that was neither trained nor `ended`, ascending."""
+        return iter(BitMap(range(last + 1)) - self.trained - ended)
+
+
+def ended_orders(ended: Ended) -> BitMap:
+    """The `order` of every group that ended without being trained: bits of `ended.bitmap`, most significant first. Raises `ServiceError`
+    if they are not as many as were counted."""
+    orders = np.flatnonzero(np.unpackbits(np.frombuffer(ended.bitmap, dtype=np.uint8)))
+    if len(orders) != ended.failed + ended.filtered:
+        raise ServiceError(
+            f"the checkpoint counts {ended.failed} failed and {ended.filtered} filtered groups, but holds the places of {len(orders)}"
+        )
+    return BitMap(array("I", orders.astype(np.uint32).tobytes()))
+
+
+class CheckpointState(BaseModel):
     """Where the run stood when the weights of `version` were published.
 
-    `ancestors` are the timelines the weights descend from, oldest first, without `timeline` itself; `cursor` is the next
-    `order` of prompts to enqueue; `failed` and `filtered` count the groups that ended without being trained; `incarnation`
-    is that of the buffer they came through; `consumed_samples` and `total_valid_tokens` say how many trajectories the weights were
-    trained on, and how many of their tokens counted; `metrics` are named as `checkpointing.metric_name` names them
-    (`val:accuracy`).
+    `ancestors` are the timelines that the weights descend from, oldest first, without `timeline` itself; `incarnation` is the buffer's;
+    `cursor` is one more than the highest `order` trained; `failed` and `filtered` count the groups that ended without being trained;
+    `consumed_samples` and `total_valid_tokens` count the trajectories that the weights were trained on, and their tokens that counted;
+    `metrics` are named as `checkpointing.metric_name` names them (`val:accuracy`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -74,19 +134,18 @@ class State(BaseModel):
         return fields
 
 
-_STATE = TypeAdapter(State)
-_LEDGER = TypeAdapter(Ledger)
+_GROUPS_BY_STEP = TypeAdapter(dict[int, list[str]])
 
 
 class Checkpoints:
-    """The checkpoints of a run, in one folder that the trainer's ranks share. Only one trainer writes to it."""
+    """The checkpoints of a run, in one folder that the trainer's ranks share. Only rank 0 of one trainer calls the methods that write."""
 
-    def __init__(self, folder: Path, settings: Checkpointing) -> None:
+    def __init__(self, folder: Path, settings: CheckpointingConfig) -> None:
         self._folder = folder
         self._settings = settings
 
     def published(self) -> list[int]:
-        """Versions that can be loaded, oldest first; whatever was not finished is not among them."""
+        """Versions that can be loaded, oldest first."""
         if not self._folder.is_dir():
             return []
         names = (_PUBLISHED.fullmatch(path.name) for path in self._folder.iterdir() if (path / "state.json").is_file())
@@ -98,24 +157,20 @@ class Checkpoints:
     def path(self, version: int) -> Path:
         return self._folder / f"step_{version}"
 
-    def state(self, version: int) -> State:
+    def state(self, version: int) -> CheckpointState:
         """Raises `ServiceError` for a state file that is not what `publish` writes."""
-        return self._read(version, "state.json", _STATE)
+        return self._read(version, "state.json", CheckpointState.model_validate_json)
 
-    def ledger(self, version: int) -> Ledger:
+    def ledger(self, version: int) -> dict[int, list[str]]:
         """Group ids of each step trained since the checkpoint before. Raises `ServiceError` as `state` does."""
-        return self._read(version, "ledger.json", _LEDGER)
+        return self._read(version, "ledger.json", _GROUPS_BY_STEP.validate_json)
 
     def file(self, version: int, name: str) -> bytes:
-        """One of the `files` that it was published with. Raises `ServiceError` as `state` does."""
-        path = self.path(version) / name
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise _unreadable(path, error) from error
+        """Content of one of the `files` it was published with. Raises `ServiceError` as `state` does."""
+        return self._read(version, name, bytes)
 
     def begin(self, version: int) -> Path:
-        """Remove what earlier writers left and make an empty folder for the learner's files (rank 0).
+        """Remove what earlier writers left and make an empty folder for the learner's files.
 
         Raises `ServiceError` if `version` is published already or the folder can't be made.
         """
@@ -127,7 +182,8 @@ class Checkpoints:
         unfinished = self.unfinished(version)
         with _disk_errors(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._remove_unfinished()
+            for remains in self._folder.glob(f"{_UNFINISHED}*"):
+                shutil.rmtree(remains)
             unfinished.mkdir()
         return unfinished
 
@@ -137,65 +193,66 @@ class Checkpoints:
 
     def publish(
         self,
-        state: State,
+        state: CheckpointState,
         ledger: Mapping[int, Sequence[str]],
         keep: Collection[int] = (),
         files: Mapping[str, bytes] | None = None,
     ) -> Path:
-        """Make the folder that `begin` gave, now full, a checkpoint; then drop what retention no longer keeps (rank 0).
+        """Turn the folder that `begin` gave, now full, into a checkpoint; then remove those that retention no longer keeps.
 
         `files` (contents by name) are part of it. Versions in `keep` stay: their metrics are still to come.
-        When this returns the checkpoint outlives a power cut. Raises `ServiceError` for a full disk.
+        When this returns, the checkpoint survives a power cut. Raises `ServiceError` for a full disk.
         """
         unfinished, final = self.unfinished(state.version), self.path(state.version)
         with _disk_errors(self._folder):
-            (unfinished / "ledger.json").write_bytes(_LEDGER.dump_json({step: [*ids] for step, ids in ledger.items()}))
+            (unfinished / "ledger.json").write_bytes(
+                _GROUPS_BY_STEP.dump_json({step: [*ids] for step, ids in ledger.items()})
+            )
             for name, content in (files or {}).items():
                 (unfinished / name).write_bytes(content)
             (unfinished / "state.json").write_text(state.model_dump_json(indent=2))
-            _force_to_disk(unfinished)
+            _fsync_all(unfinished)
             unfinished.rename(final)
-            force(self._folder)
+            fsync(self._folder)
             self._retain(keep)
         return final
 
     def add_metrics(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Metrics that became known after `publish` (rank 0); retention goes by them from now on. No such checkpoint: nothing."""
+        """Add metrics that became known after `publish`; retention uses them from now on. A no-op without such a checkpoint."""
         if version not in self.published():
             return
         state = self.state(version)
         known = state.model_copy(update={"metrics": {**state.metrics, **metrics}})
         path = self.path(version) / "state.json"
         with _disk_errors(self._folder):
-            with whole_file(path) as unfinished:
+            with atomic_write(path) as unfinished:
                 unfinished.write_text(known.model_dump_json(indent=2))
-                force(unfinished)
+                fsync(unfinished)
             self._retain()
 
-    def _read(self, version: int, name: str, adapter: TypeAdapter[T]) -> T:
+    def _read(self, version: int, name: str, parse: Callable[[bytes], T]) -> T:
         path = self.path(version) / name
         try:
-            return adapter.validate_json(path.read_bytes())
+            return parse(path.read_bytes())
         except (OSError, ValidationError) as error:
-            raise _unreadable(path, error) from error
+            reason = str(error).replace("\n", " ")
+            raise ServiceError(
+                f"{path} can't be read ({reason}); remove {path.parent} to go on from an earlier checkpoint"
+            ) from error
 
     def _retain(self, keep: Collection[int] = ()) -> None:
         """Law: the newest always stays."""
         metrics = {version: self.state(version).metrics for version in self.published()}
         for version in set(superseded(metrics, self._settings)) - set(keep):
-            doomed = self._folder / f"{_UNFINISHED}removed-{version}"
-            self.path(version).rename(doomed)  # half a checkpoint must never be found under its name
-            shutil.rmtree(doomed)
-
-    def _remove_unfinished(self) -> None:
-        for path in self._folder.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(path)
+            removed = self._folder / f"{_UNFINISHED}removed-{version}"
+            self.path(version).rename(removed)  # half a checkpoint must never be found under its name
+            shutil.rmtree(removed)
 
 
-def superseded(metrics: Mapping[int, Mapping[str, float]], settings: Checkpointing) -> list[int]:
-    """Versions that go, oldest first: all but the newest and the `keep_top_k` best by `metric_name`.
+def superseded(metrics: Mapping[int, Mapping[str, float]], settings: CheckpointingConfig) -> list[int]:
+    """Versions that retention removes, oldest first: all but the newest and the `keep_top_k` best by `metric_name`.
 
-    The newer of two equals is better, and any metric better than none. Without a name, newer is better.
+    Of two equal ones the newer is better, and any metric is better than none. Without a name, newer is better.
     """
     if settings.keep_top_k is None:
         return []
@@ -209,21 +266,16 @@ def superseded(metrics: Mapping[int, Mapping[str, float]], settings: Checkpointi
     return sorted(set(metrics) - kept)
 
 
-def _unreadable(path: Path, error: Exception) -> ServiceError:
-    reason = str(error).replace("\n", " ")
-    return ServiceError(f"{path} can't be read ({reason}); remove {path.parent} to go on from an earlier checkpoint")
-
-
 @contextlib.contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise cannot_write_checkpoint(folder, error) from error
 
 
-def _force_to_disk(folder: Path) -> None:
+def _fsync_all(folder: Path) -> None:
     for parent, _, names in os.walk(folder):
         for name in names:
-            force(Path(parent) / name)
-        force(Path(parent))
+            fsync(Path(parent) / name)
+        fsync(Path(parent))

@@ -1,6 +1,6 @@
-"""What the trainer does next: a pure function of where it stands, so that every turn of the loop can be tested without one.
+"""What the trainer does next: a pure function of `LoopState`, so that every turn of the loop can be tested without running it.
 
-The order is the law here. A checkpoint is published before the fleet gets its weights; the fleet gets a version before it is
+The order is the law. A checkpoint is published before the fleet gets its weights; the fleet gets a version before that version is
 validated or trained on; a validation of older weights is waited for before they are replaced; and while `reserve` has nothing,
 replicas that are not at this version (late joiners, a fleet that died and came back) are refitted.
 """
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from headrace.config import Config
 from headrace.replay import End, Replica, Reservation, Waiting
 
-FIRST_RETRY_S = 1.0
-LAST_RETRY_S = 60.0
+FIRST_BACKOFF_S = 1.0
+LAST_BACKOFF_S = 60.0
 
 
 class Action(enum.Enum):
@@ -40,7 +40,7 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The parts of the configuration that steer the loop. Periods count versions; deadlines are seconds."""
+    """The parts of the configuration that steer the loop. Periods are in versions, deadlines in seconds."""
 
     last_version: int
     save_period: int | None  # None: no checkpoints
@@ -67,7 +67,7 @@ class Plan:
         )
 
     def validates(self, version: int, *, final: bool) -> bool:
-        """Whether the weights of `version` are to be evaluated on the held-out prompts."""
+        """Whether the weights of `version` are evaluated on the held-out prompts."""
         if self.val_period is None:
             return False
         if final and self.val_at_end:
@@ -77,106 +77,100 @@ class Plan:
         return self.val_period > 0 and version % self.val_period == 0 and version >= self.val_start_at
 
     def saves(self, version: int, *, final: bool) -> bool:
-        """Whether a checkpoint of `version` is to be published. Version 0 is the initial model and needs none."""
+        """Whether a checkpoint of `version` is published. Version 0 is the initial model and needs none."""
         return self.save_period is not None and version > 0 and (final or version % self.save_period == 0)
 
-    def runs_out(self, elapsed_s: float, step_s: float) -> bool:
+    def must_save_now(self, elapsed_s: float, step_s: float) -> bool:
         """Whether another step, if it takes as long as the last one, would end after `must_save_by_s`."""
         return self.must_save_by_s is not None and elapsed_s + step_s >= self.must_save_by_s
 
 
 @dataclasses.dataclass(frozen=True)
-class RunningValidation:
-    """A validation that has not got all its results. `awaited_since`: when the loop began to wait for it, if it has."""
+class LoopState:
+    """What a decision depends on. Times are seconds of one monotonic clock.
 
-    version: int
-    awaited_since: float | None
-
-
-@dataclasses.dataclass(frozen=True)
-class View:
-    """Where the trainer stands. Times are seconds of one monotonic clock.
-
-    `offered`: a refit to this version has been carried out. `reply`: what `reserve` last said, None if it has to be asked
-    again. `reached`: a validation has reached what ends the run. `runs_out`: the time by which a checkpoint must be saved
-    would pass in the next step, and none has been saved for it. `healthy_at`: when a verified replica was last seen (or the
-    wait for one began). `behind_due`: a replica that is not at this version may be tried now.
+    `refitted`: a refit to this version has been carried out, successful or not. `validated`: a validation of this version has begun.
+    `validating`: the version of a validation that lacks results, `awaited_since` when the loop began to wait for it, if it has.
+    `members` counts the living replicas, `healthy` those of them that hold verified weights, `healthy_at` is when one was last seen (or
+    the wait for one began). `refit_due`: a replica that is not at this version may be tried now. `reply`: the last answer of `reserve`,
+    None if it has to be asked again. `target_reached`: a validation has reached what ends the run. `must_save`: the time by which a
+    checkpoint must be saved would pass in the next step, and none has been saved for it.
     """
 
     now: float
     stop: bool
     version: int
     saved: bool
-    offered: bool
+    refitted: bool
     validated: bool
-    validation: RunningValidation | None
+    validating: int | None
+    awaited_since: float | None
     members: int
     healthy: int
-    behind_due: bool
     healthy_at: float
+    refit_due: bool
     reply: Reservation | Waiting | End | None
-    reached: bool = False
-    runs_out: bool = False
+    target_reached: bool = False
+    must_save: bool = False
 
 
-def decide(plan: Plan, view: View) -> Decision:
+def decide(plan: Plan, state: LoopState) -> Decision:
     """The next thing to do."""
-    if view.stop:
+    if state.stop:
         return Decision(Action.STOP)
-    final = view.version >= plan.last_version or isinstance(view.reply, End) or view.reached
-    if plan.saves(view.version, final=final or view.runs_out) and not view.saved:
+    final = state.version >= plan.last_version or isinstance(state.reply, End) or state.target_reached
+    if plan.saves(state.version, final=final or state.must_save) and not state.saved:
         return Decision(Action.CHECKPOINT)
-    due = plan.validates(view.version, final=final) and not view.validated
-    if not view.offered and (due or not final) and view.members:
-        return _await_validation(plan, view) or Decision(Action.REFIT)
-    if due:
-        if not view.healthy:
-            return _await_fleet(plan, view)
-        return _await_validation(plan, view) or Decision(Action.VALIDATE)
+    validation_due = plan.validates(state.version, final=final) and not state.validated
+    if not state.refitted and (validation_due or not final) and state.members:
+        return _await_validation(plan, state) or Decision(Action.REFIT)
+    if validation_due:
+        if not state.healthy:
+            return _await_fleet(plan, state)
+        return _await_validation(plan, state) or Decision(Action.VALIDATE)
     if final:
-        return _await_validation(plan, view) or Decision(Action.FINISH)
-    if view.reply is None:
+        return _await_validation(plan, state) or Decision(Action.FINISH)
+    if state.reply is None:
         return Decision(Action.RESERVE)
-    if isinstance(view.reply, Reservation):
+    if isinstance(state.reply, Reservation):
         return Decision(Action.TRAIN)
-    return _await_fleet(plan, view)
+    return _await_fleet(plan, state)
 
 
-def _await_fleet(plan: Plan, view: View) -> Decision:
-    if view.behind_due:
+def _await_fleet(plan: Plan, state: LoopState) -> Decision:
+    if state.refit_due:
         return Decision(Action.REFIT)
-    if not view.healthy and view.now - view.healthy_at >= plan.fleet_deadline_s:
+    if not state.healthy and state.now - state.healthy_at >= plan.fleet_deadline_s:
         return Decision(
             Action.FAIL,
             f"no verified rollout replica for {plan.fleet_deadline_s:g} s (trainer.fleet_deadline_s) at step "
-            f"{view.version}; {view.members} registered: look at the rollout logs, start a replica, and start the trainer again",
+            f"{state.version}; {state.members} registered: look at the rollout logs, start a replica, and start the trainer again",
         )
     return Decision(Action.WAIT)
 
 
-def _await_validation(plan: Plan, view: View) -> Decision | None:
-    """What a running validation asks for before the fleet may get other weights or the run may end; None: nothing."""
-    running = view.validation
-    if running is None:
+def _await_validation(plan: Plan, state: LoopState) -> Decision | None:
+    """What a running validation needs before the fleet may get other weights or the run may end; None: nothing."""
+    if state.validating is None:
         return None
-    if not view.healthy:
-        if running.version == view.version:
-            return _await_fleet(plan, view)
+    if not state.healthy:
+        if state.validating == state.version:
+            return _await_fleet(plan, state)
         return Decision(Action.ABANDON_VALIDATION, "no verified replica is left that holds its weights")
-    if running.awaited_since is not None and view.now - running.awaited_since >= plan.validation_deadline_s:
+    if state.awaited_since is not None and state.now - state.awaited_since >= plan.validation_deadline_s:
         return Decision(
             Action.ABANDON_VALIDATION,
-            f"not complete {plan.validation_deadline_s:g} s (trainer.validation_deadline_s) after it was waited for",
+            f"not complete {plan.validation_deadline_s:g} s (trainer.validation_deadline_s) after the loop began to wait for it",
         )
     return Decision(Action.AWAIT_VALIDATION)
 
 
 @dataclasses.dataclass(frozen=True)
-class Retry:
-    """A replica that was offered the weights `tries` times without becoming verified; not again before `at`."""
+class Backoff:
+    """A replica that was sent the weights `tries` times without becoming verified; not again before `until`."""
 
     tries: int
-    at: float
+    until: float
 
 
 def is_verified(replica: Replica, version: int, timeline: str) -> bool:
@@ -196,15 +190,15 @@ def behind(fleet: Iterable[Replica], version: int, timeline: str) -> list[str]:
     return [replica.id for replica in alive(fleet) if not is_verified(replica, version, timeline)]
 
 
-def any_due(behind_ids: Iterable[str], retries: Mapping[str, Retry], now: float) -> bool:
-    return any(id_ not in retries or retries[id_].at <= now for id_ in behind_ids)
+def refit_due(behind_ids: Iterable[str], backoffs: Mapping[str, Backoff], now: float) -> bool:
+    return any(id_ not in backoffs or backoffs[id_].until <= now for id_ in behind_ids)
 
 
-def after_refit(behind_ids: Iterable[str], retries: Mapping[str, Retry], now: float) -> dict[str, Retry]:
-    """Back-off per replica, doubling from `FIRST_RETRY_S` to `LAST_RETRY_S`, so that one that always refuses does not pause
-    the others again and again. A replica that got verified, or is gone, is forgotten."""
+def next_backoffs(behind_ids: Iterable[str], backoffs: Mapping[str, Backoff], now: float) -> dict[str, Backoff]:
+    """After a refit: per replica, doubling from `FIRST_BACKOFF_S` to `LAST_BACKOFF_S`, so that one that always refuses does not pause
+    the others again and again. A replica that became verified, or is gone, is forgotten."""
     renewed = {}
     for id_ in behind_ids:
-        tries = retries[id_].tries + 1 if id_ in retries else 1
-        renewed[id_] = Retry(tries, now + min(LAST_RETRY_S, FIRST_RETRY_S * 2.0 ** (tries - 1)))
+        tries = backoffs[id_].tries + 1 if id_ in backoffs else 1
+        renewed[id_] = Backoff(tries, now + min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (tries - 1)))
     return renewed

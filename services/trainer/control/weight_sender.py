@@ -1,4 +1,4 @@
-"""The trainer's end of a refit: announce an epoch, broadcast the weights to those who came, wait for their proofs.
+"""The trainer's end of a refit: announce an epoch, gather its members, broadcast the weights, wait for the proofs, end the epoch.
 
 A replica is never waited for past a deadline: one that does not acknowledge is left out, one that dies in the middle costs
 another attempt without it. Every live replica takes part, those included that already hold the version: the buffer knows one
@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import enum
 import logging
 import secrets
 import time
 from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol, cast
 
+import msgspec
 import torch
 
 from headrace.config import Config
@@ -34,12 +36,12 @@ from headrace.trajectory import Float32, Int32
 from headrace.weights import membership
 from headrace.weights.manifest import Manifest
 from headrace.weights.rendezvous import Announcement, Rendezvous
-from headrace.weights.transport import Backend, Channel, Meeting, Membership, send
+from headrace_services.weight_channel.transport import Backend, Channel, GroupRank, RendezvousStore, send
 
 logger = logging.getLogger(__name__)
 
-# how often the members are looked at during a transfer: that one of them has died is told by nothing but the clock
-GLANCE_S = 0.25
+# how often the members are looked at during a transfer: only the clock tells that one of them has died
+POLL_S = 0.25
 
 
 class WeightSource(Protocol):
@@ -68,9 +70,18 @@ class RefitReport:
     attempts: int
 
 
+class _Outcome(enum.Enum):
+    """Of one attempt. SETTLED: every member has verified, refused or died, or its time was up. INTERRUPTED: the transfer did not reach
+    all members through no fault of their own, so that another attempt is worth it. NO_MEMBERS: no live replica came."""
+
+    SETTLED = enum.auto()
+    INTERRUPTED = enum.auto()
+    NO_MEMBERS = enum.auto()
+
+
 @dataclasses.dataclass
-class _Progress:
-    """What the attempts at one refit have in common."""
+class _Refit:
+    """What the attempts at one refit have in common; `refused` and `excluded` grow from attempt to attempt."""
 
     version: int
     timeline: str
@@ -82,9 +93,18 @@ class _Progress:
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     excluded: set[str] = dataclasses.field(default_factory=set)
 
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[float]:
+        """Adds the time in the context to `seconds`; yields when it began."""
+        started = time.monotonic()
+        try:
+            yield started
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - started
+
 
 class WeightSender:
-    """Holds the meeting point and the group for as long as the trainer runs. Refits must not overlap.
+    """Holds the meeting point and the process group for as long as the trainer runs. Refits must not overlap.
 
     Raises `ServiceError` if `weight_channel.port` is busy.
     """
@@ -95,10 +115,10 @@ class WeightSender:
         on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
         self._gpu = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
         self._replay = replay
-        self._meeting = Meeting(self._config.host, self._config.port)
+        self._meeting = RendezvousStore(self._config.host, self._config.port)
         self._channel: Channel | None = None
-        self._left: list[Channel] = []  # whose last calls may still run
-        self._group = ("", ())  # type: tuple[str, tuple[str, ...]]
+        self._closed: list[Channel] = []  # whose last calls may still run
+        self._group: tuple[str, tuple[str, ...]] = ("", ())  # id and members of the channel's
 
     @property
     def port(self) -> int:
@@ -107,69 +127,71 @@ class WeightSender:
     async def refit(
         self, version: int, timeline: str, source: WeightSource, probe_ids: Int32, probe_logprobs: Float32
     ) -> RefitReport:
-        """Bring every live replica to `version`; they prove it on `probe_ids` [L] with `probe_logprobs` [L - 1] (temperature 1).
+        """Send `version` to every live replica; they prove it on `probe_ids` [L] with `probe_logprobs` [L - 1] (temperature 1).
 
         Returns when each member has verified, refused or died, or a deadline has passed; whether that is good enough is the
-        caller's to decide. Also the way to bring replicas that came late to the current version. Raises `WrongTimeline` and
+        caller's to decide. Also the way to bring late replicas to the current version. Raises `WrongTimeline` and
         `ReplayUnavailable` from the buffer, the latter too if the buffer's server lost the epoch (another refit opens a new one),
         `ServiceError` if the backend can't be had here, `ValueError` if `source` does not yield what its metadata says.
         """
         manifest = Manifest.of(source.metadata(), self._config.bucket_bytes)
-        progress = _Progress(version, timeline, source, manifest, probe_ids, probe_logprobs)
+        refit = _Refit(version, timeline, source, manifest, probe_ids, probe_logprobs)
         for attempt in range(1, self._config.max_retries + 2):
-            epoch, complete = await self._attempt(progress)
-            if complete:
+            epoch, outcome = await self._attempt(refit)
+            if outcome is not _Outcome.INTERRUPTED:
                 break
-            logger.warning("attempt %d to send version %d failed: %s", attempt, version, progress.refused)
+            logger.warning("attempt %d to send version %d failed: %s", attempt, version, refit.refused)
         return RefitReport(
             version=version,
             members=epoch.members,
             verified=epoch.verified,
-            refused=progress.refused,
-            seconds=progress.seconds,
+            refused=refit.refused,
+            seconds=refit.seconds,
             nbytes=manifest.nbytes,
             attempts=attempt,
         )
 
     async def aclose(self) -> None:
-        self._drop_group()
-        for channel in self._left:
+        self._close_channel()
+        for channel in self._closed:
             await asyncio.to_thread(channel.join, self._config.timeout_s)
 
-    async def _attempt(self, progress: _Progress) -> tuple[Epoch, bool]:
-        """One epoch. Returns it and whether it ran to its end (True also when nobody came)."""
-        epoch = await self._gather(progress)
+    async def _attempt(self, refit: _Refit) -> tuple[Epoch, _Outcome]:
+        """One epoch from its announcement to its end; the epoch as it ended."""
+        epoch = await self._announce(refit)
         if not epoch.acknowledged:
-            with _not_lost(epoch.id):
+            with _server_lost(epoch.id):
                 ended = await self._replay.end_epoch(epoch.id, aborted=True)
-            return dataclasses.replace(ended, members=(), verified=()), True
-        rendezvous = await self._rendezvous(epoch, progress)
-        with _not_lost(epoch.id):
+            return msgspec.structs.replace(ended, members=(), verified=()), _Outcome.NO_MEMBERS
+        rendezvous = await self._rendezvous(epoch, refit)
+        with _server_lost(epoch.id):
             epoch = await self._replay.begin_epoch(epoch.id, rendezvous.encode())
-        complete = await self._transfer(epoch, rendezvous, progress) and await self._await_proofs(epoch, progress)
-        with _not_lost(epoch.id):
-            ended = await self._replay.end_epoch(epoch.id, aborted=not complete)
-        progress.refused.update(ended.refused)
-        progress.excluded |= membership.at_fault(ended)
+        outcome = await self._transfer(epoch, rendezvous, refit)
+        if outcome is _Outcome.SETTLED:
+            outcome = await self._await_proofs(epoch, refit)
+        with _server_lost(epoch.id):
+            ended = await self._replay.end_epoch(epoch.id, aborted=outcome is _Outcome.INTERRUPTED)
+        refit.refused.update(ended.refused)
+        refit.excluded |= membership.at_fault(ended)
         if set(ended.verified) != set(ended.members):
-            self._drop_group()  # some member may have left it
-        return ended, complete
+            self._close_channel()  # some member may have left the group
+        return ended, outcome
 
-    async def _gather(self, progress: _Progress) -> Epoch:
-        """Open an epoch and wait for acknowledgements."""
-        started = time.monotonic()
-        announcement = Announcement(tuple(sorted(progress.excluded))).encode()
-        epoch = await self._replay.open_epoch(secrets.token_hex(8), progress.version, progress.timeline, announcement)
-        while membership.awaited(epoch, await self._replay.replicas(), progress.excluded):
-            left = started + self._config.timeout_s - time.monotonic()
-            if left <= 0:
-                break
-            await self._replay.wait_epoch(min(left, GLANCE_S))
-            epoch = await self._current(epoch.id, "announced")
-        _add(progress.seconds, "acknowledge", started)
+    async def _announce(self, refit: _Refit) -> Epoch:
+        """Open an epoch and gather its members: wait until every live replica has acknowledged it, or the time is up."""
+        announcement = Announcement(tuple(sorted(refit.excluded))).encode()
+        with refit.timed("acknowledge") as started:
+            epoch = await self._replay.open_epoch(secrets.token_hex(8), refit.version, refit.timeline, announcement)
+            while membership.awaited(epoch, await self._replay.replicas(), refit.excluded):
+                left = started + self._config.timeout_s - time.monotonic()
+                if left <= 0:
+                    break
+                await self._replay.wait_epoch(min(left, POLL_S))
+                epoch = await self._current(epoch.id, "announced")
         return epoch
 
-    async def _rendezvous(self, epoch: Epoch, progress: _Progress) -> Rendezvous:
+    async def _rendezvous(self, epoch: Epoch, refit: _Refit) -> Rendezvous:
+        """What the members need to know to meet: those who acknowledged keep the group of the last refit if nobody came or went."""
         fleet = [replica for replica in await self._replay.replicas() if replica.id in epoch.acknowledged]
         devices = [str(replica.info.get("device", "cpu")) for replica in fleet]
         previous_group, previous_members = self._group if self._channel is not None else ("", ())
@@ -184,53 +206,49 @@ class WeightSender:
             port=self._meeting.port,
             workers=self._workers,
             timeout_s=self._config.timeout_s,
-            manifest=progress.manifest,
-            probe_token_ids=progress.probe_ids,
-            probe_logprobs=progress.probe_logprobs,
+            manifest=refit.manifest,
+            probe_token_ids=refit.probe_ids,
+            probe_logprobs=refit.probe_logprobs,
             tolerance=self._config.verify_tolerance,
         )
 
-    async def _transfer(self, epoch: Epoch, rendezvous: Rendezvous, progress: _Progress) -> bool:
-        """Broadcast on a thread while watching the members; False (and the group is gone) if it did not reach them all."""
-        started = time.monotonic()
-        task = asyncio.create_task(asyncio.to_thread(self._broadcast, epoch.members, rendezvous, progress))
-        try:
-            while not task.done():
-                await asyncio.wait((task,), timeout=GLANCE_S)
-                if task.done():
-                    break
-                if gone := membership.lost(await self._current(epoch.id, "transfer"), await self._replay.replicas()):
-                    logger.warning("the transfer of version %d lost %s", progress.version, sorted(gone))
-                    self._drop_group()  # again at the next glance, if the group was not there yet
-            await task
-        except WeightChannelError as error:
-            logger.warning("the transfer of version %d failed: %s", progress.version, error)
-            self._drop_group()
-            return False
-        except BaseException:
-            await self._give_up(task)
-            raise
-        finally:
-            _add(progress.seconds, "transfer", started)
-        return True
+    async def _transfer(self, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit) -> _Outcome:
+        """Broadcast on a thread while watching the members. INTERRUPTED (and the channel is closed) if it did not reach them all."""
+        with refit.timed("transfer"):
+            broadcast = asyncio.create_task(asyncio.to_thread(self._broadcast, epoch.members, rendezvous, refit))
+            try:
+                while not broadcast.done():
+                    await asyncio.wait((broadcast,), timeout=POLL_S)
+                    if broadcast.done():
+                        break
+                    now = await self._current(epoch.id, "transfer")
+                    if gone := membership.lost(now, await self._replay.replicas()):
+                        logger.warning("the transfer of version %d lost %s", refit.version, sorted(gone))
+                        self._close_channel()  # again in the next round, if it was not open yet
+                await broadcast
+            except WeightChannelError as error:
+                logger.warning("the transfer of version %d failed: %s", refit.version, error)
+                self._close_channel()
+                return _Outcome.INTERRUPTED
+            except BaseException:
+                # the thread has to end before the next attempt, which makes a channel of its own: there is room for one
+                while not broadcast.done():
+                    self._close_channel()  # again, if it was not open yet
+                    await asyncio.wait((broadcast,), timeout=POLL_S)
+                broadcast.exception()  # retrieved, so that nobody warns of it
+                self._close_channel()
+                raise
+        return _Outcome.SETTLED
 
-    async def _give_up(self, broadcast: asyncio.Task[None]) -> None:
-        """Return once its thread has ended: the next attempt makes a group of its own, and there is room for one."""
-        while not broadcast.done():
-            self._drop_group()  # again, if the group was not there yet
-            await asyncio.wait((broadcast,), timeout=GLANCE_S)
-        broadcast.exception()  # of no use any more
-        self._drop_group()
-
-    def _broadcast(self, members: tuple[str, ...], rendezvous: Rendezvous, progress: _Progress) -> None:
-        """On a thread: form the group unless it is the one there is, then send."""
+    def _broadcast(self, members: tuple[str, ...], rendezvous: Rendezvous, refit: _Refit) -> None:
+        """On a thread: open a channel to the group unless there is one, then send."""
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)  # a thread starts on device 0, whatever the trainer's is
         deadline = time.monotonic() + rendezvous.timeout_s
         group = rendezvous.group_of(members)
         if self._channel is None or group != self._group[0]:
-            self._drop_group()
-            place = Membership(
+            self._close_channel()
+            place = GroupRank(
                 group_id=group,
                 backend=cast(Backend, rendezvous.backend),
                 host=rendezvous.host,
@@ -244,21 +262,19 @@ class WeightSender:
         channel = self._channel
         if channel is None:
             raise WeightChannelAborted("the transfer was given up")
-        send(channel, progress.manifest, progress.source, deadline)
+        send(channel, refit.manifest, refit.source, deadline)
 
-    async def _await_proofs(self, epoch: Epoch, progress: _Progress) -> bool:
-        """Wait until every member has verified, refused or died; False if the transfer turns out not to have reached them all."""
-        started = time.monotonic()
-        while True:
-            epoch, fleet = await self._current(epoch.id, "transfer"), await self._replay.replicas()
-            if membership.dead(epoch, fleet):
-                self._drop_group()  # it may have died before it passed the bytes on: free those who wait for them
-            left = started + self._config.timeout_s - time.monotonic()
-            if left <= 0 or not membership.unsettled(epoch, fleet):
-                break
-            await self._replay.wait_epoch(min(left, GLANCE_S))
-        _add(progress.seconds, "verify", started)
-        return not membership.interrupted(epoch)
+    async def _await_proofs(self, epoch: Epoch, refit: _Refit) -> _Outcome:
+        """Wait until every member has verified, refused or died. INTERRUPTED if the transfer turns out not to have reached them all."""
+        with refit.timed("verify") as started:
+            while True:
+                epoch, fleet = await self._current(epoch.id, "transfer"), await self._replay.replicas()
+                if membership.dead(epoch, fleet):
+                    self._close_channel()  # it may have died before it passed the bytes on: free those who wait for them
+                left = started + self._config.timeout_s - time.monotonic()
+                if left <= 0 or not membership.unsettled(epoch, fleet):
+                    return _Outcome.INTERRUPTED if membership.interrupted(epoch) else _Outcome.SETTLED
+                await self._replay.wait_epoch(min(left, POLL_S))
 
     async def _current(self, epoch_id: str, state: Literal["announced", "transfer"]) -> Epoch:
         epoch = await self._replay.epoch()
@@ -276,16 +292,17 @@ class WeightSender:
     def _opened(self, channel: Channel) -> None:
         self._channel = channel
 
-    def _drop_group(self) -> None:
+    def _close_channel(self) -> None:
         if self._channel is not None:
             self._channel.close()
-            self._left = [*(channel for channel in self._left if not channel.join(0.0)), self._channel]
+            self._closed = [*(channel for channel in self._closed if not channel.join(0.0)), self._channel]
             self._channel = None
 
 
 @contextlib.contextmanager
-def _not_lost(epoch_id: str) -> Iterator[None]:
-    """The body moves this epoch on: a buffer that knows it refuses only what is of another timeline."""
+def _server_lost(epoch_id: str) -> Iterator[None]:
+    """The body moves this epoch on. A buffer that knows the epoch refuses only another timeline; any other refusal says that its server
+    lost it."""
     try:
         yield
     except WrongTimeline:
@@ -297,7 +314,3 @@ def _not_lost(epoch_id: str) -> Iterator[None]:
 def _lost(epoch_id: str) -> ReplayUnavailable:
     """Nobody but this trainer opens epochs of its timeline. Where another has taken the run over, the next call names the timeline."""
     return ReplayUnavailable(f"its server lost what it was told of epoch {epoch_id}; the weights are sent again")
-
-
-def _add(seconds: dict[str, float], phase: str, started: float) -> None:
-    seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - started

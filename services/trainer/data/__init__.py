@@ -1,7 +1,7 @@
 """Where prompts come from: problems, their order, and the groups made of them."""
 
-from services.trainer.data.order import EvenOrder, PromptOrder
-from services.trainer.data.problems import Problem, load_problems
-from services.trainer.data.prompter import Prompter
+from headrace_services.trainer.data.problems import load_problems
+from headrace_services.trainer.data.prompts import GroupBuilder, PromptOrder, Prompts, RoundRobinOrder
+from headrace_services.trainer.data.sources import HUB_DATASETS, Problem
 
-__all__ = ["EvenOrder", "Problem", "PromptOrder", "Prompter", "load_problems"]
+__all__ = ["HUB_DATASETS", "GroupBuilder", "Problem", "PromptOrder", "Prompts", "RoundRobinOrder", "load_problems"]

@@ -1,4 +1,8 @@
-"""The kinds of data set: `arithmetic`, any task of reasoning-gym, sets of the Hugging Face hub, and JSONL files."""
+"""The kinds of data set: `arithmetic`, any task of reasoning-gym, data sets of the Hugging Face hub, and JSONL files.
+
+A data set of the hub is read through `datasets`: a known one by `dataset_name`, any other by `data_path: owner/name`. It comes from the
+hub, from its cache (`HF_HOME`; `HF_HUB_OFFLINE=1` uses the cache alone), or from a local folder of that name.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +10,73 @@ import dataclasses
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from headrace.config.data import DataSource
+from headrace.config.data import DataSourceConfig
 from headrace.errors import CodecError, ConfigError
 from headrace.tagged_json import to_json
 from headrace.trajectory import Message
-from services.trainer.data import arithmetic, hub
+from headrace_services.trainer.data import arithmetic
 
 _HUB_PATH = re.compile(r"^\w[\w.-]*/\w[\w.-]*(?<!\.jsonl)(?<!\.json)$")
+_AS_JSONL = "or give the data set as a JSONL file, by data_path, input_key and output_key"
 
 
 @dataclasses.dataclass(frozen=True)
-class Draft:
-    """A problem as its source gives it, before system prompt and place."""
+class Problem:
+    """One problem of a run. `index` is its position among all problems of its kind (training or validation), `extra_env_info` what the
+    environment scores it by, `source` the position of its data set in `data.train` or `data.validation`."""
 
+    index: int
     messages: tuple[Message, ...]
     extra_env_info: dict[str, Any]
+    env_name: str
     task_name: str
+    source: int = 0
 
 
-def read(source: DataSource, key: str, *, held_out: bool) -> Iterator[Draft]:
-    """The problems of `source`, repeats included. Raises `ConfigError` naming `key`, the value and the remedy."""
-    if source.dataset_name in hub.SETS or _on_the_hub(source.data_path):
+@dataclasses.dataclass(frozen=True)
+class HubDataset:
+    """A data set of the hub and the fields of its rows. `question` and `answer` are field names; dots lead into nested fields. With
+    `after`, the answer is the text that follows it in its field. `subsets` are read one after the other."""
+
+    path: str
+    question: str
+    answer: str
+    split: str = "train"
+    subsets: tuple[str | None, ...] = (None,)
+    after: str | None = None
+    repeat: int = 1
+
+
+_GSM8K = HubDataset("openai/gsm8k", "question", "answer", subsets=("main",), after="####")
+
+HUB_DATASETS: Mapping[str, HubDataset] = {
+    "OpenMathInstruct-2": HubDataset("nvidia/OpenMathInstruct-2", "problem", "expected_answer", split="train_1M"),
+    "DeepScaler": HubDataset("agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer"),
+    "DAPOMath17K": HubDataset("BytedTsinghua-SIA/DAPO-Math-17k", "prompt.0.content", "reward_model.ground_truth"),
+    "DAPOMathAIME2024": HubDataset("BytedTsinghua-SIA/AIME-2024", "prompt.0.content", "reward_model.ground_truth"),
+    "AIME2024": HubDataset("HuggingFaceH4/aime_2024", "problem", "answer", repeat=16),
+    "AIME2025": HubDataset(
+        "opencompass/AIME2025", "question", "answer", split="test", subsets=("AIME2025-I", "AIME2025-II"), repeat=16
+    ),
+    "AIME2026": HubDataset("MathArena/aime_2026", "problem", "answer", repeat=16),
+    "gsm8k": _GSM8K,
+    "GSM8K": _GSM8K,
+    "OpenR1-Math-220k": HubDataset("open-r1/OpenR1-Math-220k", "problem", "answer", subsets=("default",)),
+    "NuminaMath-1.5": HubDataset("AI-MO/NuminaMath-1.5", "problem", "answer"),
+}
+
+
+def read(source: DataSourceConfig, key: str, *, held_out: bool) -> Iterator[Problem]:
+    """The problems of `source` in its own order, duplicates included; `index` and the prompts around them are still to come.
+
+    Raises `ConfigError` naming `key`, the value and the remedy.
+    """
+    if source.dataset_name in HUB_DATASETS or _on_the_hub(source.data_path):
         return _hub(source, key)
     if source.data_path is not None:
         return _jsonl(source, key)
@@ -40,22 +85,37 @@ def read(source: DataSource, key: str, *, held_out: bool) -> Iterator[Draft]:
     if source.dataset_name == "reasoning_gym":
         return _reasoning_gym(source, key)
     raise ConfigError(
-        f"{key}: give dataset_name (arithmetic, reasoning_gym, {', '.join(hub.SETS)}) or data_path (a JSONL file, or owner/name "
-        "of a set on the hub)"
+        f"{key}: give dataset_name (arithmetic, reasoning_gym, {', '.join(HUB_DATASETS)}) or data_path (a JSONL file, or owner/name "
+        "of a data set on the hub)"
     )
 
 
-def _on_the_hub(path: str | None) -> bool:
-    """A path of the form owner/name is one on the hub unless there is such a file."""
-    return path is not None and _HUB_PATH.match(path) is not None and not Path(path).is_file()
+def repeats(source: DataSourceConfig) -> int:
+    """How often each problem of `source` is asked."""
+    return source.repeat or _hub_dataset(source).repeat
 
 
-def _ask(text: str) -> tuple[Message, ...]:
-    return ({"role": "user", "content": text},)
+def _problem(source: DataSourceConfig, question: Any, info: dict[str, Any], task: str) -> Problem:
+    """`question` is text or a list of messages; raises `ValueError` saying what is wrong with it."""
+    wrong = (
+        f"field {source.input_key!r} is {question!r:.80}, not text or a list of messages with role and content as text"
+    )
+    if isinstance(question, str):
+        question = [{"role": "user", "content": question}]
+    elif not isinstance(question, list) or not question:
+        raise ValueError(wrong)
+    for message in question:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise ValueError(wrong)
+    if question[-1]["role"] == "assistant":
+        raise ValueError(
+            f"field {source.input_key!r} ends with a message of the assistant, which the policy is to write"
+        )
+    return Problem(0, tuple(question), info, source.env_name or "", task)
 
 
-def _arithmetic(source: DataSource, key: str, held_out: bool) -> Iterator[Draft]:
-    """`size` sums of numbers of at most `digits` digits; as validation, at most the 400 pairs that no training ever sees."""
+def _arithmetic(source: DataSourceConfig, key: str, held_out: bool) -> Iterator[Problem]:
+    """`size` sums of numbers of at most `digits` digits; for validation, at most the 400 pairs that are never trained on."""
     digits = source.task_config.get("digits", 2)
     if type(digits) is not int or not 1 <= digits <= 9 or source.task_config.keys() - {"digits"}:
         raise ConfigError(
@@ -64,11 +124,11 @@ def _arithmetic(source: DataSource, key: str, held_out: bool) -> Iterator[Draft]
     rng = random.Random(source.seed)
     pairs = arithmetic.validation_pairs(digits, rng) if held_out else arithmetic.training_pairs(digits, rng)
     for pair in islice(pairs, source.size):
-        yield Draft(_ask(arithmetic.text(pair)), {"answer": arithmetic.answer(pair)}, "arithmetic")
+        yield _problem(source, arithmetic.text(pair), {"answer": arithmetic.answer(pair)}, "arithmetic")
 
 
-def _reasoning_gym(source: DataSource, key: str) -> Iterator[Draft]:
-    """`size` entries of a task. The environment finds the entry whole in `extra_env_info`, tagged where JSON has no such type."""
+def _reasoning_gym(source: DataSourceConfig, key: str) -> Iterator[Problem]:
+    """`size` entries of a task. `extra_env_info` holds the whole entry, tagged where JSON has no such type."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -86,10 +146,10 @@ def _reasoning_gym(source: DataSource, key: str) -> Iterator[Draft]:
             info = {"task": task, "task_config": source.task_config, "entry": to_json(entry, "entry")}
         except CodecError as error:
             raise ConfigError(f"{key}.task {task}: {error}; choose another task") from error
-        yield Draft(_ask(entry["question"]), info, task)
+        yield _problem(source, entry["question"], info, task)
 
 
-def _jsonl(source: DataSource, key: str) -> Iterator[Draft]:
+def _jsonl(source: DataSourceConfig, key: str) -> Iterator[Problem]:
     """One problem a line: `input_key` is text or messages, `output_key` the answer; the other fields go to the environment."""
     path = Path(source.data_path or "")
     try:
@@ -100,23 +160,12 @@ def _jsonl(source: DataSource, key: str) -> Iterator[Draft]:
         if not line.strip():
             continue
         try:
-            fields = json.loads(line)
-            yield _draft_of_line(fields, source, path.stem)
+            yield _problem_of_line(json.loads(line), source, path.stem)
         except ValueError as error:
-            raise ConfigError(f"{path}:{number}: {error}; mend or remove the line ({key}.data_path)") from error
+            raise ConfigError(f"{path}:{number}: {error}; correct or remove the line ({key}.data_path)") from error
 
 
-def _hub(source: DataSource, key: str) -> Iterator[Draft]:
-    name = source.dataset_name or (source.data_path or "").rpartition("/")[2]
-    for question, answer in hub.rows(source, key):
-        try:
-            messages = _ask(question) if isinstance(question, str) else _messages(question, source.input_key)
-        except ValueError as error:
-            raise ConfigError(f"{key}: {error}; bring the set as a JSONL file") from error
-        yield Draft(messages, {"answer": answer}, name)
-
-
-def _draft_of_line(fields: Any, source: DataSource, task_name: str) -> Draft:
+def _problem_of_line(fields: Any, source: DataSourceConfig, task_name: str) -> Problem:
     """Raises `ValueError` saying what is wrong with the line."""
     if not isinstance(fields, dict):
         raise ValueError(f"a JSON {type(fields).__name__}, not an object")
@@ -126,18 +175,65 @@ def _draft_of_line(fields: Any, source: DataSource, task_name: str) -> Draft:
     question, answer = fields[source.input_key], fields[source.output_key]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"field {source.output_key!r} is {answer!r:.80}, not text or a number")
-    messages = _ask(question) if isinstance(question, str) else _messages(question, source.input_key)
     others = {name: value for name, value in fields.items() if name not in (source.input_key, source.output_key)}
-    return Draft(messages, {**others, "answer": str(answer)}, task_name)
+    return _problem(source, question, {**others, "answer": str(answer)}, task_name)
 
 
-def _messages(value: Any, name: str) -> tuple[Message, ...]:
-    wanted = f"field {name!r} is {value!r:.80}, not text or a list of messages with role and content as text"
-    if not isinstance(value, list) or not value:
-        raise ValueError(wanted)
-    for message in value:
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(wanted)
-    if value[-1]["role"] == "assistant":
-        raise ValueError(f"field {name!r} ends with a message of the assistant; the policy writes that one")
-    return tuple(value)
+def _on_the_hub(path: str | None) -> bool:
+    """A path of the form owner/name is one on the hub unless there is such a file."""
+    return path is not None and _HUB_PATH.match(path) is not None and not Path(path).is_file()
+
+
+def _hub_dataset(source: DataSourceConfig) -> HubDataset:
+    """The data set that `source` names, by `dataset_name` or by `data_path: owner/name`."""
+    if source.dataset_name is not None and source.dataset_name in HUB_DATASETS:
+        return HUB_DATASETS[source.dataset_name]
+    return HubDataset(source.data_path or "", source.input_key, source.output_key)
+
+
+def _hub(source: DataSourceConfig, key: str) -> Iterator[Problem]:
+    known = _hub_dataset(source)
+    task = source.dataset_name or (source.data_path or "").rpartition("/")[2]
+    for subset in known.subsets if source.subset is None else (source.subset,):
+        for number, row in enumerate(_load_hub_dataset(known.path, subset, source.split or known.split, key)):
+            where = f"{key}: row {number} of {known.path}"
+            question, answer = _field(row, known.question, where), _field(row, known.answer, where)
+            if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+                raise ConfigError(f"{where}: the answer is {answer!r:.80}, not text or a number; {_AS_JSONL}")
+            text = str(answer)
+            if known.after is not None:
+                if known.after not in text:
+                    raise ConfigError(f"{where}: the answer {text!r:.80} has no {known.after!r}; {_AS_JSONL}")
+                text = text.rpartition(known.after)[2].strip()
+            try:
+                yield _problem(source, question, {"answer": text}, task)
+            except ValueError as error:
+                raise ConfigError(f"{key}: {error}; give the data set as a JSONL file") from error
+
+
+def _load_hub_dataset(path: str, subset: str | None, split: str, key: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}: {path} needs the package datasets; pip install 'headrace[trainer]', {_AS_JSONL}"
+        ) from error
+    try:
+        return datasets.load_dataset(path, subset, split=split)
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        what = " ".join(str(error).split())
+        raise ConfigError(
+            f"{key}: {path} (subset {subset or 'default'}, split {split}) can't be read ({what:.300}); check its name, {_AS_JSONL}"
+        ) from error
+
+
+def _field(row: Any, name: str, where: str) -> Any:
+    value = row
+    for part in name.split("."):
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, Mapping) and part in value:
+            value = value[part]
+        else:
+            raise ConfigError(f"{where} has no field {name!r} (it has {', '.join(row)}); {_AS_JSONL}")
+    return value

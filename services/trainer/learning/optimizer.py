@@ -1,7 +1,7 @@
-"""How a model's weights are moved: torch's optimizer, a schedule of its rate, clipped gradients; and both in a checkpoint.
+"""The optimizer of a model: torch's own, with a schedule of its learning rate and clipped gradients; and its state in a checkpoint.
 
-The rate is a function of how many trainer steps trained the model, so a schedule needs no state but that count: after a resume the
-schedule of the configuration, which may have changed since, is gone through again, number by number.
+The rate is a function of how many trainer steps (or epochs) trained the model, so a schedule needs no state but that count: after a
+resume the schedule of the configuration, which may have changed since, is gone through again, number by number.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import lr_scheduler
 
-from headrace.config.optimizer import NAMESPACE, Optimizer, Schedule
+from headrace.config.policy import NAMESPACE, OptimizerConfig, SchedulerConfig
 from headrace.errors import ServiceError
-from services.trainer.network.backbone import gathered
+from headrace_services.trainer.distributed import full_tensor
 
 CLASSES: dict[str, type[optim.AdamW] | type[optim.Adam]] = {
     "torch.optim.AdamW": optim.AdamW,
@@ -29,7 +29,7 @@ CLASSES: dict[str, type[optim.AdamW] | type[optim.Adam]] = {
 class LearningRate:
     """The rate by number of steps, as torch's own schedulers give it from `base` on."""
 
-    def __init__(self, base: float, schedule: Sequence[Schedule], section: str) -> None:
+    def __init__(self, base: float, schedule: Sequence[SchedulerConfig], section: str) -> None:
         """Raises `ServiceError` naming `section` for arguments that torch refuses."""
         self._steps = 0
         self._carrier = optim.SGD([torch.zeros(1)], base)  # what torch's schedulers act on
@@ -64,17 +64,22 @@ class LearningRate:
                     self._scheduler.step()
 
 
-class Trained:
-    """A model whose weights are moved. With several ranks every method is a collective."""
+class ModelOptimizer:
+    """The optimizer of one model. With several ranks every method is a collective."""
 
     def __init__(
-        self, model: nn.Module, settings: Optimizer, schedule: Sequence[Schedule], max_grad_norm: float, section: str
+        self,
+        model: nn.Module,
+        settings: OptimizerConfig,
+        schedule: Sequence[SchedulerConfig],
+        max_grad_norm: float,
+        section: str,
     ) -> None:
         """`section` is what errors call it: `policy` or `value`. Raises `ServiceError` for a schedule that torch refuses."""
         self._model = model
         self._settings = settings
         self._schedule = schedule
-        self._section = section
+        self.section = section
         self._max_grad_norm = max_grad_norm
         self._rate = LearningRate(settings.kwargs.lr, schedule, section)
         self._optimizer = CLASSES[settings.name](model.parameters(), **self._arguments())
@@ -84,29 +89,29 @@ class Trained:
         """The rate of the next optimizer step."""
         return self._rate.value
 
-    def norm(self) -> float:
+    def grad_norm(self) -> float:
         """2-norm of all gradients together, before they are clipped."""
         norm = torch.nn.utils.get_total_norm([p.grad for p in self._model.parameters() if p.grad is not None])
-        return float(gathered(norm))
+        return float(full_tensor(norm))
 
-    def move(self, norm: float) -> None:
-        """One optimizer step along gradients of 2-norm `norm`, which are clipped to `max_grad_norm` and forgotten."""
-        torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), self._max_grad_norm, torch.tensor(norm))
+    def step(self, grad_norm: float) -> None:
+        """One optimizer step along gradients of 2-norm `grad_norm`, which are clipped to `max_grad_norm` and dropped."""
+        torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), self._max_grad_norm, torch.tensor(grad_norm))
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate.value
         self._optimizer.step()
-        self.forget()
+        self.zero_grad()
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """Drop the gradients."""
         self._optimizer.zero_grad()
 
-    def trainer_step_done(self) -> None:
-        """The schedule goes on: a trainer step, of however many optimizer steps, has trained this model."""
+    def advance_schedule(self) -> None:
+        """A trainer step, of however many optimizer steps, has trained this model."""
         self._rate.advance()
 
     def state(self, *, moments: bool) -> dict[str, Any]:
-        """What a checkpoint holds besides the weights: `scheduled`, and with `moments` the optimizer's own state."""
+        """What a checkpoint holds besides the weights: the schedule's count, and with `moments` the optimizer's own state."""
         state: dict[str, Any] = {"scheduled": self._rate.steps}
         # asking an optimizer that never stepped for its state counts as a step
         if moments and self._optimizer.state:
@@ -126,7 +131,7 @@ class Trained:
             set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
         for group in self._optimizer.param_groups:
             group.update(self._arguments())
-        self._rate = LearningRate(self._settings.kwargs.lr, self._schedule, self._section)
+        self._rate = LearningRate(self._settings.kwargs.lr, self._schedule, self.section)
         self._rate.advance(int(state["scheduled"]))
 
     def _arguments(self) -> dict[str, Any]:
@@ -136,7 +141,7 @@ class Trained:
         return arguments
 
 
-def _scheduler(carrier: optim.Optimizer, item: Schedule) -> lr_scheduler.LRScheduler:
+def _scheduler(carrier: optim.Optimizer, item: SchedulerConfig) -> lr_scheduler.LRScheduler:
     assert item.name is not None
     made: lr_scheduler.LRScheduler = getattr(lr_scheduler, item.name.removeprefix(NAMESPACE))(carrier, **item.kwargs)
     return made

@@ -1,253 +1,274 @@
-"""One trainer step on one rank: what is computed once, then optimizer steps over mini-batches, as often as there are epochs.
+"""One trainer step: rewards, passes without gradients, advantages, optimizer steps.
 
-With several ranks everything here is a collective. Nothing is drawn: which trajectory is in which optimizer step follows from its
-place in the batch.
+With several ranks it is a collective, and the numbers are those of one rank holding all trajectories. Nothing is drawn: which trajectory is
+in which optimizer step follows from its place in the batch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.config import Config
-from headrace.config.ppo import PPO
-from headrace.trajectory import Float32
-from services.trainer.learning.experience import Experience, Trace, mini_batches
-from services.trainer.learning.losses import (
-    explained_variance,
-    policy_loss,
-    policy_metric_names,
-    token_mean,
-    value_loss,
-    value_metric_names,
+from headrace.errors import ServiceError
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms import estimate_advantages, needs_unfiltered, required_passes
+from headrace_services.trainer.learning.batch import Batch, Float32, GlobalCounts, MicroBatch
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.losses import LossParts, explained_variance, policy_loss, value_loss
+from headrace_services.trainer.learning.optimizer import ModelOptimizer
+from headrace_services.trainer.learning.rewards import (
+    leave_out_disagreeing,
+    leave_out_truncated,
+    scale_rewards,
+    shape_rewards,
 )
-from services.trainer.learning.optimizer import Trained
-from services.trainer.learning.passes import LossOf, Passes
-from services.trainer.learning.prepare import Known, Passed, PerToken, rewards_of, traces_of
-from services.trainer.learning.tokens import GlobalCounts, Logprobs, LossParts, Tokens
-from services.trainer.learning.update import Moved, Update, counts_of, summary
-from services.trainer.learning.world import World
-from services.trainer.network.policy import Policy
-from services.trainer.network.projection import Warp
-from services.trainer.network.rows import Layout, MicroBatch, Rows, divide, join
-from services.trainer.network.value import Value
+from headrace_services.trainer.network.packing import PackedRows, Packing, Rows, pack, plan
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 
-ENTROPY = "entropy"
+LossOf = Callable[[PackedRows, MicroBatch, GlobalCounts], LossParts]
+
+
+def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
+    """Take one trainer step on the trajectories of all ranks, `batch` being this rank's; returns metrics of the whole.
+
+    Adds to `batch` what the step computes of each trajectory and token. Metrics are means over the optimizer steps, those of the value
+    model are `critic/<name>`. `learner.seconds` says how long each part took on this rank.
+
+    Raises `ServiceError` naming the trajectory, with weights, optimizers and counters as they were, for one that can't be trained on,
+    and for a loss or gradient that is not finite. Where that happens after the first optimizer step of a trainer step, the weights are
+    those of no version: the learner then refuses to work on, and the run goes on from its last checkpoint.
+    """
+    config, ranks, policy, value = learner.config, learner.ranks, learner.policy, learner.value
+    algorithm, step = config.algorithm, learner.version
+    warper = LogitsWarper.of(config.policy.generation)
+    mini_batches, epochs = batch.mini_batches(config.policy_batch), algorithm.policy_epochs(step)
+    seconds = learner.seconds = {}
+    learner.refuse_if_broken()
+    _check(learner, batch)
+
+    # 1. Rewards, scaled and shaped.
+    scaled = scale_rewards(batch.rewards, algorithm.reward_scaling)
+    shaping = algorithm.reward_shaping
+    batch.rewards = shape_rewards(scaled, batch.lengths, batch.truncated, shaping, config.max_response_length)
+    rewards = batch.of_all_ranks(np.stack([scaled, batch.rewards], axis=1), ranks)
+    metrics = {"reward": float(rewards[:, 1].mean())}
+    if shaping.enabled:
+        metrics["unshaped_total_reward"] = float(rewards[:, 0].mean())
+
+    # 2. Passes without gradients, each only if something asks for it.
+    passes = required_passes(config, optimizer_steps=epochs * len(mini_batches))
+    inference = Packing.of(config.policy, training=False)
+
+    def logprobs_of(model: PolicyModel, warper: LogitsWarper) -> Float32:
+        return _forward(batch, inference, ranks, model.device, lambda packed: model.forward(packed, warper).logprobs)
+
+    with _timed(seconds, "policy_and_reference_logprobs") if passes else contextlib.nullcontext():
+        if "old" in passes:
+            batch.old_logprobs = logprobs_of(policy, warper)
+            if warper.filters and needs_unfiltered(config):
+                batch.old_logprobs_unfiltered = logprobs_of(policy, warper.unfiltered)
+        if learner.reference is not None:
+            batch.ref_logprobs = logprobs_of(learner.reference, warper.unfiltered)
+        if learner.teacher is not None:
+            batch.teacher_logprobs = logprobs_of(learner.teacher, warper.unfiltered)
+        if value is not None:
+            batch.values = _forward(batch, learner.value_packing, ranks, value.device, value.forward)
+
+    # 3. Which trajectories leave the loss, and the advantages of all.
+    batch.multipliers = leave_out_truncated(batch.multipliers, batch.truncated, algorithm.overlong_filtering)
+    if batch.old_logprobs is not None:
+        metrics |= leave_out_disagreeing(batch, algorithm.seq_logprob_error_threshold, ranks)
+    metrics |= estimate_advantages(config, batch, ranks)
+
+    # 4. Optimizer steps: of the value model, then of the policy.
+    taken: list[OptimizerStep] = []
+
+    def optimize(
+        optimizer: ModelOptimizer,
+        mini_batches: Sequence[Sequence[int]],
+        epochs: int,
+        packing: Packing,
+        device: torch.device,
+        loss_of: LossOf,
+    ) -> dict[str, float]:
+        """Optimizer steps over the mini-batches, as often as there are epochs; their metrics together."""
+        first, counts_of = len(taken), GlobalCounts.of(batch, mini_batches, ranks)
+
+        def backward(micro_batches: Sequence[Rows], counts: GlobalCounts) -> OptimizerStep:
+            parts = []
+            for rows in _all_ranks_keep_pace(micro_batches, ranks):
+                packed = pack(batch.trajectories, rows, packing).to(device)
+                part = loss_of(packed, MicroBatch.of(batch, packed.order, device), counts)
+                (part.loss * ranks.size).backward()  # FSDP averages over ranks; the loss is a sum
+                parts.append(part)
+            return OptimizerStep.of(parts, optimizer, ranks)
+
+        for epoch in range(epochs):
+            for mini_batch, counts in zip(mini_batches, counts_of, strict=True):
+                weighing = [i for i in mini_batch if batch.multipliers[i] > 0]  # what weighs nothing adds nothing
+                now = backward(plan(batch.trajectories, packing, weighing), counts)
+                if not now.is_finite:
+                    optimizer.zero_grad()
+                    # one backward pass for each trajectory says which of them cause it
+                    causes = []
+                    for rank, names in enumerate(ranks.all_gather([batch.name(i) for i in weighing])):
+                        for turn, name in enumerate(names):
+                            alone = backward([(((weighing[turn],),),) if rank == ranks.rank else ()], counts)
+                            optimizer.zero_grad()
+                            causes += [] if alone.is_finite else [name]
+                    raise _not_finite(learner, optimizer.section, now, causes, len(taken))
+                optimizer.step(now.grad_norm)  # clips
+                taken.append(now)
+            if algorithm.schedule_counts_epochs or epoch == epochs - 1:
+                optimizer.advance_schedule()
+        return _summary(taken[first:])
+
+    if value is not None and learner.value_optimizer is not None:
+
+        def loss_of_values(packed: PackedRows, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
+            return value_loss(config.value_loss_fn, value.forward(packed), tokens, counts)
+
+        with _timed(seconds, "value_training"):
+            found = optimize(
+                learner.value_optimizer,
+                batch.mini_batches(config.value_batch),
+                algorithm.value_epochs,
+                learner.value_packing,
+                value.device,
+                loss_of_values,
+            )
+        found["explained_var"] = explained_variance(found)
+        metrics |= {f"critic/{name}": number for name, number in found.items()}
+
+    if epochs:
+        seen: list[tuple[tuple[int, ...], Tensor]] = []
+
+        def loss_of_policy(packed: PackedRows, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
+            output = policy.forward(packed, warper, entropy=True)
+            if tokens.old_logprobs is None:
+                seen.append((packed.order, output.logprobs.detach()))
+            return policy_loss(config.loss_fn, output, tokens, counts)
+
+        packing = Packing.of(config.policy, training=True)
+        with _timed(seconds, "policy_training"):
+            metrics |= optimize(learner.policy_optimizer, mini_batches, epochs, packing, policy.device, loss_of_policy)
+        if batch.old_logprobs is None:  # the only optimizer step's own pass gave those at the start of the step
+            batch.old_logprobs = np.full(batch.trajectory.size, np.nan, np.float32)
+            for order, logprobs in seen:
+                batch.old_logprobs[batch.tokens_of(order)] = logprobs.cpu().numpy()
+
+    counts_of = GlobalCounts.of(batch, mini_batches, ranks)
+    metrics["global_valid_toks"] = sum(counts.tokens for counts in counts_of)
+    metrics["global_valid_seqs"] = sum(counts.sequences for counts in counts_of)
+    learner.counters.current_step += 1
+    learner.counters.consumed_samples += batch.size
+    learner.counters.total_valid_tokens += round(metrics["global_valid_toks"])
+    return metrics | dataclasses.asdict(learner.counters)
 
 
 @dataclasses.dataclass(frozen=True)
-class Models:
-    """What is trained, and what it is compared with. `reference`, `teacher` and `value` are None where the configuration needs
-    none."""
+class OptimizerStep:
+    """One optimizer step over all ranks: the metrics of its loss, the 2-norm of its gradients before they are clipped, and its rate."""
 
-    policy: Policy
-    policy_trained: Trained
-    reference: Policy | None
-    teacher: Policy | None
-    value: Value | None
-    value_trained: Trained | None
+    sums: Mapping[str, float]
+    minima: Mapping[str, float]
+    maxima: Mapping[str, float]
+    grad_norm: float
+    lr: float
+
+    @classmethod
+    def of(cls, parts: Sequence[LossParts], optimizer: ModelOptimizer, ranks: Ranks) -> OptimizerStep:
+        """A collective, after the backward passes of `parts`, this rank's micro-batches."""
+
+        def combined(of_parts: Sequence[Mapping[str, Tensor]], how: Callable[[Tensor], Tensor]) -> dict[str, float]:
+            names = sorted(of_parts[0])
+            # [micro-batches, names], where the loss was computed: a device is waited for once, after the last micro-batch
+            table = torch.stack([torch.stack([part[name].detach() for name in names]) for part in of_parts])
+            return dict(zip(names, how(table).tolist(), strict=True))
+
+        own = (
+            combined([part.sums for part in parts], lambda table: table.sum(0)),
+            combined([part.minima for part in parts], lambda table: table.amin(0)),
+            combined([part.maxima for part in parts], lambda table: table.amax(0)),
+        )
+        return cls(*ranks.combine(*own), optimizer.grad_norm(), optimizer.lr)
 
     @property
-    def trained(self) -> dict[str, Trained]:
-        named = {"policy": self.policy_trained, "value": self.value_trained}
-        return {name: trained for name, trained in named.items() if trained is not None}
+    def is_finite(self) -> bool:
+        return math.isfinite(self.sums["loss"]) and math.isfinite(self.grad_norm)
 
 
-def policy_epochs(config: Config, version: int) -> int:
-    """Passes of the policy over the batch of step `version`; 0 while the value model is trained alone."""
-    if not isinstance(config.algorithm, PPO):
-        return 1
-    return config.algorithm.ppo_epochs if version >= config.algorithm.policy_training_start_step else 0
+def _summary(steps: Sequence[OptimizerStep]) -> dict[str, float]:
+    """Metrics of several optimizer steps: means, but the least of minima and the greatest of maxima; these are -1 where no
+    token counted, as in NeMo RL."""
+    metrics = {name: sum(step.sums[name] for step in steps) / len(steps) for name in steps[0].sums}
+    extremes = {name: min(step.minima[name] for step in steps) for name in steps[0].minima}
+    extremes |= {name: max(step.maxima[name] for step in steps) for name in steps[0].maxima}
+    metrics |= {name: value if math.isfinite(value) else -1.0 for name, value in extremes.items()}
+    metrics["grad_norm"] = sum(step.grad_norm for step in steps) / len(steps)
+    metrics["lr"] = sum(step.lr for step in steps) / len(steps)
+    return metrics
 
 
-def value_epochs(config: Config) -> int:
-    if not isinstance(config.algorithm, PPO):
-        return 0
-    return config.algorithm.critic_ppo_epochs or config.algorithm.ppo_epochs
+def _forward(
+    batch: Batch, packing: Packing, ranks: Ranks, device: torch.device, compute: Callable[[PackedRows], Tensor]
+) -> Float32:
+    """A collective: what `compute` gives for the batch's policy tokens, [N], without gradients."""
+    found = np.zeros(batch.trajectory.size, np.float32)
+    for rows in _all_ranks_keep_pace(plan(batch.trajectories, packing), ranks):
+        packed = pack(batch.trajectories, rows, packing).to(device)
+        with torch.no_grad():
+            found[batch.tokens_of(packed.order)] = compute(packed).cpu().numpy()
+    return found
 
 
-class Step:
-    """Of trainer step `version`, on this rank's share of a batch of `size` trajectories."""
+def _all_ranks_keep_pace(own: Sequence[Rows], ranks: Ranks) -> list[Rows]:
+    """A collective. This rank's micro-batches, and as many empty ones as it takes until every rank is done, at least one: under FSDP2
+    every pass is a collective, so that all ranks agree on their number before the first."""
+    rounds = max(1, int(ranks.max(len(own))))
+    return [*own, *[()] * (rounds - len(own))]
 
-    def __init__(
-        self, config: Config, world: World, models: Models, version: int, batch: Sequence[Experience], size: int
-    ) -> None:
-        self.moves: list[Moved] = []  # all optimizer steps taken so far
-        self.traces: list[Trace] = []
-        self.seconds: dict[str, float] = {}  # by what was done, on this rank
-        self._config = config
-        self._world = world
-        self._models = models
-        self._version = version
-        self._batch = batch
-        self._size = size
-        self._warp = Warp.of(config.policy.generation)
-        self._sequences = [experience.tokens for experience in batch]
-        self._policy_shares = mini_batches(batch, config.policy_batch, size)
-        self._epochs = policy_epochs(config, version)
 
-    def run(self) -> dict[str, float]:
-        """Take it. Metrics are means over its optimizer steps, those of the value model are `critic/<name>`.
-
-        Raises `NotFinite` as `Update.move` does: with `moves` empty, nothing has changed.
-        """
-        metrics = self._prepare()
-        if self._models.value is not None and self._models.value_trained is not None:
-            with self._timed("value_training"):
-                metrics |= self._train_value(self._models.value, self._models.value_trained)
-        counts = counts_of(self._world, self.traces, self._policy_shares)
-        if self._epochs:
-            with self._timed("policy_training"):
-                metrics |= self._train_policy(counts)
-        metrics["global_valid_toks"] = sum(count.tokens for count in counts)
-        metrics["global_valid_seqs"] = sum(count.sequences for count in counts)
-        return metrics
-
-    @contextlib.contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.seconds[what] = time.perf_counter() - began
-
-    def _prepare(self) -> dict[str, float]:
-        config, models, warp = self._config, self._models, self._warp
-        passed = Passed.of(config, self._epochs * len(self._policy_shares))
-        rewards = rewards_of(config, self._batch, self._size, self._world)
-        passes = self._passes(models.policy.device, Layout.of(config.policy, training=True))
-        start = unfiltered = ref = teacher = values = None
-
-        def frozen(model: Policy | None) -> PerToken:
-            return passes.forward(lambda rows: model.logprobs(rows, warp.unfiltered).curr) if model else None
-
-        compared = models.reference or models.teacher or models.value
-        any_pass = passed.start or compared is not None
-        with self._timed("policy_and_reference_logprobs") if any_pass else contextlib.nullcontext():
-            if passed.start:
-                start = passes.forward(lambda rows: models.policy.logprobs(rows, warp).curr)
-            if passed.unfiltered:
-                unfiltered = passes.forward(lambda rows: models.policy.logprobs(rows, warp.unfiltered).curr)
-            ref, teacher = (frozen(model) for model in (models.reference, models.teacher))
-            if models.value is not None:
-                values = self._passes(models.value.device, value_layout(config)).forward(models.value.values)
-        self.traces, metrics = traces_of(
-            config, self._batch, rewards, Known(start, unfiltered, ref, teacher, values), self._world
-        )
-        return metrics
-
-    def _train_value(self, value: Value, trained: Trained) -> dict[str, float]:
-        shares = mini_batches(self._batch, self._config.value_batch, self._size)
-        counts = counts_of(self._world, self.traces, shares)
-        names = value_metric_names(self._config.value_loss_fn)
-        passes = self._passes(value.device, value_layout(self._config))
-        update = Update(self._world, passes, trained, names, self.traces, "value", self._version)
-        metrics = self._epoch_by_epoch(
-            update, shares, [self._value_loss(value, count) for count in counts], value_epochs(self._config)
-        )
-        trained.trainer_step_done()
-        metrics["explained_var"] = explained_variance(metrics)
-        return {f"critic/{name}": number for name, number in metrics.items()}
-
-    def _train_policy(self, counts: Sequence[GlobalCounts]) -> dict[str, float]:
-        models = self._models
-        names = policy_metric_names(self._config.loss_fn)
-        names = dataclasses.replace(names, sums=(*names.sums, ENTROPY))
-        passes = self._passes(models.policy.device, Layout.of(self._config.policy, training=True))
-        update = Update(self._world, passes, models.policy_trained, names, self.traces, "policy", self._version)
-        seen: list[tuple[MicroBatch, Tensor]] = []
-        losses = [self._policy_loss(count, seen) for count in counts]
-        metrics = self._epoch_by_epoch(update, self._policy_shares, losses, self._epochs)
-        models.policy_trained.trainer_step_done()
-        starts: dict[int, Float32] = {}
-        for batch, start in seen:
-            starts.update(divide(batch, self._sequences, start.cpu().numpy()))
-        self.traces = [
-            trace if trace.start is not None else dataclasses.replace(trace, start=starts.get(index))
-            for index, trace in enumerate(self.traces)
-        ]
-        return metrics
-
-    def _epoch_by_epoch(
-        self, update: Update, shares: Sequence[Sequence[int]], losses: Sequence[LossOf], epochs: int
-    ) -> dict[str, float]:
-        before = len(self.moves)
-        # what weighs nothing adds nothing
-        weighing = [[i for i in share if self.traces[i].multiplier > 0] for share in shares]
-        for _ in range(epochs):
-            for chosen, loss in zip(weighing, losses, strict=True):
-                self.moves.append(update.move(chosen, loss))
-        return summary(self.moves[before:])
-
-    def _policy_loss(self, counts: GlobalCounts, seen: list[tuple[MicroBatch, Tensor]]) -> LossOf:
-        """The loss of micro-batches; with one optimizer step, the log-probabilities at the start of the step are those of its own
-        pass, and are left in `seen`."""
-        config, device = self._config, self._models.policy.device
-        prepared = all(trace.start is not None for trace in self.traces)
-
-        def loss(batch: MicroBatch, rows: Rows) -> LossParts:
-            known = self._models.policy.logprobs(rows, self._warp, entropy=True)
-            assert known.entropy is not None
-            gen = self._flat(batch, lambda trace: trace.experience.gen, device)
-            ref = None
-            if self._models.reference is not None:
-                ref = self._flat(batch, lambda trace: trace.ref, device)
-            if prepared:
-                start = self._flat(batch, lambda trace: trace.start, device)
-            else:
-                start = known.curr.detach()
-                seen.append((batch, start))
-            prev = gen if config.loss_fn.prev_logprobs_source == "generation" else start
-            logprobs = Logprobs(known.curr, prev, gen, start, ref, known.unfiltered)
-            tokens = self._tokens(batch, rows, device)
-            parts = policy_loss(config.loss_fn, tokens, logprobs, counts)
-            # of tokens that top-k or top-p leaves out, too: it is the distribution's, not the token's
-            entropy = token_mean(known.entropy, tokens, counts)
-            return dataclasses.replace(parts, sums={**parts.sums, ENTROPY: entropy})
-
-        return loss
-
-    def _value_loss(self, value: Value, counts: GlobalCounts) -> LossOf:
-        def loss(batch: MicroBatch, rows: Rows) -> LossParts:
-            old = self._flat(batch, lambda trace: trace.values, value.device)
-            returns = self._flat(batch, lambda trace: trace.returns, value.device)
-            tokens = self._tokens(batch, rows, value.device)
-            return value_loss(self._config.value_loss_fn, value.values(rows), old, returns, tokens, counts)
-
-        return loss
-
-    def _tokens(self, batch: MicroBatch, rows: Rows, device: torch.device) -> Tokens:
-        traces = self.traces
-
-        def by_sequence(name: str) -> Tensor:
-            return torch.tensor([getattr(traces[i], name) for i in batch.order], dtype=torch.float32, device=device)
-
-        return Tokens(
-            sequence=rows.sequence,
-            advantages=self._flat(batch, lambda trace: trace.advantages, device),
-            mask=self._flat(batch, lambda trace: trace.experience.mask, device),
-            behind=self._flat(batch, lambda trace: trace.experience.behind, device),
-            multiplier=by_sequence("multiplier"),
-            reward=by_sequence("reward"),
+def _check(learner: Learner, batch: Batch) -> None:
+    """A collective: raise `ServiceError` on every rank for a trajectory that can't be trained on, and for a batch not of whole groups.
+    Raises `ValueError` for a batch that was trained already: its columns are those of that step."""
+    if batch.advantages is not None:
+        raise ValueError("this batch has been through a trainer step already; make a new one with Batch.of")
+    generations = learner.config.algorithm.num_generations_per_prompt
+    longest = learner.config.policy.max_total_sequence_length
+    found = [(batch.name(i), batch.problem_of(i, learner.vocab_size, longest)) for i in range(len(batch))]
+    learner.ranks.raise_any(
+        [f"step {learner.version}: {name}: {problem}; no step was taken" for name, problem in found if problem]
+    )
+    if batch.size == 0 or batch.size % generations:
+        raise ServiceError(
+            f"a batch of {batch.size} trajectories is not of groups of num_generations_per_prompt {generations} (law 3)"
         )
 
-    def _flat(self, batch: MicroBatch, of: Callable[[Trace], Any], device: torch.device) -> Tensor:
-        return torch.from_numpy(join(batch, lambda i: of(self.traces[i])).astype(np.float32)).to(device)
 
-    def _passes(self, device: torch.device, training: Layout) -> Passes:
-        inference = Layout.of(self._config.policy, training=False)
-        if training != Layout.of(self._config.policy, training=True):
-            inference = training
-        return Passes(self._world, device, self._sequences, training, inference)
+def _not_finite(learner: Learner, model: str, now: OptimizerStep, causes: Sequence[str], taken: int) -> ServiceError:
+    """The error of an optimizer step that can't be taken; `taken` others of the same trainer step were, and leave a broken learner."""
+    problem = (
+        f"step {learner.version}: loss {now.sums['loss']} and gradient norm {now.grad_norm} of the {model} model are not both finite, "
+        f"because of {', '.join(causes) or 'no trajectory alone'}; no step was taken with them. Look at these trajectories' "
+        f"log-probabilities, or lower {model}.optimizer.kwargs.lr and start again from the last checkpoint"
+    )
+    if taken:
+        learner.broken = problem = (
+            f"{problem}. {taken} optimizer steps of this step were taken before it, so that these weights are of no version"
+        )
+    return ServiceError(problem)
 
 
-def value_layout(config: Config) -> Layout:
-    """The policy's own, but for the size of a micro-batch."""
-    layout = Layout.of(config.policy, training=True)
-    size = config.value.train_micro_batch_size
-    return layout if layout.sequences is None or size is None else dataclasses.replace(layout, sequences=size)
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], what: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    seconds[what] = time.perf_counter() - began

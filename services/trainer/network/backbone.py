@@ -19,18 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.network.rows.attention import attention_arguments
-from services.trainer.network.rows.build import Rows
+from headrace_services.trainer.distributed import full_tensor, is_first_rank, shard
+from headrace_services.trainer.network.attention import attention_arguments
+from headrace_services.trainer.network.packing import PackedRows
 
 
 def choose_device(name: str) -> torch.device:
@@ -77,11 +75,20 @@ def _settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     return {"config": settings}
 
 
-def place(root: nn.Module, model: Any, device: torch.device, *, recompute: bool) -> None:
-    """Move `root`, which holds `model`, to `device`; with several ranks shard it by FSDP2.
+def freeze_routers(model: nn.Module) -> None:
+    """Take the routers of a mixture of experts, the module `gate` or `router` beside each `experts`, out of training."""
+    for module in model.modules():
+        if hasattr(module, "experts"):
+            for name in ("gate", "router"):
+                router = getattr(module, name, None)
+                if isinstance(router, nn.Module):
+                    router.requires_grad_(False)
 
-    There is one FSDP2 unit a decoder layer and one for the rest, so that a tied embedding and head stay together. With
-    `recompute` a layer keeps its input alone for the backward pass.
+
+def place(root: nn.Module, model: Any, device: torch.device, *, recompute: bool) -> None:
+    """Move `root`, which holds `model`, to `device`; with several ranks shard it, layer by layer.
+
+    With `recompute` a layer keeps its input alone for the backward pass. Raises `ServiceError` for a model whose layers are not known.
     """
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
@@ -94,23 +101,17 @@ def place(root: nn.Module, model: Any, device: torch.device, *, recompute: bool)
         for layer in layers:
             # transformers' own switch works in training mode alone, which would turn on dropout
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
-        root.to(device)
-        return
-    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(root, mesh=mesh)
+    shard(root, layers, device)
 
 
-def hidden_before(backbone: nn.Module, rows: Rows) -> Tensor:
+def hidden_before(backbone: nn.Module, packed: PackedRows) -> Tensor:
     """Hidden states [N, H] of the backbone's last layer at the place before each policy token.
 
     What a head reads here has seen the prompt and the completion up to that token, and not the token itself: a vocabulary
     projection predicts it, a value head gives the value before it.
     """
-    output = backbone(input_ids=rows.input_ids, use_cache=False, **attention_arguments(backbone, rows))
-    return output.last_hidden_state.flatten(0, 1).index_select(0, rows.before)
+    output = backbone(input_ids=packed.input_ids, use_cache=False, **attention_arguments(backbone, packed))
+    return output.last_hidden_state.flatten(0, 1).index_select(0, packed.before)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
@@ -118,20 +119,10 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
 
 
-def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded. A collective if it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def writes_files() -> bool:
-    """Whether this rank is the one that writes what all of them hold."""
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def whole_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Every weight once, whole, by its name in a Hugging Face checkpoint; a tied head is left out. A collective."""
     for name, parameter in model.named_parameters():
-        yield from _as_saved(model, name, gathered(parameter.detach()))
+        yield from _as_saved(model, name, full_tensor(parameter.detach()))
 
 
 def weight_shapes(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -143,10 +134,10 @@ def weight_shapes(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def save_model(model: Any, folder: Path) -> None:
     """Write config and safetensors to `folder` from rank 0, as `from_pretrained` reads them. A collective."""
-    keep = writes_files()
+    keep = is_first_rank()
     whole: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        tensor = gathered(parameter.detach())
+        tensor = full_tensor(parameter.detach())
         if keep:
             whole[name] = tensor.cpu()
     if keep:

@@ -1,4 +1,4 @@
-"""How many floating-point operations a training step asks of the model, and how many the device could do.
+"""Model FLOPs of a training step, and the peak FLOP/s of a device.
 
 Model FLOPs are what the architecture needs for the tokens it is given (PaLM, appendix B; NeMo RL counts the same): a matrix
 product of [m, k] with [k, n] is 2mkn, the backward pass is twice the forward one, and of the attention matrix a causal model
@@ -21,21 +21,7 @@ from typing import Any
 import torch
 
 # Types of Hugging Face configurations, by what their MLPs are made of.
-GATED = {
-    "gemma",
-    "gemma2",
-    "glm",
-    "glm4",
-    "granite",
-    "llama",
-    "mistral",
-    "olmo",
-    "olmo2",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "smollm3",
-}
+GATED = {"gemma", "gemma2", "glm", "glm4", "granite", "llama", "mistral", "olmo", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}  # fmt: skip
 PLAIN = {"gpt2", "gpt_neox", "phi", "starcoder2"}
 SPARSE = {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
 
@@ -59,8 +45,8 @@ DATA_SHEETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What the formula needs of a model: matrix parameters that a token is multiplied with in all layers and in the vocabulary
-    projection, layers, and the width of all heads together."""
+    """What the formula needs of a model: the matrix parameters that a token is multiplied with, in all layers and in the vocabulary
+    projection; the number of layers; the width of all heads together."""
 
     layer_weights: int
     vocabulary_weights: int
@@ -112,14 +98,14 @@ def _mlp(config: Any, layer: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """What one device can do, in TFLOP/s, and how that is known."""
+    """Peak of one device in TFLOP/s, and how it is known."""
 
     tflops: float
     source: str
 
 
 def peak_of(device: torch.device, precision: str) -> Peak:
-    """Of the data sheet where the GPU is in it, else of a matrix product measured here and now (which a busy machine slows).
+    """From the GPU's data sheet where it is known here, else from a matrix product measured now (which a busy machine slows).
     `precision` is `policy.precision`."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

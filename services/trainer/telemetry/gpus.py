@@ -1,4 +1,4 @@
-"""How busy the GPUs of the trainer's machine are, as `nvidia-smi` tells it."""
+"""Utilisation and memory of the GPUs of the trainer's machine, from `nvidia-smi`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
 
-QUERY = "index,utilization.gpu,memory.used"
+FIELDS = "index,utilization.gpu,memory.used"
 ANSWER_S = 10.0
 
 
-def ask() -> str:
-    """One line a GPU. Raises `OSError` or `subprocess.SubprocessError`."""
-    command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+def query() -> str:
+    """One line per GPU. Raises `OSError` or `subprocess.SubprocessError`."""
+    command = ["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits"]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=ANSWER_S).stdout
 
 
 def readings(text: str) -> Iterator[tuple[str, float, float]]:
-    """(number, use in percent, memory in GiB) of each GPU; what a GPU does not support is left out with it."""
+    """(number, utilisation in percent, memory in GiB) of each GPU that reports both."""
     for line in text.splitlines():
         number, *values = (part.strip() for part in line.split(","))
         if len(values) == 2 and all(value.isdecimal() for value in values):
@@ -30,11 +30,11 @@ def readings(text: str) -> Iterator[tuple[str, float, float]]:
 
 
 class GPUMonitor:
-    """Looks every `interval_s` seconds on a thread of its own. Without `nvidia-smi` there is nothing to look at."""
+    """Samples every `interval_s` seconds on a thread of its own; does nothing where there is no `nvidia-smi`."""
 
-    def __init__(self, interval_s: float, ask: Callable[[], str] = ask) -> None:
+    def __init__(self, interval_s: float, query: Callable[[], str] = query) -> None:
         self._interval_s = interval_s
-        self._ask = ask
+        self._query = query
         self._lock = threading.Lock()
         self._seen: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self._stop = threading.Event()
@@ -50,7 +50,7 @@ class GPUMonitor:
             self._thread.join()
 
     def take(self) -> dict[str, float]:
-        """Mean use and largest memory of each GPU since the last call; none that was not looked at since."""
+        """`gpu/*` metrics: mean utilisation and largest memory of each GPU that was sampled since the last call."""
         with self._lock:
             seen, self._seen = self._seen, defaultdict(list)
         metrics: dict[str, float] = {}
@@ -59,8 +59,8 @@ class GPUMonitor:
             metrics[f"gpu/{number}/mem_gb"] = max(memory for _, memory in values)
         return metrics
 
-    def look(self) -> None:
-        found = list(readings(self._ask()))
+    def sample(self) -> None:
+        found = list(readings(self._query()))
         with self._lock:
             for number, use, memory in found:
                 self._seen[number].append((use, memory))
@@ -69,10 +69,10 @@ class GPUMonitor:
         silent = False
         while not self._stop.is_set():
             try:
-                self.look()
+                self.sample()
                 silent = False
             except (OSError, subprocess.SubprocessError) as error:
                 if not silent:
-                    log.warning("the GPUs' use is not known: nvidia-smi gives no answer (%s)", error)
+                    log.warning("no gpu/* metrics: nvidia-smi failed (%s)", error)
                 silent = True
             self._stop.wait(self._interval_s)

@@ -3,27 +3,61 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
+from prometheus_client import REGISTRY
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector, CollectorRegistry
 
 from headrace.config import Config
 from headrace.service import Ready, create_app
-from services.trainer.telemetry import page
-from services.trainer.telemetry.journal import JOURNAL, read_journal, surviving
+from headrace_services.trainer.telemetry.journal import JOURNAL, read_journal, surviving
+from headrace_services.trainer.telemetry.plots import render_page
 
 REFRESH_S = 10
 
 
 def build_app(config: Config, ready: Ready) -> FastAPI:
     app = create_app("Headrace trainer", ready)
+    journal = config.run_folder / JOURNAL
 
-    def curves() -> str:
-        lines = surviving(read_journal(config.run_folder / JOURNAL))
-        return page.render(lines, f"Headrace, run {config.run.id}", page.standing(lines), REFRESH_S)
+    @functools.lru_cache(maxsize=1)
+    def curves(size: int) -> str:
+        """The page of the journal when it had `size` bytes: it only grows, and drawing takes up to a second."""
+        return render_page(surviving(read_journal(journal)), f"Headrace, run {config.run.id}", REFRESH_S)
 
     @app.get("/", summary="The curves of the run", response_class=HTMLResponse)
     async def main_page() -> HTMLResponse:
-        return HTMLResponse(await asyncio.to_thread(curves))
+        size = journal.stat().st_size if journal.exists() else 0
+        return HTMLResponse(await asyncio.to_thread(curves, size))
 
     return app
+
+
+class Gauges(Collector):
+    """The newest value of every metric as `headrace_trainer_<name>`, validation as `headrace_trainer_validation_<name>`."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+
+    def update(self, kind: Literal["train", "validation"], step: int, metrics: Mapping[str, float]) -> None:
+        prefix = "headrace_trainer_" if kind == "train" else "headrace_trainer_validation_"
+        for name, value in {"step": step, **metrics}.items():
+            self._values[prefix + "".join(c if c.isalnum() else "_" for c in name)] = float(value)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        for name, value in self._values.items():
+            yield GaugeMetricFamily(name, "newest value", value=value)
+
+    @contextmanager
+    def registered(self, registry: CollectorRegistry = REGISTRY) -> Iterator[Gauges]:
+        registry.register(self)
+        try:
+            yield self
+        finally:
+            registry.unregister(self)

@@ -1,4 +1,4 @@
-"""The numbers of a run as they are kept: `metrics.jsonl`, of which everything else that shows a run is made.
+"""`metrics.jsonl`: the metrics of a run, from which everything else that shows the run is made.
 
 It holds one JSON object a line: `kind` (`train`, `validation`, or `rewind`), `step`, `timeline`, `time` (Unix
 seconds) and `metrics`. `step` of a `train` line is the step t that turned version t into t + 1; of a `validation` line the
@@ -61,13 +61,16 @@ class Journal:
             file.write(json.dumps(dataclasses.asdict(line)) + "\n")
 
     def read(self) -> list[Line]:
-        """Raises `ServiceError` naming the first line that is not one of ours."""
+        """Raises `ServiceError` naming the first line that `append` did not write."""
         return read_journal(self.path)
 
 
 def read_journal(path: Path) -> list[Line]:
-    """What a trainer, perhaps one at work, has written; none where there is no such file. Raises as `Journal.read` does."""
-    return list(_parse(path))
+    """The lines so far, perhaps of a trainer at work; none where there is no such file. Raises as `Journal.read` does."""
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_text().rpartition("\n")  # a writer may be in the middle of the last line
+    return list(parse_lines(whole, str(path)))
 
 
 def _cut_torn_line(path: Path) -> None:
@@ -80,15 +83,8 @@ def _cut_torn_line(path: Path) -> None:
         os.truncate(path, whole)
 
 
-def _parse(path: Path) -> Iterator[Line]:
-    if not path.exists():
-        return
-    whole, _, _ = path.read_text().rpartition("\n")  # a writer may be in the middle of the last line
-    yield from parse_lines(whole, str(path))
-
-
 def parse_lines(text: str, where: str) -> Iterator[Line]:
-    """The lines of `text`. Raises `ServiceError` naming `where` and the first line that is not one of ours."""
+    """The lines of `text`. Raises `ServiceError` naming `where` and the first line that `Journal.append` did not write."""
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             fields: dict[str, Any] = json.loads(line)

@@ -1,6 +1,6 @@
-"""Every metric there is: its name, unit, meaning and what is healthy. `docs/metrics.md` is generated from this.
+"""The registry of metrics: name, unit, meaning and healthy values of each. `docs/metrics.md` is generated from it.
 
-Names and formulae are NeMo RL's where it has them. In a name, `<…>` stands for whatever the run calls it.
+Names and formulae are NeMo RL's where it has them. In a name, `<…>` stands for a name of the run's own (a task, a GPU's number).
 """
 
 from __future__ import annotations
@@ -25,99 +25,54 @@ class Chapter:
     metrics: tuple[Metric, ...]
 
 
-REWARDS = Chapter(
-    "Rewards and lengths",
-    "Of the batch that a step trained on.",
-    (
+CHAPTERS = (
+    Chapter("Rewards and lengths", "Of the batch that a step trained on.", (
         Metric("reward", "", "mean reward after scaling and shaping", "rises"),
         Metric("unshaped_total_reward", "", "the same before shaping, where there is any"),
         Metric("environment_reward", "", "mean reward as the environments gave it", "rises"),
         Metric("environment_reward/<task>", "", "the same of one task, where a batch mixes several"),
         Metric("mean_prompt_length", "tokens", "of a prompt, each trajectory counting"),
-        Metric(
-            "mean_gen_tokens_per_sample",
-            "tokens",
-            "of a completion, what the environment wrote included",
-            "neither collapses nor grows to the limit",
-        ),
+        Metric("mean_gen_tokens_per_sample", "tokens",
+               "of a completion, what the environment wrote included", "neither collapses nor grows to the limit"),
         Metric("min_gen_tokens_per_sample", "tokens", "of the shortest completion"),
         Metric("max_gen_tokens_per_sample", "tokens", "of the longest completion"),
         Metric("mean_total_tokens_per_sample", "tokens", "of prompt and completion"),
         Metric("total_num_tokens", "tokens", "of all trajectories, prompts included"),
-        Metric(
-            "truncation_rate",
-            "share",
-            "completions that were cut off at the length limit",
-            "small; a rise says that answers outgrow max_new_tokens",
-        ),
+        Metric("truncation_rate", "share",
+               "completions that were cut off at the length limit", "small; a rise says that answers outgrow max_new_tokens"),
         Metric("masked_tokens", "tokens", "of the policy, over age and out of the loss (staleness_policy: mask)"),
         Metric("num_valid_samples", "trajectories", "N: sum of the multipliers of those with a token of the policy"),
         Metric("global_valid_toks", "tokens", "T: tokens that count, by their weight, over the step's optimizer steps"),
         Metric("global_valid_seqs", "trajectories", "N, over the step's optimizer steps"),
-    ),
-)
-
-AGES = Chapter(
-    "Age",
-    "Steps between the weights that wrote a trajectory's oldest token and those that train on it.",
-    (
+    )),
+    Chapter("Age", "Steps between the weights that wrote a trajectory's oldest token and those that train on it.", (
         Metric("avg_trajectory_age", "steps", "mean over the batch", "at most `max_trajectory_age_steps`"),
-        Metric(
-            "max_trajectory_age",
-            "steps",
-            "of the oldest trajectory (law 2)",
-            "at most `max_trajectory_age_steps`, but for `mask`",
-        ),
-    ),
-)
-
-AGREEMENT = Chapter(
-    "Do training and inference agree?",
-    "`start` is the trainer's log-probability at the start of the step, `gen` the engine's as sampled. Means are over tokens that "
-    "count, M their weight. With data of older weights the two differ by what the weights have learnt since; on-policy, only by "
-    "numerics. k1, k2, k3 of d: -d, d²/2, exp(d) - 1 - d.",
-    (
-        Metric("token_mult_prob_error", "", "mean of exp(|gen - start| M)", "< 1.05, on-policy 1.000"),
-        Metric(
-            "gen_kl_error",
-            "nats",
-            "mean of k(start - gen), an estimate of KL(gen ‖ trainer); k by `reference_policy_kl_type`",
-            "about 1e-3 and less",
-        ),
-        Metric("policy_kl_error", "nats", "mean of k(gen - start), of KL(trainer ‖ gen)", "about 1e-3 and less"),
-        Metric(
-            "js_divergence_error",
-            "nats",
-            "mean of ½k3(start - m) + ½k3(gen - m), m = log(½exp(start) + ½exp(gen))",
-            "about 1e-3 and less",
-        ),
+        Metric("max_trajectory_age", "steps", "of the oldest trajectory (law 2)", "at most `max_trajectory_age_steps`, but for `mask`"),
+    )),
+    Chapter("Do training and inference agree?",
+            "`rollout` is a token's log-probability as the inference engine sampled it, `old` the trainer's at the start of the step. "
+            "Means are over tokens that count, M their weight. With data of older weights the two differ by what the weights have "
+            "learnt since; on-policy, only by numerics. k1, k2, k3 of d: -d, d²/2, exp(d) - 1 - d.", (
+        Metric("token_mult_prob_error", "", "mean of exp(|rollout - old| M)", "< 1.05, on-policy 1.000"),
+        Metric("gen_kl_error", "nats",
+               "mean of k(old - rollout), of KL(inference ‖ trainer); k by `reference_policy_kl_type`", "about 1e-3 and less"),
+        Metric("policy_kl_error", "nats", "mean of k(rollout - old), of KL(trainer ‖ inference)", "about 1e-3 and less"),
+        Metric("js_divergence_error", "nats",
+               "mean of ½k3(old - m) + ½k3(rollout - m), m = log(½exp(old) + ½exp(rollout))", "about 1e-3 and less"),
         Metric("train_inference_alarm", "0 or 1", "1 where a limit of `logger.train_inference_alarm` was passed", "0"),
-        Metric("max_seq_mult_prob_error", "", "largest mean of exp(|gen - start|) of a trajectory"),
+        Metric("max_seq_mult_prob_error", "", "largest mean of exp(|rollout - old|) of a trajectory"),
         Metric("mean_seq_mult_prob_error", "", "mean over trajectories of the same"),
         Metric("min_seq_mult_prob_error", "", "smallest of the same"),
         Metric("max_seq_mult_prob_error_after_mask", "", "largest of those that `seq_logprob_error_threshold` left"),
         Metric("mean_seq_mult_prob_error_after_mask", "", "mean of those that it left"),
         Metric("min_seq_mult_prob_error_after_mask", "", "smallest of those that it left"),
-        Metric(
-            "num_masked_seqs_by_logprob_error",
-            "trajectories",
-            "left out of the loss by `seq_logprob_error_threshold`",
-            "few",
-        ),
-        Metric(
-            "masked_correct_pct",
-            "share",
-            "of those left out, the ones with a reward of 1 after scaling and shaping",
-            "about the share in the batch",
-        ),
-    ),
-)
-
-LOSS = Chapter(
-    "Loss, ratio and update",
-    "r is the ratio exp(curr - prev), r_c the clipped one, w the importance weight. Averages over the optimizer steps of a step; minima "
-    "and maxima are those of all of them, -1 where no token counts.",
-    (
+        Metric("num_masked_seqs_by_logprob_error", "trajectories", "left out of the loss by `seq_logprob_error_threshold`", "few"),
+        Metric("masked_correct_pct", "share",
+               "of those left out, the ones with a reward of 1 after scaling and shaping", "about the share in the batch"),
+    )),
+    Chapter("Loss, ratio and update",
+            "r is the ratio exp(logprobs - old_logprobs), r_c the clipped one, w the importance weight. Averages over the optimizer steps "
+            "of a step; minima and maxima are those of all of them, -1 where no token counts.", (
         Metric("loss", "", "what was minimised"),
         Metric("grad_norm", "", "2-norm of the gradient before it was clipped", "finite, without sudden growth"),
         Metric("lr", "", "learning rate"),
@@ -133,63 +88,28 @@ LOSS = Chapter(
         Metric("sampling_importance_ratio", "", "mean w before truncation", "about 1"),
         Metric("sampling_importance_ratio_truncated", "", "mean w after truncation"),
         Metric("is_oob_ratio", "share", "tokens (seq-mask-tis: sequences) whose w is out of bounds", "small"),
-        Metric(
-            "entropy",
-            "nats",
-            "mean over tokens that count of -Σ p log p, p over the whole vocabulary as sampled from: after temperature, top-k and "
-            "top-p; exact",
-            "falls slowly; 0 means that nothing is explored",
-        ),
-        Metric(
-            "approx_entropy",
-            "nats",
-            "-mean of exp(curr - gen) curr: NeMo RL's estimate of the same, from the sampled tokens alone; it has their noise, and the "
-            "more of it the older the data",
-            "near entropy",
-        ),
+        Metric("entropy", "nats",
+               "mean over tokens that count of -Σ p log p, p over the whole vocabulary as sampled from: after "
+               "temperature, top-k and top-p; exact", "falls slowly; 0 means that nothing is explored"),
+        Metric("approx_entropy", "nats",
+               "-mean of exp(logprobs - rollout_logprobs) logprobs: NeMo RL's estimate of the same, from the sampled tokens alone; it has "
+               "their noise, and the more of it the older the data", "near entropy"),
         Metric("positive_nll_loss", "nats", "negative log-likelihood of trajectories with a positive reward"),
         Metric("probability_difference_masked", "share", "tokens that `probability_difference_mask` drops"),
-    ),
-)
-
-ADVANTAGES = Chapter(
-    "Advantages",
-    "Over all tokens of the policy.",
-    (
+    )),
+    Chapter("Advantages", "Over all tokens of the policy.", (
         Metric("advantages/mean", "", "mean advantage", "about 0"),
         Metric("advantages/std", "", "standard deviation, unbiased"),
         Metric("advantages/min", "", "smallest"),
         Metric("advantages/max", "", "largest"),
-        Metric(
-            "baseline_reward/pct_0", "%", "trajectories whose baseline is 0: nothing of their group succeeds", "falls"
-        ),
-        Metric(
-            "baseline_reward/pct_1",
-            "%",
-            "trajectories whose baseline is 1: all of it does",
-            "rises; at 100 nothing is left to learn",
-        ),
+        Metric("baseline_reward/pct_0", "%", "trajectories whose baseline is 0: nothing of their group succeeds", "falls"),
+        Metric("baseline_reward/pct_1", "%", "trajectories whose baseline is 1: all of it does", "rises; at 100 nothing is left to learn"),
         Metric("baseline_reward/pct_mixed", "%", "the others: those that teach", "well above 0"),
-        Metric(
-            "on_policy_distillation/teacher_student_logprob_gap_mean",
-            "nats",
-            "mean of teacher - student (opd)",
-            "rises to 0",
-        ),
-    ),
-)
-
-CRITIC = Chapter(
-    "The value model",
-    "PPO. R is the return, v the value before a token.",
-    (
+        Metric("on_policy_distillation/teacher_student_logprob_gap_mean", "nats", "mean of teacher - student (opd)", "rises to 0"),
+    )),
+    Chapter("The value model", "PPO. R is the return, v the value before a token.", (
         Metric("critic/loss", "", "value loss"),
-        Metric(
-            "critic/explained_var",
-            "",
-            "1 - Var(R - v) / Var(R)",
-            "rises towards 1; below 0 it is worse than a constant",
-        ),
+        Metric("critic/explained_var", "", "1 - Var(R - v) / Var(R)", "rises towards 1; below 0 it is worse than a constant"),
         Metric("critic/grad_norm", "", "2-norm of its gradient before it was clipped", "finite"),
         Metric("critic/lr", "", "its learning rate"),
         Metric("critic/vf_clipfrac", "share", "tokens whose clipped error is the larger", "small"),
@@ -199,40 +119,21 @@ CRITIC = Chapter(
         Metric("critic/values_mean", "", "mean v", "follows returns_mean"),
         Metric("critic/values_min", "", "smallest v"),
         Metric("critic/values_max", "", "largest v"),
-    ),
-)
-
-SAMPLING = Chapter(
-    "Dynamic sampling",
-    "With `use_dynamic_sampling`.",
-    (
-        Metric(
-            "dynamic_sampling_num_gen_batches",
-            "batches",
-            "groups scored since the step before, in generated batches",
-            "far below `dynamic_sampling_max_gen_batches`",
-        ),
+    )),
+    Chapter("Dynamic sampling", "With `use_dynamic_sampling`.", (
+        Metric("dynamic_sampling_num_gen_batches", "batches",
+               "groups scored since the step before, in generated batches", "far below `dynamic_sampling_max_gen_batches`"),
         Metric("dynamic_sampling_scored_groups", "groups", "scored since the step before"),
         Metric("dynamic_sampling_filtered_groups", "groups", "of those, filtered because all rewards were equal"),
-    ),
-)
-
-COUNTERS = Chapter(
-    "Counters",
-    "They go on over restarts.",
-    (
+    )),
+    Chapter("Counters", "They go on over restarts.", (
         Metric("current_step", "steps", "trained so far"),
         Metric("consumed_samples", "trajectories", "trained on so far"),
         Metric("total_valid_tokens", "tokens", "that counted, so far"),
         Metric("trackers/failures", "attempts", "at writing to a tracker that failed, since the trainer started", "0"),
         Metric("trackers/lines_behind", "lines", "of metrics.jsonl that the slowest tracker has not got yet", "0 or 1"),
-    ),
-)
-
-TIMING = Chapter(
-    "Time",
-    "Seconds of the step, by the loop's own clock.",
-    (
+    )),
+    Chapter("Time", "Seconds of the step, by the loop's own clock.", (
         Metric("timing/train/total_step_time", "s", "from the end of the step before to the end of this one"),
         Metric("timing/train/exposed_generation", "s", "no batch was ready", "about 0: generation keeps up"),
         Metric("timing/train/policy_training", "s", "optimizer steps of the policy"),
@@ -241,93 +142,49 @@ TIMING = Chapter(
         Metric("timing/train/weight_sync", "s", "weights were sent to the fleet"),
         Metric("timing/train/validation", "s", "a refit waited for a validation"),
         Metric("timing/train/checkpointing", "s", "a checkpoint was written"),
-        Metric(
-            "timing/validation/total_validation_time",
-            "s",
-            "from its beginning until its last result, training going on",
-        ),
-    ),
-)
-
-EFFICIENCY = Chapter(
-    "Where the time went",
-    "The shares of one step (`_pct`, with `efficiency_pct`) add up to 100.",
-    (
-        *(
-            metric
-            for name, meaning in (
-                ("idle/buffer_starvation", "no batch was ready: more replicas, or a wider age bound"),
-                ("idle/refit_bubble", "weights were sent"),
-                ("idle/validation", "a refit waited for a validation"),
-                ("overhead/checkpoint", "a checkpoint was written"),
-                ("overhead/upkeep", "the rest: looking round, writing down"),
-            )
-            for metric in (
-                Metric(f"efficiency/{name}_s", "s", meaning),
-                Metric(f"efficiency/{name}_pct", "%", "the same, of the step"),
-            )
-        ),
-        Metric(
-            "efficiency/init/total_s",
-            "s",
-            "of the first step after each start: loading models, waiting for the buffer, taking up the run; no part of the step",
-        ),
+        Metric("timing/validation/total_validation_time", "s", "from its beginning until its last result, training going on"),
+    )),
+    Chapter("Where the time went", "The shares of one step (`_pct`, with `efficiency_pct`) add up to 100.", (
+        Metric("efficiency/idle/buffer_starvation_s", "s", "no batch was ready: more replicas, or a wider age bound"),
+        Metric("efficiency/idle/buffer_starvation_pct", "%", "the same, of the step"),
+        Metric("efficiency/idle/refit_bubble_s", "s", "weights were sent"),
+        Metric("efficiency/idle/refit_bubble_pct", "%", "the same, of the step"),
+        Metric("efficiency/idle/validation_s", "s", "a refit waited for a validation"),
+        Metric("efficiency/idle/validation_pct", "%", "the same, of the step"),
+        Metric("efficiency/overhead/checkpoint_s", "s", "a checkpoint was written"),
+        Metric("efficiency/overhead/checkpoint_pct", "%", "the same, of the step"),
+        Metric("efficiency/overhead/upkeep_s", "s", "the rest: looking round, writing down"),
+        Metric("efficiency/overhead/upkeep_pct", "%", "the same, of the step"),
+        Metric("efficiency/init/total_s", "s",
+               "of the first step after each start: loading models, waiting for the buffer, resuming the run; no part of the step"),
         Metric("efficiency/productive_time_s", "s", "from the batch to its new weights"),
         Metric("efficiency/efficiency_pct", "%", "the same, of the step", "near 100"),
-    ),
-)
-
-PERFORMANCE = Chapter(
-    "Throughput",
-    "Tokens are those of whole sequences, prompts included, as in NeMo RL. A GPU is a rank of the trainer, or one of a replica's tensor "
-    "parallel ranks; on CPUs, a process.",
-    (
+    )),
+    Chapter("Throughput",
+            "Tokens are those of whole sequences, prompts included, as in NeMo RL. A GPU is a rank of the trainer, or one of a replica's "
+            "tensor parallel ranks; on CPUs, a process.", (
         Metric("performance/samples_per_sec", "1/s", "trajectories over the step"),
         Metric("performance/tokens_per_sec", "1/s", "tokens over the step"),
         Metric("performance/samples_per_sec_per_gpu", "1/s", "the same, over all GPUs"),
         Metric("performance/tokens_per_sec_per_gpu", "1/s", "the same, over all GPUs"),
         Metric("performance/policy_training_tokens_per_sec_per_gpu", "1/s", "tokens / policy_training / training GPUs"),
-        Metric(
-            "performance/policy_and_reference_logprobs_tokens_per_sec_per_gpu",
-            "1/s",
-            "tokens / policy_and_reference_logprobs / training GPUs",
-        ),
-        Metric(
-            "performance/training_worker_group_tokens_per_sec",
-            "1/s",
-            "tokens / the training group's time: policy_training + policy_and_reference_logprobs",
-        ),
+        Metric("performance/policy_and_reference_logprobs_tokens_per_sec_per_gpu", "1/s",
+               "tokens / policy_and_reference_logprobs / training GPUs"),
+        Metric("performance/training_worker_group_tokens_per_sec", "1/s",
+               "tokens / the training group's time: policy_training + policy_and_reference_logprobs"),
         Metric("performance/training_worker_group_tokens_per_sec_per_gpu", "1/s", "the same, over training GPUs"),
-        Metric(
-            "performance/generation_tokens_per_sec", "1/s", "tokens / (exposed_generation + the training group's time)"
-        ),
+        Metric("performance/generation_tokens_per_sec", "1/s", "tokens / (exposed_generation + the training group's time)"),
         Metric("performance/generation_tokens_per_sec_per_gpu", "1/s", "the same, over generation GPUs"),
-        Metric(
-            "performance/training_worker_idle_time_ratio",
-            "share",
-            "exposed_generation / (the same + the training group's time + weight_sync)",
-            "near 0",
-        ),
-        Metric(
-            "performance/train_flops_per_gpu",
-            "TFLOP/s",
-            "model FLOPs / policy_training / training GPUs; only for an architecture with a formula",
-        ),
-        Metric(
-            "performance/train_fp_utilization",
-            "share",
-            "train_flops_per_gpu / what the device can do (data sheet, else a measured matrix product)",
-            "0.3-0.5 on one node",
-        ),
+        Metric("performance/training_worker_idle_time_ratio", "share",
+               "exposed_generation / (the same + the training group's time + weight_sync)", "near 0"),
+        Metric("performance/train_flops_per_gpu", "TFLOP/s",
+               "model FLOPs / policy_training / training GPUs; only for an architecture with a formula"),
+        Metric("performance/train_fp_utilization", "share",
+               "train_flops_per_gpu / what the device can do (data sheet, else a measured matrix product)", "0.3-0.5 on one node"),
         Metric("gpu/<number>/util", "%", "mean use of a GPU of the trainer's machine since the step before"),
         Metric("gpu/<number>/mem_gb", "GiB", "its memory in use, largest since the step before"),
-    ),
-)
-
-VALIDATION = Chapter(
-    "Validation",
-    "Of the weights of a version, on the held-out prompts.",
-    (
+    )),
+    Chapter("Validation", "Of the weights of a version, on the held-out prompts.", (
         Metric("accuracy", "", "mean reward", "rises"),
         Metric("accuracy/<task>", "", "the same of one task, where there are several"),
         Metric("mean_length", "tokens", "of a completion"),
@@ -336,35 +193,20 @@ VALIDATION = Chapter(
         Metric("pending", "prompts", "that had no result when the next refit could wait no longer", "0"),
         Metric("version_min", "version", "of the oldest weights that wrote a token"),
         Metric("version_max", "version", "of the newest"),
-    ),
-)
+    )),
+)  # fmt: skip
 
-CHAPTERS = (
-    REWARDS,
-    AGES,
-    AGREEMENT,
-    LOSS,
-    ADVANTAGES,
-    CRITIC,
-    SAMPLING,
-    COUNTERS,
-    TIMING,
-    EFFICIENCY,
-    PERFORMANCE,
-    VALIDATION,
-)
-
-# What trackers call these is what they are called here; the others get `train/` or `validation/` before their name.
+# Trackers know these by the same names; the others get `train/` or `validation/` before theirs.
 OWN_PREFIX = ("timing/", "efficiency/", "performance/", "gpu/", "trackers/")
 
 
 def tracked_name(kind: str, name: str) -> str:
-    """What a metric of a `train` or `validation` line is called in a tracker."""
+    """The name in a tracker of a metric of a `train` or `validation` line."""
     return name if name.startswith(OWN_PREFIX) else f"{kind}/{name}"
 
 
 def unknown(names: Iterable[str]) -> list[str]:
-    """Those that no chapter has."""
+    """The names that no chapter has."""
     return sorted(name for name in names if not _KNOWN.fullmatch(name))
 
 

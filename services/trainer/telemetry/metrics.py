@@ -1,4 +1,4 @@
-"""What a batch was like, in numbers: from what was reserved, before anything was learnt from it."""
+"""Metrics of a reserved batch: rewards, ages, lengths, dynamic sampling."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from headrace.trajectory import Group
 
 
 def batch_metrics(reservation: Reservation, groups: Sequence[Group], truncated: float) -> dict[str, float]:
-    """What a batch was like: rewards as the environments gave them, ages in steps, lengths in tokens.
+    """Rewards as the environments gave them, ages in steps, lengths in tokens.
 
     `groups` are the batch's, in its order; where they are of several tasks, each one's mean reward is `environment_reward/<task>`.
+    `truncated` trajectories were cut off at the length limit.
     """
     batch = reservation.trajectories
     group_of = dict(zip(reservation.groups, groups, strict=True))
@@ -47,8 +48,8 @@ def total_lengths(reservation: Reservation, groups: Sequence[Group]) -> list[int
 
 
 def sampling_metrics(reservation: Reservation, generation_batch: float) -> dict[str, float]:
-    """What dynamic sampling did for a batch: groups scored since the batch before, in batches of `generation_batch` groups, and those of
-    them that were filtered."""
+    """Groups that were scored since the batch before, in batches of `generation_batch` groups and as a count, and those of them that
+    dynamic sampling filtered."""
     return {
         "dynamic_sampling_num_gen_batches": reservation.scored / generation_batch,
         "dynamic_sampling_scored_groups": reservation.scored,

@@ -1,6 +1,6 @@
-"""Where a step's time went, and how much was done in it. Names and formulae are NeMo RL's (`print_performance_metrics`).
+"""Where a step's time went, and its rates: `timing/*`, `efficiency/*` and `performance/*`, as NeMo RL computes them.
 
-The loop's clock is cut into intervals without gaps: what a step spent idle, on the run's upkeep and at work adds up to the whole.
+The loop's clock is cut into intervals without gaps: a step's idle time, overhead and work add up to the whole.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from transformers import AutoConfig
 
 from headrace.config import Config
-from services.trainer.network.backbone import choose_device
-from services.trainer.telemetry.flops import Architecture, Peak, peak_of
+from headrace_services.trainer.network.backbone import choose_device
+from headrace_services.trainer.telemetry.flops import Architecture, Peak, peak_of
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +25,9 @@ TRILLION = 1e12
 class StepTimes:
     """Seconds of the trainer's loop between the end of one step and the end of the next.
 
-    `buffer_starvation`: no batch was ready. `refit_bubble`: weights were sent. `validation`: a refit waited for a validation.
-    `checkpoint`: a checkpoint was written. `training`: from the batch to its new weights, of which `learner` has
-    the parts (`policy_training` and others, named as in `timing/train/*`). What is left of `total` went into looking round and
-    writing down.
+    `training`: from the batch to its new weights; `learner` has its parts, named as in `timing/train/*`. `buffer_starvation`: no batch
+    was ready. `refit_bubble`: weights were sent. `validation`: a refit waited for a validation. `checkpoint`: one was written.
+    `upkeep`, the rest: deciding, and writing metrics and samples.
     """
 
     total: float
@@ -46,7 +45,6 @@ class StepTimes:
 
 
 def timing_metrics(times: StepTimes) -> dict[str, float]:
-    """Seconds, named as NeMo RL names them."""
     return {
         "timing/train/total_step_time": times.total,
         "timing/train/exposed_generation": times.buffer_starvation,
@@ -60,22 +58,21 @@ def timing_metrics(times: StepTimes) -> dict[str, float]:
 def efficiency_metrics(times: StepTimes) -> dict[str, float]:
     """Seconds of each category and its share of the step in percent; the shares of one step add up to 100.
 
-    There, the shares are of the run's whole time so far; here of the step, so that they say what the step was like.
+    NeMo RL's shares are of the run's whole time so far; these describe the step.
     """
-    categories = {
+    seconds = {
         "idle/buffer_starvation": times.buffer_starvation,
         "idle/refit_bubble": times.refit_bubble,
         "idle/validation": times.validation,
         "overhead/checkpoint": times.checkpoint,
         "overhead/upkeep": times.upkeep,
     }
-    metrics: dict[str, float] = {}
-    for category, seconds in categories.items():
-        metrics[f"efficiency/{category}_s"] = seconds
-        metrics[f"efficiency/{category}_pct"] = _percent(seconds, times.total)
-    metrics["efficiency/productive_time_s"] = times.training
-    metrics["efficiency/efficiency_pct"] = _percent(times.training, times.total)
-    return metrics
+    return {
+        **{f"efficiency/{category}_s": value for category, value in seconds.items()},
+        **{f"efficiency/{category}_pct": 100 * _rate(value, times.total) for category, value in seconds.items()},
+        "efficiency/productive_time_s": times.training,
+        "efficiency/efficiency_pct": 100 * _rate(times.training, times.total),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +90,11 @@ class Devices:
 def performance_metrics(
     times: Mapping[str, float], lengths: Sequence[int], devices: Devices, flops: float | None, peak_tflops: float
 ) -> dict[str, float]:
-    """Rates of a step of whole sequences of `lengths` tokens, prompts included. `times` are the step's `timing/train/*` metrics;
+    """Rates of a step on whole sequences of `lengths` tokens, prompts included. `times` are the step's `timing/train/*` metrics;
     `flops` the model FLOPs of its training, None where the policy was not trained or its architecture has no known formula.
 
-    Generation goes on while the trainer works, so the time it had is what was waited for and what the trainer worked. The idle
-    ratio is never cut to 0 (there it is where more than 0.1 s were waited, the reverse of what its guard is for).
+    Replicas generate while the trainer works, so generation had the time that was waited and the time that the trainer worked. The idle
+    ratio is never cut to 0 (NeMo RL does so where more than 0.1 s were waited, the reverse of what that guard is for).
     """
     total, samples, tokens = times["timing/train/total_step_time"], len(lengths), sum(lengths)
     waited, refit = times["timing/train/exposed_generation"], times["timing/train/weight_sync"]
@@ -128,14 +125,14 @@ def performance_metrics(
 
 
 @dataclasses.dataclass(frozen=True)
-class Meter:
-    """What rates are measured against: the model's architecture (None: no formula is known for it) and what one device can do."""
+class ThroughputMeter:
+    """Computes a step's time and rate metrics from the model's architecture (None: no formula is known for it) and a device's peak."""
 
     architecture: Architecture | None
     peak: Peak
 
     @classmethod
-    def of(cls, config: Config) -> Meter:
+    def of(cls, config: Config) -> ThroughputMeter:
         """Of the run's model and this process's device; blocking. Raises `ServiceError` for a GPU that is not there."""
         overrides = copy.deepcopy(config.policy.hf_config_overrides)
         model = AutoConfig.from_pretrained(config.policy.model_name, **overrides)
@@ -143,14 +140,11 @@ class Meter:
         log.info("the device does %.3g TFLOP/s (%s)", peak.tflops, peak.source)
         architecture = Architecture.of(model)
         if architecture is None:
-            log.warning(
-                "no formula is known for the FLOPs of a model of type %s: utilisation is not metered", model.model_type
-            )
+            log.warning("no FLOPs formula for a model of type %s: its utilisation is not measured", model.model_type)
         return cls(architecture, peak)
 
     def metrics(self, times: StepTimes, lengths: Sequence[int], devices: Devices, epochs: int) -> dict[str, float]:
-        """`timing/*`, `efficiency/*` and `performance/*` of a step that trained the policy `epochs` times on sequences of `lengths`
-        tokens."""
+        """Of a step that trained the policy `epochs` times on sequences of `lengths` tokens."""
         flops = None
         if self.architecture is not None and epochs:
             flops = epochs * self.architecture.training_flops(lengths)
@@ -160,9 +154,5 @@ class Meter:
 
 
 def _rate(amount: float, seconds: float) -> float:
-    """A clock that did not move measured nothing; its rate is 0, as there."""
+    """0, as in NeMo RL, for a clock that did not move."""
     return amount / seconds if seconds > 0 else 0.0
-
-
-def _percent(part: float, whole: float) -> float:
-    return 100 * part / whole if whole > 0 else 0.0

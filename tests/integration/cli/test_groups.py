@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-from kept_run import kept_run
 from typer.testing import CliRunner
 
 from headrace import export
@@ -16,8 +15,9 @@ from headrace.errors import HeadraceError
 from headrace.lineage import FOLDER
 from headrace.replay import Limits, ReplayClient
 from headrace.trajectory import Score
-from services.trainer.control.lineage import Lineage
-from tests.integration.replay.helpers import enqueue, healthy_replica, make_group, make_trajectory
+from headrace_services.trainer.control.lineage_writer import LineageWriter
+from tests.support.buffer import enqueue, healthy_replica, make_group, make_trajectory
+from tests.support.kept_run import kept_run
 
 
 async def fill(replay: ReplayClient) -> None:
@@ -47,7 +47,7 @@ def refused(*args: object) -> str:
 def test_groups_are_shown_listed_and_exported(tmp_path: Path, limits: Limits, up: bool) -> None:
     trained = make_group(9)
     with kept_run(tmp_path, "seen", limits, fill) as (folder, server):
-        Lineage(folder / "checkpoints" / FOLDER, "t1").write(4, [trained], {trained.id: []})
+        LineageWriter(folder / "checkpoints" / FOLDER, "t1").write(4, [trained], {trained.id: []})
         if not up:
             asyncio.run(server.stop())
         said = headrace("groups", "show", "e0-train-0", "--run", folder)

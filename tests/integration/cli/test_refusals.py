@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import socket
 import socketserver
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,8 @@ import pytest
 
 from headrace.cli import runs
 from headrace.config import load
-from tests.conftest import free_port
+from tests.support.command import error_of, headrace, headrace_process
+from tests.support.ports import free_port
 
 CONFIG = """
 run: {{id: test, dir: {folder}/runs}}
@@ -36,18 +35,8 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def headrace(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "headrace.cli", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
 def refused(*args: object) -> str:
-    """The error of a command that must be refused."""
-    done = headrace(*args)
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.startswith("error: ")
-    return done.stderr
+    return error_of(headrace(*args))
 
 
 @pytest.fixture
@@ -128,7 +117,7 @@ def test_a_run_doesnt_go_on_with_another_seed(config: Path, tmp_path: Path) -> N
 
 
 def test_a_wrong_model_path_ends_the_run_with_the_services_words(config: Path, tmp_path: Path) -> None:
-    said = refused("up", config)
+    said = error_of(headrace_process("up", config))
     assert "can't go on: exit code 1" in said
     assert f"{tmp_path}/no-such-model" in said
 
@@ -136,7 +125,7 @@ def test_a_wrong_model_path_ends_the_run_with_the_services_words(config: Path, t
 def test_an_unreachable_redis_is_named(config: Path) -> None:
     port = free_port()
     for command in ("status", "up"):
-        said = refused(command, config, f"replay.redis_url=redis://127.0.0.1:{port}/0")
+        said = error_of(headrace_process(command, config, f"replay.redis_url=redis://127.0.0.1:{port}/0"))
         assert f"127.0.0.1:{port}" in said
         assert "start it, or correct replay.redis_url" in said
 
@@ -144,7 +133,7 @@ def test_an_unreachable_redis_is_named(config: Path) -> None:
 def test_a_redis_older_than_7_is_refused(config: Path, old_redis: int) -> None:
     url = f"redis://127.0.0.1:{old_redis}/0"
     for command in ("status", "up"):
-        said = refused(command, config, f"replay.redis_url={url}")
+        said = error_of(headrace_process(command, config, f"replay.redis_url={url}"))
         assert "6.2.14" in said
         assert "7" in said
 

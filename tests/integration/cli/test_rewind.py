@@ -5,15 +5,15 @@ from __future__ import annotations
 import fcntl
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from headrace.cli import runs
 from headrace.config import load
-from headrace.config.services import Checkpointing
-from services.trainer.control.checkpoint import Checkpoints, State
+from headrace.config.services import CheckpointingConfig
+from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
+from tests.support.command import error_of, headrace
 
 CONFIG = "run: {id: adder, dir: elsewhere}\n"
 
@@ -29,24 +29,19 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def checkpoints(folder: Path) -> Checkpoints:
-    checkpoints = Checkpoints(folder / "checkpoints", Checkpointing(keep_top_k=None))
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointingConfig(keep_top_k=None))
     for version in (2, 4, 6, 10):
         (checkpoints.begin(version) / "weights").write_text(f"weights {version}")
-        checkpoints.publish(State(version=version, timeline="t", cursor=0, run_id="adder"), {})
+        checkpoints.publish(CheckpointState(version=version, timeline="t", cursor=0, run_id="adder"), {})
     return checkpoints
 
 
 def rewind(folder: Path, *args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "headrace.cli", "rewind", *map(str, args), "--dir", str(folder.parent)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return headrace("rewind", *args, "--dir", folder.parent)
 
 
 def refused(folder: Path, *args: object) -> str:
-    done = rewind(folder, *args)
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
-    return done.stderr
+    return error_of(rewind(folder, *args))
 
 
 def everything(folder: Path) -> dict[str, bytes]:
@@ -69,7 +64,7 @@ def test_newer_checkpoints_are_set_aside_and_none_is_lost(folder: Path, checkpoi
     assert {name.removeprefix(f"{aside.name}/"): data for name, data in after.items() if "WHY" not in name} == before
     # the next writer of checkpoints leaves them alone, and may publish those versions again
     checkpoints.begin(6)
-    checkpoints.publish(State(version=6, timeline="u", cursor=0, run_id="adder"), {})
+    checkpoints.publish(CheckpointState(version=6, timeline="u", cursor=0, run_id="adder"), {})
     assert checkpoints.published() == [2, 4, 6]
     assert (aside / "step_6" / "weights").read_text() == "weights 6"
 
@@ -100,4 +95,4 @@ def test_the_checkpoints_are_where_the_configuration_says(
     config = load(folder / runs.SAVED, [f"checkpointing.checkpoint_dir={tmp_path}/big disk"], environ={})
     runs.save(config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder.parent)})}))
     assert rewind(folder, "adder", 2).returncode == 0
-    assert Checkpoints(tmp_path / "big disk", Checkpointing()).published() == [2]
+    assert Checkpoints(tmp_path / "big disk", CheckpointingConfig()).published() == [2]

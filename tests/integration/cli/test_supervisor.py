@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from processes import eventually, gone
 
-from headrace.cli.lifecycle import RestartPolicy
-from headrace.cli.supervisor import Child, ServiceFailed, Supervisor, child_environ
+from headrace.cli.supervisor import Child, RestartPolicy, ServiceFailed, Supervisor, child_environ
+from tests.support.processes import eventually, gone
 
 QUICK = RestartPolicy(limit=2, first_delay_s=0.01)
 
@@ -46,7 +45,7 @@ if len(lives.read_text()) < 3:
     os.kill(os.getpid(), signal.SIGKILL)
 """
     service = child(tmp_path, code, ends_run=True)
-    await supervisor.keep(service)
+    await supervisor.supervise(service)
     assert (tmp_path / "lives").read_text() == "xxx"
     assert (service.state, len(service.restarts)) == ("finished", 2)
 
@@ -54,7 +53,7 @@ if len(lives.read_text()) < 3:
 async def test_restarts_are_bounded_and_the_last_words_are_shown(supervisor: Supervisor, tmp_path: Path) -> None:
     code = "import sys; print('first words'); print('last words', file=sys.stderr); sys.exit(70)"
     with pytest.raises(ServiceFailed) as failure:
-        await supervisor.keep(child(tmp_path, code))
+        await supervisor.supervise(child(tmp_path, code))
     message = str(failure.value)
     assert "service can't go on: exit code 70, after 2 restarts" in message
     assert message.endswith("  first words\n  last words")
@@ -64,14 +63,14 @@ async def test_restarts_are_bounded_and_the_last_words_are_shown(supervisor: Sup
 async def test_what_must_be_mended_is_not_tried_again(supervisor: Supervisor, tmp_path: Path) -> None:
     service = child(tmp_path, "import sys; sys.exit('error: port 1 is busy')")
     with pytest.raises(ServiceFailed, match="error: port 1 is busy"):
-        await supervisor.keep(service)
+        await supervisor.supervise(service)
     assert service.restarts == []
 
 
 async def test_only_words_of_the_last_life_are_shown(supervisor: Supervisor, tmp_path: Path) -> None:
     (tmp_path / "service.log").write_text("from an earlier run\n")
     with pytest.raises(ServiceFailed) as failure:
-        await supervisor.keep(child(tmp_path, "import sys; sys.exit('now')"))
+        await supervisor.supervise(child(tmp_path, "import sys; sys.exit('now')"))
     assert "now" in str(failure.value)
     assert "earlier" not in str(failure.value)
 
@@ -89,7 +88,7 @@ Path(sys.argv[1], "pid.new").rename(Path(sys.argv[1], "pid"))
 signal.pause()
 """
     service = child(tmp_path, code)
-    task = asyncio.create_task(supervisor.keep(service))
+    task = asyncio.create_task(supervisor.supervise(service))
     grandchild = await pid_in(tmp_path / "pid")
     leader = service.pid
     assert leader is not None
@@ -114,13 +113,13 @@ grandchild = subprocess.Popen([sys.executable, "-c", "import signal; signal.paus
 pid.write_text(str(grandchild.pid))
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    await supervisor.keep(child(tmp_path, code, ends_run=True))
+    await supervisor.supervise(child(tmp_path, code, ends_run=True))
     assert gone(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.parametrize("hearing", ["hearing", "deaf"])
 def test_sigkill_of_the_supervisor_leaves_no_orphan(tmp_path: Path, hearing: str) -> None:
-    argv = [sys.executable, str(Path(__file__).with_name("supervised.py")), str(tmp_path), hearing]
+    argv = [sys.executable, "-m", "tests.support.supervised", str(tmp_path), hearing]
     with subprocess.Popen(argv) as supervisor:
         pids = str(eventually(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())).split()
         supervisor.send_signal(signal.SIGKILL)
@@ -129,4 +128,4 @@ def test_sigkill_of_the_supervisor_leaves_no_orphan(tmp_path: Path, hearing: str
 
 def test_services_inherit_everything_but_what_the_configuration_has_resolved() -> None:
     environ = child_environ({"HF_TOKEN": "secret", "PATH": "/bin", "HEADRACE_GRPO__SEED": "3"})
-    assert environ == {"HF_TOKEN": "secret", "PATH": "/bin", "PYTHONUNBUFFERED": "1"}
+    assert environ == {"HF_TOKEN": "secret", "PATH": "/bin", "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}

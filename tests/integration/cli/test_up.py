@@ -1,4 +1,8 @@
-"""`headrace up` on the real pipeline: how it ends, what it leaves, and what it does when a service dies."""
+"""`headrace up`: how it ends, what it leaves, and what it does when a service dies.
+
+What keeps services running doesn't ask what they compute. So `make test` has light ones here, and the real pipeline, with its kill,
+in tests/e2e; `make test-all` has every test of this file on the real one as well.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import descendants, eventually, gone
 
-from tests.conftest import free_port
+from tests.support.light_services import instead_of
+from tests.support.ports import free_port
+from tests.support.processes import eventually, gone
+from tests.support.up import Up
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CONFIG = """
 run: {{id: test, dir: {folder}/runs}}
@@ -47,113 +53,102 @@ checkpointing: {{save_period: 2}}
 """
 
 
-class Up:
-    """A running `headrace up` whose output goes to a file."""
+Start = Callable[..., Up]
 
-    def __init__(self, folder: Path, model: Path, steps: int, *overrides: str) -> None:
-        self.folder = folder / "runs" / "test"
-        self.config = folder / "run.yaml"
-        self.config.write_text(CONFIG.format(folder=folder, model=model, steps=steps, redis_port=free_port()))
-        self.output = folder / "up.out"
-        with self.output.open("wb") as out:
-            argv = [sys.executable, "-m", "headrace.cli", "up", str(self.config), *overrides]
-            self.process = subprocess.Popen(argv, stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
-    def said(self) -> str:
-        return self.output.read_text()
-
-    def wait_for(self, line: str) -> None:
-        def said() -> bool:
-            assert self.process.poll() is None or line in self.said(), self.said()
-            return line in self.said()
-
-        eventually(said, within_s=200)
-
-    def pid_of(self, *words: str) -> int:
-        return next(pid for pid, command in descendants(self.process.pid).items() if all(w in command for w in words))
+@pytest.fixture(params=["light", pytest.param("real", marks=pytest.mark.nightly)])
+def real(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "real")
 
 
 @pytest.fixture
-def up(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., Up]]:
-    started: list[Up] = []
+def folder(tmp_path: Path) -> Path:
+    """Of the run."""
+    return tmp_path / "runs" / "test"
 
-    def start(steps: int, *overrides: str) -> Up:
-        started.append(Up(tmp_path, tiny_model, steps, *overrides))
+
+@pytest.fixture
+def up(tmp_path: Path, tiny_model: Path, real: bool) -> Iterator[Start]:
+    """Starts the run of CONFIG for so many steps; `services` take the place of the real ones, if those are not asked for."""
+    started: list[Up] = []
+    redis_port = free_port()
+
+    def start(steps: int, *overrides: str, **services: str) -> Up:
+        config = tmp_path / "run.yaml"
+        config.write_text(CONFIG.format(folder=tmp_path, model=tiny_model, steps=steps, redis_port=redis_port))
+        number = len(started)
+        environ = os.environ if real else instead_of(tmp_path / f"services-{number}", **services)
+        started.append(Up(config, *overrides, output=tmp_path / f"up-{number}.out", environ=environ))
         return started[-1]
 
     yield start
     for one in started:
         if one.process.poll() is None:
-            one.process.terminate()
-            one.process.wait(timeout=120)
+            one.stop(signal.SIGTERM)
 
 
-def test_a_run_ends_with_its_table_and_leaves_nothing_running(up: Callable[..., Up]) -> None:
-    run = up(4)
-    run.wait_for("step 1:")
-    left = descendants(run.process.pid)
-    assert run.process.wait(timeout=200) == 0, run.said()
+def test_a_run_ends_with_its_table_goes_on_by_its_id_and_survives_the_kill_of_any_service(
+    up: Start, folder: Path
+) -> None:
+    """One run from its start to its end, since most of what such a test costs is to start services."""
+    first = up(2, rollout="small_rollout")
+    first.wait_for("step 1:")
+    left = first.started()
+    assert first.ends() == 0, first.said()
     assert all(gone(pid) for pid in left)
-    assert "validation accuracy" in run.said()
-    assert str(run.folder / "checkpoints" / "step_4" / "policy") in run.said().splitlines()[-1]
-    assert (run.folder / "checkpoints" / "step_4" / "policy" / "model.safetensors").exists()
-    assert (run.folder / "curve.png").read_bytes().startswith(b"\x89PNG")
-    steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert steps
-    assert {path.name for path in (run.folder / "logs").iterdir()} >= {
-        "replay.log",
-        "reward.log",
-        "rollout-1.log",
-        "trainer.log",
-    }
+    assert "validation accuracy" in first.said()
+    policy = folder / "checkpoints" / "step_2" / "policy"
+    assert str(policy) in first.said().splitlines()[-1]
+    assert (policy / "model.safetensors").exists()
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    logs = {path.name for path in (folder / "logs").iterdir()}
+    assert logs >= {"replay.log", "reward.log", "rollout-1.log", "trainer.log"}
+    assert trained(folder) == [0, 1]
 
+    again = up(2, "grpo.max_num_steps=100000", rollout="small_rollout")
+    again.wait_for("step 3: reward")
+    assert "changed: grpo.max_num_steps: 2 -> 100000" in again.said()
+    assert trained(folder)[:4] == [0, 1, 2, 3]
+    for service in ("rollout", "reward", "replay", "trainer"):
+        victim = again.pid_of("headrace.cli", f" {service} ")
+        os.kill(victim, signal.SIGKILL)
+        assert gone(victim)
+        name = "rollout-1" if service == "rollout" else service
+        again.wait_for(f"{name}: killed by signal 9; starting it again")
+        before = last_step(again)
+        eventually(lambda before=before: last_step(again) > before + 1, within_s=240)  # type: ignore[misc]
 
-def test_a_run_that_ended_goes_on_by_its_id(up: Callable[..., Up]) -> None:
-    first = up(2)
-    assert first.process.wait(timeout=200) == 0, first.said()
-    again = up(2, "grpo.max_num_steps=4")
-    assert again.process.wait(timeout=200) == 0, again.said()
-    assert "changed: grpo.max_num_steps: 2 -> 4" in again.said()
-    state = json.loads((again.folder / "checkpoints" / "step_4" / "state.json").read_text())
-    assert state["version"] == 4
-    steps = [json.loads(line) for line in (again.folder / "metrics.jsonl").read_text().splitlines()]
-    trained = [entry["step"] for entry in steps if entry["kind"] == "train"]
-    assert trained == [0, 1, 2, 3]
+    # each step ends with a refit, during which the replica is STALE
+    eventually(
+        lambda: re.search(r"^\S+ +HEALTHY +\d+ .* http://127\.0\.0\.1:\d+ *$", status_of(folder), re.MULTILINE),
+        within_s=60,
+    )
+    assert again.stop(signal.SIGTERM) == []
+    assert again.process.returncode == 143
+    newest = max((folder / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    version = json.loads((newest / "state.json").read_text())["version"]
+    assert version > 2
+    assert set(trained(folder)) >= set(range(version))
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 @pytest.mark.parametrize("moment", ["rollout-1: starting", "step 1:"])
-def test_however_it_is_stopped_no_process_is_left(up: Callable[..., Up], signum: int, code: int, moment: str) -> None:
-    run = up(100_000)
+def test_however_it_is_stopped_no_process_is_left(up: Start, signum: int, code: int, moment: str) -> None:
+    run = up(100_000, reward="idle_reward", rollout="idle_rollout", trainer="talking_trainer")
     run.wait_for(moment)
-    left = descendants(run.process.pid)
-    run.process.send_signal(signum)
-    assert run.process.wait(timeout=120) == code
-    assert [command for pid, command in left.items() if not gone(pid)] == []
+    assert run.stop(signum) == []
+    assert run.process.returncode == code
 
 
-def test_a_run_goes_on_after_any_of_its_services_was_killed(up: Callable[..., Up]) -> None:
-    run = up(100_000)
-    run.wait_for("step 2:")
-    for service in ("rollout", "reward", "replay", "trainer"):
-        victim = run.pid_of("headrace.cli", f" {service} ")
-        os.kill(victim, signal.SIGKILL)
-        assert gone(victim)
-        name = "rollout-1" if service == "rollout" else service
-        run.wait_for(f"{name}: killed by signal 9; starting it again")
-        before = last_step(run)
-        eventually(lambda before=before: last_step(run) > before + 1, within_s=240)  # type: ignore[misc]
-
-    # each step ends with a refit, during which the replica is STALE
-    eventually(
-        lambda: re.search(r"^rollout-\w+ +HEALTHY +\d+ .* http://127\.0\.0\.1:\d+ *$", status_of(run), re.MULTILINE),
-        within_s=60,
-    )
+def trained(folder: Path) -> list[int]:
+    """Steps that the run says were trained, in its order."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if line["kind"] == "train"]
 
 
-def status_of(run: Up) -> str:
+def status_of(folder: Path) -> str:
     """What `headrace status` says through a pipe."""
-    argv = [sys.executable, "-m", "headrace.cli", "status", "--run", str(run.folder)]
+    argv = [sys.executable, "-m", "headrace.cli", "status", "--run", str(folder)]
     status = subprocess.run(argv, capture_output=True, text=True)
     assert status.returncode == 0, status.stderr
     return status.stdout

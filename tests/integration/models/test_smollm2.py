@@ -8,10 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.errors import ServiceError
-from services.trainer.models import smollm2
+from headrace_services.trainer.demo_models import smollm2
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # loads 93 MB and a model of 135 M parameters; what it is made by doesn't change with the rest
 @pytest.mark.timeout(900)
 def test_the_real_model_out_of_its_wheel(tmp_path: Path) -> None:
     directory = tmp_path / "smollm2"

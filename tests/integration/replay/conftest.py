@@ -3,28 +3,37 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from headrace.replay.wire import open_redis
-from services.replay import library
-from services.replay.embedded import EmbeddedServer
-from tests.conftest import free_port
+from headrace.replay.connection import open_redis
+from headrace_services.replay import library
+from headrace_services.replay.embedded import EmbeddedServer
+from tests.support.ports import free_port
 
 # The oldest server that is supported, and the one that comes with the package.
+HERE = Path(__file__).parent
 SERVERS = {"valkey": None, "redis-7.0": shutil.which("redis-server")}
+
+
+@pytest.hookimpl(tryfirst=True)  # before what is nightly is left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The laws are proved on both servers whenever the tests run; every other test of this folder has the second one at night."""
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        second = parameters is not None and parameters.params.get("redis_binary") not in (None, "valkey")
+        if second and item.path.parent == HERE and "test_law_" not in item.nodeid:
+            item.add_marker("nightly")
 
 
 @pytest.fixture(scope="session", params=SERVERS)
 def redis_binary(request: pytest.FixtureRequest) -> str | None:
-    if request.param != "valkey" and SERVERS[request.param] is None:
-        pytest.skip("no redis-server is installed")
     return SERVERS[request.param]
 
 
 @pytest.fixture(scope="session")
 def redis_url(redis_binary: str | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The buffer's laws hold on both servers: every test of this folder runs on each."""
     server = EmbeddedServer(tmp_path_factory.mktemp("replay"), "127.0.0.1", free_port(), binary=redis_binary)
 
     async def start() -> None:

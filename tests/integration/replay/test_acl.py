@@ -11,12 +11,12 @@ import pytest
 
 from headrace.errors import ReplayDenied
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from headrace.trajectory import Score
-from services.replay import acl, library
-from services.replay.embedded import EmbeddedServer
-from tests.conftest import free_port
-from tests.integration.replay.helpers import make_group, make_trajectory, nonce, reserve
+from headrace_services.replay import acl, library
+from headrace_services.replay.embedded import EmbeddedServer
+from tests.support.buffer import make_group, make_trajectory, nonce, reserve
+from tests.support.ports import free_port
 
 RUN = "guarded"
 PASSWORDS = {role: f"secret of {role}" for role in acl.role_names()}
@@ -138,10 +138,10 @@ async def people_look(client: ReplayClient) -> None:
 async def test_every_other_function_is_refused(opened: EmbeddedServer, role: str) -> None:
     allowed = acl.functions_of(role)
     async with connected(opened, role) as client:
-        for name in library.TRANSITIONS:
+        for name in library.built_in().transitions:
             if name not in allowed:
                 with pytest.raises(ReplayDenied, match=rf"'{RUN}-{role}' .* may not do FCALL hr_{name} "):
-                    await client._wire.call(name)
+                    await client._connection.call(name)
 
 
 FORBIDDEN = {
@@ -168,7 +168,7 @@ async def test_no_role_does_what_another_is_there_for(opened: EmbeddedServer, ro
     async with connected(opened, role) as client:
         for name in FORBIDDEN[role]:
             with pytest.raises(ReplayDenied, match=f"may not do FCALL hr_{name} "):
-                await client._wire.call(name)
+                await client._connection.call(name)
 
 
 OUTSIDE = [
@@ -196,7 +196,7 @@ async def test_the_server_and_other_runs_are_out_of_reach(opened: EmbeddedServer
     async with connected(opened, role) as client:
         for command in OUTSIDE:
             with pytest.raises(ReplayDenied, match=f"'{RUN}-{role}' .* may not do {command[0]}"):
-                await client._wire.command(*command)
+                await client._connection.command(*command)
 
 
 async def test_people_who_read_write_nothing(opened: EmbeddedServer) -> None:
@@ -211,11 +211,11 @@ async def test_people_who_read_write_nothing(opened: EmbeddedServer) -> None:
             ("SET", "headrace:run", "other"),
         ):
             with pytest.raises(ReplayDenied, match="may not do"):
-                await client._wire.command(*command)
+                await client._connection.command(*command)
     for role in ("rollout", "trainer"):
         async with connected(opened, role) as client:
             with pytest.raises(ReplayDenied, match="may not do SET"):
-                await client._wire.command("SET", "headrace:run", "other")
+                await client._connection.command("SET", "headrace:run", "other")
 
 
 async def test_a_wrong_password_is_said_at_once_with_the_user(opened: EmbeddedServer) -> None:
@@ -243,7 +243,7 @@ async def test_rights_that_a_function_lacks_inside_are_told_as_such(opened: Embe
 
 def test_every_function_belongs_to_a_role() -> None:
     reachable = {name for role in acl.ROLES for name in acl.functions_of(role)}
-    assert reachable == set(library.TRANSITIONS)
+    assert reachable == set(library.built_in().transitions)
 
 
 def test_a_server_takes_the_printed_file(tmp_path: Path, redis_binary: str | None) -> None:
@@ -251,7 +251,7 @@ def test_a_server_takes_the_printed_file(tmp_path: Path, redis_binary: str | Non
     import subprocess
 
     from headrace.service import die_with_parent
-    from services.replay.embedded import _bundled
+    from headrace_services.replay.embedded import _bundled
 
     path = tmp_path / "users.acl"
     path.write_text("\n".join(acl.users(RUN, PASSWORDS)) + "\n")

@@ -12,9 +12,10 @@ import pytest
 
 from headrace.cli.status import show
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.bias import Distribution, Meter, beyond, skews
+from headrace.replay.bias import Distribution, TrajectoryMeter, beyond, skews
 from headrace.trajectory import Score
-from tests.integration.replay.helpers import (
+from tests.integration.replay.test_server import config_of, serving
+from tests.support.buffer import (
     enqueue,
     eventually,
     generate,
@@ -26,7 +27,6 @@ from tests.integration.replay.helpers import (
     rewind,
     tighten,
 )
-from tests.integration.replay.test_server import config_of, serving
 
 # Lengths and rewards of four groups of two, with sums that floats hold exactly.
 LENGTHS = (1, 2, 3, 8, 100, 128, 4096, 5000)
@@ -68,7 +68,7 @@ async def test_lengths_and_rewards_are_read_back_exactly_of_what_was_generated_a
 ) -> None:
     await tighten(replay, limits, max_age=4)
     timeline = (await replay.state()).timeline
-    assert await replay.bias() == dict.fromkeys(await replay.bias(), Meter())
+    assert await replay.bias() == dict.fromkeys(await replay.bias(), TrajectoryMeter())
     await make(replay, await healthy_replica(replay), LENGTHS, REWARDS)
     await reserve(replay, 0)
     meters = await replay.bias()
@@ -76,7 +76,7 @@ async def test_lengths_and_rewards_are_read_back_exactly_of_what_was_generated_a
     check(meters["generated"].length, LENGTHS)
     check(meters["generated"].reward, REWARDS)
     assert meters["generated"].age == Distribution(8, 0, 0, ((0.0, 8),))
-    assert meters["trained"] == Meter()
+    assert meters["trained"] == TrajectoryMeter()
 
     await replay.commit(1, timeline)
     await replay.commit(1, timeline)
@@ -94,7 +94,7 @@ async def test_lengths_and_rewards_are_read_back_exactly_of_what_was_generated_a
     # the second step was made with the weights it was not trained by
     assert meters["trained"].age == Distribution(8, 4, 4, ((0.0, 4), (1.0, 4)))
     others = ("masked", "expired", "filtered", "failed", "surplus")
-    assert [meters[moment] for moment in others] == [Meter()] * 5  # type: ignore[index]
+    assert [meters[moment] for moment in others] == [TrajectoryMeter()] * 5  # type: ignore[index]
 
 
 async def test_latency_counts_from_the_lease_to_each_push(replay: ReplayClient) -> None:

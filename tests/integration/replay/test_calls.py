@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-import msgpack
 import msgspec
 import numpy as np
 import pytest
 from redis.exceptions import ResponseError
 
 from headrace.errors import CodecError, InvalidCall, LeaseLost
-from headrace.replay import Limits, ReplayClient
+from headrace.replay import Lease, Limits, ReplayClient
 from headrace.replay.rollout import CARRIED_BYTES
 from headrace.trajectory import Score
-from services.replay import library
-from tests.integration.replay.helpers import (
+from headrace_services.replay import library
+from tests.support.buffer import (
     contents,
     enqueue,
     generate,
@@ -31,7 +31,7 @@ from tests.integration.replay.helpers import (
     tighten,
 )
 
-FUNCTIONS = re.findall(r"'(hr_\w+)'", library.source())
+FUNCTIONS = re.findall(r"'(hr_\w+)'", library.built_in().source())
 GARBAGE: list[list[bytes]] = [
     [b""],
     [b"\x00\xff\n"] * 3,
@@ -40,9 +40,43 @@ GARBAGE: list[list[bytes]] = [
     [b"x" * 100_000] * 6,
     [b"{run}", b"*", b"?", b"a b", b"..", b"--", b"0x10"],
     [b"1", b"2", b"3", b"4", b"5", b"6", b"7", b"8", b"9", b"10", b"11", b"12"],
+    [b"\x80"],
+    [msgspec.msgpack.encode([1, "a", {}])],
+    [msgspec.msgpack.encode({"timeline": 7}), b"x"],
+    [b"\x91" * 100_000],
+]
+VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    0.5,
+    2**63,
+    float("nan"),
+    "",
+    "a b",
+    "{run}",
+    "x" * 100_000,
+    [],
+    [[]],
+    [{}],
+    {"a": 1},
 ]
 # What may be answered without an error: nothing was asked for, nothing was known, or each entry was refused by itself.
 HARMLESS = (None, 0, [])
+
+
+def text_of(function: str) -> str:
+    return library.built_in().text(function.removeprefix("hr_"))
+
+
+def push_entry(lease: Lease, index: int, name: str, size: int) -> dict[str, Any]:
+    """What `push` is told of a trajectory of 4 tokens besides its payload, staged or carried under the nonce `name`."""
+    lasting = {"length": 4, "oldest": 0, "newest": 0}
+    return {"group": lease.group.id, "index": index, "token": lease.token, "nonce": name, "bytes": size, **lasting}
+
+
+def in_columns(*entries: dict[str, Any]) -> dict[str, list[Any]]:
+    return {name: [entry[name] for entry in entries] for name in entries[0]}
 
 
 @pytest.mark.parametrize("function", sorted(set(FUNCTIONS) - {"hr_open_run"}))
@@ -64,6 +98,39 @@ async def test_garbage_arguments_get_a_typed_error_and_change_nothing(replay: Re
     assert await contents(replay) == before
 
 
+@pytest.mark.parametrize("function", sorted(set(FUNCTIONS) - {"hr_open_run"}))
+async def test_garbage_in_a_named_argument_gets_a_typed_error_and_changes_nothing(
+    replay: ReplayClient, function: str
+) -> None:
+    await enqueue(replay, range(6))
+    replica = await healthy_replica(replay)
+    (lease, *_) = await replay.lease(replica, 3)
+    good: dict[str, Any] = {
+        **{"timeline": lease.timeline, "incarnation": lease.incarnation, "replica": replica, "group": lease.group.id},
+        **{"token": lease.token, "epoch": "aa", "step": 0, "version": 0, "nonce": "aa", "index": 0, "how": "failed"},
+    }
+    spec = re.search(r"register\w*\('\w+', \{(.*?)\}, function", text_of(function), re.DOTALL)
+    names = re.findall(r"(\w+) =", spec[1]) if spec else []
+
+    async def call(arguments: dict[str, Any]) -> Any:
+        command = ("FCALL", function, 1, f"hr:{{{replay.run_id}}}", msgspec.msgpack.encode(arguments))
+        (reply,) = await replay.redis.pipeline(False).execute_command(*command).execute(raise_on_error=False)
+        return reply
+
+    whole = {name: good.get(name, 1) for name in names}
+    before = await contents(replay)
+    for wrong in (whole | {"more": 1}, *({**whole, name: {"a": 1}} for name in names)):
+        assert re.match(r"HR_(INVALID|TIMELINE|FENCED) ", str(await call(wrong))), wrong
+    for missing in names:
+        reply = await call({name: value for name, value in whole.items() if name != missing})
+        assert str(reply).startswith("HR_INVALID "), missing
+    assert await contents(replay) == before
+    for name in names:
+        for value in VALUES:
+            reply = await call({**whole, name: value})
+            assert not isinstance(reply, ResponseError) or str(reply).startswith("HR_"), (name, value, reply)
+
+
 async def test_wrong_keys_are_refused(replay: ReplayClient) -> None:
     for keys in ([], ["hr:{a}", "hr:{b}"], ["other"], ["hr:{*}"], [f"hr:{{{replay.run_id}}}:events"]):
         for function in ("hr_state", "hr_push", "hr_open_run"):
@@ -78,7 +145,7 @@ async def test_limits_are_checked(replay: ReplayClient, limits: Limits) -> None:
     for changes in ({"prompts_per_step": 0}, {"max_age": -1}, {"max_bytes": 0}):
         with pytest.raises(InvalidCall, match=next(iter(changes))):
             await tighten(replay, limits, **changes)
-    with pytest.raises(InvalidCall, match='staleness policy is "loose"'):
+    with pytest.raises(InvalidCall, match='staleness_policy is "loose", not one of ordered, drop, mask'):
         await tighten(replay, limits, staleness_policy="loose")  # type: ignore[arg-type]
     assert await contents(replay) == before
 
@@ -144,8 +211,9 @@ async def test_a_push_delivered_twice_keeps_the_first_payload(replay: ReplayClie
         data = trajectories[index].encode()
         if staged:
             await replay.redis.set(payload + name, data, nx=True, ex=60)
-        entry = [f"{lease.group.id} {index} {lease.token} {name} {len(data)} 4 0 0", b"" if staged else data]
-        (answer,) = await replay.redis.execute_command("FCALL", "hr_push", 1, key, timeline, state.incarnation, *entry)
+        entry = push_entry(lease, index, name, len(data))
+        fence = {"timeline": timeline, "incarnation": state.incarnation}
+        (answer,) = await replay._connection.call("push", b"" if staged else data, **fence, **in_columns(entry))
         return bytes(answer)
 
     assert await deliver(0, "aa") == b""
@@ -171,26 +239,38 @@ async def test_a_malformed_entry_refuses_the_call_and_changes_nothing(replay: Re
     await push_all(replay, done)
     (job, *_) = await replay.take_scoring("scorer", 1)
     before = await contents(replay)
-    push = f"{lease.group.id} %s {lease.token} aa %s %s 0 0"
+    fence = {"timeline": lease.timeline, "incarnation": lease.incarnation}
     data = make_trajectory(lease, 0).encode()
-    good = (push % (0, len(data), 4), data)
-    for index, size, length, said in (
-        ("01", 1, 4, 'index is "01"'),
-        ("9" * 16, 1, 4, 'index is "9'),
-        (1, 1, 0, "length is 0"),
-        (1, 7, 4, "has 1 bytes, not 7"),
+    good = push_entry(lease, 0, "aa", len(data))
+    one = push_entry(lease, 1, "aa", 1)
+    for bad, said in (
+        ({"index": "1"}, 'index is "1", not a whole number'),
+        ({"index": 0.5}, 'index is "0.5"'),
+        ({"index": -1}, 'index is "-1"'),
+        ({"index": 10**16}, 'index is "1e+16"'),
+        ({"length": 0}, "length is 0"),
+        ({"group": "a b"}, 'group is "a b"'),
+        ({"token": 7}, 'token is "7", not text'),
+        ({"bytes": 7}, "has 1 bytes, not 7"),
     ):
-        with pytest.raises(InvalidCall, match=said):
-            await replay._wire.call(
-                "push", lease.timeline, lease.incarnation, *good, push % (index, size, length), b"x"
-            )
-    # as a client of a version that stages every payload: two lines are no line with its payload
-    with pytest.raises(InvalidCall, match="bytes, not"):
-        await replay._wire.call("push", lease.timeline, lease.incarnation, push % (0, 1, 4), push % (1, 1, 4))
-    score = f"{job.group.id} {job.trajectory.index} {job.token} FAILED -"
-    for record in (b"", b"\xc1", msgpack.packb({"status": "FAILED"}), msgpack.packb({"message": 7})):
+        with pytest.raises(InvalidCall, match=re.escape(said)):
+            await replay._connection.call("push", data, b"x", **fence, **in_columns(good, one | bad))
+    with pytest.raises(InvalidCall, match="1 payloads, and 2 entries of group"):
+        await replay._connection.call("push", data, **fence, **in_columns(good, one))
+    with pytest.raises(InvalidCall, match="1 payloads, and 0 entries of newest"):
+        await replay._connection.call("push", data, **fence, **in_columns(good) | {"newest": []})
+    score = {"group": job.group.id, "index": job.trajectory.index, "token": job.token, "status": "FAILED"}
+    for record in (b"", b"\xc1", msgspec.msgpack.encode({"status": "FAILED"}), msgspec.msgpack.encode({"message": 7})):
         with pytest.raises(InvalidCall, match="says not what went wrong"):
-            await replay._wire.call("score", score, record)
+            await replay._connection.call("score", record, scores=[score])
+    for bad, said in (
+        ({"status": "SCORED"}, 'reward is "nil", not a finite number'),
+        ({"status": "SCORED", "reward": float("nan")}, "not a finite number"),
+        ({"reward": 0.0}, 'status FAILED with reward "0"; only SCORED has one'),
+        ({"status": "LOST"}, 'status is "LOST", not one of SCORED, FAILED'),
+    ):
+        with pytest.raises(InvalidCall, match=re.escape(said)):
+            await replay._connection.call("score", Score("FAILED").encode(), scores=[{**score, **bad}])
     assert await contents(replay) == before
     await replay.score(job, Score("FAILED", message="the environment fell over"))
 
@@ -198,9 +278,8 @@ async def test_a_malformed_entry_refuses_the_call_and_changes_nothing(replay: Re
 async def test_a_push_without_its_payload_is_refused(replay: ReplayClient) -> None:
     await enqueue(replay, [0])
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
-    key = f"hr:{{{replay.run_id}}}"
-    args = [lease.timeline, lease.incarnation, f"{lease.group.id} 0 {lease.token} aa 100 4 0 0", b""]
-    (answer,) = await replay.redis.execute_command("FCALL", "hr_push", 1, key, *args)
+    fence = {"timeline": lease.timeline, "incarnation": lease.incarnation}
+    (answer,) = await replay._connection.call("push", b"", **fence, **in_columns(push_entry(lease, 0, "aa", 100)))
     assert answer.startswith(b"HR_INVALID")
     assert (await group_of(replay, lease))["pushed"] == 0
 
@@ -271,9 +350,10 @@ async def test_released_scoring_is_taken_again_at_no_cost(replay: ReplayClient) 
 
 async def test_a_record_that_can_not_be_read_fails_its_group(replay: ReplayClient) -> None:
     state = await replay.state()
-    key = f"hr:{{{replay.run_id}}}"
-    args = [state.timeline, state.incarnation, 0, "bad", "train", 0, 2, 1000, "aa", msgpack.packb({"schema": 1})]
-    assert await replay.redis.execute_command("FCALL", "hr_enqueue", 1, key, *args) == 1
+    fence = {"timeline": state.timeline, "incarnation": state.incarnation}
+    group = {"id": "bad", "lane": "train", "order": 0, "n": 2, "worst": 1000, "nonce": "aa"}
+    record = msgspec.msgpack.encode({"schema": 1})
+    assert await replay._connection.call("enqueue", record, **fence, refill=False, groups=[group]) == 1
     assert await replay.lease(await healthy_replica(replay), 4) == []
     ((letter),) = (await replay.stats())["failed"]
     assert letter["group"] == "bad"

@@ -12,10 +12,9 @@ from redis.asyncio import Redis
 
 from headrace.errors import ReplayUnavailable
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.wire import open_redis
-from services.replay import library
-from tests.conftest import free_port
-from tests.integration.replay.helpers import (
+from headrace.replay.connection import open_redis
+from headrace_services.replay import library
+from tests.support.buffer import (
     enqueue,
     eventually,
     generate,
@@ -24,9 +23,9 @@ from tests.integration.replay.helpers import (
     reserve,
     total,
 )
-from tests.integration.replay.servers import RedisServer, needs_redis, redis_server
+from tests.support.ports import free_port
+from tests.support.redis_servers import RedisServer, redis_server
 
-pytestmark = needs_redis
 HOST = "127.0.0.1"
 
 

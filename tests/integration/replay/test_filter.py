@@ -11,8 +11,8 @@ from headrace.config import Config
 from headrace.errors import InvalidCall, SamplingStarved
 from headrace.replay import Limits, ReplayClient, Waiting
 from headrace.trajectory import Score
-from services.replay.main import limits_of
-from tests.integration.replay.helpers import (
+from headrace_services.replay.main import limits_of
+from tests.support.buffer import (
     enqueue,
     healthy_replica,
     make_group,
@@ -131,10 +131,16 @@ async def test_by_components_a_record_that_is_none_is_refused_and_changes_nothin
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     await push_all(replay, lease)
     job = (await replay.take_scoring("scorer", 64))[0]
-    line = f"{job.group.id} {job.trajectory.index} {job.token} SCORED 1.0"
+    score = {
+        "group": job.group.id,
+        "index": job.trajectory.index,
+        "token": job.token,
+        "status": "SCORED",
+        "reward": 1.0,
+    }
     for record in (b"\xc1", b"", b"\x01", b"\x80"):
         with pytest.raises(InvalidCall, match="groups are filtered by its components"):
-            await replay._wire.call("score", line, record)
+            await replay._connection.call("score", record, scores=[score])
     await replay.score(job, Score("SCORED", 1.0, {"a": 1.0, "b": 0.0}))
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from headrace import export
 from headrace.lineage import FOLDER
-from services.trainer.control.lineage import Lineage
-from tests.integration.replay.helpers import enqueue, healthy_replica, make_group, make_trajectory
+from headrace_services.trainer.control.lineage_writer import LineageWriter
 from tests.integration.replay.test_server import config_of, serving
+from tests.support.buffer import enqueue, healthy_replica, make_group, make_trajectory
 
 
 async def test_groups_their_lineage_and_their_trajectories_are_served(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ async def test_groups_their_lineage_and_their_trajectories_are_served(tmp_path: 
         assert missing.status_code == 404
         assert "does not hold group 'e0-train-9'" in missing.json()["detail"]
         trained = make_group(9)
-        Lineage(config.checkpoint_folder / FOLDER, "one").write(4, [trained], {trained.id: []})
+        LineageWriter(config.checkpoint_folder / FOLDER, "one").write(4, [trained], {trained.id: []})
         found = (await http.get("/v1/groups/e0-train-9/lineage")).json()
         assert (found["state"], found["step"], found["timeline"]) == ("trained", 4, "one")
 

@@ -16,27 +16,27 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
+from pyroaring import BitMap
 from redis.asyncio import Redis
 
 from headrace.errors import Fenced, InvalidCall, WrongStep
 from headrace.replay import Lease, Limits, ReplayClient, Reservation
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from headrace.trajectory import Score
-from services.replay import library
-from services.replay.embedded import EmbeddedServer
-from services.trainer.control.checkpoint import State
-from services.trainer.control.ledger import Orders
-from services.trainer.control.start import Rewind, choose_start
-from tests.conftest import free_port
-from tests.integration.replay.helpers import contents, eventually, make_group, make_trajectory, nonce, push_all, refit
-from tests.integration.replay.servers import RedisServer, needs_redis, redis_server
+from headrace_services.replay import library
+from headrace_services.replay.embedded import EmbeddedServer
+from headrace_services.trainer.control.checkpoint import CheckpointState, Ledger
+from headrace_services.trainer.control.resume import restore_reason
+from tests.support.buffer import contents, eventually, make_group, make_trajectory, nonce, push_all, refit
+from tests.support.ports import free_port
+from tests.support.redis_servers import RedisServer, redis_server
 
 PROMPTS = 14
 
 
 @dataclasses.dataclass
 class Checkpoint:
-    state: State
+    state: CheckpointState
     trained: list[int]
 
 
@@ -54,16 +54,16 @@ class Trainer:
 
     async def start(self) -> None:
         newest = self.checkpoints[-1] if self.checkpoints else None
-        choice = choose_start(newest.state if newest else None, await self.replay.state())
-        self.version, self.trained = choice.version, list(newest.trained) if newest else []
-        self.timeline, self.restored = nonce(), not isinstance(choice, Rewind)
-        if isinstance(choice, Rewind):
-            state = await self.replay.rewind(choice.version, self.timeline)
-        else:
+        reason = restore_reason(newest.state if newest else None, await self.replay.state())
+        self.version, self.trained = (newest.state.version, list(newest.trained)) if newest else (0, [])
+        self.timeline, self.restored = nonce(), reason is not None
+        if self.restored:
             last = max(self.trained, default=-1)
-            state = await self.replay.restore(choice.version, self.timeline, nonce(), last)
+            state = await self.replay.restore(self.version, self.timeline, nonce(), last)
+        else:
+            state = await self.replay.rewind(self.version, self.timeline)
         if state.refill:
-            missing = Orders(self.trained).missing(state.enqueued, Orders())
+            missing = Ledger(self.trained).missing(state.enqueued, BitMap())
             await self.replay.enqueue([make_group(order) for order in missing], self.timeline, refill=True)
             await self.replay.refilled(self.timeline)
 
@@ -95,7 +95,7 @@ class Trainer:
 
     async def save(self) -> None:
         run = await self.replay.state()
-        state = State(
+        state = CheckpointState(
             version=self.version,
             timeline=self.timeline,
             incarnation=run.incarnation,
@@ -166,7 +166,6 @@ async def push_missing(replay: ReplayClient, lease: Lease) -> None:
 MOMENTS = ["enqueue", "lease", "push", "score", "reserve", "save"]
 
 
-@needs_redis
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("save_period", [2, 3])
 async def test_laws_1_to_4_hold_after_a_failover_to_a_replica_that_had_fallen_behind(

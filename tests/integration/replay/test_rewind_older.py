@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import InvalidCall, WrongTimeline
 from headrace.replay import Limits, ReplayClient
-from tests.integration.replay.helpers import (
+from tests.support.buffer import (
     enqueue,
     generate,
     healthy_replica,
@@ -184,10 +184,9 @@ async def test_law_1_conservation_no_refill_while_steps_are_being_freed(replay: 
     replica = await healthy_replica(replay)
     await generate(replay, replica)
     await reserve(replay, 0)
-    key = f"hr:{{{replay.run_id}}}"
     for version in (1, 0):  # the trainer is killed before it has freed step 0, and goes back behind it
         timeline = nonce()
-        await replay.redis.execute_command("FCALL", "hr_rewind", 1, key, version, timeline)
+        await replay._connection.call("rewind", version=version, timeline=timeline)
     with pytest.raises(InvalidCall, match="refill while"):
         await replay.enqueue([make_group(0)], timeline, refill=True)
     await rewind(replay, 0)

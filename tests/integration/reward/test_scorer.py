@@ -18,9 +18,9 @@ from headrace.replay import Limits, ReplayClient, Reservation
 from headrace.service import bind
 from headrace.trajectory import Group, Score
 from headrace.wire import sample_to_wire
-from services.replay.scorer import in_batches, run_scorer
-from tests.integration.replay.helpers import healthy_replica, make_group, make_trajectory
-from tests.integration.reward.support import WAIT_S, start_hub
+from headrace_services.replay.scorer import in_batches, run_scorer
+from tests.support.buffer import healthy_replica, make_group, make_trajectory
+from tests.support.reward_hub import WAIT_S, start_hub
 
 GROUPS, N = 4, 2
 
@@ -54,7 +54,7 @@ class Told(Environment):
 def group(order: int, **changes: Any) -> Group:
     base = make_group(order, n=N)
     told = {"env_name": "told", "extra_env_info": {"do": "score"}}
-    return dataclasses.replace(base, **{**told, **changes})
+    return msgspec.structs.replace(base, **{**told, **changes})
 
 
 async def push(replay: ReplayClient, groups: list[Group], text: Callable[[Group], str] = lambda _: "7") -> None:

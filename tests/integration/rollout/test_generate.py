@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import os
 from collections.abc import Iterator
@@ -21,12 +20,18 @@ from headrace.config import Config
 from headrace.errors import LeaseLost
 from headrace.replay import Lease
 from headrace.trajectory import Group, Sampling, Span, Trajectory
-from services.rollout.engine import running_engine
-from services.rollout.generate import Interrupted, Saver, generate, prompt_problem, request_id, sampling_params
-from services.rollout.sampled import GenerationError
-from services.trainer.network.policy import Policy
-from services.trainer.network.projection import Warp, kept
-from services.trainer.network.rows import Layout, MicroBatch, TokenSequence, build
+from headrace_services.rollout.engine import running_engine
+from headrace_services.rollout.generate import (
+    GenerationError,
+    Interrupted,
+    Saver,
+    generate,
+    prompt_problem,
+    request_id,
+    sampling_params,
+)
+from headrace_services.trainer.network.packing import Packing, pack
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, kept
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
@@ -102,7 +107,7 @@ class Shelf:
 
 def going_on(from_: Trajectory, **sampling: Any) -> Lease:
     """The lease of another replica, that goes on from there."""
-    return dataclasses.replace(lease(**sampling), token="another", prefixes={from_.index: from_})
+    return msgspec.structs.replace(lease(**sampling), token="another", prefixes={from_.index: from_})
 
 
 def log_probabilities(model: Any, trajectory: Trajectory, temperature: float) -> np.ndarray:
@@ -131,17 +136,16 @@ async def test_log_probabilities_are_those_the_tokens_were_drawn_with(
 async def test_filtered_log_probabilities_are_the_trainer_s(
     engine: Any, tiny_model: Path, sampling: dict[str, Any]
 ) -> None:
-    policy = Policy(Config.model_validate({"policy": {"model_name": str(tiny_model), "precision": "float32"}}))
-    warp = Warp(**{"temperature": 1.0, **sampling})
+    policy = PolicyModel(Config.model_validate({"policy": {"model_name": str(tiny_model), "precision": "float32"}}))
+    warper = LogitsWarper(**{"temperature": 1.0, **sampling})
     for index in range(4):
         it = await generate(engine, lease(**sampling), index, "me")
-        whole = TokenSequence(it.prompt_token_ids, it.completion_token_ids, it.loss_mask)
-        layout = Layout("padded", sequences=1, tokens=None, algorithm="", multiple=1, share_prompts=False)
+        packed = pack([it], (((0,),),), Packing(mode="padded", trajectories=1, tokens=None))
         with torch.no_grad():
-            found = policy.logprobs(build([whole], MicroBatch((((0,),),)), layout), warp)
-        np.testing.assert_allclose(it.logprobs, found.curr.numpy(), atol=1e-4)
+            found = policy.forward(packed, warper)
+        np.testing.assert_allclose(it.logprobs, found.logprobs.numpy(), atol=1e-4)
         assert found.unfiltered is not None
-        assert (found.unfiltered < found.curr - 0.05).any()  # the filter did leave something out
+        assert (found.unfiltered < found.logprobs - 0.05).any()  # the filter did leave something out
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
@@ -154,7 +158,7 @@ async def test_the_trainer_keeps_what_vllm_keeps(top_k: int | None, top_p: float
     k = None if top_k is None else torch.full((200,), top_k, dtype=torch.int32)
     p = None if top_p == 1 else torch.full((200,), top_p)
     theirs = apply_top_k_top_p_pytorch(logits.clone(), k, p, allow_cpu_sync=True)
-    assert torch.equal(kept(logits, Warp(1.0, top_k, top_p)), theirs > -torch.inf)
+    assert torch.equal(kept(logits, LogitsWarper(1.0, top_k, top_p)), theirs > -torch.inf)
 
 
 async def test_a_trajectory_is_a_whole_record(engine: Any) -> None:

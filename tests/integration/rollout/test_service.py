@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.wire import open_redis
-from tests.integration.rollout.fleet import Fleet, Policy, Process, eventually
+from headrace.replay.connection import open_redis
+from tests.support.rollout_fleet import Fleet, Policy, Process, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
@@ -286,7 +286,7 @@ async def test_a_refit_in_flight_marks_the_tokens_of_either_version(fleet: Fleet
         ids = [*it.prompt_token_ids, *it.completion_token_ids]
         start = it.prompt_token_ids.size - 1
         for span in it.spans:
-            truth = fleet.policy.logprobs(ids, span.version)[start + span.start : start + span.end]
+            truth = fleet.policy.logprobs_of(ids, span.version)[start + span.start : start + span.end]
             assert abs(truth - it.logprobs[span.start : span.end]).max() < 1e-4, (span, boundary)
 
 

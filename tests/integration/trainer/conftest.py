@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_trainer import PROMPTS, STEPS, Trainer, ended
 
 from headrace.replay import Limits
+from tests.support.trainer_process import PROMPTS, STEPS, Trainer, ended
 
 
 @pytest.fixture

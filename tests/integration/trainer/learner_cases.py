@@ -1,8 +1,7 @@
-"""What the learner's tests and the processes they start share: configuration and trajectories."""
+"""What the learner's tests and the processes they start share: configuration and batches."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config import Config
-from services.trainer.learning.experience import Experience
-from services.trainer.network.rows import TokenSequence
+from headrace.trajectory import Trajectory
+from headrace_services.trainer.learning.batch import Batch, MicroBatch
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.network.packing import PackedRows, Packing, pack
+from tests.support.trainer import batch, trajectory
 
 # every trajectory's advantage is its reward, so that a test can give whichever it wants
 REWARD_IS_ADVANTAGE = {
@@ -48,46 +50,63 @@ def config(model: Path | str, **sections: dict[str, Any]) -> Config:
     )
 
 
-def experience(
-    prompt: Sequence[int] | np.ndarray,
-    completion: Sequence[int] | np.ndarray,
-    gen: Sequence[float] | np.ndarray,
-    reward: float = 1.0,
-    own: Sequence[int] | np.ndarray | None = None,
-    place: int = 0,
-) -> Experience:
-    """A trajectory; `gen` are the log-probabilities of those completion tokens that are the policy's own."""
-    policy = np.array(own if own is not None else [1] * len(completion), np.uint8)
-    count = int(policy.sum())
-    return Experience(
-        name=f"trajectory 'g'[{place}]",
-        group=place,
-        place=place,
-        tokens=TokenSequence(np.array(prompt, np.int32), np.array(completion, np.int32), policy),
-        gen=np.array(gen, np.float32),
-        mask=np.ones(count, np.bool_),
-        behind=np.zeros(count, np.float32),
-        reward=reward,
-        components={},
-        environment="math",
-        multiplier=1.0,
-        truncated=False,
-    )
-
-
-def experiences(count: int, seed: int = 0, vocabulary: int = 20, prompts: int | None = None) -> list[Experience]:
-    """Random prompts (of `prompts` groups in turn, or all different) and completions of unequal lengths, some tokens not the policy's."""
+def sampled(
+    count: int, seed: int = 0, vocabulary: int = 20, prompts: int | None = None
+) -> tuple[list[Trajectory], list[float]]:
+    """Trajectories `'g'[0]`, `'g'[1]`, … and their rewards: random prompts (of `prompts` groups in turn, or all different) and
+    completions of unequal lengths, some tokens not the policy's."""
     rng = np.random.default_rng(seed)
-    found: list[Experience] = []
+    found: list[Trajectory] = []
+    rewards = []
     for place in range(count):
         length = int(rng.integers(1, 17))
         own = (rng.random(length) < 0.9).astype(np.uint8)
-        gen = -rng.uniform(0.5, 4, int(own.sum())).astype(np.float32)
+        logprobs = np.zeros(length, np.float32)
+        logprobs[own > 0] = -rng.uniform(0.5, 4, int(own.sum()))
         prompt = rng.integers(0, vocabulary, rng.integers(1, 12))
         if prompts is not None and place % (count // prompts):
-            prompt = found[-1].tokens.prompt
-        found.append(experience(prompt, rng.integers(0, vocabulary, length), gen, float(rng.normal()), own, place))
-    return found
+            prompt = found[-1].prompt_token_ids
+        completion = rng.integers(0, vocabulary, length)
+        rewards.append(float(rng.normal()))
+        found.append(trajectory(prompt, completion, logprobs, own, index=place))
+    return found, rewards
+
+
+def random_batch(count: int, seed: int = 0, prompts: int | None = None) -> Batch:
+    """A batch of what `sampled` gives, scored by the environment `math`."""
+    return batch(*sampled(count, seed, prompts=prompts), environment="math")
+
+
+def unpacked(trajectories: Sequence[Trajectory]) -> PackedRows:
+    """One padded micro-batch of all `trajectories` in their order, a row each."""
+    rows = tuple(((i,),) for i in range(len(trajectories)))
+    return pack(trajectories, rows, Packing(mode="padded", trajectories=len(trajectories), tokens=None))
+
+
+def by_hand(whole: Batch, old_logprobs: torch.Tensor) -> MicroBatch:
+    """The columns of a micro-batch that is the whole batch, where every token counts and each one's advantage is its reward."""
+    trajectory, rewards = torch.from_numpy(whole.trajectory), torch.from_numpy(whole.rewards).float()
+    ones = torch.ones(trajectory.numel())
+    return MicroBatch(
+        trajectory=trajectory,
+        mask=ones,
+        ages=0 * ones,
+        multipliers=torch.ones(len(whole)),
+        rewards=rewards,
+        advantages=rewards[trajectory],
+        rollout_logprobs=torch.from_numpy(whole.rollout_logprobs),
+        old_logprobs=old_logprobs,
+    )
+
+
+def token_ids(one: Trajectory) -> np.ndarray:
+    """Prompt and completion [L] int64."""
+    return np.concatenate([one.prompt_token_ids, one.completion_token_ids]).astype(np.int64)
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    """A copy of the policy's."""
+    return {name: tensor.clone() for name, tensor in learner.iter_weights()}
 
 
 def shaken(model: Path, folder: Path) -> Path:
@@ -99,8 +118,3 @@ def shaken(model: Path, folder: Path) -> Path:
     other.save_pretrained(folder)
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     return folder
-
-
-def placed(batch: Sequence[Experience]) -> list[Experience]:
-    """One batch of these, in this order."""
-    return [dataclasses.replace(e, place=i, group=i, name=f"trajectory 'g'[{i}]") for i, e in enumerate(batch)]

@@ -1,7 +1,6 @@
 """Process of the tests, under torchrun: the steps of several ranks. Arguments: model, teacher, folder for what came out."""
 
 import copy
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from learner_cases import config, experiences
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.learning.experience import Experience
-from services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.step import train_step
+from tests.integration.trainer.learner_cases import config, random_batch
 
 POLICY = {
     "train_micro_batch_size": 2,
@@ -52,29 +52,31 @@ def settings(kind: str, model: Path | str, teacher: Path | str) -> Config:
     return config(model, **sections)
 
 
-def share(batch: list[Experience], step: int) -> list[Experience]:
+def whole_batch(step: int) -> Batch:
+    return random_batch(COUNT, step, prompts=2)
+
+
+def share(whole: Batch, step: int) -> Batch:
     """Unequal shares that divide groups, so that one rank has more micro-batches; in the last step the second has none at all."""
     cut = COUNT if step == STEPS - 1 else 5
-    return batch[:cut] if dist.get_rank() == 0 else batch[cut:]
-
-
-def batches() -> list[list[Experience]]:
-    return [experiences(COUNT, seed, prompts=2) for seed in range(STEPS)]
+    return whole.take(range(cut) if dist.get_rank() == 0 else range(cut, COUNT))
 
 
 def train(model: str, teacher: str, folder: Path, kind: str) -> None:
     chosen = settings(kind, model, teacher)
     learner = Learner(chosen)
     ids = np.arange(20, dtype=np.int32)
-    shares = [share(batch, step) for step, batch in enumerate(batches())]
-    metrics = [learner.step(batch) for batch in shares[:2]]
+
+    def steps(learner: Learner, chosen: range) -> list[dict[str, float]]:
+        return [train_step(learner, share(whole_batch(step), step)) for step in chosen]
+
+    metrics = steps(learner, range(2))
     if dist.get_rank() == 0:
         (folder / kind).mkdir()
     dist.barrier()
     learner.save(folder / kind)
-    metrics += [learner.step(batch) for batch in shares[2:]]
-    resumed = Learner(chosen, folder / kind)
-    again = [resumed.step(batch) for batch in shares[2:]]
+    metrics += steps(learner, range(2, STEPS))
+    again = steps(Learner(chosen, folder / kind), range(2, STEPS))
     weights = {name: tensor.cpu() for name, tensor in learner.iter_weights()}
     out = {"metrics": metrics, "again": again, "probe": learner.probe(ids).tolist(), "version": learner.version}
     (folder / f"{kind}{dist.get_rank()}.json").write_text(json.dumps(out))
@@ -84,16 +86,14 @@ def train(model: str, teacher: str, folder: Path, kind: str) -> None:
 
 def refuse(model: str, folder: Path) -> None:
     refused = []
-    for bad in ({"reward": float("nan")}, {"gen": -1e30}):
+    for reward, logprobs in ((float("nan"), None), (-1.0, -1e30)):
         learner = Learner(config(model, loss_fn={"prev_logprobs_source": "generation"}))
-        own = experiences(6, 5)[:3] if dist.get_rank() == 0 else experiences(6, 5)[3:]
-        if dist.get_rank() == 1:
-            change = {"reward": -1.0, **bad}
-            if "gen" in change:
-                change["gen"] = np.full_like(own[1].gen, change["gen"])
-            own[1] = dataclasses.replace(own[1], **change)
+        whole = random_batch(6, 5)
+        whole.rewards[4] = reward
+        if logprobs is not None:
+            whole.rollout_logprobs[whole.tokens_of([4])] = logprobs
         try:
-            learner.step(own)
+            train_step(learner, whole.take(range(3) if dist.get_rank() == 0 else range(3, 6)))
         except ServiceError as error:
             refused.append(str(error))
     (folder / f"refused{dist.get_rank()}.json").write_text(json.dumps(refused))

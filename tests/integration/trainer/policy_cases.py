@@ -1,4 +1,4 @@
-"""What the tests of rows and the processes they start share: model sizes, layouts and sequences."""
+"""What the tests of packing and the processes they start share: model sizes, ways of packing and trajectories."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from learner_cases import config
+import torch
 
-from services.trainer.network.rows import TokenSequence
+from headrace.config import Config
+from headrace.trajectory import Trajectory
+from tests.integration.trainer.learner_cases import config
+from tests.support.trainer import trajectory
 
 SIZES: dict[str, Any] = {
     "vocab_size": 20,
@@ -42,24 +45,35 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def groups(seed: int = 0) -> list[TokenSequence]:
-    """Groups of unequal completions, a lone sequence, one-token prompts and completions, tokens of an environment."""
+def groups(seed: int = 0) -> list[Trajectory]:
+    """Groups of unequal completions, a lone trajectory, one-token prompts and completions, tokens of an environment."""
     rng = np.random.default_rng(seed)
     found = []
     for size, prompt_length in ((5, 11), (1, 3), (3, 1), (4, 7)):
         prompt = rng.integers(0, 20, prompt_length).astype(np.int32)
         for i in range(size):
             length = 1 if i == 0 else int(rng.integers(1, 17))
-            policy = (rng.random(length) < 0.8).astype(np.uint8)
-            policy[0 if i < 2 else -1] = 1
-            found.append(TokenSequence(prompt, rng.integers(0, 20, length).astype(np.int32), policy))
+            own = (rng.random(length) < 0.8).astype(np.uint8)
+            own[0 if i < 2 else -1] = 1
+            found.append(trajectory(prompt, rng.integers(0, 20, length), own=own))
     return [found[i] for i in rng.permutation(len(found))]
 
 
-def settings(model: Path, mode: dict[str, Any]) -> Any:
+def settings(model: Path, mode: dict[str, Any]) -> Config:
     return config(model, policy={"train_micro_batch_size": 4, **mode})
 
 
-def weights_of(sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+def own_tokens(trajectory: Trajectory) -> int:
+    """How many tokens the policy wrote."""
+    return int(np.count_nonzero(trajectory.loss_mask))
+
+
+def weights_of(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+    """A random weight of each policy token of each trajectory."""
     rng = np.random.default_rng(1)
-    return [rng.normal(size=s.policy_tokens) for s in sequences]
+    return [rng.normal(size=own_tokens(one)) for one in trajectories]
+
+
+def factors(weights: Sequence[np.ndarray], order: Sequence[int]) -> torch.Tensor:
+    """[N] float64: the weights of a micro-batch's tokens, whose trajectories come in `order`."""
+    return torch.from_numpy(np.concatenate([np.empty(0), *(weights[i] for i in order)]))

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from learner_cases import config, experiences, shaken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.sampler import Sampler, problems
-from benchmarks.staleness import experiences as drawn
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.learning.learner import Learner
-from services.trainer.network.policy import Policy
-from services.trainer.network.projection import Warp
-from services.trainer.network.rows import Layout, MicroBatch, build
+from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.step import train_step
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
+from tests.integration.trainer.learner_cases import config, random_batch, shaken, unpacked
+from tests.support.sampling import Sampler, batch_of, problems
 
 GAP = "on_policy_distillation/teacher_student_logprob_gap_mean"
 
@@ -39,15 +37,11 @@ def other_model(tiny_model: Path, tmp_path: Path) -> Path:
     return shaken(tiny_model, tmp_path / "other")
 
 
-def said(name: Path, settings: Config, batch: list[Any]) -> np.ndarray:
-    """Log-probabilities of the policy tokens of `batch`, one trajectory after the other, by the model in `name`."""
-    rows = build(
-        [e.tokens for e in batch],
-        MicroBatch(tuple(((i,),) for i in range(len(batch)))),
-        Layout.of(settings.policy, training=False),
-    )
+def said(name: Path, settings: Config, batch: Batch) -> np.ndarray:
+    """Log-probabilities [N] of the policy tokens of `batch` by the model in `name`."""
     with torch.no_grad():
-        found: np.ndarray = Policy(settings, name).logprobs(rows, Warp()).curr.numpy()
+        output = PolicyModel(settings, name).forward(unpacked(batch.trajectories), LogitsWarper())
+    found: np.ndarray = output.logprobs.numpy()
     return found
 
 
@@ -55,29 +49,31 @@ def test_a_step_compares_with_the_teacher_and_its_penalty_with_the_reference_pol
     tiny_model: Path, other_model: Path
 ) -> None:
     settings = distilled(tiny_model, other_model, loss_fn={"reference_policy_kl_penalty": 0.5})
-    learner, batch = Learner(settings), experiences(8)
-    assert learner.step(batch)["kl_penalty"] == pytest.approx(0, abs=1e-9), "the reference policy is the policy itself"
+    learner, batch = Learner(settings), random_batch(8)
+    assert train_step(learner, batch)["kl_penalty"] == pytest.approx(0, abs=1e-9), (
+        "the reference policy is the policy itself"
+    )
     teacher, reference = (said(name, settings, batch) for name in (other_model, tiny_model))
     assert np.abs(teacher - reference).max() > 0.1
-    for name, expected in (("teacher", teacher), ("ref", reference)):
-        found = np.concatenate([getattr(trace, name) for trace in learner.traces])
-        np.testing.assert_allclose(found, expected, atol=2e-5)
-    np.testing.assert_allclose(
-        np.concatenate([trace.advantages for trace in learner.traces]), teacher - reference, atol=4e-5
-    )
-    assert learner.step(batch)["kl_penalty"] > 0, "the policy has moved away from the reference policy"
+    np.testing.assert_allclose(batch.teacher_logprobs, teacher, atol=2e-5)
+    np.testing.assert_allclose(batch.ref_logprobs, reference, atol=2e-5)
+    np.testing.assert_allclose(batch.advantages, teacher - reference, atol=4e-5)
+    moved = train_step(learner, random_batch(8))["kl_penalty"]
+    assert moved > 0, "the policy has moved away from the reference policy"
 
 
 def test_without_a_penalty_no_reference_policy_is_loaded(tiny_model: Path, other_model: Path) -> None:
     learner = Learner(distilled(tiny_model, other_model, loss_fn={"reference_policy_kl_penalty": 0}))
-    learner.step(experiences(8))
-    assert all(trace.ref is None and trace.teacher is not None for trace in learner.traces)
+    batch = random_batch(8)
+    train_step(learner, batch)
+    assert batch.ref_logprobs is None
+    assert batch.teacher_logprobs is not None
 
 
 def test_one_completion_of_a_prompt_is_enough(tiny_model: Path, other_model: Path) -> None:
     estimator = {"name": "opd", "teacher_model_name": str(other_model)}
     keys = {"num_prompts_per_step": 8, "num_generations_per_prompt": 1, "adv_estimator": estimator}
-    metrics = Learner(config(tiny_model, grpo=keys)).step(experiences(8))
+    metrics = train_step(Learner(config(tiny_model, grpo=keys)), random_batch(8))
     assert np.isfinite(metrics[GAP])
 
 
@@ -97,7 +93,7 @@ def test_a_teacher_whose_embedding_is_only_padded_further_teaches_the_same(tiny_
     with torch.no_grad():
         model.get_input_embeddings().weight[20:] = 0
     model.save_pretrained(other_model)
-    assert Learner(distilled(tiny_model, other_model)).step(experiences(8))[GAP] != 0
+    assert train_step(Learner(distilled(tiny_model, other_model)), random_batch(8))[GAP] != 0
 
 
 def test_a_teacher_with_other_token_ids_is_refused(tiny_model: Path, other_model: Path) -> None:
@@ -133,6 +129,7 @@ def test_a_policy_learns_from_its_teacher_without_a_reward(warm_model: Path, tmp
     divergence = []
     for step in range(20):
         sampler.load(dict(learner.iter_weights()))
-        completions = drawn(sampler.draw(next(questions), 8, seed=step), 8, age=0)
-        divergence.append(-learner.step([dataclasses.replace(e, reward=0.0) for e in completions])[GAP])
+        batch = batch_of(sampler.draw(next(questions), 8, seed=step), 8)
+        batch.rewards[:] = 0
+        divergence.append(-train_step(learner, batch)[GAP])
     assert np.mean(divergence[-4:]) < 0.7 * np.mean(divergence[:4]), divergence

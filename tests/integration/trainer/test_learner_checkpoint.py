@@ -11,21 +11,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from learner_cases import config, experiences
-from learner_saves import PPO
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.config.services import Checkpointing
+from headrace.config.services import CheckpointingConfig
 from headrace.errors import ServiceError
-from services.trainer.control.checkpoint import Checkpoints
-from services.trainer.learning.learner import Learner
+from headrace_services.trainer.control.checkpoint import Checkpoints
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.step import train_step
+from tests.integration.trainer.learner_cases import config, random_batch
+from tests.integration.trainer.learner_saves import PPOConfig
 
-HERE = Path(__file__).parent
+REPOSITORY = Path(__file__).parents[3]
 
 
 def saver(model: Path, folder: Path, limit: int = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, str(HERE / "learner_saves.py"), str(model), str(folder), str(limit)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "tests.integration.trainer.learner_saves", str(model), str(folder), str(limit)]
+    return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def assert_same_weights(a: Learner, b: Learner) -> None:
@@ -37,21 +38,21 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(tiny_model: Path, tmp_pa
     settings = config(tiny_model, loss_fn={"reference_policy_kl_penalty": 0.1})
     straight = Learner(settings)
     for seed in range(2):
-        straight.step(experiences(5, seed))
+        train_step(straight, random_batch(5, seed))
     straight.save(tmp_path)
     resumed = Learner(settings, tmp_path)
     assert resumed.version == 2
     assert_same_weights(straight, resumed)
     for seed in range(2, 5):
         # the reference policy is still the initial model, so that the KL term agrees too
-        assert straight.step(experiences(5, seed)) == resumed.step(experiences(5, seed))
+        assert train_step(straight, random_batch(5, seed)) == train_step(resumed, random_batch(5, seed))
     assert_same_weights(straight, resumed)
 
 
 def test_saving_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
     saved, other = Learner(config(tiny_model)), Learner(config(tiny_model))
     saved.save(tmp_path)
-    assert saved.step(experiences(5)) == other.step(experiences(5))
+    assert train_step(saved, random_batch(5)) == train_step(other, random_batch(5))
     assert_same_weights(saved, other)
 
 
@@ -59,7 +60,7 @@ def test_a_process_alone_saves_and_goes_on_without_a_warning_and_leaves_no_proce
     tiny_model: Path, tmp_path: Path
 ) -> None:
     learner = Learner(config(tiny_model))
-    learner.step(experiences(5))
+    train_step(learner, random_batch(5))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         learner.save(tmp_path)
@@ -70,7 +71,7 @@ def test_a_process_alone_saves_and_goes_on_without_a_warning_and_leaves_no_proce
 
 def test_transformers_loads_the_policy_and_its_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(config(tiny_model))
-    learner.step(experiences(5))
+    train_step(learner, random_batch(5))
     learner.save(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").eval()
     ids = np.arange(20, dtype=np.int32)
@@ -87,26 +88,26 @@ def test_transformers_loads_the_policy_and_its_tokenizer(tiny_model: Path, tmp_p
 
 def test_the_configuration_s_learning_rate_holds_after_a_resume(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(config(tiny_model))
-    learner.step(experiences(5))
+    train_step(learner, random_batch(5))
     learner.save(tmp_path)
     resumed = Learner(config(tiny_model, policy={"optimizer": {"kwargs": {"lr": 5e-5}}}), tmp_path)
-    assert resumed.step(experiences(5))["lr"] == 5e-5
+    assert train_step(resumed, random_batch(5))["lr"] == 5e-5
 
 
 def test_without_optimizer_state_the_weights_still_go_on(tiny_model: Path, tmp_path: Path) -> None:
     settings = config(tiny_model, checkpointing={"save_optimizer": False})
     learner = Learner(settings)
-    learner.step(experiences(5))
+    train_step(learner, random_batch(5))
     learner.save(tmp_path)
     resumed = Learner(settings, tmp_path)
     assert resumed.version == 1
     assert_same_weights(learner, resumed)
-    resumed.step(experiences(5))
+    train_step(resumed, random_batch(5))
 
 
 def test_a_damaged_training_state_is_an_error_with_the_remedy(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(config(tiny_model))
-    learner.step(experiences(5))
+    train_step(learner, random_batch(5))
     learner.save(tmp_path)
     (data,) = (tmp_path / "training").glob("*.distcp")
     data.write_bytes(data.read_bytes()[:100])
@@ -120,7 +121,7 @@ def test_a_damaged_training_state_is_an_error_with_the_remedy(tiny_model: Path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["policy", "value", "training"])
 def test_sigkill_in_the_middle_of_a_save_leaves_the_newest_usable(tiny_model: Path, tmp_path: Path, stage: str) -> None:
-    checkpoints = Checkpoints(tmp_path, Checkpointing())
+    checkpoints = Checkpoints(tmp_path, CheckpointingConfig())
     process = saver(tiny_model, tmp_path)
     try:
         deadline = time.monotonic() + 120
@@ -134,8 +135,8 @@ def test_sigkill_in_the_middle_of_a_save_leaves_the_newest_usable(tiny_model: Pa
     assert newest is not None
     assert checkpoints.state(newest).version == newest
     assert checkpoints.ledger(newest) == {newest - 1: ["g"]}
-    learner = Learner(config(tiny_model, ppo=PPO), checkpoints.path(newest))
-    learner.step(experiences(4, newest))
+    learner = Learner(config(tiny_model, ppo=PPOConfig), checkpoints.path(newest))
+    train_step(learner, random_batch(4, newest))
     learner.save(checkpoints.begin(learner.version))
     assert [path.name for path in tmp_path.glob(".unfinished*")] == [f".unfinished-step_{newest + 1}"]
 
@@ -150,6 +151,6 @@ def test_a_disk_without_room_leaves_the_newest_usable(tiny_model: Path, tmp_path
     last = stderr.strip().splitlines()[-1]
     assert "ServiceError: can't write a checkpoint" in last
     assert "the earlier ones are untouched. Free space there" in last
-    checkpoints = Checkpoints(tmp_path, Checkpointing())
+    checkpoints = Checkpoints(tmp_path, CheckpointingConfig())
     assert checkpoints.published() == [1]
-    Learner(config(tiny_model, ppo=PPO), checkpoints.path(1)).step(experiences(4))
+    train_step(Learner(config(tiny_model, ppo=PPOConfig), checkpoints.path(1)), random_batch(4))

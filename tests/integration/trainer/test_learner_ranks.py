@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_cases import shaken
-from learner_ranks import SETTINGS, batches, settings
 
-from services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.step import train_step
+from tests.integration.trainer.learner_cases import shaken
+from tests.integration.trainer.learner_ranks import SETTINGS, STEPS, settings, whole_batch
 
-HERE = Path(__file__).parent
+REPOSITORY = Path(__file__).parents[3]
 
 GAP = "on_policy_distillation/teacher_student_logprob_gap_mean"
 
@@ -32,7 +33,8 @@ def two_ranks(tiny_model: Path, teacher: Path, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, str(HERE / "learner_ranks.py"), str(tiny_model), str(teacher), str(folder)],
+        [*command, "-m", "tests.integration.trainer.learner_ranks", str(tiny_model), str(teacher), str(folder)],
+        cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=240,
@@ -54,7 +56,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def one_rank(tiny_model: Path, teacher: Path, kind: str) -> tuple[Learner, list[dict[str, float]]]:
     learner = Learner(settings(kind, tiny_model, teacher))
-    return learner, [learner.step(batch) for batch in batches()]
+    return learner, [train_step(learner, whole_batch(step)) for step in range(STEPS)]
 
 
 def test_two_ranks_take_the_same_steps_to_the_same_numbers(
@@ -89,8 +91,8 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(
     assert described["architectures"] == ["Qwen2ForCausalLM"]
     learner = Learner(settings(kind, tiny_model, teacher), two_ranks / kind)
     assert learner.version == 2
-    for batch, theirs in zip(batches()[2:], results(two_ranks, kind, 0)["metrics"][2:], strict=True):
-        assert learner.step(batch) == pytest.approx(theirs, rel=2e-5, abs=1e-5)
+    for step, theirs in zip(range(2, STEPS), results(two_ranks, kind, 0)["metrics"][2:], strict=True):
+        assert train_step(learner, whole_batch(step)) == pytest.approx(theirs, rel=2e-5, abs=1e-5)
 
 
 def test_what_one_rank_refuses_every_rank_raises(two_ranks: Path) -> None:

@@ -1,14 +1,11 @@
 """One learner in one process, on real models."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from learner_cases import config, experience, experiences, placed
-from policy_cases import MODES
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -21,13 +18,24 @@ from transformers import (
 )
 
 from headrace.errors import ServiceError
-from services.trainer.learning.experience import Experience
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.losses import policy_loss
-from services.trainer.learning.tokens import GlobalCounts, Logprobs, Tokens
-from services.trainer.network.policy import Policy
-from services.trainer.network.projection import Warp
-from services.trainer.network.rows import Layout, MicroBatch, Rows, TokenSequence, build
+from headrace.trajectory import Trajectory
+from headrace_services.trainer.learning.batch import Batch, GlobalCounts
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.losses import policy_loss
+from headrace_services.trainer.learning.step import train_step
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
+from tests.integration.trainer import learner_ranks
+from tests.integration.trainer.learner_cases import (
+    by_hand,
+    config,
+    random_batch,
+    sampled,
+    token_ids,
+    unpacked,
+    weights,
+)
+from tests.integration.trainer.policy_cases import MODES, own_tokens
+from tests.support.trainer import batch, trajectory
 
 SMALL: dict[str, Any] = {
     "vocab_size": 20,
@@ -57,24 +65,14 @@ def architectures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-def rows(batch: list[Experience]) -> Rows:
-    """One micro-batch of all of `batch`, in its order."""
-    layout = Layout(mode="padded", sequences=64, tokens=None, algorithm="", multiple=1, share_prompts=False)
-    return build([s.tokens for s in batch], MicroBatch(tuple(((i,),) for i in range(len(batch)))), layout)
-
-
-def plain_logprobs(folder: Path, tokens: TokenSequence, temperature: float) -> torch.Tensor:
-    """Every completion token's log-probability from a forward of the whole sequence alone, with all its logits."""
+def plain_logprobs(folder: Path, one: Trajectory, temperature: float) -> torch.Tensor:
+    """Every completion token's log-probability from a forward of the whole trajectory alone, with all its logits."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.from_numpy(np.concatenate([tokens.prompt, tokens.completion]).astype(np.int64))
+    ids = torch.from_numpy(token_ids(one))
     with torch.no_grad():
         logits = model(input_ids=ids[None]).logits[0] / temperature
-    start = tokens.prompt.size
+    start = one.prompt_token_ids.size
     return logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[start - 1 :, 0]
-
-
-def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in learner.iter_weights()}
 
 
 def assert_same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -88,13 +86,14 @@ def assert_same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
 def test_logprobs_equal_a_plain_transformers_forward(
     architectures: dict[str, Path], name: str, temperature: float
 ) -> None:
-    batch = experiences(6)
+    trajectories, _ = sampled(6)
     with torch.no_grad():
-        found = Policy(config(architectures[name])).logprobs(rows(batch), Warp(temperature)).curr
+        policy = PolicyModel(config(architectures[name]))
+        found = policy.forward(unpacked(trajectories), LogitsWarper(temperature)).logprobs
     expected = torch.cat(
         [
-            plain_logprobs(architectures[name], e.tokens, temperature)[torch.from_numpy(e.tokens.policy).bool()]
-            for e in batch
+            plain_logprobs(architectures[name], one, temperature)[torch.from_numpy(one.loss_mask).bool()]
+            for one in trajectories
         ]
     )
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
@@ -103,7 +102,7 @@ def test_logprobs_equal_a_plain_transformers_forward(
 def test_probe_equals_a_full_forward_at_temperature_one(tiny_model: Path) -> None:
     learner = Learner(config(tiny_model, policy={"generation": {"max_new_tokens": 16, "temperature": 0.5}}))
     ids = np.random.default_rng(0).integers(0, learner.vocab_size, 40).astype(np.int32)
-    whole = TokenSequence(ids[:1], ids[1:], np.ones(39, np.uint8))
+    whole = trajectory(ids[:1], ids[1:])
     found = learner.probe(ids)
     assert found.shape == (39,)
     assert found.dtype == np.float32
@@ -111,15 +110,15 @@ def test_probe_equals_a_full_forward_at_temperature_one(tiny_model: Path) -> Non
 
 
 def test_only_positions_that_count_go_through_the_vocabulary_projection(tiny_model: Path) -> None:
-    policy = Policy(config(tiny_model))
+    policy = PolicyModel(config(tiny_model))
     projected = []
     policy.model.get_output_embeddings().register_forward_hook(
         lambda *hook: projected.append(hook[2].shape[:-1].numel())
     )
-    batch = experiences(6)
+    trajectories, _ = sampled(6)
     with torch.no_grad():
-        policy.logprobs(rows(batch), Warp())
-    assert projected == [sum(e.tokens.policy_tokens for e in batch)]
+        policy.forward(unpacked(trajectories), LogitsWarper())
+    assert projected == [sum(map(own_tokens, trajectories))]
 
 
 def test_a_preference_is_learnt_and_the_loss_falls(tiny_model: Path) -> None:
@@ -132,12 +131,9 @@ def test_a_preference_is_learnt_and_the_loss_falls(tiny_model: Path) -> None:
     def logprobs(answer: np.ndarray) -> np.ndarray:
         return learner.probe(np.concatenate([prompt, answer]))[-answer.size :]
 
-    batch = [
-        experience(prompt, answer, logprobs(answer), advantage, place=place)
-        for place, (answer, advantage) in enumerate(zip(ids, (1.0, -1.0), strict=True))
-    ]
+    answers = [trajectory(prompt, answer, logprobs(answer), index=place) for place, answer in enumerate(ids)]
     before = [logprobs(answer).sum() for answer in ids]
-    losses = [learner.step(batch)["loss"] for _ in range(4)]
+    losses = [train_step(learner, batch(answers, [1.0, -1.0]))["loss"] for _ in range(4)]
     assert losses[0] == pytest.approx(0, abs=1e-5)
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < -0.05
@@ -150,25 +146,19 @@ def test_a_preference_is_learnt_and_the_loss_falls(tiny_model: Path) -> None:
 def test_gradient_is_that_of_the_loss_over_the_whole_batch(tiny_model: Path, source: str) -> None:
     loss_fn = {"prev_logprobs_source": source, "use_importance_sampling_correction": source == "recompute"}
     settings = config(tiny_model, loss_fn=loss_fn, policy={"train_micro_batch_size": 3})
-    batch = experiences(8)
-    metrics = Learner(settings).step(batch)
+    whole = random_batch(8)
+    metrics = train_step(Learner(settings), random_batch(8))
 
-    policy = Policy(settings)
-    whole = rows(batch)
-    ones = torch.ones(whole.targets.numel())
-    each = torch.ones(len(batch))
-    rewards = torch.tensor([e.reward for e in batch])
-    tokens = Tokens(whole.sequence, rewards[whole.sequence], ones, 0 * ones, each, rewards)
-    gen = torch.from_numpy(np.concatenate([e.gen for e in batch]))
-    curr = policy.logprobs(whole, Warp()).curr
-    start = curr.detach()
-    logprobs = Logprobs(curr, start if source == "recompute" else gen, gen, start)
-    parts = policy_loss(settings.loss_fn, tokens, logprobs, GlobalCounts(ones.numel(), len(batch), 1.0))
+    policy = PolicyModel(settings)
+    output = policy.forward(unpacked(whole.trajectories), LogitsWarper())
+    tokens = by_hand(whole, output.logprobs.detach())
+    count = whole.trajectory.size
+    parts = policy_loss(settings.loss_fn, output, tokens, GlobalCounts(count, len(whole), 1.0))
     parts.loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in policy.model.parameters()])
     assert metrics["loss"] == pytest.approx(parts.loss.item(), abs=1e-6)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-    assert metrics["global_valid_toks"] == ones.numel()
+    assert metrics["global_valid_toks"] == count
 
 
 @pytest.mark.parametrize("size", [1, 3, 64])
@@ -178,7 +168,7 @@ def test_micro_batching_changes_nothing(tiny_model: Path, size: int) -> None:
         policy = {"train_micro_batch_size": size, "optimizer": {"kwargs": {"lr": 1e-3, "eps": 1e-4}}}
         loss_fn = {"reference_policy_kl_penalty": 0.1, "use_importance_sampling_correction": True}
         learner = Learner(config(tiny_model, policy=policy, loss_fn=loss_fn))
-        return [learner.step(experiences(7, seed)) for seed in range(3)], weights(learner)
+        return [train_step(learner, random_batch(7, seed)) for seed in range(3)], weights(learner)
 
     metrics, after = run(size)
     expected, reference = run(7)
@@ -189,26 +179,25 @@ def test_micro_batching_changes_nothing(tiny_model: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["padded", "dynamic", "shared-packed", "all"])
-def test_the_entropy_is_the_mean_over_tokens_that_count_whatever_the_rows(tiny_model: Path, mode: str) -> None:
+def test_the_entropy_is_the_mean_over_tokens_that_count_however_they_are_packed(tiny_model: Path, mode: str) -> None:
     """Of the distribution after temperature and top-k, against float64 by transformers alone; tokens weigh what they weigh in the loss."""
-    batch = experiences(8, prompts=2)
-    batch[1] = dataclasses.replace(batch[1], multiplier=0.5)
-    batch[2] = dataclasses.replace(batch[2], multiplier=0.0)
-    batch[5].mask[::2] = False
+    given = random_batch(8, prompts=2)
+    given.multipliers[1:3] = 0.5, 0.0
+    given.mask[given.tokens_of([5])[::2]] = False
     generation = {"max_new_tokens": 16, "temperature": 0.7, "top_k": 5}
     policy = {"train_micro_batch_size": 3, "generation": generation, **MODES[mode]}
-    metrics = Learner(config(tiny_model, policy=policy)).step(batch)
+    metrics = train_step(Learner(config(tiny_model, policy=policy)), given)
 
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64).eval()
     total = count = 0.0
-    for one in batch:
-        ids = torch.from_numpy(np.concatenate([one.tokens.prompt, one.tokens.completion]).astype(np.int64))
+    for one, multiplier, mask in zip(given.trajectories, given.multipliers, given.split(given.mask), strict=True):
         with torch.no_grad():
-            logits = plain(input_ids=ids[None]).logits[0, one.tokens.prompt.size - 1 : -1] / 0.7
-        p = logits[torch.from_numpy(one.tokens.policy).bool()].topk(5).values.softmax(-1)
-        weights = one.multiplier * torch.from_numpy(one.mask).double()
-        total += float((torch.special.entr(p).sum(-1) * weights).sum())
-        count += float(weights.sum())
+            logits = plain(input_ids=torch.from_numpy(token_ids(one))[None]).logits[0] / 0.7
+        before = logits[one.prompt_token_ids.size - 1 : -1]
+        p = before[torch.from_numpy(one.loss_mask).bool()].topk(5).values.softmax(-1)
+        counted = multiplier * torch.from_numpy(mask).double()
+        total += float((torch.special.entr(p).sum(-1) * counted).sum())
+        count += float(counted.sum())
     assert metrics["entropy"] == pytest.approx(total / count, abs=1e-5)
     assert 0.5 < metrics["entropy"] < np.log(5)
 
@@ -217,22 +206,58 @@ def test_same_batch_gives_the_same_bits(tiny_model: Path) -> None:
     settings = config(tiny_model, loss_fn={"reference_policy_kl_penalty": 0.1}, policy={"train_micro_batch_size": 3})
     learners = Learner(settings), Learner(settings)
     for seed in range(3):
-        first, second = (learner.step(experiences(8, seed)) for learner in learners)
+        first, second = (train_step(learner, random_batch(8, seed)) for learner in learners)
         assert first == second
     assert_same_weights(*map(weights, learners))
 
 
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_the_order_of_a_rank_s_trajectories_changes_no_bit(tiny_model: Path, kind: str) -> None:
+    """What is in which micro-batch follows from lengths and places in the whole batch."""
+    order = [5, 2, 7, 0, 3, 6, 1, 4]
+    chosen = learner_ranks.settings(kind, tiny_model, "")
+    one, other = Learner(chosen), Learner(chosen)
+    for seed in (1, 7):
+        straight, turned = random_batch(8, seed, prompts=2), random_batch(8, seed, prompts=2).take(order)
+        assert len({token_ids(trajectory).size for trajectory in straight.trajectories}) == 8
+        assert train_step(one, straight) == train_step(other, turned)
+        np.testing.assert_array_equal(turned.advantages, straight.take(order).advantages)
+        np.testing.assert_array_equal(turned.old_logprobs, straight.take(order).old_logprobs)
+    assert_same_weights(weights(one), weights(other))
+
+
 def test_reference_policy_stays_where_it_was(tiny_model: Path) -> None:
     learner = Learner(config(tiny_model, loss_fn={"reference_policy_kl_penalty": 0.5}))
-    batch = experiences(8)
-    penalties = [learner.step(batch)["kl_penalty"] for _ in range(3)]
+    penalties = [train_step(learner, random_batch(8))["kl_penalty"] for _ in range(3)]
     assert penalties[0] == 0
     assert 0 < penalties[1] < penalties[2]
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_routers_of_a_mixture_of_experts_are_trained_unless_they_are_frozen(
+    architectures: dict[str, Path], tiny_model: Path, tmp_path: Path, frozen: bool
+) -> None:
+    policy = {"freeze_moe_router": frozen, "tokenizer": {"name": str(tiny_model)}}
+    settings = config(architectures["experts"], policy=policy)
+    learner = Learner(settings)
+    before = weights(learner)
+    train_step(learner, random_batch(8))
+    moved = {name for name, tensor in weights(learner).items() if not torch.equal(tensor, before[name])}
+    routers = {name for name in before if name.endswith("block_sparse_moe.gate.weight")}
+    assert len(routers) == SMALL["num_hidden_layers"]
+    assert moved >= before.keys() - routers
+    assert moved.isdisjoint(routers) == frozen
+    learner.save(tmp_path)
+    again = Learner(settings, tmp_path)
+    assert_same_weights(weights(again), weights(learner))
+    for each in (learner, again):
+        train_step(each, random_batch(8, 1))
+    assert_same_weights(weights(again), weights(learner))
+
+
 def test_weights_are_named_as_the_checkpoint_names_them(architectures: dict[str, Path]) -> None:
     for name, folder in architectures.items():
-        policy = Policy(config(folder))
+        policy = PolicyModel(config(folder))
         saved = load_file(folder / "model.safetensors")
         found = dict(policy.weights())
         assert found.keys() == saved.keys(), name
@@ -247,48 +272,51 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(tiny_model: Pat
     difference = np.abs(half.probe(ids) - full.probe(ids)).max()
     assert 0 < difference < 0.2
     before = weights(half)
-    half.step(experiences(8))
+    train_step(half, random_batch(8))
     assert {dtype for _, dtype, _ in half.weight_metadata()} == {"float32"}
     assert all(tensor.dtype == torch.float32 for tensor in before.values())
     assert any(not torch.equal(tensor, before[name]) for name, tensor in half.iter_weights())
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("bad", "reward", "says"),
     [
-        ({"reward": float("nan")}, "its reward is nan"),
-        ({"gen": np.full(3, np.inf, np.float32)}, "behaviour log-probability is not finite"),
-        ({"tokens": TokenSequence(np.ones(1, np.int32), np.array([1, 99, 1], np.int32), np.ones(3, np.uint8))},
-         "outside the model's vocabulary of 20"),
-        ({"tokens": TokenSequence(np.ones(70, np.int32), np.ones(3, np.int32), np.ones(3, np.uint8))},
-         "73 tokens, more than policy.max_total_sequence_length 64"),
+        (trajectory([1, 2], [3, 4, 5], index=2), float("nan"), "its reward is nan"),
+        (trajectory([1, 2], [3, 4, 5], [np.inf] * 3, index=2), 1.0, "behaviour log-probability is not finite"),
+        (trajectory([1], [1, 99, 1], index=2), 1.0, "outside the model's vocabulary of 20"),
+        (trajectory([1] * 70, [1] * 3, index=2), 1.0, "73 tokens, more than policy.max_total_sequence_length 64"),
     ],
     ids=["reward", "behaviour", "vocabulary", "length"],
-)  # fmt: skip
-def test_a_bad_trajectory_is_named_and_nothing_changes(tiny_model: Path, change: dict[str, Any], says: str) -> None:
+)
+def test_a_bad_trajectory_is_named_and_nothing_changes(
+    tiny_model: Path, bad: Trajectory, reward: float, says: str
+) -> None:
     learner = Learner(config(tiny_model))
     before = weights(learner)
-    good = experience([1, 2], [3, 4, 5], [-1, -1, -1])
+    given = batch([*(trajectory([1, 2], [3, 4, 5], index=i) for i in range(2)), bad], [1.0] * 3)
+    given.rewards[2] = reward
     with pytest.raises(ServiceError, match=rf"step 0: trajectory 'g'\[2\]: .*{says}.*; no step was taken"):
-        learner.step(placed([good, good, dataclasses.replace(good, **change)]))
+        train_step(learner, given)
     assert learner.version == 0
     assert_same_weights(weights(learner), before)
 
 
-def overflowing(one: Experience) -> Experience:
-    """With a negative advantage and the ratio against the behaviour policy, its loss is infinite."""
-    return dataclasses.replace(one, gen=np.full_like(one.gen, -1e30), reward=-1.0)
+def overflowing(count: int, place: int) -> Batch:
+    """With a negative advantage and the ratio against the behaviour policy, the loss of the trajectory at `place` is infinite."""
+    given = random_batch(count)
+    given.rollout_logprobs[given.tokens_of([place])] = -1e30
+    given.rewards[place] = -1.0
+    return given
 
 
 def test_a_loss_that_is_not_finite_names_its_trajectory_and_changes_nothing(tiny_model: Path) -> None:
     settings = config(tiny_model, loss_fn={"prev_logprobs_source": "generation"}, policy={"train_micro_batch_size": 4})
     learner, untouched = Learner(settings), Learner(settings)
-    batch = experiences(6)
     with pytest.raises(ServiceError, match=r"not both finite, because of trajectory 'g'\[3\]; no step was taken"):
-        learner.step([*batch[:3], overflowing(batch[3]), *batch[4:]])
+        train_step(learner, overflowing(6, 3))
     assert learner.version == 0
     # the error left nothing behind that the next step could see
-    assert learner.step(batch) == untouched.step(batch)
+    assert train_step(learner, random_batch(6)) == train_step(untouched, random_batch(6))
     assert_same_weights(weights(learner), weights(untouched))
 
 
@@ -298,13 +326,12 @@ def test_after_a_later_optimizer_step_that_is_not_finite_the_weights_go_nowhere(
     """They are of no version: neither a checkpoint nor the fleet may get them."""
     policy = {"train_global_batch_size": 2}
     learner = Learner(config(tiny_model, loss_fn={"prev_logprobs_source": "generation"}, policy=policy))
-    batch = experiences(4)
     says = r"because of trajectory 'g'\[3\].*1 optimizer steps of this step were taken before it"
     with pytest.raises(ServiceError, match=says):
-        learner.step([*batch[:3], overflowing(batch[3])])
+        train_step(learner, overflowing(4, 3))
     assert learner.version == 0
     for use in (
-        lambda: learner.step(batch),
+        lambda: train_step(learner, random_batch(4)),
         lambda: learner.save(tmp_path),
         lambda: learner.probe(np.arange(5, dtype=np.int32)),
         learner.iter_weights,
@@ -316,7 +343,9 @@ def test_after_a_later_optimizer_step_that_is_not_finite_the_weights_go_nowhere(
 
 def test_a_batch_in_which_nothing_counts_has_no_loss(tiny_model: Path) -> None:
     learner = Learner(config(tiny_model))
-    metrics = learner.step([dataclasses.replace(e, multiplier=0.0) for e in experiences(3)])
+    given = random_batch(3)
+    given.multipliers[:] = 0.0
+    metrics = train_step(learner, given)
     assert metrics["loss"] == metrics["grad_norm"] == metrics["global_valid_toks"] == 0
     assert metrics["probs_ratio_max"] == -1
 
@@ -330,7 +359,7 @@ def test_a_model_that_is_not_there_is_an_error_with_the_remedy(tmp_path: Path) -
 def test_a_folder_without_weights_is_an_error_with_the_remedy(tmp_path: Path, architectures: dict[str, Path]) -> None:
     (tmp_path / "config.json").write_text((architectures["tied"] / "config.json").read_text())
     with pytest.raises(ServiceError, match=r"policy\.model_name .*give a directory"):
-        Policy(config(tmp_path))
+        PolicyModel(config(tmp_path))
 
 
 def test_a_context_longer_than_the_model_s_is_refused(tiny_model: Path) -> None:

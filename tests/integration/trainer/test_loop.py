@@ -7,15 +7,15 @@ import signal
 from pathlib import Path
 
 import pytest
-from loop_fleet import SmallReplica, installed, running, score_all
-from loop_trainer import PROMPTS, STEPS, Trainer, check_history, check_samples, ended, settled
 
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.wire import open_redis
+from headrace.replay.connection import open_redis
 from headrace.service import EXIT_STOPPED
-from services.trainer.control.start import Restore, choose_start
-from services.trainer.telemetry.metric_names import unknown
-from services.trainer.telemetry.samples import SampleFiles
+from headrace_services.trainer.control.resume import restore_reason
+from headrace_services.trainer.telemetry.metric_names import unknown
+from headrace_services.trainer.telemetry.samples import SampleFiles
+from tests.support.small_replica import SmallReplica, installed, running, score_all
+from tests.support.trainer_process import PROMPTS, STEPS, Trainer, check_history, check_samples, ended, settled
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,7 @@ async def test_a_buffer_that_was_emptied_is_made_anew_from_the_checkpoint(
     async for key in replay.redis.scan_iter(f"hr:{{{replay.run_id}}}*"):
         await replay.redis.delete(key)
     state = await replay.open_run(limits)
-    assert isinstance(choose_start(trainer.checkpoints().state(2), state), Restore)
+    assert restore_reason(trainer.checkpoints().state(2), state) is not None
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
         assert await trainer.run() == 0, trainer.said()
     groups = check_history(trainer)

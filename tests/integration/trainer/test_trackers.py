@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,18 @@ import pytest
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.telemetry.journal import Journal
-from services.trainer.telemetry.loggers.follower import Follower, counts
-from services.trainer.telemetry.loggers.opening import followers
-from services.trainer.telemetry.loggers.tracker import Entry, parameters
-from services.trainer.telemetry.samples import SampleFiles
+from headrace_services.trainer.telemetry import tracker_thread
+from headrace_services.trainer.telemetry.alarm import picture_path
+from headrace_services.trainer.telemetry.journal import Journal
+from headrace_services.trainer.telemetry.samples import SampleFiles
+from headrace_services.trainer.telemetry.tracker_thread import TrackerThread, tracker_metrics
+from headrace_services.trainer.telemetry.trackers import Opener, TrackerEntry, enabled, parameters
 
 LONG_S = 100.0
+# two red pixels
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAIAAAABCAIAAAB7QOjdAAAAD0lEQVR4nGP8z8DAwMAAAAYIAQHLR3Z1AAAAAElFTkSuQmCC"
+)
 
 
 def config_of(folder: Path, tracker: str, **settings: Any) -> Config:
@@ -35,14 +41,18 @@ def config_of(folder: Path, tracker: str, **settings: Any) -> Config:
 
 
 def follow(config: Config, journal: Journal) -> None:
-    """One life of a trainer: its trackers get what there is, and are closed."""
-    found = followers(config, journal.path, SampleFiles(config.log_folder, 5))
-    for follower in found:
-        follower.start()
-        follower.ask_to_end(time.monotonic() + LONG_S)
-    for follower in found:
-        follower.join()
-        assert (follower.behind(), follower.failures) == (0, 0)
+    """One life of a trainer: its tracker gets what there is, and is closed."""
+    ((name, opener),) = enabled(config)
+    shown = config.logger.num_val_samples_to_print
+    thread = TrackerThread(name, opener, journal.path, SampleFiles(config.log_folder, 5), shown)
+    live(thread)
+    assert (thread.behind(), thread.failures) == (0, 0)
+
+
+def live(thread: TrackerThread) -> None:
+    thread.start()
+    thread.finish(time.monotonic() + LONG_S)
+    thread.join()
 
 
 @pytest.fixture
@@ -150,34 +160,56 @@ def test_mlflow_goes_on_with_its_run(tmp_path: Path, journal: Journal, monkeypat
     assert run.data.metrics["validation/accuracy"] in (0.5, 0.1)
 
 
+def test_the_trajectories_of_a_validation_and_the_picture_of_an_alarm_go_with_their_lines(
+    tmp_path: Path, journal: Journal
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = config_of(tmp_path, "tensorboard", num_val_samples_to_print=1)
+    config.log_folder.mkdir(parents=True)
+    picture_path(config.log_folder, 0).write_bytes(PNG)
+    record = {"task": "sums", "group": "g", "finish_reason": "stop", "messages": [{"role": "user", "content": "2+2"}]}
+    validated = [{**record, "token_ids": [1], "content": "four", "rewards": 1.0}]
+    SampleFiles(config.log_folder, 5).write("val", 1, validated)
+    journal.append("train", 0, "t", {"train_inference_alarm": 1.0})
+    train(journal, 1, 0.5)
+    journal.append("validation", 1, "t", {"accuracy": 1.0})
+    journal.append("validation", 2, "t", {"accuracy": 1.0})  # whose trajectories are gone
+    follow(config, journal)
+    events = EventAccumulator(str(config.log_folder / "tensorboard"))
+    events.Reload()
+    assert [(image.step, image.width, image.height) for image in events.Images("train/disagreement")] == [(0, 2, 1)]
+    (text,) = events.Tensors("validation/samples/text_summary")
+    assert text.step == 1
+    assert b"**reward 1**" in text.tensor_proto.string_val[0]
+    assert b"    four" in text.tensor_proto.string_val[0]
+
+
 class Recorder:
     """A tracker that fails when it is told to."""
 
-    def __init__(self, written: list[Entry], fails: Callable[[], bool]) -> None:
-        self.run_id = "r"
+    run_id = "r"
+
+    def __init__(self, written: list[TrackerEntry], fails: Callable[[], bool] = lambda: False) -> None:
         self._written, self._fails = written, fails
-        self._pending: list[Entry] = []
 
-    def rewind(self, step: int) -> None:
-        return
-
-    def write(self, entry: Entry) -> None:
+    def write(self, entries: Sequence[TrackerEntry], rewound_to: int | None) -> None:
         if self._fails():
             raise ConnectionError("no route to host")
-        self._pending.append(entry)
-
-    def flush(self) -> None:
-        self._written.extend(self._pending)
-        self._pending.clear()
+        self._written += entries
 
     def close(self) -> None:
         return
 
 
+def thread_of(journal: Journal, folder: Path, opener: Opener) -> TrackerThread:
+    return TrackerThread("recorder", opener, journal.path, SampleFiles(folder, 0))
+
+
 def test_law_a_tracker_that_fails_costs_the_run_nothing_and_gets_what_it_missed(
     tmp_path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
-    written: list[Entry] = []
+    written: list[TrackerEntry] = []
     down, failed = threading.Event(), threading.Event()
     down.set()
 
@@ -188,86 +220,110 @@ def test_law_a_tracker_that_fails_costs_the_run_nothing_and_gets_what_it_missed(
 
     opened: list[str | None] = []
 
-    def make(run_id: str | None) -> Recorder:
+    def opener(run_id: str | None) -> Recorder:
         opened.append(run_id)
         return Recorder(written, fails)
 
-    follower = Follower("recorder", make, lambda line, entry: entry, journal.path, tmp_path / "logs")
-    follower.start()
+    thread = thread_of(journal, tmp_path / "logs", opener)
+    thread.start()
     for step in range(3):
         train(journal, step, 0.0)
-        follower.nudge()
+        thread.nudge()
     assert failed.wait(LONG_S)
     down.clear()
-    follower.ask_to_end(time.monotonic() + LONG_S)
-    follower.join()
+    thread.finish(time.monotonic() + LONG_S)
+    thread.join()
     assert [entry.step for entry in written] == [0, 1, 2]
-    assert counts([follower]) == {"trackers/failures": float(follower.failures), "trackers/lines_behind": 0.0}
-    assert follower.failures >= 1
+    assert tracker_metrics([thread]) == {"trackers/failures": float(thread.failures), "trackers/lines_behind": 0.0}
+    assert thread.failures >= 1
     assert caplog.text.count("recorder can't be written to (ConnectionError: no route to host)") == 1
+    assert caplog.text.count("recorder is back") == 1
     assert opened[0] is None
     assert set(opened[1:]) == {"r"}
 
 
-def test_a_tracker_that_stays_away_is_said_and_its_lines_are_sent_at_the_next_start(
+def test_a_tracker_that_is_back_gets_its_lines_without_waiting_for_the_next_one(
+    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker_thread, "RETRY_S", 0.001)
+    written: list[TrackerEntry] = []
+    caught_up = threading.Event()
+    failures = iter([True, True])
+
+    def fails() -> bool:
+        if next(failures, False):
+            return True
+        caught_up.set()
+        return False
+
+    train(journal, 0, 0.0)
+    thread = thread_of(journal, tmp_path / "logs", lambda run_id: Recorder(written, fails))
+    thread.start()
+    assert caught_up.wait(LONG_S)
+    thread.finish(time.monotonic() + LONG_S)
+    thread.join()
+    assert [entry.step for entry in written] == [0]
+    assert thread.failures == 2
+
+
+def test_a_tracker_that_stays_away_is_reported_and_its_lines_are_sent_at_the_next_start(
     tmp_path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(journal, 0, 0.0)
-    gone = Follower(
-        "recorder", lambda run_id: Recorder([], lambda: True), lambda _, e: e, journal.path, tmp_path / "logs"
-    )
-    gone.start()
-    gone.ask_to_end(time.monotonic())
-    gone.join()
+    live(thread_of(journal, tmp_path / "logs", lambda run_id: Recorder([], lambda: True)))
     assert "recorder lacks 1 lines" in caplog.text
-    written: list[Entry] = []
-    back = Follower(
-        "recorder", lambda run_id: Recorder(written, lambda: False), lambda _, e: e, journal.path, tmp_path / "logs"
-    )
-    back.start()
-    back.ask_to_end(time.monotonic() + LONG_S)
-    back.join()
+    written: list[TrackerEntry] = []
+    live(thread_of(journal, tmp_path / "logs", lambda run_id: Recorder(written)))
     assert [entry.step for entry in written] == [0]
 
 
+def test_a_tracker_that_hangs_does_not_keep_a_finished_trainer(
+    tmp_path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    hangs = threading.Event()
+    train(journal, 0, 0.0)
+    thread = thread_of(journal, tmp_path / "logs", lambda run_id: Recorder([], lambda: hangs.wait(LONG_S)))
+    thread.start()
+    thread.finish(time.monotonic())
+    thread.join()
+    assert "recorder lacks 1 lines" in caplog.text
+    hangs.set()
+
+
 def test_a_journal_that_lost_lines_goes_on_in_the_same_run(tmp_path: Path, journal: Journal) -> None:
-    written: list[Entry] = []
+    written: list[TrackerEntry] = []
     runs: list[str | None] = []
 
-    def live() -> None:
-        def make(run_id: str | None) -> Recorder:
-            runs.append(run_id)
-            return Recorder(written, lambda: False)
+    def opener(run_id: str | None) -> Recorder:
+        runs.append(run_id)
+        return Recorder(written)
 
-        follower = Follower("recorder", make, lambda _, entry: entry, journal.path, tmp_path / "logs")
+    def train_and_send() -> None:
+        thread = thread_of(journal, tmp_path / "logs", opener)
         train(journal, len(journal.read()), 0.0)
-        follower.start()
-        follower.ask_to_end(time.monotonic() + LONG_S)
-        follower.join()
+        live(thread)
 
-    live()
-    live()
+    train_and_send()
+    train_and_send()
     whole = journal.path.read_bytes()
     journal.path.write_bytes(whole[: whole.index(b"\n") + 1])
-    live()
+    train_and_send()
     assert runs == [None, "r", "r"]
     assert [(entry.number, entry.step) for entry in written] == [(0, 0), (1, 1), (2, 1)]
 
 
-def test_a_place_that_cannot_be_read_is_an_error_that_says_what_to_do(tmp_path: Path, journal: Journal) -> None:
+def test_a_position_that_cannot_be_read_is_an_error_that_says_what_to_do(tmp_path: Path, journal: Journal) -> None:
     (tmp_path / "recorder.json").write_text("")
     with pytest.raises(ServiceError, match=r"recorder\.json can't be read .*; remove it"):
-        Follower("recorder", lambda run_id: Recorder([], lambda: False), lambda _, entry: entry, journal.path, tmp_path)
+        thread_of(journal, tmp_path, lambda run_id: Recorder([]))
 
 
-def test_a_library_that_is_missing_is_named_with_its_extra(
-    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_is_missing_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for tracker in ("tensorboard", "wandb", "mlflow"):
         config = config_of(tmp_path, tracker)
         with pytest.raises(ServiceError, match=rf"pip install 'headrace\[{tracker}\]'"):
-            followers(config, journal.path, SampleFiles(config.log_folder, 5))
+            list(enabled(config))
 
 
 def test_no_password_leaves_the_machine(tmp_path: Path) -> None:

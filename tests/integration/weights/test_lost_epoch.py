@@ -13,10 +13,9 @@ import torch
 
 from headrace.config import Config
 from headrace.errors import Fenced, ReplayUnavailable, WrongTimeline
-from headrace.replay import Epoch, ReplayClient
-from headrace.replay.wire import open_redis
-from services.trainer.control.patience import Patience
-from services.trainer.control.weight_sender import RefitReport, WeightSender
+from headrace.replay import BufferRetry, Epoch, ReplayClient
+from headrace.replay.connection import open_redis
+from headrace_services.trainer.control.weight_sender import RefitReport, WeightSender
 
 TIMELINE, REPLICA, REASON = "timeline-1", "replica", "its disk is full"
 MOMENTS = ["gathering", "beginning", "sending", "ending"]
@@ -83,11 +82,11 @@ async def take_part(replay: ReplayClient) -> None:
         await replay.wait_epoch(1.0)
 
 
-async def refit(trainer: Forgetful, patience: Patience) -> RefitReport:
+async def refit(trainer: Forgetful, retry: BufferRetry) -> RefitReport:
     sender = WeightSender(Config.model_validate({"weight_channel": {"timeout_s": 20.0}}), trainer)
     ids, logprobs = np.arange(3, dtype=np.int32), np.zeros(2, dtype=np.float32)
     try:
-        return await patience(lambda: sender.refit(0, TIMELINE, Source(), ids, logprobs))
+        return await retry(lambda: sender.refit(0, TIMELINE, Source(), ids, logprobs))
     finally:
         await sender.aclose()
 
@@ -96,9 +95,9 @@ async def refit(trainer: Forgetful, patience: Patience) -> RefitReport:
 async def test_a_refit_whose_epoch_the_server_lost_is_done_again(trainer: Forgetful, moment: str) -> None:
     trainer.moment = moment
     with pytest.raises(ReplayUnavailable, match="lost what it was told of epoch"):
-        await refit(trainer, Patience(0.0))
+        await refit(trainer, BufferRetry(0.0))
     trainer.moment, trainer.begun = moment, False
-    report = await refit(trainer, Patience(60.0))
+    report = await refit(trainer, BufferRetry(60.0))
     assert trainer.moment is None
     assert (report.verified, report.refused) == ((), {REPLICA: REASON})
 
@@ -110,7 +109,7 @@ async def test_a_transfer_that_the_server_takes_for_announced_is_done_again(trai
 
     trainer.moment, trainer.lose = "sending", fall_back  # type: ignore[method-assign]
     with pytest.raises(ReplayUnavailable, match="lost what it was told of epoch"):
-        await refit(trainer, Patience(0.0))
+        await refit(trainer, BufferRetry(0.0))
 
 
 async def test_law_4_a_trainer_whose_run_was_taken_over_hears_that_of_its_epoch(
@@ -122,4 +121,4 @@ async def test_law_4_a_trainer_whose_run_was_taken_over_hears_that_of_its_epoch(
 
     trainer.moment, trainer.lose = "sending", take_over  # type: ignore[method-assign]
     with pytest.raises(WrongTimeline):
-        await refit(trainer, Patience(60.0))
+        await refit(trainer, BufferRetry(60.0))

@@ -12,16 +12,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from datetime import timedelta
 
 import pytest
 import torch
 
 from headrace.errors import ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
 from headrace.weights.manifest import Manifest
-from headrace.weights.transport import Channel, Meeting, Membership, send
+from headrace_services.weight_channel import transport
+from headrace_services.weight_channel.transport import Channel, GroupRank, RendezvousStore, send
 
-PEER = Path(__file__).with_name("peer.py")
 PATIENCE_S = 60.0  # for what must happen and is not what the test is about
 ENDED = (
     "WeightChannelAborted",
@@ -34,7 +34,10 @@ class Peer:
 
     def __init__(self, spec: dict[str, object]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(PEER), json.dumps(spec)], stdout=subprocess.PIPE, text=True, env={**os.environ}
+            [sys.executable, "-m", "tests.support.weight_peer", json.dumps(spec)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ},
         )
         self.said: queue.Queue[dict] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -58,7 +61,7 @@ class Peer:
 
 class Fleet:
     def __init__(self) -> None:
-        self.meeting = Meeting("127.0.0.1", 0)
+        self.store = RendezvousStore("127.0.0.1", 0)
         self.peers: list[Peer] = []
         self.channel: Channel | None = None
 
@@ -68,7 +71,7 @@ class Fleet:
                 Peer(
                     {
                         "group_id": "g",
-                        "port": self.meeting.port,
+                        "port": self.store.port,
                         "rank": rank,
                         "world_size": size + 1,
                         "timeout_s": timeout_s,
@@ -79,8 +82,8 @@ class Fleet:
             )
 
     def lead(self, size: int, timeout_s: float = PATIENCE_S) -> Channel:
-        place = Membership("g", "gloo", "127.0.0.1", self.meeting.port, 0, size + 1, torch.device("cpu"))
-        return Channel.lead(place, self.meeting, time.monotonic() + timeout_s, self._opened)
+        place = GroupRank("g", "gloo", "127.0.0.1", self.store.port, 0, size + 1, torch.device("cpu"))
+        return Channel.lead(place, self.store, time.monotonic() + timeout_s, self._opened)
 
     def _opened(self, channel: Channel) -> None:
         self.channel = channel
@@ -169,9 +172,9 @@ def test_a_sender_that_gives_up_leaves_no_call_behind(fleet: Fleet) -> None:
         fleet.channel = channel
         threading.Timer(0.2, channel.close).start()
 
-    place = Membership("g", "gloo", "127.0.0.1", fleet.meeting.port, 0, 3, torch.device("cpu"))
+    place = GroupRank("g", "gloo", "127.0.0.1", fleet.store.port, 0, 3, torch.device("cpu"))
     with pytest.raises(WeightChannelAborted):
-        Channel.lead(place, fleet.meeting, time.monotonic() + 10 * PATIENCE_S, opened)
+        Channel.lead(place, fleet.store, time.monotonic() + 10 * PATIENCE_S, opened)
     assert fleet.channel is not None
     assert fleet.channel.join(PATIENCE_S)
 
@@ -181,11 +184,11 @@ def test_a_receiver_is_freed_when_the_sender_is_killed(fleet: Fleet) -> None:
     manifest = manifest_of(tensors)
     script = (
         "import sys, time, torch\n"
-        "from headrace.weights.transport import *\n"
-        "meeting = Meeting('127.0.0.1', 0)\n"
-        "print(meeting.port, flush=True)\n"
-        "place = Membership('g', 'gloo', '127.0.0.1', meeting.port, 0, 2, torch.device('cpu'))\n"
-        "Channel.lead(place, meeting, time.monotonic() + 60, lambda channel: None)\n"
+        "from headrace_services.weight_channel.transport import *\n"
+        "store = RendezvousStore('127.0.0.1', 0)\n"
+        "print(store.port, flush=True)\n"
+        "place = GroupRank('g', 'gloo', '127.0.0.1', store.port, 0, 2, torch.device('cpu'))\n"
+        "Channel.lead(place, store, time.monotonic() + 60, lambda channel: None)\n"
         "time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as sender:
@@ -199,7 +202,7 @@ def test_a_receiver_is_freed_when_the_sender_is_killed(fleet: Fleet) -> None:
     assert fleet.peers[-1].expect("error")["type"] in ENDED
 
 
-def test_a_member_that_never_comes_ends_the_meeting_at_the_deadline(fleet: Fleet) -> None:
+def test_a_member_that_never_comes_ends_the_wait_at_the_deadline(fleet: Fleet) -> None:
     manifest = manifest_of(weights())
     fleet.start(manifest, 1)
     with pytest.raises(WeightChannelTimeout, match="members to join"):
@@ -207,11 +210,11 @@ def test_a_member_that_never_comes_ends_the_meeting_at_the_deadline(fleet: Fleet
     assert fleet.peers[0].expect("error")["type"] == "WeightChannelAborted"
 
 
-def test_an_unreachable_meeting_point_is_an_error_with_the_remedy() -> None:
+def test_an_unreachable_store_is_an_error_with_the_remedy() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    place = Membership("g", "gloo", "127.0.0.1", port, 1, 2, torch.device("cpu"))
+    place = GroupRank("g", "gloo", "127.0.0.1", port, 1, 2, torch.device("cpu"))
     with pytest.raises(WeightChannelTimeout, match=r"weight_channel\.host"):
         Channel.follow(place, time.monotonic() + 1.0)
 
@@ -221,7 +224,7 @@ def test_a_busy_port_is_an_error_that_names_the_key() -> None:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
         with pytest.raises(ServiceError, match=r"weight_channel\.port"):
-            Meeting("127.0.0.1", busy.getsockname()[1])
+            RendezvousStore("127.0.0.1", busy.getsockname()[1])
 
 
 def test_a_source_that_breaks_its_word_is_run_to_its_end_and_refused(fleet: Fleet) -> None:
@@ -239,3 +242,20 @@ def test_a_source_that_breaks_its_word_is_run_to_its_end_and_refused(fleet: Flee
     with pytest.raises(ValueError, match="manifest announces"):
         send(channel, manifest, source(), time.monotonic() + PATIENCE_S)
     assert len(given) == len(tensors)
+
+
+def test_a_host_that_is_not_this_machine_is_an_error_that_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_STORE_TIMEOUT", timedelta(seconds=0.5))
+    with pytest.raises(ServiceError, match=r"weight_channel\.host: the trainer can't reach its own store"):
+        RendezvousStore("no-such-host.invalid", 0)
+
+
+def test_a_store_that_is_gone_is_a_typed_error_before_any_rank_joins(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone() -> None:
+        raise torch.distributed.DistNetworkError("connection reset")
+
+    monkeypatch.setattr(fleet.store, "_store", type("Store", (), {"clone": staticmethod(gone)}))
+    with pytest.raises(WeightChannelError, match="connecting to the store failed: connection reset"):
+        fleet.lead(1)

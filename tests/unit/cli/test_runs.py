@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headrace.cli import plugins, runs
+from headrace.cli import common, runs
 from headrace.cli.app import app
 from headrace.config import Config, load
 from headrace.errors import ConfigError, ServiceError
@@ -43,7 +43,7 @@ def test_a_trainer_that_nobody_supervises_saves_what_run_goes_by(
     file = tmp_path / "run.yaml"
     file.write_text(f"run: {{id: adder, dir: {tmp_path}}}\n")
     # a trainer that ends at once: what it would do is not asked here, and to load it takes longer than all else
-    monkeypatch.setattr(plugins, "find", lambda *_, **__: lambda config: None)
+    monkeypatch.setattr(common, "load_entry_point", lambda *_, **__: lambda config: None)
     done = CliRunner().invoke(app, ["trainer", "--config", str(file), "grpo.seed=7"])
     assert done.exception is None
     saved = runs.find(str(tmp_path / "adder"))
@@ -51,11 +51,11 @@ def test_a_trainer_that_nobody_supervises_saves_what_run_goes_by(
     # of `up`, which has saved it, nothing is written
     place = tmp_path / "adder" / runs.SAVED
     before = place.stat().st_mtime_ns
-    runs.keep(load(place, environ={}), place)
+    runs.save_unsupervised(load(place, environ={}), place)
     assert place.stat().st_mtime_ns == before
     (tmp_path / "no").write_text("")
     with pytest.raises(ServiceError, match=r"run\.dir: can't write"):
-        runs.keep(load(file, ["run.dir=" + str(tmp_path / "no")], environ={}), file)
+        runs.save_unsupervised(load(file, ["run.dir=" + str(tmp_path / "no")], environ={}), file)
 
 
 def test_a_saved_password_is_for_its_owner_alone(tmp_path: Path) -> None:

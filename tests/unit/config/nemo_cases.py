@@ -8,7 +8,7 @@ import pytest
 
 from headrace.config import Config
 from headrace.config.load import examine
-from headrace.config.nemo import Translation
+from headrace.config.nemo_rl import Translation
 from headrace.errors import ConfigError
 
 # a base as theirs are written, in our words

@@ -24,7 +24,7 @@ def refusal(path: Path, *overrides: str) -> str:
 
 
 def test_a_file_gives_grpo_or_ppo_and_grpo_where_it_gives_neither(tmp_path: Path) -> None:
-    assert load(written(tmp_path, ""), [], {}).algorithm.name == "grpo"
+    assert load(written(tmp_path, "{}"), [], {}).algorithm.name == "grpo"
     ppo = load(written(tmp_path, "ppo:\n  # num_prompts_per_step: 8\n"), [], {})
     assert ppo.grpo is None
     assert ppo.algorithm.name == "ppo"

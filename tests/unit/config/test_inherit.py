@@ -260,7 +260,7 @@ def test_what_stands_for_nothing_is_named_with_its_key(tmp_path: Path, value: st
 
 def test_a_value_that_has_to_be_given_is_asked_for(tmp_path: Path) -> None:
     path = write(tmp_path, run="policy: {model_name: '???'}")
-    assert "policy.model_name: ??? stands for a value that has to be given" in refusal(path)
+    assert "policy.model_name: ??? marks a value that must be given" in refusal(path)
     assert loaded(path, "policy.model_name=here").policy.model_name == "here"
 
 
@@ -278,7 +278,7 @@ def test_an_override_inside_what_is_taken_from_elsewhere_is_refused(tmp_path: Pa
 @given(st.lists(st.sampled_from(["$", "{", "}", "\\", "a.b", ":", ",", "'", " "]), max_size=12).map("".join))
 def test_escaped_text_stays_what_it_was(text: str) -> None:
     if text != "???":
-        assert resolve({"a": [escape(text)]}, {}) == {"a": [text]}
+        assert resolve({"a": [escape(text)]}, {"a": [escape(text)]}) == {"a": [text]}
 
 
 def test_what_show_prints_loads_as_the_same_configuration(tmp_path: Path) -> None:

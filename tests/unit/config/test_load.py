@@ -94,12 +94,22 @@ def test_other_variables_are_left_alone(file: Path) -> None:
     assert load(file, [], {"HF_TOKEN": "secret", "GRPO__SEED": "3"}).algorithm.seed == Config().algorithm.seed
 
 
-def test_an_empty_file_and_an_empty_section_are_the_defaults(tmp_path: Path) -> None:
-    path = tmp_path / "empty.yaml"
-    path.write_text("")
+def test_an_empty_section_is_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "sparse.yaml"
+    path.write_text("{}")
     assert load(path, [], {}) == Config()
     path.write_text("grpo:\n  # num_prompts_per_step: 8\n")
     assert load(path, [], {}) == Config()
+
+
+@pytest.mark.parametrize("text", ["", "# grpo: {}\n", "---\n"])
+def test_an_empty_file_is_refused_as_a_run_s_own_and_as_a_base(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text(text)
+    assert f"{path}: empty; write sections" in refusal(path)
+    above = tmp_path / "above.yaml"
+    above.write_text("defaults: empty.yaml")
+    assert f"{path}: empty (defaults of {above}" in refusal(above)
 
 
 def test_what_show_prints_loads_as_the_same_configuration(file: Path, tmp_path: Path) -> None:
@@ -228,6 +238,38 @@ def test_broken_yaml_names_the_line(file: Path, text: str, said: str) -> None:
     message = refusal(file)
     assert message.startswith(str(file))
     assert said in message
+
+
+BOMB = "run: {id: &a0 x}\n" + "".join(f"x{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+MERGED = "x0: &m0 {a: 1}\n" + "".join(f"x{n}: &m{n} {{<<: [{', '.join([f'*m{n - 1}'] * 9)}]}}\n" for n in range(1, 12))
+CHAIN = "x0: &c0 []\n" + "".join(f"x{n}: &c{n} [*c{n - 1}]\n" for n in range(1, 400))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BOMB, "more than 100000 values once its aliases"),
+        (MERGED, "more than 100000 values once its aliases"),
+        (CHAIN, "nested more than 100 levels deep"),
+        ("run: " + "[" * 5000 + "]" * 5000, "nested more than 100 levels deep"),
+        ("run: " + "{a: " * 150 + "}" * 150, "nested more than 100 levels deep"),
+        ("run: &a [*a]", "an alias (*name) stands inside the value"),
+        ("run: &a {b: {c: *a}}", "an alias (*name) stands inside the value"),
+        ("env: {a: {x: '${env.b}'}, b: {x: '${env.a}'}}", "it contains itself"),
+    ],
+    ids=["bomb", "merge-bomb", "chain", "lists", "mappings", "list-in-itself", "mapping-in-itself", "interpolation"],
+)
+@pytest.mark.timeout(20)
+def test_yaml_that_grows_without_end_is_refused_at_once(file: Path, text: str, said: str) -> None:
+    file.write_text(text)
+    assert said in refusal(file)
+
+
+def test_an_alias_repeats_its_anchor(file: Path) -> None:
+    file.write_text("env: {a: &math {type: math}, b: *math, c: {<<: *math, timeout_s: 7}}")
+    env = load(file, [], {}).env
+    assert env["a"] == env["b"]
+    assert (env["c"].type, env["c"].timeout_s) == ("math", 7)
 
 
 def test_bytes_that_are_not_text_are_refused(file: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nemo_cases import read, refusal
 
 from headrace.config import Config
+from headrace_services.trainer.learning.optimizer import LearningRate
+from tests.unit.config.nemo_cases import read, refusal
 
 
 def scheduler(config: Config) -> list[dict[str, Any]]:
@@ -38,7 +40,10 @@ def test_megatrons_optimizer_and_schedule_are_in_force_where_megatron_is(tmp_pat
         ({"lr_warmup_iters": 0}, []),
         (
             {"lr_warmup_iters": 0, "lr_decay_style": "cosine"},
-            [("CosineAnnealingLR", {"T_max": 1000, "eta_min": 3e-8})],
+            [
+                ("CosineAnnealingLR", {"T_max": 1000, "eta_min": 3e-8}),
+                ("ConstantLR", {"factor": pytest.approx(0.1), "total_iters": 10_000_000_000}),
+            ],
         ),
         (
             {"lr_warmup_init": 0, "lr_decay_style": "linear"},
@@ -60,15 +65,101 @@ def test_megatrons_schedules_in_torchs_words(tmp_path: Path, schedule: dict[str,
 def test_a_schedule_that_torch_has_not_is_refused(tmp_path: Path) -> None:
     said = refusal(tmp_path, "policy: {megatron_cfg: {enabled: true, scheduler: {lr_decay_style: WSD}}}")
     assert said == [
-        "policy.megatron_cfg.scheduler: lr_decay_style 'WSD' is none of constant, linear, cosine; write policy.scheduler instead"
+        "policy.megatron_cfg.scheduler: lr_decay_style 'WSD' is none of constant, linear, cosine; give one of them, or write "
+        "policy.scheduler"
     ]
 
 
-def test_a_router_that_is_frozen_or_balanced_is_refused_where_there_are_experts(tmp_path: Path) -> None:
-    text = "policy: {megatron_cfg: {enabled: true, expert_model_parallel_size: 8, fp8_cfg: {enabled: true}}}"
-    assert {line.split(": ")[0] for line in refusal(tmp_path, text)} == {
-        "policy.megatron_cfg.freeze_moe_router", "policy.megatron_cfg.fp8_cfg.enabled"
-    }  # fmt: skip
+def rates(config: Config, steps: int) -> list[float]:
+    """The learning rates that torch's schedulers give, step by step."""
+    rate = LearningRate(config.policy.optimizer.kwargs.lr, config.policy.scheduler, "policy")
+    found = []
+    for _ in range(steps):
+        found.append(rate.value)
+        rate.advance()
+    return found
+
+
+def megatrons_rate(step: int, *, style: str, lr: float, floor: float, warmup: int, start: float, until: int) -> float:
+    """`OptimizerParamScheduler.get_lr` of Megatron-LM, restated."""
+    if step < warmup:
+        return start + (lr - start) * step / warmup
+    if style == "constant":
+        return lr
+    if step > until:
+        return floor
+    done = (step - warmup) / (until - warmup)
+    return floor + (lr - floor) * (1 - done if style == "linear" else 0.5 * (math.cos(math.pi * done) + 1))
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_the_rates_of_megatron_s_schedules_are_megatron_s_long_after_their_end(
+    tmp_path: Path, style: str, warmup: int
+) -> None:
+    schedule = f"{{lr_decay_style: {style}, lr_decay_iters: 12, lr_warmup_iters: {warmup}, lr_warmup_init: 3.0e-8}}"
+    config, _ = read(tmp_path, f"policy: {{megatron_cfg: {{enabled: true, scheduler: {schedule}}}}}")
+    expected = [
+        megatrons_rate(step, style=style, lr=3e-7, floor=3e-8, warmup=warmup, start=3e-8, until=12)
+        for step in range(40)
+    ]
+    assert rates(config, 40) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("{start_weight_decay: 0.3, end_weight_decay: 0.3}", 0.3),
+        ("{start_weight_decay: 0.0, end_weight_decay: 0.0}", 0.0),
+        ("{start_weight_decay: null, end_weight_decay: null}", 0.1),
+        ("{}", 0.1),
+    ],
+)
+def test_the_schedule_s_constant_weight_decay_goes_before_the_optimizer_s(
+    tmp_path: Path, schedule: str, expected: float
+) -> None:
+    config, _ = read(tmp_path, f"policy: {{megatron_cfg: {{enabled: true, scheduler: {schedule}}}}}")
+    assert config.policy.optimizer.kwargs.weight_decay == expected
+
+
+def test_a_weight_decay_that_changes_is_refused(tmp_path: Path) -> None:
+    text = "policy: {megatron_cfg: {enabled: true, scheduler: {start_weight_decay: 0.0, end_weight_decay: 0.1}}}"
+    (line,) = refusal(tmp_path, text)
+    assert line.startswith("policy.megatron_cfg.scheduler: start_weight_decay 0.0 with end_weight_decay 0.1: ")
+
+
+@pytest.mark.parametrize("section", ["policy", "value"])
+def test_a_frozen_router_stays_frozen_where_megatron_trains(tmp_path: Path, section: str) -> None:
+    megatron = f"{section}: {{megatron_cfg: {{enabled: true, expert_model_parallel_size: 8, freeze_moe_router: true}}}}"
+    config, _ = read(tmp_path, megatron)
+    assert getattr(config, section).freeze_moe_router
+    config, _ = read(tmp_path, megatron, f"{section}.megatron_cfg.enabled=false")
+    assert not getattr(config, section).freeze_moe_router  # nothing of megatron_cfg is in force
+
+
+def test_a_router_that_is_balanced_is_refused_where_there_are_experts(tmp_path: Path) -> None:
+    keys = "fp8_cfg: {enabled: true}, moe_aux_loss_coeff: 0.1, moe_router_load_balancing_type: aux_loss"
+    text = f"policy: {{megatron_cfg: {{enabled: true, expert_model_parallel_size: 8, {keys}}}}}"
+    assert [line.split(": ")[0] for line in refusal(tmp_path, text)] == [
+        "policy.megatron_cfg.fp8_cfg.enabled",
+        "policy.megatron_cfg.moe_router_load_balancing_type",
+        "policy.megatron_cfg.moe_aux_loss_coeff",
+    ]
+
+
+def test_a_truncation_without_a_bound_truncates_nothing_there_as_here(tmp_path: Path) -> None:
+    loss = "truncated_importance_sampling_type: tis, truncated_importance_sampling_ratio: null"
+    config, translation = read(tmp_path, f"loss_fn: {{{loss}, truncated_importance_sampling_ratio_min: 0.5}}")
+    assert config.loss_fn.truncated_importance_sampling_type is None
+    assert config.loss_fn.truncated_importance_sampling_ratio_min is None
+    said = {key: says for says, keys in translation.replaced.items() for key in keys}
+    assert "nothing is truncated" in said["loss_fn.truncated_importance_sampling_type"]
+
+
+def test_transformer_engine_s_fused_adam_is_adamw(tmp_path: Path) -> None:
+    kwargs = "{lr: 1.0e-6, master_weights: true, exp_avg_dtype: torch.bfloat16}"
+    config, _ = read(tmp_path, f"policy: {{optimizer: {{name: te.optimizers.FusedAdam, kwargs: {kwargs}}}}}")
+    assert (config.policy.optimizer.name, config.policy.optimizer.kwargs.lr) == ("torch.optim.AdamW", 1e-6)
 
 
 SINGLE = """
@@ -96,6 +187,14 @@ def test_the_samplers_of_the_single_controller(tmp_path: Path, name: str, key: s
     assert (config.algorithm.max_age, asynchrony.staleness_policy) == (3, policy)
     assert asynchrony.in_flight_weight_updates
     assert asynchrony.recompute_kv_cache_after_weight_updates
+
+
+def test_the_first_form_of_the_single_controller(tmp_path: Path) -> None:
+    text = "async_rl: {max_weight_staleness_versions: 2, over_sampling: OVER, force_in_order: false, max_buffered_rollouts: 9}"
+    ordered, _ = read(tmp_path, text.replace("OVER", "false"))
+    assert (ordered.algorithm.max_age, ordered.algorithm.asynchrony.staleness_policy) == (2, "ordered")
+    over, _ = read(tmp_path, text.replace("OVER", "true"))
+    assert (over.algorithm.max_age, over.algorithm.asynchrony.staleness_policy) == (2, "drop")
 
 
 def test_async_rl_does_nothing_beside_async_grpo(tmp_path: Path) -> None:
@@ -138,6 +237,7 @@ value:
     assert (config.ppo.max_age, config.ppo.critic_ppo_epochs, config.ppo.adv_estimator.gae_lambda) == (2, 2, 0.9)
     assert config.ppo.max_num_epochs > 10**6
     assert (config.value.optimizer.kwargs.lr, config.value_loss_fn.scale) == (1e-5, 0.4)
+    assert config.ppo.scheduler_counts == "epochs"  # of which a step has ppo_epochs, as it has calls of train() there
     assert config.policy.activation_checkpointing  # the policy's, not the value model's
 
 
@@ -170,7 +270,7 @@ def test_the_teacher_of_a_distillation_is_headrace_s(tmp_path: Path) -> None:
             "on_policy_distillation.teacher_model_by_agent_name.two=another",
             "teacher_model_by_agent_name: another, some/teacher: there is one teacher",
         ),
-        ("on_policy_distillation.full.enabled=true", "the tokens that were sampled, not whole distributions"),
+        ("on_policy_distillation.full.enabled=true", "the sampled tokens, not whole distributions"),
         ("on_policy_distillation.enabled=false", "opd without grpo.adv_estimator.teacher_model_name"),
     ],
     ids=["several", "whole-distributions", "off"],

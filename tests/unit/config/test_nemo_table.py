@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace.config.explain import known_keys, pattern
-from headrace.config.nemo.table import IMPLIED, NO_FILE_OF_OURS, RULES, rule_for
+from headrace.config.load import NEMO_RL_KEYS
+from headrace.config.nemo_rl.translate import IMPLIED, TABLE
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -98,18 +99,18 @@ KEYS = {
 @pytest.mark.parametrize("section", KEYS)
 def test_every_key_of_theirs_is_decided(section: str) -> None:
     keys = [tuple(f"{section.strip()}.{key}".split(".")) for key in KEYS[section].split()]
-    assert [".".join(key) for key in keys if rule_for(key) is None] == []
+    assert [".".join(key) for key in keys if TABLE.find(key) is None] == []
 
 
 def test_every_key_of_ours_that_the_table_names_is_there() -> None:
-    named = {rule.target(rule.parts) for rule in RULES if rule.does in ("used", "renamed")}
+    named = {rule.target(rule.parts) for rule in TABLE.rules if rule.does in ("used", "renamed")}
     # `*` stands for the number of a data set
     named |= {tuple(key.split(".")) for key in IMPLIED}
     assert sorted(".".join(key) for key in named if pattern(key) not in known_keys()) == []
 
 
 def test_every_row_says_what_it_has_to() -> None:
-    for rule in RULES:
+    for rule in TABLE.rules:
         assert bool(rule.to) == (rule.does == "renamed"), rule.key
         assert rule.says or rule.does in ("used", "renamed"), rule.key
         assert not rule.says.endswith("."), rule.key
@@ -117,12 +118,12 @@ def test_every_row_says_what_it_has_to() -> None:
 
 
 def test_no_key_is_decided_twice() -> None:
-    keys = [rule.key for rule in RULES]
+    keys = [rule.key for rule in TABLE.rules]
     assert sorted({key for key in keys if keys.count(key) > 1}) == []
 
 
 def test_no_file_of_ours_has_the_marks_of_theirs() -> None:
-    assert not {tuple(key.split(".")) for key in NO_FILE_OF_OURS} & known_keys().keys()
+    assert not {tuple(key.split(".")) for key in NEMO_RL_KEYS} & known_keys().keys()
 
 
 def test_the_page_is_current(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ from typing import Any, get_args
 
 import pytest
 
-from headrace.config.data import Data, HubName
+from headrace.config.data import DataConfig, HubName
 from headrace.errors import ConfigError
-from services.trainer.data import Problem, load_problems
-from services.trainer.data.hub import SETS
+from headrace_services.trainer.data import HUB_DATASETS, Problem, load_problems
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +35,8 @@ def publish(
     )
 
 
-def data(**sections: Any) -> Data:
-    return Data(**{"default": {"env_name": "math"}, **sections})
+def data(**sections: Any) -> DataConfig:
+    return DataConfig(**{"default": {"env_name": "math"}, **sections})
 
 
 def asked(problems: Sequence[Problem]) -> list[tuple[str, str]]:
@@ -60,12 +59,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 
 
 def test_every_name_is_known_to_configuration_and_reader() -> None:
-    assert set(get_args(HubName)) == set(SETS) == set(ROWS)
+    assert set(get_args(HubName)) == set(HUB_DATASETS) == set(ROWS)
 
 
-@pytest.mark.parametrize("name", sorted(SETS))
+@pytest.mark.parametrize("name", sorted(HUB_DATASETS))
 def test_a_set_is_read_by_its_name(place: Path, name: str) -> None:
-    known = SETS[name]
+    known = HUB_DATASETS[name]
     for subset in known.subsets:
         publish(place, known.path, ROWS[name], split=known.split, subset=subset or "default")
     train, _ = load_problems(data(train={"dataset_name": name}))
@@ -92,7 +91,7 @@ def test_any_set_is_read_by_owner_and_name(place: Path) -> None:
         ({"dataset_name": "gsm8k", "split": "dev"}, r"openai/gsm8k \(subset main, split dev\) can't be read"),
         (
             {"data_path": "me/mine", "output_key": "b"},
-            "row 0 of me/mine has no field 'b' .it has question, answer.; or bring",
+            "row 0 of me/mine has no field 'b' .it has question, answer.; or give",
         ),
         ({"data_path": "me/mine", "input_key": "question", "output_key": "answer"}, "the answer is None"),
     ],

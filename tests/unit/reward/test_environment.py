@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headrace import Environment, Sample, Score
-from headrace.environment import Judge
+from headrace.environment_server import BatchScorer
 
 WAIT_S = 30.0
 
@@ -20,22 +20,22 @@ def environment(answer: Callable[[Sample], Any], **attributes: Any) -> Environme
     return type("Mine", (Environment,), {"score": lambda _, sample: answer(sample), **attributes})()
 
 
-def judge(mine: Environment, *completions: str, timeout_s: float | None = None) -> list[Score]:
+def scorer(mine: Environment, *completions: str, timeout_s: float | None = None) -> list[Score]:
     async def run() -> list[Score]:
-        return await Judge(mine).score([Sample(completion) for completion in completions], timeout_s)
+        return await BatchScorer(mine).score([Sample(completion) for completion in completions], timeout_s)
 
     return asyncio.run(run())
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.array(1.0), Score("SCORED", 1.0)])
 def test_numbers_and_scores_are_rewards(value: object) -> None:
-    (score,) = judge(environment(lambda _: value, name="mine", build="7"), "x")
+    (score,) = scorer(environment(lambda _: value, name="mine", build="7"), "x")
     assert score == Score("SCORED", 1.0, environment="mine", build="7")
 
 
 def test_components_metadata_and_an_own_build_are_kept() -> None:
     given = Score("SCORED", 0.5, {"format": 1.0}, {"seen": [1]}, build="own")
-    (score,) = judge(environment(lambda _: given, build="7"), "x")
+    (score,) = scorer(environment(lambda _: given, build="7"), "x")
     assert score == Score("SCORED", 0.5, {"format": 1.0}, {"seen": [1]}, environment="Mine", build="own")
 
 
@@ -51,7 +51,7 @@ def test_components_metadata_and_an_own_build_are_kept() -> None:
     ],
 )
 def test_law_7_failure_is_not_zero_what_is_no_reward_is_failed(value: object, words: str) -> None:
-    (score,) = judge(environment(lambda _: value), "x")
+    (score,) = scorer(environment(lambda _: value), "x")
     assert (score.status, score.reward, score.environment) == ("FAILED", None, "Mine")
     assert words in score.message
 
@@ -62,19 +62,19 @@ def test_law_7_failure_is_not_zero_an_exception_is_failed_and_the_others_keep_th
             raise SystemExit(3)
         return 1 / len(sample.completion)
 
-    fine, exception, ended = judge(environment(score), "ab", "", "exit")
+    fine, exception, ended = scorer(environment(score), "ab", "", "exit")
     assert fine.reward == 0.5
     assert (exception.status, exception.message) == ("FAILED", "ZeroDivisionError: division by zero")
     assert (ended.status, ended.message) == ("FAILED", "RuntimeError: SystemExit: 3")
 
 
 def test_invalid_is_the_environments_own_word() -> None:
-    (score,) = judge(environment(lambda _: Score("INVALID", message="no answer in extra_env_info")), "x")
+    (score,) = scorer(environment(lambda _: Score("INVALID", message="no answer in extra_env_info")), "x")
     assert (score.status, score.message) == ("INVALID", "no answer in extra_env_info")
 
 
 def test_an_environment_without_a_method_says_so() -> None:
-    (score,) = judge(Environment(), "x")
+    (score,) = scorer(Environment(), "x")
     assert score.status == "FAILED"
     assert "defines neither score nor score_batch" in score.message
 
@@ -91,14 +91,14 @@ def test_async_scores_run_at_the_same_time() -> None:
             return float(len(sample.completion))
 
     async def run() -> list[Score]:
-        return await Judge(Meeting()).score([Sample("a"), Sample("bb"), Sample("ccc")], WAIT_S)
+        return await BatchScorer(Meeting()).score([Sample("a"), Sample("bb"), Sample("ccc")], WAIT_S)
 
     assert [score.reward for score in asyncio.run(run())] == [1, 2, 3]
 
 
 def test_plain_scores_run_at_the_same_time_in_threads() -> None:
     barrier = threading.Barrier(3, timeout=WAIT_S)
-    scores = judge(environment(lambda sample: barrier.wait() * 0 + len(sample.completion)), "a", "bb", "ccc")
+    scores = scorer(environment(lambda sample: barrier.wait() * 0 + len(sample.completion)), "a", "bb", "ccc")
     assert [score.reward for score in scores] == [1, 2, 3]
 
 
@@ -116,21 +116,21 @@ def test_no_more_than_concurrency_at_a_time(concurrency: int) -> None:
             running -= 1
         return 1.0
 
-    scores = judge(environment(score, concurrency=concurrency), *"abcdefgh")
+    scores = scorer(environment(score, concurrency=concurrency), *"abcdefgh")
     assert all(score.reward == 1 for score in scores)
     assert most == concurrency
 
 
 def test_concurrency_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Mine\.concurrency is 0"):
-        Judge(environment(lambda _: 1.0, concurrency=0))
+        BatchScorer(environment(lambda _: 1.0, concurrency=0))
 
 
 def test_what_is_late_is_timed_out_and_what_is_done_keeps_its_reward() -> None:
     release = threading.Event()
     slow = environment(lambda sample: release.wait(WAIT_S) * 0.0 if sample.completion == "slow" else 1.0)
     try:
-        late, done = judge(slow, "slow", "fast", timeout_s=0.5)
+        late, done = scorer(slow, "slow", "fast", timeout_s=0.5)
     finally:
         release.set()
     assert (late.status, late.reward) == ("TIMED_OUT", None)
@@ -143,13 +143,13 @@ def test_a_hung_thread_keeps_its_slot_and_no_other() -> None:
     mine = environment(lambda s: release.wait(WAIT_S) * 0.0 if s.completion == "slow" else 1.0, concurrency=2)
 
     async def run() -> tuple[list[Score], list[Score], list[Score]]:
-        judge = Judge(mine)
-        first = await judge.score([Sample("slow")], 0.1)
-        beside = await judge.score([Sample("a"), Sample("b")], WAIT_S)
-        await judge.score([Sample("slow")], 0.1)
-        full = await judge.score([Sample("a")], 0.1)
+        scorer = BatchScorer(mine)
+        first = await scorer.score([Sample("slow")], 0.1)
+        beside = await scorer.score([Sample("a"), Sample("b")], WAIT_S)
+        await scorer.score([Sample("slow")], 0.1)
+        full = await scorer.score([Sample("a")], 0.1)
         release.set()
-        return first, beside, [*full, *await judge.score([Sample("a")], WAIT_S)]
+        return first, beside, [*full, *await scorer.score([Sample("a")], WAIT_S)]
 
     first, beside, (full, after) = asyncio.run(run())
     assert first[0].status == "TIMED_OUT"
@@ -163,7 +163,7 @@ def test_a_batch_is_scored_at_once() -> None:
         def score_batch(self, samples: Sequence[Sample]) -> Sequence[float | Score]:
             return [rank / len(samples) for rank, _ in enumerate(samples)]
 
-    assert [score.reward for score in judge(Ranked(), "a", "b")] == [0, 0.5]
+    assert [score.reward for score in scorer(Ranked(), "a", "b")] == [0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -175,10 +175,10 @@ def test_law_7_failure_is_not_zero_a_batch_that_went_wrong_is_failed_whole(value
             raise values
         return values
 
-    scores = judge(environment(lambda _: 1.0, score_batch=score_batch), "a", "b")
+    scores = scorer(environment(lambda _: 1.0, score_batch=score_batch), "a", "b")
     assert [score.status for score in scores] == ["FAILED", "FAILED"]
     assert words in scores[0].message
 
 
 def test_an_empty_batch_has_no_scores() -> None:
-    assert judge(environment(lambda _: 1.0)) == []
+    assert scorer(environment(lambda _: 1.0)) == []

@@ -10,10 +10,10 @@ import pytest
 
 SERVICE = """
 import multiprocessing, os
-from services.rollout.child import attend
+from headrace_services.rollout.child import prepare_engine_process
 os.environ["ROLLOUT_ENGINE_PARENT"] = str(os.getpid())
 os.environ["ROLLOUT_ENGINE_REPORT"] = os.devnull
-child = multiprocessing.get_context("spawn").Process(target=attend)
+child = multiprocessing.get_context("spawn").Process(target=prepare_engine_process)
 child.start()
 child.join()
 print(os.getpid(), child.exitcode)
@@ -32,9 +32,9 @@ def test_children_of_a_service_that_is_process_1_of_a_container_live() -> None:
 
 CHILD = """
 import time
-from services.rollout.child import follow_parent
+from headrace_services.rollout.child import end_with_parent
 time.sleep({before})
-follow_parent()
+end_with_parent()
 print("lives", flush=True)
 time.sleep({after})
 """

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.replay import Epoch, HeartbeatReply
-from services.rollout.decisions import Abort, Acknowledge, LeaseGroups, Reenter, Situation, TakePart, decide
+from headrace_services.rollout.decisions import Abort, Acknowledge, LeaseGroups, Reenter, Situation, TakePart, decide
 
 ME = "rollout-me"
 
@@ -112,7 +113,7 @@ def test_nothing_is_leased_between_acknowledgement_and_verification(state: str) 
     mine = epoch(acknowledged=(ME,))
     assert decide(situation(state, epoch=mine)) == []
     assert decide(situation(state, epoch=epoch(), answered="e1")) == []
-    transfer = dataclasses.replace(mine, state="transfer")
+    transfer = msgspec.structs.replace(mine, state="transfer")
     assert decide(situation(state, epoch=transfer)) == [TakePart(transfer)]
     assert decide(situation(state, epoch=transfer, attempted="e1", refitting=True)) == []
 

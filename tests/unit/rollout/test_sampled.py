@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.replay import Lease
 from headrace.trajectory import Group, Sampling, Span, Trajectory
-from services.rollout.sampled import GenerationError, Sampled, end_at_stop, joined
+from headrace_services.rollout.generate import GenerationError, SampledTokens, end_at_stop, joined
 
 
 def lease(prefix: Trajectory | None = None) -> Lease:
@@ -43,7 +43,7 @@ def output(ids: list[int], logprobs_of: list[int] | None = None) -> Any:
 def written(
     replica: str, ids: list[int], labels: list[tuple[str, int]], prefix: Trajectory | None = None
 ) -> Trajectory:
-    sampled = Sampled(lease(prefix), 0, replica)
+    sampled = SampledTokens(lease(prefix), 0, replica)
     for token in ids:
         sampled.add(output([token]))
     return sampled.record(labels, "length", "", 1.0, len(sampled.ids))
@@ -68,7 +68,7 @@ def test_law_2_age_tokens_of_unnamed_weights_never_leave() -> None:
 
 
 def test_log_probabilities_of_other_tokens_are_refused() -> None:
-    sampled = Sampled(lease(), 0, "one")
+    sampled = SampledTokens(lease(), 0, "one")
     with pytest.raises(GenerationError, match="are not of the 2 sampled tokens"):
         sampled.add(output([5, 6], [5, 7]))
 

@@ -1,132 +1,123 @@
-"""Batches of made-up trajectories for tests of rewards and advantages, and ranks that share one."""
+"""Batches to take advantages of, and what the estimators say of them on one rank or on several."""
 
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import strategies as st
 
-from headrace.config.loss import LossFn
-from services.trainer.learning.advantages import AllRanks, Settings, estimate
-from services.trainer.learning.tokens import Episode, Estimates, Float64
-
-T = TypeVar("T")
+from headrace.config import Config, LossConfig
+from headrace.config.grpo import GRPOAdvEstimatorConfig
+from headrace.config.ppo import PPOAdvEstimatorConfig
+from headrace.trajectory import Trajectory
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms import estimate_advantages
+from headrace_services.trainer.learning.batch import Batch, Float64
+from tests.support.trainer import batch, on_ranks, trajectory
 
 COMPONENTS = ("correct", "format")
+RANKS = 3
 
-NO_KL = LossFn()
+NO_KL = LossConfig(reference_policy_kl_penalty=0)
 KL = {
-    kind: LossFn(use_kl_in_reward=True, reference_policy_kl_penalty=0.3, reference_policy_kl_type=kind)
+    kind: LossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.3, reference_policy_kl_type=kind)
     for kind in ("k1", "k2", "k3")
 }
+OPD = GRPOAdvEstimatorConfig(name="opd", teacher_model_name="teacher")
+
+Estimator = GRPOAdvEstimatorConfig | PPOAdvEstimatorConfig
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Trajectories of a whole batch, groups of `n` one after the other."""
-
-    episodes: tuple[Episode, ...]
-    n: int
-
-    @property
-    def rewards(self) -> Float64:
-        return np.array([episode.reward for episode in self.episodes])
-
-    @property
-    def components(self) -> dict[str, Float64]:
-        return {name: np.array([e.components.get(name, 0.0) for e in self.episodes]) for name in COMPONENTS}
-
-    def groups(self) -> list[list[Episode]]:
-        return [list(self.episodes[i : i + self.n]) for i in range(0, len(self.episodes), self.n)]
-
-    def estimates(self, settings: Settings, loss_fn: LossFn, owners: Sequence[int] = ()) -> Estimates:
-        """Of the whole batch, in its order; `owners` says which rank holds each trajectory (none: one rank holds all)."""
-        if not owners:
-            return estimate(settings, loss_fn, self.episodes, self.rewards, self.components, self.n, Alone())
-
-        def of_rank(rank: int, ranks: AllRanks) -> Estimates:
-            mine = [e for e, owner in zip(self.episodes, owners, strict=True) if owner == rank]
-            # a rank need not hold its trajectories in the batch's order
-            return estimate(settings, loss_fn, mine[::-1], self.rewards, self.components, self.n, ranks)
-
-        found = on_ranks(of_rank, 3)
-        assert all(estimates.metrics == found[0].metrics for estimates in found)
-        shares: list[list[Any]] = [list(range(len(f.advantages))) for f in found]
-        order = [(owner, shares[owner].pop()) for owner in owners]
-        return Estimates(
-            tuple(found[rank].advantages[i] for rank, i in order),
-            None if found[0].returns is None else tuple((found[rank].returns or ())[i] for rank, i in order),
-            found[0].metrics,
-        )
+def configured(
+    estimator: Estimator,
+    loss_fn: LossConfig = NO_KL,
+    n: int = 1,
+    policy: Mapping[str, object] | None = None,
+    **algorithm: object,
+) -> Config:
+    """A configuration with groups of `n`, keys of `policy`, and others of `grpo` or `ppo`, whichever the estimator is of."""
+    section = "ppo" if isinstance(estimator, PPOAdvEstimatorConfig) else "grpo"
+    keys = {"num_generations_per_prompt": n, "adv_estimator": estimator, **algorithm}
+    return Config.model_validate({section: keys, "loss_fn": loss_fn, "policy": policy or {}})
 
 
-class Alone:
-    """The collectives of the only rank there is."""
+class Estimates(NamedTuple):
+    """Advantages and returns of each trajectory's tokens, in the order of the batch, and metrics."""
 
-    def sum_array(self, values: Float64) -> Float64:
-        return values
-
-    def gather(self, value: T) -> list[T]:
-        return [value]
+    advantages: list[Float64]
+    returns: list[Float64] | None
+    metrics: dict[str, float]
 
 
-class _Together:
-    """Those of one of several ranks, each a thread; `said` is what all of them bring to the collective they are in."""
+def estimates(given: Batch, config: Config, owners: Sequence[int] = ()) -> Estimates:
+    """Of a whole batch; `owners` says which rank holds each trajectory (none: one rank holds all)."""
 
-    def __init__(self, rank: int, barrier: threading.Barrier, said: list[Any]) -> None:
-        self._rank = rank
-        self._barrier = barrier
-        self._said = said
+    def of_rank(ranks: Ranks) -> tuple[Batch, dict[str, float]]:
+        # a rank need not hold its trajectories in the batch's order
+        mine = given.take([i for i, owner in enumerate(owners) if owner == ranks.rank][::-1])
+        return mine, estimate_advantages(config, mine, ranks)
 
-    def sum_array(self, values: Float64) -> Float64:
-        tables = self.gather(values)
-        assert {t.shape for t in tables} == {values.shape}, "ranks are not in the same collective"
-        total: Float64 = np.sum(np.stack(tables), axis=0)
-        return total
-
-    def gather(self, value: T) -> list[T]:
-        self._said[self._rank] = value
-        self._barrier.wait()
-        everyone = list(self._said)
-        self._barrier.wait()
-        return everyone
-
-
-def on_ranks(work: Callable[[int, AllRanks], T], count: int) -> list[T]:
-    """What `work(rank, ranks)` returns on each of `count` ranks that run at once, or what all of them raise."""
-    barrier, said = threading.Barrier(count, timeout=10), [None] * count
-    with ThreadPoolExecutor(count) as pool:
-        futures = [pool.submit(work, rank, _Together(rank, barrier, said)) for rank in range(count)]
-    if any(future.exception() for future in futures):
-        assert len({repr(future.exception()) for future in futures}) == 1, [future.exception() for future in futures]
-    return [future.result() for future in futures]
+    if owners:
+        shares = on_ranks(of_rank, RANKS)
+    else:
+        whole = dataclasses.replace(given)
+        shares = [(whole, estimate_advantages(config, whole, Ranks()))]
+    assert all(metrics == shares[0][1] for _, metrics in shares)
+    columns: dict[str, dict[int, Float64]] = {"advantages": {}, "returns": {}}
+    for share, _ in shares:
+        for name, of_place in columns.items():
+            if (column := getattr(share, name)) is not None:
+                of_place.update(zip(share.places.tolist(), by_trajectory(share, column), strict=True))
+    advantages, returns = ([of_place[place] for place in sorted(of_place)] for of_place in columns.values())
+    return Estimates(advantages, None if shares[0][0].returns is None else returns, shares[0][1])
 
 
-def episode(index: int = 0, n: int = 1, **given: Any) -> Episode:
-    """One trajectory of 3 tokens and reward 0, but for what is given."""
-    length = given.get("length", 3)
-    values: Mapping[str, Any] = {
-        "name": f"trajectory 'p{index // n}'[{index % n}]",
-        "group": index // n,
-        "index": index,
-        "length": length,
-        "reward": 0.0,
-        "components": {},
-        "mask": np.ones(length, dtype=bool),
-        "multiplier": 1.0,
-        **given,
-    }
-    return Episode(**values)
+def by_trajectory(given: Batch, column: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    """Values [N], those of each trajectory by themselves."""
+    return [column[given.trajectory == i] for i in range(len(given))]
+
+
+def grouped(given: Batch, values: Sequence[Any]) -> list[list[Any]]:
+    """One value a trajectory, those of each group together."""
+    groups: dict[int, list[Any]] = {}
+    for group, value in zip(given.groups.tolist(), values, strict=True):
+        groups.setdefault(group, []).append(value)
+    return list(groups.values())
+
+
+def of_length(length: int, place: int, n: int, **given: Any) -> Trajectory:
+    """A trajectory with `length` policy tokens, of the group that has its place among groups of `n`."""
+    own = [1] * length or [0]  # there is no empty completion: one token of the environment
+    return trajectory([1], [2] * len(own), own=own, group=f"p{place // n}", index=place % n, **given)
+
+
+def made(
+    rewards: Sequence[float],
+    n: int = 1,
+    length: int = 3,
+    components: Mapping[str, float] | None = None,
+    multipliers: Sequence[float] | None = None,
+    **columns: npt.ArrayLike,
+) -> Batch:
+    """Trajectories of `length` policy tokens in groups of `n`, all with the same reward components; `columns` of their tokens besides."""
+    size = len(rewards)
+    whole = batch(
+        [of_length(length, place, n) for place in range(size)],
+        rewards,
+        components=[components or {}] * size,
+        multipliers=multipliers,
+    )
+    return dataclasses.replace(whole, **{name: np.ravel(values).astype(np.float32) for name, values in columns.items()})
 
 
 @st.composite
 def batches(draw: st.DrawFn, least: int = 1) -> Batch:
-    """Groups of `least` to 4, of 0 to 6 tokens each, some left out of the loss, some tokens over age; extremes included."""
+    """Groups of `least` to 4, of 0 to 6 tokens each, some left out of the loss, some tokens over age; extremes included. All columns
+    that any estimator reads are there."""
     groups, n = draw(st.integers(1, 4)), draw(st.integers(least, 4))
     size = groups * n
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -138,21 +129,21 @@ def batches(draw: st.DrawFn, least: int = 1) -> Batch:
     def reward() -> float:
         return 0.7 if constant else float(rng.choice([0.0, 1.0, rng.uniform(-3, 3)]))
 
-    episodes = []
-    for index, length in enumerate(lengths):
-        start = -rng.uniform(0, 80, length)
-        episodes.append(
-            episode(
-                index,
-                n,
-                length=length,
-                reward=reward(),
-                components={name: reward() for name in COMPONENTS},
-                mask=rng.random(length) < 0.5,
-                multiplier=float(rng.choice(weights)),
-                start=start,
-                ref=np.minimum(start + rng.uniform(-nearness, nearness, length), 0.0),
-                values=rng.uniform(-5, 5, length),
-            )
-        )
-    return Batch(tuple(episodes), n)
+    whole = batch(
+        [
+            of_length(length, place, n, versions=rng.choice([3, 5], max(length, 1)).tolist())
+            for place, length in enumerate(lengths)
+        ],
+        [reward() for _ in range(size)],
+        components=[{name: reward() for name in COMPONENTS} for _ in range(size)],
+        multipliers=rng.choice(weights, size).tolist(),
+        step=5,
+        max_age=1,
+    )
+    count = sum(lengths)
+    old = -rng.uniform(0, 80, count)
+    others = (np.minimum(old + rng.uniform(-nearness, nearness, count), 0.0).astype(np.float32) for _ in range(2))
+    whole.old_logprobs = old.astype(np.float32)
+    whole.ref_logprobs, whole.teacher_logprobs = others
+    whole.values = rng.uniform(-5, 5, count).astype(np.float32)
+    return whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import msgspec
@@ -17,7 +16,7 @@ def run_state(**changes: object) -> RunState:
         "r", "now", "home", next_step=6, committed=4, enqueued=20, closed=False, counts={},
         timelines=(("first", 0), ("line", 2), ("now", 4)),
     )  # fmt: skip
-    return dataclasses.replace(state, **changes)
+    return msgspec.structs.replace(state, **changes)
 
 
 def group(name: str, n: int = 2, task: str = "sums") -> Group:

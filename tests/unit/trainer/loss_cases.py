@@ -12,8 +12,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.config import LossFn
-from services.trainer.learning.tokens import GlobalCounts, Logprobs, Tokens
+from headrace.config import LossConfig
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace_services.trainer.network.policy_model import PolicyOutput
 
 EPSILON = 1e-8
 FLOAT32 = float(np.log(np.finfo(np.float32).max))  # exponents above overflow there
@@ -21,58 +22,56 @@ FLOAT32 = float(np.log(np.finfo(np.float32).max))  # exponents above overflow th
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """B sequences of at most S tokens. `present`, `mask` and log-probabilities are [B, S], `multiplier` and `reward` [B]."""
+    """B trajectories of at most S tokens: columns [B, S], but `multipliers` and `rewards` [B]."""
 
     present: Tensor
     mask: Tensor
-    behind: Tensor
+    ages: Tensor
     advantages: Tensor
-    multiplier: Tensor
-    reward: Tensor
-    curr: Tensor
-    start: Tensor
-    gen: Tensor
-    ref: Tensor
+    multipliers: Tensor
+    rewards: Tensor
+    logprobs: Tensor
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
+    ref_logprobs: Tensor
+    entropy: Tensor
 
     @property
     def counted(self) -> Tensor:
         """M."""
-        return self.mask * self.present * self.multiplier[:, None]
+        return self.mask * self.present * self.multipliers[:, None]
 
     @property
     def counts(self) -> GlobalCounts:
-        positive = self.counted[self.reward > 0]
-        sequences = self.multiplier[self.present.any(1)]
+        positive = self.counted[self.rewards > 0]
+        sequences = self.multipliers[self.present.any(1)]
         return GlobalCounts(float(self.counted.sum()), float(sequences.sum()), float(positive.sum()))
 
-    def under(self, config: LossFn) -> Case:
+    def under(self, config: LossConfig) -> Case:
         """The case as a learner would make it: one that forces the ratio to 1 takes one optimizer step a batch."""
-        return dataclasses.replace(self, start=self.curr) if config.force_on_policy_ratio else self
+        return dataclasses.replace(self, old_logprobs=self.logprobs) if config.force_on_policy_ratio else self
 
-    def prev(self, config: LossFn) -> Tensor:
-        return self.gen if config.prev_logprobs_source == "generation" else self.start
+    def prev(self, config: LossConfig) -> Tensor:
+        return self.rollout_logprobs if config.prev_logprobs_source == "generation" else self.old_logprobs
 
     def flat(self, values: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
         return values[self.present.bool()].to(dtype)
 
-    def tokens(self, dtype: torch.dtype = torch.float64) -> Tokens:
-        rows = torch.arange(len(self.reward))[:, None].expand(self.present.shape)
-        return Tokens(
-            sequence=rows[self.present.bool()],
-            advantages=self.flat(self.advantages, dtype),
-            mask=self.flat(self.mask, dtype),
-            behind=self.flat(self.behind, dtype),
-            multiplier=self.multiplier.to(dtype),
-            reward=self.reward.to(dtype),
-        )
+    def output(self, dtype: torch.dtype = torch.float64) -> PolicyOutput:
+        return PolicyOutput(self.flat(self.logprobs, dtype).requires_grad_(), entropy=self.flat(self.entropy, dtype))
 
-    def logprobs(self, config: LossFn, dtype: torch.dtype = torch.float64) -> Logprobs:
-        return Logprobs(
-            curr=self.flat(self.curr, dtype).requires_grad_(),
-            prev=self.flat(self.prev(config), dtype),
-            gen=self.flat(self.gen, dtype),
-            start=self.flat(self.start, dtype),
-            ref=self.flat(self.ref, dtype),
+    def tokens(self, dtype: torch.dtype = torch.float64) -> MicroBatch:
+        rows = torch.arange(len(self.rewards))[:, None].expand(self.present.shape)
+        return MicroBatch(
+            trajectory=rows[self.present.bool()],
+            mask=self.flat(self.mask, dtype),
+            ages=self.flat(self.ages, dtype),
+            multipliers=self.multipliers.to(dtype),
+            rewards=self.rewards.to(dtype),
+            advantages=self.flat(self.advantages, dtype),
+            rollout_logprobs=self.flat(self.rollout_logprobs, dtype),
+            old_logprobs=self.flat(self.old_logprobs, dtype),
+            ref_logprobs=self.flat(self.ref_logprobs, dtype),
         )
 
     def of(self, sequences: list[int]) -> Case:
@@ -84,22 +83,23 @@ def made(lengths: list[int], seed: int, spread: float = 1.0, young: float = 0.8)
     """Sequences of these lengths; log-probabilities differ by about `spread`, and a share `young` of the tokens counts."""
     draw = np.random.default_rng(seed)
     shape = (len(lengths), max(lengths, default=0))
-    start = -draw.exponential(2.0, shape)
+    old = -draw.exponential(2.0, shape)
 
     def near() -> np.ndarray:
-        return np.minimum(start + spread * draw.normal(size=shape), -1e-6)
+        return np.minimum(old + spread * draw.normal(size=shape), -1e-6)
 
     columns = {
         "present": np.arange(shape[1])[None, :] < np.array(lengths, dtype=int)[:, None],
         "mask": draw.random(shape) < young,
-        "behind": draw.integers(0, 5, shape),
+        "ages": draw.integers(0, 5, shape),
         "advantages": draw.normal(size=shape) * (draw.random(shape) < 0.9),
-        "multiplier": draw.choice([0.0, 0.5, 1.0, 1.0, 1.0], shape[0]),
-        "reward": draw.normal(size=shape[0]),
-        "curr": near(),
-        "start": start,
-        "gen": near(),
-        "ref": near(),
+        "multipliers": draw.choice([0.0, 0.5, 1.0, 1.0, 1.0], shape[0]),
+        "rewards": draw.normal(size=shape[0]),
+        "logprobs": near(),
+        "old_logprobs": old,
+        "rollout_logprobs": near(),
+        "ref_logprobs": near(),
+        "entropy": draw.exponential(1.0, shape),
     }
     return Case(**{name: torch.from_numpy(values.astype(np.float64)) for name, values in columns.items()})
 
@@ -114,7 +114,7 @@ cases = st.builds(
 
 
 @st.composite
-def configs(draw: st.DrawFn, **fixed: object) -> LossFn:
+def configs(draw: st.DrawFn, **fixed: object) -> LossConfig:
     """Any configuration that is accepted."""
     keys: dict[str, object] = {
         "ratio_clip_min": draw(st.sampled_from([0.0, 0.2, 1.0])),
@@ -151,7 +151,7 @@ def configs(draw: st.DrawFn, **fixed: object) -> LossFn:
         kind = draw(st.sampled_from(kinds))
         low = draw(st.sampled_from([0.0, 0.5, 0.999] + ([None] if kind == "tis" else [])))
         keys |= truncation(kind, low, draw(st.sampled_from([1.002, 2.0])))
-    return LossFn(**{**keys, **fixed})
+    return LossConfig(**{**keys, **fixed})
 
 
 def truncation(kind: str | None, low: float | None, high: float) -> dict[str, object]:
@@ -173,8 +173,8 @@ def exponential(exponent: Tensor, largest: float) -> Tensor:
     return torch.where(exponent > largest, 0.0, torch.exp(torch.where(exponent > largest, 0.0, exponent)))
 
 
-def reduced(c: LossFn, case: Case, x: Tensor) -> Tensor:
-    m, s, z = case.mask * case.present, case.multiplier, case.counts
+def reduced(c: LossConfig, case: Case, x: Tensor) -> Tensor:
+    m, s, z = case.mask * case.present, case.multipliers, case.counts
     if c.constant_length is not None:
         return (x * case.counted).sum() / (z.sequences * c.constant_length + EPSILON)
     if c.token_level_loss:
@@ -195,48 +195,48 @@ class Written:
     clamped: Tensor
 
 
-def written(c: LossFn, case: Case, curr: Tensor, largest: float = 1e9) -> Written:
-    """Loss and metrics of the formulae; `curr` [B, S] carries the gradient, weights with an exponent above `largest` are 0."""
-    gen, advantages, fixed = case.gen, case.advantages, curr.detach()
+def written(c: LossConfig, case: Case, logprobs: Tensor, largest: float = 1e9) -> Written:
+    """Loss and metrics of the formulae; `logprobs` [B, S] carries the gradient, weights with an exponent above `largest` are 0."""
+    rollout, advantages, fixed = case.rollout_logprobs, case.advantages, logprobs.detach()
     prev = case.prev(c)
     if c.proximal == "interpolate":
-        prev = gen + (fixed - gen) * case.behind / (case.behind + 1)
+        prev = rollout + (fixed - rollout) * case.ages / (case.ages + 1)
     if c.force_on_policy_ratio:
         prev = fixed
     low, high = 1 - c.ratio_clip_min, 1 + c.ratio_clip_max
     clips = True
     if c.force_on_policy_ratio:
-        r = r_c = torch.exp(curr - fixed)
+        r = r_c = torch.exp(logprobs - fixed)
         clips = False
     elif c.disable_ppo_ratio:
-        r = r_c = curr
+        r = r_c = logprobs
         clips = False
     else:
-        log_ratio = curr - prev
+        log_ratio = logprobs - prev
         if c.sequence_level_importance_ratios:
-            log_ratio = sequence_mean(case, log_ratio).expand_as(curr)
+            log_ratio = sequence_mean(case, log_ratio).expand_as(logprobs)
         r = torch.exp(log_ratio)
         r_c = r.clamp(low, high)
-    l = -advantages * r_c.detach() * curr if c.use_cispo else torch.max(-advantages * r, -advantages * r_c)  # noqa: E741
+    l = -advantages * r_c.detach() * logprobs if c.use_cispo else torch.max(-advantages * r, -advantages * r_c)  # noqa: E741
     if c.ratio_clip_c is not None:
         l = torch.where(advantages < 0, torch.min(l, -advantages * c.ratio_clip_c), l)  # noqa: E741
     weighs = c.use_importance_sampling_correction or c.proximal is not None
-    difference = (prev if weighs else case.start) - gen
+    difference = (prev if weighs else case.old_logprobs) - rollout
     raw, truncated, oob = importance(c, case, difference, largest)
-    weight = truncated if weighs else torch.ones_like(gen)
-    dropped = torch.zeros_like(gen)
+    weight = truncated if weighs else torch.ones_like(rollout)
+    dropped = torch.zeros_like(rollout)
     if c.probability_difference_mask is not None:
-        gap = torch.exp(fixed) - torch.exp(gen)
+        gap = torch.exp(fixed) - torch.exp(rollout)
         over, under = gap > c.probability_difference_mask, -gap > c.probability_difference_mask
         dropped = ((over & (advantages > 0)) | (under & (advantages < 0))).double()
     loss = reduced(c, case, weight * (1 - dropped) * l)
-    penalty = kl_penalty(c, case, curr, largest)
-    positive = case.counted * (case.reward > 0)[:, None]
-    nll = (-curr * positive).sum() / (positive.sum() + EPSILON) * (c.positive_example_nll_weight > 0)
+    penalty = kl_penalty(c, case, logprobs, largest)
+    positive = case.counted * (case.rewards > 0)[:, None]
+    nll = (-logprobs * positive).sum() / (positive.sum() + EPSILON) * (c.positive_example_nll_weight > 0)
     loss = loss + c.reference_policy_kl_penalty * penalty + c.positive_example_nll_weight * nll
     per_token = {
         **divergences(c, case),
-        "approx_entropy": -torch.exp(fixed - gen) * fixed,
+        "approx_entropy": -torch.exp(fixed - rollout) * fixed,
         "probs_ratio": r,
         "probs_ratio_clamped": r_c,
         "clip_fraction_low": clips * (r < low) * (c.use_cispo | (advantages < 0)),
@@ -255,13 +255,14 @@ def written(c: LossFn, case: Case, curr: Tensor, largest: float = 1e9) -> Writte
         "kl_penalty": penalty,
         "positive_nll_loss": nll,
         "num_valid_samples": torch.tensor(case.counts.sequences, dtype=torch.float64),
+        "entropy": over_tokens(case, case.entropy),
         **{n: over_tokens(case, x) for n, x in {**per_token, **means}.items() if n not in sequences},
         **{n: over_sequences(case, x) for n, x in means.items() if n in sequences},
     }
     return Written(loss, {name: value.detach() for name, value in sums.items()}, r.detach(), r_c.detach())
 
 
-def importance(c: LossFn, case: Case, difference: Tensor, largest: float) -> tuple[Tensor, Tensor, Tensor]:
+def importance(c: LossConfig, case: Case, difference: Tensor, largest: float) -> tuple[Tensor, Tensor, Tensor]:
     """Weights [B, S] before and after truncation, and where they are out of bounds."""
     exponent = difference
     if c.sequence_level_importance_ratios:
@@ -281,11 +282,13 @@ def importance(c: LossFn, case: Case, difference: Tensor, largest: float) -> tup
     return w, w * kept, 1 - kept
 
 
-def kl_penalty(c: LossFn, case: Case, curr: Tensor, largest: float) -> Tensor:
+def kl_penalty(c: LossConfig, case: Case, logprobs: Tensor, largest: float) -> Tensor:
     if c.use_kl_in_reward or c.reference_policy_kl_penalty == 0:
-        return curr.sum() * 0
-    d = case.ref - curr
-    u = exponential(curr - (case.gen if c.use_on_policy_kl_approximation else curr.detach()), largest)
+        return logprobs.sum() * 0
+    d = case.ref_logprobs - logprobs
+    u = exponential(
+        logprobs - (case.rollout_logprobs if c.use_on_policy_kl_approximation else logprobs.detach()), largest
+    )
     if c.kl_input_clamp_value is not None:
         u = torch.where(d.abs() > c.kl_input_clamp_value, u.detach(), u)
         d = d.clamp(-c.kl_input_clamp_value, c.kl_input_clamp_value)
@@ -295,14 +298,14 @@ def kl_penalty(c: LossFn, case: Case, curr: Tensor, largest: float) -> Tensor:
     return reduced(c, case, kl)
 
 
-def divergences(c: LossFn, case: Case) -> dict[str, Tensor]:
-    start, gen = case.start, case.gen
-    middle = torch.log(0.5 * torch.exp(start) + 0.5 * torch.exp(gen))
+def divergences(c: LossConfig, case: Case) -> dict[str, Tensor]:
+    old, rollout = case.old_logprobs, case.rollout_logprobs
+    middle = torch.log(0.5 * torch.exp(old) + 0.5 * torch.exp(rollout))
     return {
-        "token_mult_prob_error": torch.exp((gen - start).abs() * case.counted),
-        "gen_kl_error": k(c.reference_policy_kl_type, start - gen),
-        "policy_kl_error": k(c.reference_policy_kl_type, gen - start),
-        "js_divergence_error": 0.5 * k("k3", start - middle) + 0.5 * k("k3", gen - middle),
+        "token_mult_prob_error": torch.exp((rollout - old).abs() * case.counted),
+        "gen_kl_error": k(c.reference_policy_kl_type, old - rollout),
+        "policy_kl_error": k(c.reference_policy_kl_type, rollout - old),
+        "js_divergence_error": 0.5 * k("k3", old - middle) + 0.5 * k("k3", rollout - middle),
     }
 
 
@@ -314,4 +317,4 @@ def over_sequences(case: Case, x: Tensor) -> Tensor:
     """`x` [B, S] is one number a sequence; sequences without a token have none."""
     if x.shape[1] == 0:
         return x.sum()
-    return (x[:, 0] * case.multiplier * case.present.any(1)).sum() / (case.counts.sequences + EPSILON)
+    return (x[:, 0] * case.multipliers * case.present.any(1)).sum() / (case.counts.sequences + EPSILON)

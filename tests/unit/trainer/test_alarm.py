@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -10,12 +9,13 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from headrace.config.logger import TrainInferenceAlarm
-from headrace.trajectory import Score, Span, Trajectory
-from services.trainer.telemetry import alarm
-from services.trainer.telemetry.samples import TrainingSample
+from headrace.config.logger import TrainInferenceAlarmConfig
+from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.telemetry import alarm
+from headrace_services.trainer.telemetry.plots import draw_disagreement
+from tests.support.trainer import batch, trajectory
 
-LIMITS = TrainInferenceAlarm()
+LIMITS = TrainInferenceAlarmConfig()
 
 
 @pytest.mark.parametrize(
@@ -46,68 +46,60 @@ def test_an_alarm_is_a_limit_that_was_passed(metrics: dict[str, float], passed: 
 
 
 def test_a_limit_of_null_is_never_passed() -> None:
-    never = TrainInferenceAlarm(token_mult_prob_error=None, gen_kl_error=None)
+    never = TrainInferenceAlarmConfig(token_mult_prob_error=None, gen_kl_error=None)
     assert alarm.excesses({"token_mult_prob_error": 99.0, "gen_kl_error": 99.0}, never) == []
 
 
 def test_of_a_streak_the_first_is_told_and_then_one_in_ten() -> None:
     streak = alarm.Streak()
-    told = [step for step in range(25) if streak.told(step != 12)]
+    told = [step for step in range(25) if streak.is_reported(step != 12)]
     assert told == [0, 10, 13, 23]
 
 
-def sample(index: int, apart: list[float], mask: list[int] | None = None, start: bool = True) -> TrainingSample:
-    """Tokens of version 3 up to the second, then of version 5, in step 5."""
-    gen = np.full(len(apart), -1.0, np.float32)
-    trajectory = Trajectory(
-        group_id=f"g{index}",
-        attempt=0,
-        index=index,
-        prompt_token_ids=np.array([1], np.int32),
-        completion_token_ids=np.arange(len(apart), dtype=np.int32),
-        logprobs=gen,
-        loss_mask=np.ones(len(apart), np.uint8),
-        spans=(Span(3, 0, 2), Span(5, 2, len(apart))),
-        finish_reason="stop",
-        text="",
-        replica="r",
-    )
-    counted = np.array(mask or [1] * len(apart), np.uint8)
-    ours = gen + np.array(apart, np.float32)
-    return TrainingSample(trajectory, Score("SCORED", 1.0), counted, gen, 1.0, 1.0, ours if start else None)
+def compared(*rows: tuple[int, list[float], list[int] | None]) -> Batch:
+    """A trajectory of each (group, old - rollout log-probabilities, which tokens count), at step 5; its first two tokens are of version 3,
+    the others of version 5."""
+    trajectories = [
+        trajectory([1], range(len(apart)), group=f"g{group}", index=i, versions=[3, 3, *[5] * (len(apart) - 2)])
+        for i, (group, apart, _) in enumerate(rows)
+    ]
+    found = batch(trajectories, step=5)
+    found.mask = np.concatenate([np.array(mask or [1] * len(apart)) == 1 for _, apart, mask in rows])
+    found.old_logprobs = found.rollout_logprobs + np.concatenate([apart for _, apart, _ in rows]).astype(np.float32)
+    return found
 
 
 def test_the_error_is_told_by_the_age_of_the_tokens() -> None:
-    by_age = alarm.error_by_age([sample(0, [0.5, -0.5, 0.0, 0.0]), sample(1, [9.0, 0.5, 0.0], [0, 1, 1])], step=5)
+    by_age = alarm.error_by_age(compared((0, [0.5, -0.5, 0.0, 0.0], None), (1, [9.0, 0.5, 0.0], [0, 1, 1])))
     assert list(by_age) == [0, 2]
     assert by_age[0] == 1.0
     assert by_age[2] == pytest.approx(math.exp(0.5))
 
 
-def test_nothing_is_told_by_age_where_nothing_was_recomputed() -> None:
-    assert alarm.error_by_age([sample(0, [1.0, 1.0, 1.0], start=False)], step=5) == {}
+def test_nothing_is_told_where_nothing_was_recomputed() -> None:
+    found = compared((0, [1.0, 1.0, 1.0], None))
+    found.old_logprobs = None
+    assert alarm.error_by_age(found) == {}
+    assert alarm.worst(found) == []
 
 
 def test_the_worst_are_those_whose_tokens_differ_most() -> None:
-    samples = [
-        sample(0, [0.1] * 3),
-        sample(1, [2.0, 2.0, 2.0], [0, 0, 0]),
-        sample(2, [0.0, 0.0, 1.0]),
-        sample(3, [0.0] * 3),
-    ]
-    assert [s.trajectory.index for s in alarm.worst(samples, 2)] == [2, 0]
-    assert alarm.worst([sample(0, [1.0] * 3, start=False)]) == []
+    found = compared((0, [0.1] * 3, None), (1, [2.0] * 3, [0, 0, 0]), (2, [0.0, 0.0, 1.0], None), (3, [0.0] * 3, None))
+    assert alarm.worst(found, 2) == [2, 0]
+
+
+def test_a_trajectory_that_needed_no_pass_is_not_compared() -> None:
+    found = compared((0, [0.1] * 3, None), (1, [math.nan] * 3, None))
+    assert alarm.worst(found) == [0]
 
 
 def test_of_a_group_one_trajectory_is_shown() -> None:
-    assert [
-        s.trajectory.index for s in alarm.worst([sample(0, [0.5] * 3), sample(0, [0.6] * 3), sample(1, [0.1] * 3)])
-    ] == [0, 1]
+    assert alarm.worst(compared((0, [0.5] * 3, None), (0, [0.6] * 3, None), (1, [0.1] * 3, None))) == [1, 2]
 
 
 def test_the_words_name_step_value_limit_age_and_what_to_look_at() -> None:
     found = alarm.excesses({"token_mult_prob_error": 1.25, "avg_trajectory_age": 1.0}, LIMITS)
-    said = alarm.words(7, found, {0: 1.0001, 2: 1.4}, Path("runs/a/logs/disagreement_step7.png"))
+    said = alarm.message(7, found, {0: 1.0001, 2: 1.4}, Path("runs/a/logs/disagreement_step7.png"))
     for part in (
         "step 7",
         "1.25",
@@ -122,15 +114,13 @@ def test_the_words_name_step_value_limit_age_and_what_to_look_at() -> None:
 
 
 def test_pictures_are_drawn_and_the_newest_stay(tmp_path: Path) -> None:
-    samples = alarm.worst(
-        [sample(0, [0.1, 0.5, -0.2, 0.05]), dataclasses.replace(sample(1, [0.3, 0.0, 0.0]), mask=np.ones(3, np.uint8))]
-    )
-    alarm.draw(samples, 5, alarm.picture_path(tmp_path, 5))
+    found = compared((0, [0.1, 0.5, -0.2, 0.05], None), (1, [0.3, 0.0, 0.0], None))
+    draw_disagreement(found, alarm.worst(found), 5, alarm.picture_path(tmp_path, 5))
     assert alarm.picture_path(tmp_path, 5).read_bytes().startswith(b"\x89PNG")
     for step in range(6, 20):
         alarm.picture_path(tmp_path, step).write_bytes(b"")
         alarm.drop_old_pictures(tmp_path)
-    assert alarm.pictures(tmp_path) == [alarm.picture_path(tmp_path, step) for step in range(10, 20)]
+    assert set(tmp_path.iterdir()) == {alarm.picture_path(tmp_path, step) for step in range(10, 20)}
 
 
 def test_half_a_picture_of_a_trainer_that_died_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +131,7 @@ def test_half_a_picture_of_a_trainer_that_died_is_none(tmp_path: Path, monkeypat
     with monkeypatch.context() as fault:
         fault.setattr(Figure, "savefig", die)
         with pytest.raises(OSError, match="no space"):
-            alarm.draw([sample(0, [0.1, 0.5])], 5, alarm.picture_path(tmp_path, 5))
+            draw_disagreement(compared((0, [0.1, 0.5], None)), [0], 5, alarm.picture_path(tmp_path, 5))
     alarm.picture_path(tmp_path, 6).write_bytes(b"")
     alarm.drop_old_pictures(tmp_path)
-    assert alarm.pictures(tmp_path) == [alarm.picture_path(tmp_path, 6)]
+    assert list(tmp_path.glob("disagreement*")) == [alarm.picture_path(tmp_path, 6)]

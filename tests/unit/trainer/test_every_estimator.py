@@ -10,39 +10,48 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.config import Config
-from headrace.config.advantages import AdvEstimator, PPOAdvEstimator
-from headrace.config.loss import LossFn
+from headrace.config import Config, LossConfig
+from headrace.config.grpo import GRPOAdvEstimatorConfig
+from headrace.config.ppo import PPOAdvEstimatorConfig
 from headrace.errors import ServiceError
-from services.trainer.learning.advantages import Needs, Settings, needs
-from services.trainer.learning.tokens import Float64
-from tests.unit.trainer.advantage_cases import KL, NO_KL, Batch, batches, episode
+from headrace_services.trainer.learning import algorithms
+from headrace_services.trainer.learning.batch import Batch
+from tests.unit.trainer.advantage_cases import KL, NO_KL, OPD, Estimator, batches, configured, estimates, grouped, made
 
 ESTIMATORS = [
-    AdvEstimator(),
-    AdvEstimator(name="gdpo", reward_weights=[1.0, 0.3]),
-    AdvEstimator(name="reinforce_plus_plus"),
-    AdvEstimator(name="reinforce_plus_plus", kl_to_go=True),
-    AdvEstimator(name="opd"),
-    PPOAdvEstimator(length_adaptive_alpha=0.5, gae_lambda_value=1.0),
-    PPOAdvEstimator(name="raw_reward"),
+    GRPOAdvEstimatorConfig(),
+    GRPOAdvEstimatorConfig(name="gdpo", reward_weights=[1.0, 0.3]),
+    GRPOAdvEstimatorConfig(name="reinforce_plus_plus"),
+    GRPOAdvEstimatorConfig(name="reinforce_plus_plus", kl_to_go=True),
+    OPD,
+    PPOAdvEstimatorConfig(length_adaptive_alpha=0.5, gae_lambda_value=1.0),
+    PPOAdvEstimatorConfig(name="raw_reward"),
 ]
 EACH = pytest.mark.parametrize("estimator", ESTIMATORS, ids=[f"{i}-{e.name}" for i, e in enumerate(ESTIMATORS)])
+
+
+# the column that each pass adds
+COLUMNS = {"old": "old_logprobs", "ref": "ref_logprobs", "teacher": "teacher_logprobs", "values": "values"}
+
+
+def with_kl(estimator: Estimator, batch: Batch, **algorithm: float) -> Config:
+    """With a KL penalty in the rewards where the estimator takes one, else the configuration is refused."""
+    loss_fn = KL["k3"] if estimator.takes_kl else NO_KL
+    n = len(grouped(batch, batch.places.tolist())[0])
+    return configured(estimator, loss_fn, n, **algorithm)
 
 
 @EACH
 @settings(max_examples=40)
 @given(batch=batches(least=2), data=st.data())
-def test_any_split_over_ranks_gives_the_same_bits(
-    estimator: AdvEstimator | PPOAdvEstimator, batch: Batch, data: st.DataObject
-) -> None:
-    size = len(batch.episodes)
-    owners = data.draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
-    how = Settings(estimator, clip_high=2.0)
-    alone, shared = batch.estimates(how, KL["k3"]), batch.estimates(how, KL["k3"], owners)
+def test_any_split_over_ranks_gives_the_same_bits(estimator: Estimator, batch: Batch, data: st.DataObject) -> None:
+    owners = data.draw(st.lists(st.integers(0, 2), min_size=batch.size, max_size=batch.size))
+    config = with_kl(estimator, batch, advantage_clip_high=2.0)
+    alone, shared = estimates(batch, config), estimates(batch, config, owners)
     assert alone.metrics == shared.metrics
     for ours, theirs in zip(alone.advantages, shared.advantages, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+    assert (alone.returns is None) == (shared.returns is None)
     for ours, theirs in zip(alone.returns or (), shared.returns or (), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -50,9 +59,9 @@ def test_any_split_over_ranks_gives_the_same_bits(
 @EACH
 @settings(max_examples=40)
 @given(batch=batches(least=2))
-def test_tokens_over_age_are_seen_like_the_others(estimator: AdvEstimator | PPOAdvEstimator, batch: Batch) -> None:
-    young = Batch(tuple(dataclasses.replace(e, mask=np.ones(e.length, dtype=bool)) for e in batch.episodes), batch.n)
-    ours, theirs = (b.estimates(Settings(estimator), KL["k3"]) for b in (batch, young))
+def test_tokens_over_age_are_seen_like_the_others(estimator: Estimator, batch: Batch) -> None:
+    young = dataclasses.replace(batch, mask=np.ones_like(batch.mask))
+    ours, theirs = (estimates(b, with_kl(estimator, b)) for b in (batch, young))
     np.testing.assert_array_equal(np.concatenate(ours.advantages), np.concatenate(theirs.advantages))
 
 
@@ -60,10 +69,10 @@ def test_tokens_over_age_are_seen_like_the_others(estimator: AdvEstimator | PPOA
 @settings(max_examples=40)
 @given(batch=batches(least=2), low=st.floats(-1, -0.1), high=st.floats(0.1, 1))
 def test_advantages_are_clamped_last_and_measured_as_they_are_trained_on(
-    estimator: AdvEstimator | PPOAdvEstimator, batch: Batch, low: float, high: float
+    estimator: Estimator, batch: Batch, low: float, high: float
 ) -> None:
-    free = batch.estimates(Settings(estimator), KL["k3"])
-    found = batch.estimates(Settings(estimator, clip_low=low, clip_high=high), KL["k3"])
+    free = estimates(batch, with_kl(estimator, batch))
+    found = estimates(batch, with_kl(estimator, batch, advantage_clip_low=low, advantage_clip_high=high))
     for clamped, before in zip(found.advantages, free.advantages, strict=True):
         np.testing.assert_array_equal(clamped, np.minimum(np.maximum(before, low), high))
     flat = np.concatenate(found.advantages)
@@ -77,20 +86,19 @@ def test_advantages_are_clamped_last_and_measured_as_they_are_trained_on(
 
 
 @EACH
-def test_the_names_of_metrics_do_not_depend_on_the_data(estimator: AdvEstimator | PPOAdvEstimator) -> None:
-    ones = {name: np.zeros(3) for name in ("start", "ref", "values")}
-    none = {name: np.zeros(0) for name in ("start", "ref", "values")}
+def test_the_names_of_metrics_do_not_depend_on_the_data(estimator: Estimator) -> None:
     components = {"correct": 0.0, "format": 1.0}
-    full = Batch(tuple(episode(i, 2, components=components, **ones) for i in range(4)), 2)
-    empty = Batch(tuple(episode(i, 2, components=components, length=0, multiplier=0.0, **none) for i in range(4)), 2)
-    names = [set(b.estimates(Settings(estimator), KL["k3"]).metrics) for b in (full, empty)]
+    full = made([0.0] * 4, 2, components=components, **{name: np.zeros(12) for name in COLUMNS.values()})
+    none = {name: np.zeros(0) for name in COLUMNS.values()}
+    empty = made([0.0] * 4, 2, 0, components, multipliers=[0.0] * 4, **none)
+    names = [set(estimates(b, with_kl(estimator, b)).metrics) for b in (full, empty)]
     assert names[0] == names[1]
 
 
 def test_the_share_of_trivial_baselines_is_measured() -> None:
     rewards = [0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0]
-    batch = Batch(tuple(episode(i, 4, reward=float(r)) for i, r in enumerate(rewards)), 4)
-    found = batch.estimates(Settings(AdvEstimator(), leave_one_out=False), NO_KL).metrics
+    config = configured(GRPOAdvEstimatorConfig(), n=4, use_leave_one_out_baseline=False)
+    found = estimates(made(rewards, 4), config).metrics
     assert found["baseline_reward/pct_0"] == pytest.approx(100 / 3)
     assert found["baseline_reward/pct_1"] == pytest.approx(100 / 3)
     assert found["baseline_reward/pct_mixed"] == pytest.approx(100 / 3)
@@ -99,73 +107,112 @@ def test_the_share_of_trivial_baselines_is_measured() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("owners", [(), (1, 0, 2, 1)], ids=["one-rank", "three-ranks"])
 def test_values_that_are_not_finite_are_an_error_that_every_rank_raises(value: float, owners: tuple[int, ...]) -> None:
-    values = [np.zeros(3), np.zeros(3), np.zeros(3), np.array([0.0, value, 0.0])]
-    batch = Batch(tuple(episode(i, 2, values=v) for i, v in enumerate(values)), 2)
+    values = np.zeros((4, 3))
+    values[3, 1] = value
     with pytest.raises(ServiceError, match=r"^trajectory 'p1'\[1\]: values that are not finite"):
-        batch.estimates(Settings(PPOAdvEstimator()), NO_KL, owners)
+        estimates(made([0.0] * 4, 2, values=values), configured(PPOAdvEstimatorConfig(), n=2), owners)
 
 
 @pytest.mark.parametrize("owners", [(), (1, 0, 2, 1), (2, 2, 0, 0)], ids=["one-rank", "three-ranks", "other-order"])
 @pytest.mark.parametrize(
     ("estimator", "loss_fn"),
-    [(AdvEstimator(name="opd"), NO_KL), (AdvEstimator(name="reinforce_plus_plus"), KL["k1"])],
+    [(OPD, NO_KL), (GRPOAdvEstimatorConfig(name="reinforce_plus_plus"), KL["k1"])],
     ids=["opd", "kl-in-reward"],
 )
 def test_the_first_of_several_is_named_whichever_rank_holds_it(
-    estimator: AdvEstimator, loss_fn: LossFn, owners: tuple[int, ...]
+    estimator: GRPOAdvEstimatorConfig, loss_fn: LossConfig, owners: tuple[int, ...]
 ) -> None:
-    def start(i: int) -> Float64:
-        return np.full(3, math.nan if i in (1, 3) else -1.0)
-
-    batch = Batch(tuple(episode(i, 2, start=start(i), ref=-np.ones(3)) for i in range(4)), 2)
+    old = np.full((4, 3), -1.0)
+    old[[1, 3]] = math.nan
+    batch = made([0.0] * 4, 2, old_logprobs=old, ref_logprobs=-np.ones(12), teacher_logprobs=-np.ones(12))
     with pytest.raises(
         ServiceError,
         match=r"^trajectory 'p0'\[1\] and 1 more of the 4 trajectories: log-probabilities that are not finite",
     ):
-        batch.estimates(Settings(estimator), loss_fn, owners)
+        estimates(batch, configured(estimator, loss_fn, 2), owners)
 
 
-def test_an_array_that_is_missing_or_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"trajectory 'p0'\[0\]: values of shape None for 3 tokens"):
-        Batch((episode(),), 1).estimates(Settings(PPOAdvEstimator()), NO_KL)
-    with pytest.raises(ValueError, match=r"trajectory 'p0'\[0\]: values of shape \(2,\) for 3 tokens"):
-        Batch((episode(values=np.zeros(2)),), 1).estimates(Settings(PPOAdvEstimator()), NO_KL)
+def test_a_column_that_is_missing_or_of_another_length_is_refused() -> None:
+    config = configured(PPOAdvEstimatorConfig())
+    with pytest.raises(AssertionError):
+        estimates(made([0.0]), config)
+    with pytest.raises(ValueError, match="same length"):
+        estimates(made([0.0], values=np.zeros(2)), config)
 
 
 @pytest.mark.parametrize(
     ("estimator", "loss_fn", "expected"),
     [
-        (AdvEstimator(), NO_KL, Needs(start=False, ref=False, values=False)),
-        (AdvEstimator(name="reinforce_plus_plus"), NO_KL, Needs(start=False, ref=False, values=False)),
-        (AdvEstimator(name="reinforce_plus_plus"), KL["k3"], Needs(start=True, ref=True, values=False)),
+        (GRPOAdvEstimatorConfig(), NO_KL, set()),
+        (GRPOAdvEstimatorConfig(name="gdpo"), NO_KL, set()),
+        (GRPOAdvEstimatorConfig(name="reinforce_plus_plus"), NO_KL, set()),
+        (GRPOAdvEstimatorConfig(name="reinforce_plus_plus"), KL["k3"], {"old", "ref"}),
         (
-            AdvEstimator(name="reinforce_plus_plus"),
-            LossFn(use_kl_in_reward=True, reference_policy_kl_penalty=0),
-            Needs(start=False, ref=False, values=False),
+            GRPOAdvEstimatorConfig(name="reinforce_plus_plus"),
+            LossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0),
+            set(),
         ),
-        (AdvEstimator(name="opd"), NO_KL, Needs(start=True, ref=True, values=False)),
-        (PPOAdvEstimator(), NO_KL, Needs(start=False, ref=False, values=True)),
-        (PPOAdvEstimator(), KL["k2"], Needs(start=True, ref=True, values=True)),
-        (PPOAdvEstimator(name="raw_reward"), NO_KL, Needs(start=False, ref=False, values=False)),
+        (OPD, NO_KL, {"old", "teacher"}),
+        (PPOAdvEstimatorConfig(), NO_KL, {"values"}),
+        (PPOAdvEstimatorConfig(), KL["k2"], {"old", "ref", "values"}),
+        (PPOAdvEstimatorConfig(name="raw_reward"), NO_KL, set()),
     ],
-    ids=["grpo", "reinforce", "reinforce-kl", "reinforce-kl-of-weight-0", "opd", "gae", "gae-kl", "raw"],
+    ids=["grpo", "gdpo", "reinforce", "reinforce-kl", "reinforce-kl-of-weight-0", "opd", "gae", "gae-kl", "raw"],
 )
 def test_only_what_an_estimator_needs_has_to_be_there(
-    estimator: AdvEstimator | PPOAdvEstimator, loss_fn: LossFn, expected: Needs
+    estimator: Estimator, loss_fn: LossConfig, expected: set[str]
 ) -> None:
-    how = Settings(estimator, leave_one_out=False)
-    assert needs(how, loss_fn) == expected
-    asked = {name: np.zeros(3) for name, wanted in dataclasses.asdict(expected).items() if wanted}
-    Batch((episode(**asked),), 1).estimates(how, loss_fn)
+    section = {} if isinstance(estimator, PPOAdvEstimatorConfig) else {"use_leave_one_out_baseline": False}
+    config = configured(estimator, loss_fn, n=2, **section)
+    assert algorithms.required_passes(config, optimizer_steps=1) == expected
+    assert algorithms.needs_unfiltered(config) == ("old" in expected)
+    components = {"correct": 0.0, "format": 1.0}
+    asked = {COLUMNS[name]: np.zeros(6) for name in expected}
+    batch = made([0.0, 1.0], 2, components=components, **asked)
+    estimates(batch, config)
     for name in asked:
-        with pytest.raises(ValueError, match=name):
-            Batch((episode(**{**asked, name: None}),), 1).estimates(how, loss_fn)
+        with pytest.raises(AssertionError):
+            estimates(dataclasses.replace(batch, **{name: None}), config)
 
 
-def test_settings_take_from_grpo_what_the_estimator_leaves_open() -> None:
+@pytest.mark.parametrize(
+    ("estimator", "loss_fn"),
+    [(OPD, NO_KL), (GRPOAdvEstimatorConfig(name="reinforce_plus_plus"), KL["k3"]), (PPOAdvEstimatorConfig(), KL["k1"])],
+    ids=["opd", "reinforce-kl", "gae-kl"],
+)
+def test_models_are_compared_before_top_k_and_top_p(estimator: Estimator, loss_fn: LossConfig) -> None:
+    config = configured(estimator, loss_fn, n=2)
+    others = {name: -np.arange(6.0) for name in ("ref_logprobs", "teacher_logprobs", "values")}
+    expected = estimates(made([0.0, 1.0], 2, old_logprobs=-np.ones(6), **others), config)
+    filtered = np.array([-0.5, -np.inf, -0.5, -0.5, -0.5, -np.inf])
+    found = estimates(made([0.0, 1.0], 2, old_logprobs=filtered, old_logprobs_unfiltered=-np.ones(6), **others), config)
+    np.testing.assert_array_equal(np.concatenate(found.advantages), np.concatenate(expected.advantages))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "keys", "optimizer_steps", "expected"),
+    [
+        (NO_KL, {}, 1, set()),
+        (NO_KL, {}, 2, {"old"}),
+        (NO_KL, {"seq_logprob_error_threshold": 1.5}, 1, {"old"}),
+        (LossConfig(), {}, 1, {"ref"}),
+        (LossConfig(), {}, 3, {"old", "ref"}),
+    ],
+    ids=["one-step", "two-steps", "threshold", "kl-in-loss", "all"],
+)
+def test_loss_and_optimizer_steps_ask_for_passes_of_their_own(
+    loss_fn: LossConfig, keys: dict[str, float], optimizer_steps: int, expected: set[str]
+) -> None:
+    config = configured(GRPOAdvEstimatorConfig(), loss_fn, n=2, **keys)
+    assert algorithms.required_passes(config, optimizer_steps) == expected
+
+
+def test_the_configuration_takes_from_grpo_what_the_estimator_leaves_open() -> None:
     grpo = {"normalize_rewards": False, "use_leave_one_out_baseline": True, "advantage_clip_high": 3.0}
     own = {"adv_estimator": {"normalize_rewards": True, "use_leave_one_out_baseline": False}}
     for section, expected in ((grpo, (False, True)), ({**grpo, **own}, (True, False))):
-        found = Settings.of(Config.model_validate({"grpo": section}).algorithm)
-        assert (found.normalize_rewards, found.leave_one_out, found.clip_low, found.clip_high) == (*expected, None, 3.0)
-    assert Settings.of(Config.model_validate({"ppo": {}}).algorithm).estimator == PPOAdvEstimator()
+        found = Config.model_validate({"grpo": section}).grpo
+        assert found is not None
+        assert (found.normalizes, found.leaves_one_out) == expected
+        assert (found.advantage_clip_low, found.advantage_clip_high) == (None, 3.0)
+    assert Config.model_validate({"ppo": {}}).algorithm.adv_estimator == PPOAdvEstimatorConfig()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.files import whole_file
+from headrace_services.trainer.files import atomic_write
 
 
 def test_a_writer_that_dies_leaves_what_was_there_and_the_next_one_replaces_it(tmp_path: Path) -> None:
@@ -14,7 +14,7 @@ def test_a_writer_that_dies_leaves_what_was_there_and_the_next_one_replaces_it(t
     path.write_text("old")
 
     def die() -> None:
-        with whole_file(path) as unfinished:
+        with atomic_write(path) as unfinished:
             unfinished.write_text("ne")
             raise OSError("no space")
 
@@ -22,7 +22,7 @@ def test_a_writer_that_dies_leaves_what_was_there_and_the_next_one_replaces_it(t
         die()
     assert path.read_text() == "old"
     assert list(tmp_path.glob("c*")) == [path], "no reader takes the remains for a file"
-    with whole_file(path) as unfinished:
+    with atomic_write(path) as unfinished:
         unfinished.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.trainer.telemetry.gpus import GPUMonitor, readings
-from services.trainer.telemetry.metric_names import unknown
+from headrace_services.trainer.telemetry.gpus import GPUMonitor, readings
+from headrace_services.trainer.telemetry.metric_names import unknown
 
 
 def test_lines_of_nvidia_smi_are_read_and_what_is_not_supported_is_left_out() -> None:
@@ -15,12 +15,12 @@ def test_lines_of_nvidia_smi_are_read_and_what_is_not_supported_is_left_out() ->
 def test_a_step_gets_the_mean_use_and_the_largest_memory_since_the_one_before() -> None:
     answers = iter(["0, 50, 1024\n", "0, 100, 2048\n", "0, 10, 512\n"])
     monitor = GPUMonitor(10.0, lambda: next(answers))
-    monitor.look()
-    monitor.look()
+    monitor.sample()
+    monitor.sample()
     metrics = monitor.take()
     assert metrics == {"gpu/0/util": 75.0, "gpu/0/mem_gb": 2.0}
     assert unknown(metrics) == []
-    monitor.look()
+    monitor.sample()
     assert monitor.take() == {"gpu/0/util": 10.0, "gpu/0/mem_gb": 0.5}
     assert monitor.take() == {}
 
@@ -31,7 +31,7 @@ def test_a_failure_is_said_once_and_the_next_look_tries_again(
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/nvidia-smi")
     calls = 0
 
-    def ask() -> str:
+    def query() -> str:
         nonlocal calls
         calls += 1
         if calls < 3:
@@ -39,7 +39,7 @@ def test_a_failure_is_said_once_and_the_next_look_tries_again(
         monitor._stop.set()
         return "0, 1, 1024\n"
 
-    monitor = GPUMonitor(0.001, ask)
+    monitor = GPUMonitor(0.001, query)
     monitor.start()
     monitor._thread.join(60)
     assert caplog.text.count("driver mismatch") == 1

@@ -9,18 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.replay import End, Replica, Reservation, Waiting
-from services.trainer.control.decisions import (
-    LAST_RETRY_S,
+from headrace_services.trainer.control.decisions import (
+    LAST_BACKOFF_S,
     Action,
+    Backoff,
+    LoopState,
     Plan,
-    Retry,
-    RunningValidation,
-    View,
-    after_refit,
-    any_due,
     behind,
     count_verified,
     decide,
+    next_backoffs,
+    refit_due,
 )
 
 PLAN = Plan(
@@ -34,18 +33,19 @@ PLAN = Plan(
     fleet_deadline_s=30.0,
     validation_deadline_s=20.0,
 )
-# at version 3: offered, waiting for a batch, with two verified replicas
-AT_WORK = View(
+# at version 3: refitted, waiting for a batch, with two verified replicas
+AT_WORK = LoopState(
     now=100.0,
     stop=False,
     version=3,
     saved=False,
-    offered=True,
+    refitted=True,
     validated=False,
-    validation=None,
+    validating=None,
+    awaited_since=None,
     members=2,
     healthy=2,
-    behind_due=False,
+    refit_due=False,
     healthy_at=100.0,
     reply=Waiting(0, 2),
 )
@@ -62,17 +62,17 @@ def test_a_batch_is_asked_for_then_trained_or_waited_for() -> None:
 
 
 def test_a_checkpoint_is_published_before_the_fleet_gets_its_weights() -> None:
-    fresh = {"version": 4, "offered": False, "reply": None}
+    fresh = {"version": 4, "refitted": False, "reply": None}
     assert at(**fresh) is Action.CHECKPOINT
     assert at(**fresh, saved=True) is Action.REFIT
 
 
 def test_the_initial_model_needs_no_checkpoint() -> None:
-    assert at(version=0, offered=False, reply=None) is Action.REFIT
+    assert at(version=0, refitted=False, reply=None) is Action.REFIT
 
 
 def test_the_fleet_gets_a_version_before_it_is_validated_or_trained_on() -> None:
-    assert at(version=5, offered=False, reply=None) is Action.REFIT
+    assert at(version=5, refitted=False, reply=None) is Action.REFIT
     assert at(version=5, reply=None) is Action.VALIDATE
     assert at(version=5, reply=None, validated=True) is Action.RESERVE
 
@@ -82,32 +82,39 @@ def test_a_validation_that_is_due_waits_for_a_fleet_and_holds_the_step_back() ->
 
 
 def test_older_weights_are_not_replaced_while_they_are_validated() -> None:
-    running = {"offered": False, "reply": None, "validation": RunningValidation(2, None)}
+    running = {"refitted": False, "reply": None, "validating": 2, "awaited_since": None}
     assert at(**running) is Action.AWAIT_VALIDATION
-    assert at(**{**running, "validation": RunningValidation(2, 81.0)}) is Action.AWAIT_VALIDATION
-    assert at(**{**running, "validation": RunningValidation(2, 80.0)}) is Action.ABANDON_VALIDATION
+    assert at(**{**running, "validating": 2, "awaited_since": 81.0}) is Action.AWAIT_VALIDATION
+    assert at(**{**running, "validating": 2, "awaited_since": 80.0}) is Action.ABANDON_VALIDATION
 
 
 def test_a_validation_whose_fleet_died_is_given_up_at_once() -> None:
-    assert at(offered=False, reply=None, healthy=0, validation=RunningValidation(2, None)) is Action.ABANDON_VALIDATION
+    assert at(refitted=False, reply=None, healthy=0, validating=2, awaited_since=None) is Action.ABANDON_VALIDATION
+
+
+def test_a_validation_of_this_version_whose_fleet_died_waits_for_another_fleet() -> None:
+    end = {"version": 10, "saved": True, "validated": True, "validating": 10, "healthy": 0}
+    assert at(**end) is Action.WAIT
+    assert at(**end, refit_due=True) is Action.REFIT
+    assert at(**end, healthy_at=70.0) is Action.FAIL
 
 
 def test_training_goes_on_while_its_own_version_is_validated() -> None:
-    running = {"version": 5, "validated": True, "validation": RunningValidation(5, None)}
+    running = {"version": 5, "validated": True, "validating": 5, "awaited_since": None}
     assert at(**running, reply=Reservation(5, (), ())) is Action.TRAIN
     assert at(**running) is Action.WAIT
 
 
 def test_replicas_that_are_behind_are_refitted_while_there_is_no_batch() -> None:
-    assert at(behind_due=True) is Action.REFIT
-    assert at(behind_due=True, reply=Reservation(3, (), ())) is Action.TRAIN
+    assert at(refit_due=True) is Action.REFIT
+    assert at(refit_due=True, reply=Reservation(3, (), ())) is Action.TRAIN
 
 
 def test_an_empty_fleet_is_not_refitted_but_waited_for_up_to_the_deadline() -> None:
-    nobody = {"offered": False, "members": 0, "healthy": 0}
+    nobody = {"refitted": False, "members": 0, "healthy": 0}
     assert at(**nobody, healthy_at=70.1) is Action.WAIT
     assert at(**nobody, healthy_at=70.0) is Action.FAIL
-    assert at(offered=False, members=1, healthy=0, healthy_at=0.0) is Action.REFIT
+    assert at(refitted=False, members=1, healthy=0, healthy_at=0.0) is Action.REFIT
 
 
 def test_the_failure_names_the_key_and_the_step() -> None:
@@ -120,28 +127,28 @@ def test_the_failure_names_the_key_and_the_step() -> None:
 def test_the_end_is_saved_validated_and_then_finished(reply: End | None) -> None:
     version = 10 if reply is None else 3
     end = {"version": version, "reply": reply}
-    assert at(**end, offered=False) is Action.CHECKPOINT
-    assert at(**end, offered=False, saved=True) is Action.REFIT
+    assert at(**end, refitted=False) is Action.CHECKPOINT
+    assert at(**end, refitted=False, saved=True) is Action.REFIT
     assert at(**end, saved=True) is Action.VALIDATE
     validating = {**end, "saved": True, "validated": True}
-    assert at(**validating, validation=RunningValidation(version, None)) is Action.AWAIT_VALIDATION
+    assert at(**validating, validating=version, awaited_since=None) is Action.AWAIT_VALIDATION
     assert at(**validating) is Action.FINISH
 
 
 def test_the_end_without_a_validation_needs_no_fleet() -> None:
     plan = dataclasses.replace(PLAN, val_at_end=False, val_period=None)
-    view = dataclasses.replace(AT_WORK, version=10, saved=True, offered=False, members=0, healthy=0, reply=None)
-    assert decide(plan, view).action is Action.FINISH
+    state = dataclasses.replace(AT_WORK, version=10, saved=True, refitted=False, members=0, healthy=0, reply=None)
+    assert decide(plan, state).action is Action.FINISH
 
 
 def test_without_checkpoints_none_is_published() -> None:
     plan = dataclasses.replace(PLAN, save_period=None, val_at_end=False, val_period=0)
-    view = dataclasses.replace(AT_WORK, version=10, offered=False, reply=None)
-    assert decide(plan, view).action is Action.FINISH
+    state = dataclasses.replace(AT_WORK, version=10, refitted=False, reply=None)
+    assert decide(plan, state).action is Action.FINISH
 
 
 def test_a_stop_comes_before_everything() -> None:
-    assert at(stop=True, version=4, offered=False) is Action.STOP
+    assert at(stop=True, version=4, refitted=False) is Action.STOP
 
 
 def test_when_versions_are_validated() -> None:
@@ -155,58 +162,67 @@ def test_when_versions_are_validated() -> None:
 
 
 def test_a_validation_that_reaches_its_threshold_ends_the_run_with_a_checkpoint() -> None:
-    reached = {"reached": True, "reply": Reservation(3, (), ())}
+    reached = {"target_reached": True, "reply": Reservation(3, (), ())}
     assert at(**reached) is Action.CHECKPOINT
     assert at(**reached, saved=True) is Action.VALIDATE  # val_at_end
     assert at(**reached, saved=True, validated=True) is Action.FINISH
 
 
 def test_a_checkpoint_comes_out_of_turn_where_time_runs_out_and_training_goes_on() -> None:
-    assert at(runs_out=True) is Action.CHECKPOINT
-    assert at(runs_out=True, saved=True, reply=Reservation(3, (), ())) is Action.TRAIN
-    assert at(runs_out=True, version=0) is Action.WAIT  # the initial model needs none
+    assert at(must_save=True) is Action.CHECKPOINT
+    assert at(must_save=True, saved=True, reply=Reservation(3, (), ())) is Action.TRAIN
+    assert at(must_save=True, version=0) is Action.WAIT  # the initial model needs none
 
 
 def test_time_runs_out_when_a_step_like_the_last_would_end_too_late() -> None:
     plan = dataclasses.replace(PLAN, must_save_by_s=100.0)
-    assert not plan.runs_out(89.0, 10.0)
-    assert plan.runs_out(90.0, 10.0)
-    assert plan.runs_out(1000.0, 0.0)
-    assert not PLAN.runs_out(1e9, 10.0)
+    assert not plan.must_save_now(89.0, 10.0)
+    assert plan.must_save_now(90.0, 10.0)
+    assert plan.must_save_now(1000.0, 0.0)
+    assert not PLAN.must_save_now(1e9, 10.0)
 
 
-views = st.builds(
-    View,
+# As the loop counts them: a replica that holds the weights verified is a live one, and so is one that is behind.
+fleets = st.integers(0, 3).flatmap(
+    lambda members: st.fixed_dictionaries(
+        {
+            "members": st.just(members),
+            "healthy": st.integers(0, members),
+            "refit_due": st.booleans() if members else st.just(False),
+        }
+    )
+)
+states = st.builds(
+    lambda fleet, **other: LoopState(**fleet, **other),
+    fleet=fleets,
     now=st.just(100.0),
     stop=st.booleans(),
     version=st.integers(0, 10),
     saved=st.booleans(),
-    offered=st.booleans(),
+    refitted=st.booleans(),
     validated=st.booleans(),
-    validation=st.none() | st.builds(RunningValidation, st.integers(0, 10), st.none() | st.floats(0, 100)),
-    members=st.integers(0, 3),
-    healthy=st.integers(0, 3),
-    behind_due=st.booleans(),
+    validating=st.none() | st.integers(0, 10),
+    awaited_since=st.none() | st.floats(0, 100),
     healthy_at=st.floats(0, 100),
     reply=st.sampled_from([None, Waiting(0, 2), Reservation(3, (), ()), End(0)]),
-    reached=st.booleans(),
-    runs_out=st.booleans(),
+    target_reached=st.booleans(),
+    must_save=st.booleans(),
 )
 
 
-@given(views)
-def test_nothing_is_trained_on_weights_that_the_fleet_could_have_had_and_was_not_offered(view: View) -> None:
-    action = decide(PLAN, view).action
+@given(states)
+def test_nothing_is_trained_on_weights_that_the_fleet_could_have_had_and_was_not_offered(state: LoopState) -> None:
+    action = decide(PLAN, state).action
     if action is Action.TRAIN:
-        assert view.offered or not view.members
-    if action is Action.REFIT and not view.offered:
-        assert view.validation is None or not view.healthy
+        assert state.refitted or not state.members
+    if action is Action.REFIT and not state.refitted:
+        assert state.validating is None or not state.healthy
     if action is Action.VALIDATE:
-        assert view.healthy
-        assert view.validation is None
+        assert state.healthy
+        assert state.validating is None
     if action is Action.FINISH:
-        assert view.validation is None
-        assert view.saved or view.version == 0
+        assert state.validating is None
+        assert state.saved or state.version == 0
 
 
 def replica(name: str, state: str, version: int, timeline: str = "now") -> Replica:
@@ -226,15 +242,15 @@ def test_who_holds_a_version_and_who_is_behind() -> None:
 
 
 def test_a_replica_that_refuses_again_and_again_is_tried_less_and_less_often() -> None:
-    retries: dict[str, Retry] = {}
-    assert any_due(["a"], retries, 0.0)
+    backoffs: dict[str, Backoff] = {}
+    assert refit_due(["a"], backoffs, 0.0)
     waits = []
     for _ in range(10):
-        retries = after_refit(["a"], retries, 0.0)
-        waits.append(retries["a"].at)
-        assert not any_due(["a"], retries, waits[-1] - 0.5)
-        assert any_due(["a"], retries, waits[-1])
-        assert any_due(["a", "newcomer"], retries, 0.0)
+        backoffs = next_backoffs(["a"], backoffs, 0.0)
+        waits.append(backoffs["a"].until)
+        assert not refit_due(["a"], backoffs, waits[-1] - 0.5)
+        assert refit_due(["a"], backoffs, waits[-1])
+        assert refit_due(["a", "newcomer"], backoffs, 0.0)
     assert waits[:3] == [1.0, 2.0, 4.0]
-    assert waits[-1] == LAST_RETRY_S
-    assert after_refit([], retries, 0.0) == {}
+    assert waits[-1] == LAST_BACKOFF_S
+    assert next_backoffs([], backoffs, 0.0) == {}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import msgspec
 
-from loop_cases import group, reservation
-
-from services.trainer.telemetry.gauges import Gauges
-from services.trainer.telemetry.metrics import batch_metrics, sampling_metrics, total_lengths
+from headrace_services.trainer.telemetry.http import Gauges
+from headrace_services.trainer.telemetry.metrics import batch_metrics, sampling_metrics, total_lengths
+from tests.unit.trainer.loop_cases import group, reservation
 
 
 def test_batch_metrics_say_what_the_batch_was_like() -> None:
@@ -24,7 +23,7 @@ def test_batch_metrics_say_what_the_batch_was_like() -> None:
 
 
 def test_dynamic_sampling_says_how_many_batches_were_generated_for_one() -> None:
-    batch = dataclasses.replace(reservation("a", "b"), scored=9, filtered=7)
+    batch = msgspec.structs.replace(reservation("a", "b"), scored=9, filtered=7)
     assert sampling_metrics(batch, generation_batch=3.0) == {
         "dynamic_sampling_num_gen_batches": 3.0,
         "dynamic_sampling_scored_groups": 9,

@@ -9,7 +9,8 @@ import pytest
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.main import Makers, main
+from headrace_services.trainer.control.context import Dependencies
+from headrace_services.trainer.main import main
 
 OPD = {"adv_estimator": {"name": "opd", "teacher_model_name": "./no-such-teacher"}}
 
@@ -25,7 +26,7 @@ def complaint(tmp_path: Path, **sections: Any) -> str:
     run = {"id": "r", "dir": str(tmp_path)}
     sections = {"run": run, "trainer": {"port": 0}, "policy": {"model_name": str(model)}, **sections}
     with pytest.raises(ServiceError) as caught:
-        main(Config.model_validate(sections), Makers(replay=buffer))
+        main(Config.model_validate(sections), Dependencies(replay=buffer))
     return str(caught.value)
 
 

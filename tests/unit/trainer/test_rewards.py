@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.config.advantages import AdvEstimator, RewardScaling, RewardShaping
-from headrace.config.loss import LossFn
+from headrace.config.algorithm import RewardScalingConfig, RewardShapingConfig
+from headrace.config.grpo import GRPOAdvEstimatorConfig
 from headrace.errors import ServiceError
-from services.trainer.learning.advantages import (
-    AllRanks,
-    Settings,
-    components_of,
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms.gdpo import scaled_components
+from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.rewards import (
+    leave_out_disagreeing,
     leave_out_truncated,
-    mask_logprob_errors,
-    reward_metrics,
     scale_rewards,
     shape_rewards,
 )
-from services.trainer.learning.tokens import Episode, Float64
-from tests.unit.trainer.advantage_cases import Alone, Batch, batches, episode, on_ranks
+from headrace_services.trainer.learning.step import train_step
+from tests.support.trainer import batch, on_ranks
+from tests.unit.trainer.advantage_cases import batches, by_trajectory, configured, estimates, made, of_length
 
 NONE = np.zeros(1, dtype=bool)
-TO_1 = RewardScaling(enabled=True, source_min=0.0, source_max=2.0, target_min=-1.0, target_max=1.0)
+TO_1 = RewardScalingConfig(enabled=True, source_min=0.0, source_max=2.0, target_min=-1.0, target_max=1.0)
 
 
 def test_rewards_are_scaled_as_nemo_rl_does() -> None:
@@ -36,7 +37,7 @@ def test_rewards_are_scaled_as_nemo_rl_does() -> None:
 
 def test_rewards_stay_as_they_are_unless_scaling_is_turned_on() -> None:
     rewards = np.array([[-5.0, 7.0]])
-    assert scale_rewards(rewards, RewardScaling(source_max=2.0)) is rewards
+    assert scale_rewards(rewards, RewardScalingConfig(source_max=2.0)) is rewards
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_rewards_stay_as_they_are_unless_scaling_is_turned_on() -> None:
 )
 def test_the_overlong_penalty_grows_over_the_buffer_and_is_floored(length: int, penalty: float) -> None:
     """Without a floor a completion of 130 tokens would lose 2.5."""
-    shaping = RewardShaping(enabled=True, overlong_buffer_length=20)
+    shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=20)
     found = shape_rewards(np.array([0.25]), np.array([length]), ~NONE, shaping, 100)
     np.testing.assert_allclose(found, [0.25 - penalty])
 
@@ -59,7 +60,7 @@ def test_the_overlong_penalty_grows_over_the_buffer_and_is_floored(length: int, 
     reward=st.floats(-3, 3),
 )
 def test_the_overlong_penalty_is_dapo_s(length: int, longest: int, buffer: int, penalty: float, reward: float) -> None:
-    shaping = RewardShaping(enabled=True, overlong_buffer_length=buffer, overlong_buffer_penalty=penalty)
+    shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=buffer, overlong_buffer_penalty=penalty)
     if length <= longest - buffer:
         punishment = 0.0
     elif length <= longest:
@@ -71,7 +72,7 @@ def test_the_overlong_penalty_is_dapo_s(length: int, longest: int, buffer: int, 
 
 
 def test_stopping_properly_takes_the_place_of_the_overlong_buffer() -> None:
-    shaping = RewardShaping(enabled=True, overlong_buffer_length=20, stop_properly_penalty_coef=0.25)
+    shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=20, stop_properly_penalty_coef=0.25)
     truncated = np.array([True, False, True])
     found = shape_rewards(np.array([1.0, 1.0, -2.0]), np.array([130, 130, 1]), truncated, shaping, 100)
     np.testing.assert_array_equal(found, [0.25, 1.0, -0.5])
@@ -79,7 +80,7 @@ def test_stopping_properly_takes_the_place_of_the_overlong_buffer() -> None:
 
 def test_rewards_stay_as_they_are_unless_shaping_is_turned_on() -> None:
     rewards = np.array([1.0])
-    shaping = RewardShaping(stop_properly_penalty_coef=0.0)
+    shaping = RewardShapingConfig(stop_properly_penalty_coef=0.0)
     assert shape_rewards(rewards, np.array([999]), ~NONE, shaping, 10) is rewards
 
 
@@ -89,17 +90,40 @@ def test_truncated_completions_leave_the_loss_only_where_that_is_asked_for() -> 
     np.testing.assert_array_equal(leave_out_truncated(multipliers, truncated, False), multipliers)
 
 
+@pytest.mark.parametrize(
+    ("shaping", "expected"),
+    [
+        ({}, {"reward": 0.5}),
+        ({"enabled": True, "stop_properly_penalty_coef": 0.5}, {"reward": 0.25, "unshaped_total_reward": 0.5}),
+    ],
+    ids=["scaled", "shaped"],
+)
+def test_rewards_are_measured_as_they_are_trained_on_and_before_shaping(
+    tiny_model: Path, shaping: dict[str, object], expected: dict[str, float]
+) -> None:
+    config = configured(
+        GRPOAdvEstimatorConfig(),
+        n=2,
+        reward_scaling={"enabled": True, "source_max": 2.0},
+        reward_shaping=shaping,
+        policy={"model_name": str(tiny_model), "max_total_sequence_length": 8},
+    )
+    whole = batch([of_length(3, place, 2, finish_reason="length") for place in range(2)], [2.0, 0.0])
+    metrics = train_step(Learner(config), whole)
+    assert {name: metrics[name] for name in metrics if name.endswith("reward")} == expected
+    assert whole.rewards.sum() == 2 * expected["reward"]
+
+
 def test_a_truncated_completion_stays_in_the_baseline_of_the_others() -> None:
     rewards, out = [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0]
-    kept = Batch(tuple(episode(i, 4, reward=r) for i, r in enumerate(rewards)), 4)
-    filtered = Batch(tuple(dataclasses.replace(e, multiplier=m) for e, m in zip(kept.episodes, out, strict=True)), 4)
-    found = [b.estimates(Settings(AdvEstimator()), LossFn()).advantages for b in (kept, filtered)]
+    config = configured(GRPOAdvEstimatorConfig(), n=4)
+    found = [estimates(made(rewards, 4, multipliers=of_batch), config).advantages for of_batch in (None, out)]
     np.testing.assert_array_equal(found[0], found[1])
 
 
 def test_components_are_scaled_and_ordered_by_name() -> None:
     scores = [{"format": 2.0, "correct": 0.0}, {"correct": 1.0, "format": -9.0}]
-    found = components_of(scores, ["math", "math"], [1.0, 2.0], TO_1)
+    found = scaled_components(scores, ["math", "math"], [1.0, 2.0], TO_1)
     assert list(found) == ["correct", "format"]
     np.testing.assert_allclose(found["correct"], [-1.0, 0.0])
     np.testing.assert_allclose(found["format"], [1.0, -1.0])
@@ -127,19 +151,15 @@ def test_components_that_gdpo_cannot_weigh_are_an_error_that_names_the_environme
     scores: list[dict[str, float]], weights: list[float] | None, words: str
 ) -> None:
     with pytest.raises(ServiceError, match=words):
-        components_of(scores, ["math", "code"], weights, TO_1)
+        scaled_components(scores, ["math", "code"], weights, TO_1)
 
 
-def test_rewards_are_measured_as_they_are_trained_on_and_before_shaping() -> None:
-    before, after = np.array([1.0, 0.0]), np.array([0.5, 0.0])
-    assert reward_metrics(before, before, RewardShaping()) == {"reward": 0.5}
-    assert reward_metrics(before, after, RewardShaping(enabled=True)) == {"reward": 0.25, "unshaped_total_reward": 0.5}
-
-
-def _errors(episodes: tuple[Episode, ...], gen: list[Float64]) -> list[float]:
+def mean_errors(batch: Batch) -> list[float]:
+    assert batch.old_logprobs is not None
+    rollout, old = (by_trajectory(batch, x.astype(np.float64)) for x in (batch.rollout_logprobs, batch.old_logprobs))
     return [
-        float(np.mean([np.exp(abs(g - s)) for g, s in zip(gs, e.start, strict=True)])) if e.length else 1.0
-        for e, gs in zip(episodes, gen, strict=True)
+        float(np.mean([np.exp(abs(g - s)) for g, s in zip(gs, ss, strict=True)])) if gs.size else 1.0
+        for gs, ss in zip(rollout, old, strict=True)
     ]
 
 
@@ -150,33 +170,35 @@ def _errors(episodes: tuple[Episode, ...], gen: list[Float64]) -> list[float]:
     far=st.sampled_from([0.0, 0.5, 2.0, 80.0]),
     data=st.data(),
 )
-def test_sequences_whose_mean_error_is_above_the_threshold_leave_the_loss(
+def test_trajectories_whose_mean_error_is_above_the_threshold_leave_the_loss(
     batch: Batch, threshold: float | None, far: float, data: st.DataObject
 ) -> None:
-    episodes = batch.episodes
+    size = len(batch)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    gen = [e.start + rng.uniform(-far, far) * rng.random(e.length) for e in episodes]
-    owners = data.draw(st.lists(st.integers(0, 1), min_size=len(episodes), max_size=len(episodes)))
+    assert batch.old_logprobs is not None
+    apart = rng.uniform(-far, far, size)[batch.trajectory] * rng.random(batch.trajectory.size)
+    batch.rollout_logprobs = (batch.old_logprobs + apart).astype(np.float32)
+    owners = data.draw(st.lists(st.integers(0, 1), min_size=size, max_size=size))
 
-    def of_rank(rank: int, ranks: AllRanks) -> tuple[Float64, dict[str, float]]:
-        mine = [i for i, owner in enumerate(owners) if owner == rank]
-        return mask_logprob_errors(threshold, [episodes[i] for i in mine], [gen[i] for i in mine], len(episodes), ranks)
+    def of_rank(ranks: Ranks) -> tuple[Batch, dict[str, float]]:
+        mine = batch.take([i for i, owner in enumerate(owners) if owner == ranks.rank])
+        return mine, leave_out_disagreeing(mine, threshold, ranks)
 
     both = on_ranks(of_rank, 2)
-    found = np.zeros(len(episodes))
-    for rank, (multipliers, _) in enumerate(both):
-        found[[i for i, owner in enumerate(owners) if owner == rank]] = multipliers
+    found = np.zeros(size)
+    for share, _ in both:
+        found[share.places] = share.multipliers
     metrics = both[0][1]
     assert metrics == both[1][1]
 
-    errors = _errors(episodes, gen)
-    valid = [i for i, e in enumerate(episodes) if e.length and e.multiplier > 0]
+    errors, rewards = mean_errors(batch), [score.reward for score in batch.scores]
+    valid = [i for i, t in enumerate(batch.trajectories) if t.loss_mask.any() and batch.multipliers[i] > 0]
     masked = [i for i in valid if threshold is not None and errors[i] > threshold]
     kept = [i for i in valid if i not in masked]
-    np.testing.assert_array_equal(found, [0.0 if i in masked else e.multiplier for i, e in enumerate(episodes)])
+    np.testing.assert_array_equal(found, [0.0 if i in masked else w for i, w in enumerate(batch.multipliers)])
     expected = {
         "num_masked_seqs_by_logprob_error": len(masked),
-        "masked_correct_pct": float(np.mean([episodes[i].reward == 1 for i in masked])) if masked else 0.0,
+        "masked_correct_pct": float(np.mean([rewards[i] == 1 for i in masked])) if masked else 0.0,
     }
     for suffix, group in (("", valid), ("_after_mask", kept)):
         of_group = [errors[i] for i in group] or [0.0]
@@ -186,9 +208,23 @@ def test_sequences_whose_mean_error_is_above_the_threshold_leave_the_loss(
     assert metrics == pytest.approx(expected)
 
 
-def test_a_sequence_whose_log_probabilities_are_not_numbers_leaves_the_loss() -> None:
-    episodes = [episode(0, start=np.array([0.0, np.nan, 0.0])), episode(1, start=np.zeros(3))]
-    found, metrics = mask_logprob_errors(2.0, episodes, [np.zeros(3), np.zeros(3)], 2, Alone())
-    np.testing.assert_array_equal(found, [0.0, 1.0])
+def test_a_trajectory_whose_log_probabilities_are_not_numbers_leaves_the_loss() -> None:
+    batch = made([0.0, 0.0], old_logprobs=[0.0, np.nan, 0.0, 0.0, 0.0, 0.0])
+    batch.rollout_logprobs = np.zeros(6, np.float32)
+    metrics = leave_out_disagreeing(batch, 2.0, Ranks())
+    np.testing.assert_array_equal(batch.multipliers, [0.0, 1.0])
     assert metrics["num_masked_seqs_by_logprob_error"] == 1
     assert metrics["max_seq_mult_prob_error_after_mask"] == 1.0
+
+
+def test_a_trajectory_whose_mean_error_is_the_threshold_stays() -> None:
+    batch = made([0.0], old_logprobs=-np.ones(3))
+    leave_out_disagreeing(batch, 1.0, Ranks())
+    np.testing.assert_array_equal(batch.multipliers, [1.0])
+
+
+def test_a_token_that_top_k_or_top_p_leaves_out_says_nothing_of_the_disagreement() -> None:
+    batch = made([0.0], old_logprobs=[-1.0, -np.inf, -1.0])
+    metrics = leave_out_disagreeing(batch, 1.5, Ranks())
+    np.testing.assert_array_equal(batch.multipliers, [1.0])
+    assert metrics["max_seq_mult_prob_error"] == 1.0

@@ -11,14 +11,12 @@ from rich.console import Console
 
 from headrace.errors import ServiceError
 from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
-from services.trainer.learning.experience import Trace, experience_of
-from services.trainer.telemetry.samples import (
+from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.telemetry.samples import (
     SampleFiles,
     as_markdown,
     choose,
-    sample_of,
     show,
-    shown,
     training_record,
     validation_record,
 )
@@ -53,19 +51,17 @@ TRAJECTORY = Trajectory(
 SCORE = Score("SCORED", 0.5, {"exact": 0.0}, environment="sums")
 
 
-def trace(start: tuple[float, ...] | None = (-0.5, -1.25, -2.0, -0.25)) -> Trace:
-    experience = experience_of(TRAJECTORY, SCORE, group=0, place=3, step=4, max_age=1, multiplier=1.0)
-    return Trace(
-        experience,
-        reward=1.5,
-        multiplier=0.0,
-        advantages=np.array([0.1, 0.2, 0.3, 1 / 3]),
-        start=None if start is None else np.array(start, np.float32),
-    )
+def trained(old: tuple[float, ...] = (-0.5, -1.25, -2.0, -0.25)) -> Batch:
+    """The trajectory after step 4, of a batch of its own."""
+    batch = Batch.of([TRAJECTORY], [SCORE], places=[0], groups=[0], multipliers=[0.0], step=4, max_age=1)
+    batch.rewards = np.array([1.5])
+    batch.advantages = np.array([0.1, 0.2, 0.3, 1 / 3])
+    batch.old_logprobs = np.array(old, np.float32)
+    return batch
 
 
 def test_a_line_says_of_every_token_who_wrote_it_and_how_it_counted() -> None:
-    record = training_record(4, PROMPT, sample_of(TRAJECTORY, SCORE, trace()))
+    record = training_record(4, PROMPT, trained(), 0)
     assert record["token_ids"] == [1, 2, 3, 4, 5]
     assert record["token_loss_mask"] == [0, 0, 0, 1, 1]
     assert np.isnan(record["advantages"][2])
@@ -78,9 +74,13 @@ def test_a_line_says_of_every_token_who_wrote_it_and_how_it_counted() -> None:
     assert (record["input_lengths"], record["finish_reason"], record["components"]) == (7, "length", {"exact": 0.0})
 
 
+def test_a_trajectory_that_needed_no_pass_has_no_log_probabilities_of_the_trainer() -> None:
+    assert training_record(4, PROMPT, trained((np.nan,) * 4), 0)["prev_logprobs"] is None
+
+
 def test_what_was_written_is_read_and_a_token_of_the_environment_is_null(tmp_path: Path) -> None:
     files = SampleFiles(tmp_path / "logs", keep=3)
-    files.write("train", 4, [training_record(4, PROMPT, sample_of(TRAJECTORY, SCORE, trace()))])
+    files.write("train", 4, [training_record(4, PROMPT, trained(), 0)])
     (record,) = files.read("train", 4)
     assert record["advantages"] == [0.1, 0.2, None, 0.3, 0.333333]
     assert record["content"] == TRAJECTORY.text
@@ -127,11 +127,11 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_pa
 )
 def test_the_best_and_the_worst_are_shown(count: int, chosen: list[float]) -> None:
     rewards = [0.25, 1.0, 0.0, 0.5, 0.75]
-    assert [rewards[place] for place in choose(rewards, count)] == chosen
+    assert [record["rewards"] for record in choose([{"rewards": reward} for reward in rewards], count)] == chosen
 
 
 def test_a_block_shows_prompt_answer_and_reward_as_they_are() -> None:
-    one = shown(validation_record(4, PROMPT, TRAJECTORY, SCORE))
+    one = validation_record(4, PROMPT, TRAJECTORY, SCORE)
     plain, coloured = io.StringIO(), io.StringIO()
     show(Console(file=plain, width=100), "validation of version 4", [one])
     show(Console(file=coloured, width=100, force_terminal=True), "validation of version 4", [one])

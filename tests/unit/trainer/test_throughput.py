@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import Config
-from services.trainer.telemetry.flops import Architecture, Peak
-from services.trainer.telemetry.metric_names import unknown
-from services.trainer.telemetry.throughput import Devices, Meter, StepTimes, efficiency_metrics
+from headrace_services.trainer.telemetry.flops import Architecture, Peak
+from headrace_services.trainer.telemetry.metric_names import unknown
+from headrace_services.trainer.telemetry.throughput import Devices, StepTimes, ThroughputMeter, efficiency_metrics
 
 SECONDS = st.floats(0, 1e4)
 
@@ -38,7 +38,7 @@ def metrics_of(
 ) -> dict[str, float]:
     """Of a step of 10 s, of which 2 s were waited for a batch and 1 s for a refit."""
     times = StepTimes(10.0, 6.0, learner, buffer_starvation=2.0, refit_bubble=1.0, validation=0.0, checkpoint=0.0)
-    return Meter(architecture, Peak(0.5, "a data sheet")).metrics(times, lengths, devices, epochs)
+    return ThroughputMeter(architecture, Peak(0.5, "a data sheet")).metrics(times, lengths, devices, epochs)
 
 
 def test_rates_are_those_of_nemo_rl() -> None:
@@ -86,7 +86,7 @@ def test_with_no_replica_left_there_is_no_rate_of_generation_per_gpu() -> None:
 def test_the_meter_is_of_the_model_that_is_trained(tiny_model: Path) -> None:
     def weights(overrides: dict[str, int]) -> int:
         policy = {"model_name": str(tiny_model), "precision": "float32", "hf_config_overrides": overrides}
-        meter = Meter.of(Config.model_validate({"policy": policy, "trainer": {"device": "cpu"}}))
+        meter = ThroughputMeter.of(Config.model_validate({"policy": policy, "trainer": {"device": "cpu"}}))
         assert meter.peak.tflops > 0
         assert meter.architecture is not None
         return meter.architecture.layer_weights

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
-from loop_cases import group, trajectory
 
 from headrace.replay import Evaluated
 from headrace.trajectory import Score, Span
-from services.trainer.control.validation import Tally, reaches, summarise
+from headrace_services.trainer.control.validation import reaches_target, summarize
+from tests.unit.trainer.loop_cases import group, trajectory
 
 
-def evaluated(name: str, reward: float, version: int, task: str = "sums") -> Evaluated:
+def evaluated(name: str, rewards: Sequence[float], version: int, task: str = "sums") -> Evaluated:
     written = trajectory(group_id=name, spans=(Span(version, 0, 2),))
-    return Evaluated(group(name, 1, task), ((written, Score("SCORED", reward)),))
+    return Evaluated(group(name, len(rewards), task), tuple((written, Score("SCORED", reward)) for reward in rewards))
 
 
 def test_law_7_failed_and_pending_validation_groups_are_counts_never_zeros() -> None:
-    tallies = [Tally.of(evaluated("a", 1.0, 4)), Tally.of(evaluated("b", 0.0, 4, "words"))]
-    metrics = summarise(tallies, failed=2, pending=3)
+    groups = [evaluated("a", [1.0], 4), evaluated("b", [0.0], 4, "words")]
+    metrics = summarize(groups, failed=2, pending=3)
     assert metrics["accuracy"] == 0.5
     assert (metrics["evaluated"], metrics["failed"], metrics["pending"]) == (2, 2, 3)
     assert (metrics["version_min"], metrics["version_max"]) == (4, 4)
     assert (metrics["accuracy/sums"], metrics["accuracy/words"]) == (1.0, 0.0)
-    assert summarise([], failed=2, pending=0) == {"evaluated": 0, "failed": 2, "pending": 0}
+    assert summarize([], failed=2, pending=0) == {"evaluated": 0, "failed": 2, "pending": 0}
     assert "pass_k" not in metrics
 
 
 def test_pass_k_is_the_share_of_prompts_that_any_completion_solves() -> None:
     rewards = [(0.0, 1.0), (0.0, 0.0), (-1.0, 0.5), (-1.0, -1.0)]
-    tallies = [Tally("a", of_prompt, (1, 1), 0, frozenset({3})) for of_prompt in rewards]
-    metrics = summarise(tallies, failed=0, pending=0)
+    metrics = summarize([evaluated("a", of_prompt, 3) for of_prompt in rewards], failed=0, pending=0)
     assert (metrics["pass_k"], metrics["accuracy"]) == (0.5, -1.5 / 8)
 
 
@@ -46,4 +47,4 @@ def test_pass_k_is_the_share_of_prompts_that_any_completion_solves() -> None:
 def test_a_validation_ends_the_run_at_its_threshold_and_never_without_its_metric(
     metric: str | None, threshold: float | None, ends: bool
 ) -> None:
-    assert reaches({"accuracy": 0.5}, metric, threshold) is ends
+    assert reaches_target({"accuracy": 0.5}, metric, threshold) is ends

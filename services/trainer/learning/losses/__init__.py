@@ -5,16 +5,8 @@ divided by counts over the whole global batch, so that losses, gradients and met
 those of the whole.
 """
 
-from services.trainer.learning.losses.policy import policy_loss, policy_metric_names
-from services.trainer.learning.losses.reduction import MetricNames, token_mean
-from services.trainer.learning.losses.value import explained_variance, value_loss, value_metric_names
+from headrace_services.trainer.learning.losses.policy_loss import policy_loss
+from headrace_services.trainer.learning.losses.reduction import LossParts
+from headrace_services.trainer.learning.losses.value_loss import explained_variance, value_loss
 
-__all__ = [
-    "MetricNames",
-    "explained_variance",
-    "policy_loss",
-    "policy_metric_names",
-    "token_mean",
-    "value_loss",
-    "value_metric_names",
-]
+__all__ = ["LossParts", "explained_variance", "policy_loss", "value_loss"]

@@ -7,52 +7,59 @@ Every mean of the losses is a weighted sum: a token-level mean has weights `M / 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from headrace.config.loss import LossFn
-from services.trainer.learning.tokens import GlobalCounts, Tokens
+from headrace.config.loss import LossConfig
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
 
 EPSILON = 1e-8  # keeps what is empty from dividing by zero, as in the reference
 
 
 @dataclasses.dataclass(frozen=True)
-class MetricNames:
-    """Names of the metrics in a `LossParts`, which the configuration alone decides."""
+class LossParts:
+    """A micro-batch's share of an optimizer step.
 
-    sums: tuple[str, ...]
-    minima: tuple[str, ...]
-    maxima: tuple[str, ...]
+    `loss` is a scalar with its gradient. `sums`, scalars float64 by metric name, add up over micro-batches and ranks to the
+    metrics of the whole; `minima` and `maxima` are combined by min and max, and hold inf and -inf where no token counts.
+    Which names there are is decided by the configuration alone.
+    """
+
+    loss: Tensor
+    sums: Mapping[str, Tensor]
+    minima: Mapping[str, Tensor]
+    maxima: Mapping[str, Tensor]
 
 
-def token_counts(tokens: Tokens) -> Tensor:
+def token_counts(tokens: MicroBatch) -> Tensor:
     """M [N] float64: the mask times the multiplier of the sequence."""
-    return tokens.mask.double() * tokens.multiplier.double()[tokens.sequence]
+    return tokens.mask.double() * tokens.multipliers.double()[tokens.trajectory]
 
 
-def token_weights(tokens: Tokens, counts: GlobalCounts) -> Tensor:
+def token_weights(tokens: MicroBatch, counts: GlobalCounts) -> Tensor:
     """[N] float64, of a mean over all tokens that count: `M / T`."""
     return token_counts(tokens) / (counts.tokens + EPSILON)
 
 
-def token_mean(values: Tensor, tokens: Tokens, counts: GlobalCounts) -> Tensor:
+def token_mean(values: Tensor, tokens: MicroBatch, counts: GlobalCounts) -> Tensor:
     """A float64 scalar: this micro-batch's share of the mean of `values` [N] over all tokens that count."""
     return weighted_sum(values, token_weights(tokens, counts))
 
 
-def sequence_counts(tokens: Tokens) -> Tensor:
+def sequence_counts(tokens: MicroBatch) -> Tensor:
     """s [B] float64: the multiplier of each sequence that has a token, 0 for one that has none."""
-    lengths = sum_by_sequence(torch.ones_like(tokens.mask), tokens)
-    return torch.where(lengths > 0, tokens.multiplier.double(), 0.0)
+    lengths = sum_by_trajectory(torch.ones_like(tokens.mask), tokens)
+    return torch.where(lengths > 0, tokens.multipliers.double(), 0.0)
 
 
-def sequence_weights(tokens: Tokens, counts: GlobalCounts) -> Tensor:
+def sequence_weights(tokens: MicroBatch, counts: GlobalCounts) -> Tensor:
     """[B] float64, of a mean over all sequences: `s / N`."""
     return sequence_counts(tokens) / (counts.sequences + EPSILON)
 
 
-def loss_weights(config: LossFn, tokens: Tokens, kept: Tensor, counts: GlobalCounts) -> Tensor:
+def loss_weights(config: LossConfig, tokens: MicroBatch, kept: Tensor, counts: GlobalCounts) -> Tensor:
     """[N] float64, of the mean that a term of the loss is; 0 on tokens that `kept` [N] bool leaves out.
 
     Token level: `M / T` (DAPO, arXiv 2503.14476). Sequence level: `m / Σ m · s / N` (GRPO, arXiv 2402.03300). With a
@@ -64,8 +71,8 @@ def loss_weights(config: LossFn, tokens: Tokens, kept: Tensor, counts: GlobalCou
         weights = token_weights(tokens, counts)
     else:
         mask = torch.where(kept, tokens.mask.double(), 0.0)
-        per_sequence = sequence_weights(tokens, counts) / (sum_by_sequence(mask, tokens) + EPSILON)
-        weights = mask * per_sequence[tokens.sequence]
+        per_sequence = sequence_weights(tokens, counts) / (sum_by_trajectory(mask, tokens) + EPSILON)
+        weights = mask * per_sequence[tokens.trajectory]
     return torch.where(kept, weights, 0.0)
 
 
@@ -74,16 +81,16 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     return (torch.where(weights > 0, values.double(), 0.0) * weights).sum()
 
 
-def sum_by_sequence(values: Tensor, tokens: Tokens) -> Tensor:
+def sum_by_trajectory(values: Tensor, tokens: MicroBatch) -> Tensor:
     """[B] float64: the sum of `values` [N] over each sequence."""
-    zeros = torch.zeros(tokens.multiplier.shape, dtype=torch.float64, device=values.device)
-    return zeros.index_add(0, tokens.sequence, values.double())
+    zeros = torch.zeros(tokens.multipliers.shape, dtype=torch.float64, device=values.device)
+    return zeros.index_add(0, tokens.trajectory, values.double())
 
 
-def mean_by_sequence(values: Tensor, kept: Tensor, tokens: Tokens) -> Tensor:
+def mean_by_trajectory(values: Tensor, kept: Tensor, tokens: MicroBatch) -> Tensor:
     """[B] float64: the mean of `values` [N] over those tokens of each sequence that are `kept` [N] bool; 0 where none is."""
-    total = sum_by_sequence(torch.where(kept, values, 0.0), tokens)
-    return total / (sum_by_sequence(kept, tokens) + EPSILON)
+    total = sum_by_trajectory(torch.where(kept, values, 0.0), tokens)
+    return total / (sum_by_trajectory(kept, tokens) + EPSILON)
 
 
 def extremes(values: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,8 @@
+"""Configuration files of NVIDIA NeMo RL: `translate` gives one in Headrace's keys, and a `Translation` says how.
+
+Imported only when such a file is loaded.
+"""
+
+from headrace.config.nemo_rl.translate import Translation, translate
+
+__all__ = ["Translation", "translate"]

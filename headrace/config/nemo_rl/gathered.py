@@ -1,0 +1,151 @@
+"""Sections of Headrace that several keys of NeMo RL say together: Megatron's optimizer and schedule, samplers, teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard
+
+from headrace.config.nemo_rl.rules import look
+
+Refuse = Callable[[str, str], None]  # of a key there, and what is wrong with it
+# each takes the whole file and yields (key of Headrace, value, key there)
+Gatherer = Callable[[dict[str, Any], Refuse], Iterator[tuple[str, Any, str]]]
+
+_LINEAR, _CONSTANT, _COSINE = (
+    f"torch.optim.lr_scheduler.{name}LR" for name in ("Linear", "Constant", "CosineAnnealing")
+)
+_FOREVER = 10_000_000_000
+
+
+def _megatron(values: dict[str, Any], refuse: Refuse) -> Iterator[tuple[str, Any, str]]:
+    for section in ("policy", "value"):
+        megatron = look(values, f"{section}.megatron_cfg")
+        if not isinstance(megatron, dict):
+            continue
+        for key, translated in (("optimizer", megatron_optimizer), ("scheduler", megatron_schedule)):
+            try:
+                if value := translated(megatron):
+                    yield f"{section}.{key}", value, f"{section}.megatron_cfg.{key}"
+            except ValueError as error:
+                refuse(f"{section}.megatron_cfg.scheduler", str(error))
+
+
+def megatron_optimizer(megatron: dict[str, Any]) -> dict[str, Any]:
+    """`optimizer` in torch's terms. Megatron's adam decouples weight decay, as AdamW does; the scheduler's weight decay, which its
+    scheduler sets at every step, goes before the optimizer's. Raises `ValueError` if it changes during the run."""
+    given, schedule = (_section(megatron, key) for key in ("optimizer", "scheduler"))
+    start, end = schedule.get("start_weight_decay"), schedule.get("end_weight_decay")
+    own = given.get("weight_decay")
+    if (own if start is None else start) != (own if end is None else end):
+        raise ValueError(
+            f"start_weight_decay {start} with end_weight_decay {end}: weight decay does not change during a run; give both one value"
+        )
+    decay = next((value for value in (start, end, own) if value is not None), None)
+    kwargs = {"lr": given.get("lr"), "weight_decay": decay, "eps": given.get("adam_eps")}
+    kwargs = {key: value for key, value in kwargs.items() if value is not None}
+    if "adam_beta1" in given or "adam_beta2" in given:
+        kwargs["betas"] = [given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999)]
+    return {"name": "torch.optim.AdamW", "kwargs": kwargs} if kwargs else {}
+
+
+def megatron_schedule(megatron: dict[str, Any]) -> list[dict[str, Any]]:
+    """`scheduler` in torch's terms: linear from `lr_warmup_init` to `lr` over `lr_warmup_iters` steps, then constant, or down to
+    `min_lr` at `lr_decay_iters` and constant from there. Raises `ValueError` for another style."""
+    given, optimizer = (_section(megatron, key) for key in ("scheduler", "optimizer"))
+    lr, floor = optimizer.get("lr"), optimizer.get("min_lr") or 0.0
+    warmup, start = given.get("lr_warmup_iters") or 0, given.get("lr_warmup_init") or 0.0
+    style, until = given.get("lr_decay_style") or "constant", given.get("lr_decay_iters")
+    if not (_number(lr) and _number(floor) and _number(warmup) and _number(start)) or lr == 0:
+        return []  # the configuration's own checks say what is wrong with them
+    stages: list[tuple[float, dict[str, Any]]] = []  # (steps, scheduler)
+    if warmup:
+        # torch refuses a factor of 0
+        ramp = {"start_factor": max(start / lr, 1e-8), "end_factor": 1.0, "total_iters": warmup}
+        stages.append((warmup, {"name": _LINEAR, "kwargs": ramp}))
+    if style == "constant":
+        stages.append((0, {"name": _CONSTANT, "kwargs": {"factor": 1.0, "total_iters": _FOREVER}}))
+    elif style not in ("cosine", "linear"):
+        raise ValueError(
+            f"lr_decay_style {style!r} is none of constant, linear, cosine; give one of them, or write policy.scheduler"
+        )
+    elif not isinstance(until, int) or until <= warmup:
+        raise ValueError(f"lr_decay_iters {until} with lr_decay_style {style}: give the step at which the decay ends")
+    elif style == "linear":
+        down = {"start_factor": 1.0, "end_factor": floor / lr, "total_iters": until - warmup}
+        stages.append((0, {"name": _LINEAR, "kwargs": down}))
+    else:
+        # torch's cosine rises again after T_max, Megatron's stays at the minimum
+        stages.append((until - warmup, {"name": _COSINE, "kwargs": {"T_max": until - warmup, "eta_min": floor}}))
+        stages.append((0, {"name": _CONSTANT, "kwargs": {"factor": floor / lr, "total_iters": _FOREVER}}))
+    if not warmup and style == "constant":
+        return []
+    milestones = [sum(steps for steps, _ in stages[: n + 1]) for n in range(len(stages) - 1)]
+    return [scheduler for _, scheduler in stages] + ([{"milestones": milestones}] if milestones else [])
+
+
+def _number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float)
+
+
+def _section(megatron: dict[str, Any], key: str) -> dict[str, Any]:
+    given = megatron.get(key)
+    return given if isinstance(given, dict) else {}
+
+
+def _single_controller(values: dict[str, Any], refuse: Refuse) -> Iterator[tuple[str, Any, str]]:
+    given = values.get("async_rl")
+    if not isinstance(given, dict):
+        return
+    name = "ppo" if isinstance(values.get("ppo"), dict) else "grpo"
+    try:
+        keys = asynchrony(given)
+    except ValueError as error:
+        refuse("async_rl.sampler.name", str(error))
+        return
+    keys["recompute_kv_cache_after_weight_updates"] = bool(given.get("recompute_kv_cache_after_weight_updates"))
+    for key, value in keys.items():
+        yield f"{name}.async_{name}.{key}", value, "async_rl"
+
+
+def asynchrony(async_rl: dict[str, Any]) -> dict[str, Any]:
+    """`async_rl` in the keys of `async_grpo`. Raises `ValueError` for a sampler that is not known."""
+    sampler = async_rl.get("sampler") or {}
+    if not isinstance(sampler, dict):
+        raise ValueError(f"{sampler!r} is no section; give name and its bound")
+    if not sampler and "max_weight_staleness_versions" in async_rl:
+        # its first form: without over-sampling each step has its own batch
+        name = "weight_fifo" if async_rl.get("over_sampling") and not async_rl.get("force_in_order") else "in_order"
+        age = async_rl["max_weight_staleness_versions"]
+    else:
+        name = sampler.get("name", "in_order")
+        age = sampler.get("max_lookahead_versions" if name == "in_order" else "max_staleness_versions")
+    orders = {"in_order": "ordered", "weight_fifo": "drop", "ready_first": "drop", "windowed": "drop"}
+    if name not in orders:
+        raise ValueError(f"{name!r} is none of {', '.join(orders)}; choose one of them")
+    return {
+        "enabled": True,
+        "in_flight_weight_updates": True,  # always, under the single controller
+        "staleness_policy": orders[name],
+        "max_trajectory_age_steps": 1 if age is None else age,
+    }
+
+
+def _teacher(values: dict[str, Any], refuse: Refuse) -> Iterator[tuple[str, Any, str]]:
+    given = values.get("on_policy_distillation")
+    own = look(values, "grpo.adv_estimator.teacher_model_name")
+    if own is not None or not isinstance(given, dict) or not given.get("enabled"):
+        return
+    key = "on_policy_distillation.teacher_model_by_agent_name"
+    teachers = given.get("teacher_model_by_agent_name")
+    models = sorted({str(model) for model in teachers.values()}) if isinstance(teachers, dict) else []
+    if len(models) != 1:
+        refuse(
+            key,
+            f"{', '.join(models) or 'no model'}: there is one teacher for all prompts; name one, here or by "
+            "grpo.adv_estimator.teacher_model_name",
+        )
+        return
+    yield "grpo.adv_estimator.teacher_model_name", models[0], key
+
+
+GATHERERS: tuple[Gatherer, ...] = (_megatron, _single_controller, _teacher)

@@ -1,0 +1,115 @@
+"""What of a file is in force: sections that older releases wrote differently, and parts that another key switches off.
+
+Each function changes the whole file in place and yields (key there, what takes its place) for the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from headrace.config.nemo_rl.rules import look, sources
+
+Said = tuple[str, str]
+
+# data sets that brought their own validation where `data` was flat
+_OWN_VALIDATION: dict[str, dict[str, Any]] = {
+    "OpenMathInstruct-2": {},  # a twentieth of itself
+    "DeepScaler": {"dataset_name": "AIME2024", "repeat": 16},
+    "DAPOMath17K": {"dataset_name": "DAPOMathAIME2024"},
+}
+_OF_EACH_SOURCE = ("input_key", "output_key", "chat_key", "prompt_file", "system_prompt_file", "processor", "env_name")
+
+# the others take the key and leave it
+_SPLIT = ("OpenMathInstruct-2", "OpenR1-Math-220k", "NuminaMath-1.5", "ResponseDataset", None)
+
+
+def modernise(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """One data set used to stand in `data` itself; its validation came with it, or from `val_data_path`. Yields (key there, new key)."""
+    data = values.get("data")
+    if not isinstance(data, dict) or "train" in data or not {"dataset_name", "train_data_path"} & data.keys():
+        return
+    name = data.pop("dataset_name", None)
+    default = {key: data.pop(key) for key in _OF_EACH_SOURCE if key in data}
+    train = {} if name is None else {"dataset_name": name}
+    validation = dict(_OWN_VALIDATION.get(name or "", {}))
+    for key in ("data_path", "split"):
+        for source, prefix, part in ((train, "train_", "train"), (validation, "val_", "validation")):
+            value = data.pop(prefix + key, None)
+            if value is not None:
+                source[key] = value
+                yield f"data.{prefix}{key}", f"data.{part}.{key}"
+    if "split" in data:
+        train.setdefault("split", data.pop("split"))
+    if name == "OpenMathInstruct-2":
+        train["split_validation_size"] = 0.05
+    if validation and "dataset_name" not in validation and name is not None:
+        validation["dataset_name"] = name
+    data["train"] = train
+    data["validation"] = validation or None
+    # the math environment and its processor were the only ones
+    data["default"] = {"env_name": "math"} | default
+    yield "data.dataset_name", "data.train.dataset_name"
+    yield from ((f"data.{key}", f"data.default.{key}") for key in default)
+
+
+def leave_out_what_is_not_in_force(values: dict[str, Any]) -> Iterator[Said]:
+    yield from _single_controller(values)
+    yield from _trainers(values)
+    yield from _splits(values)
+    yield from _truncation(values)
+
+
+def _single_controller(values: dict[str, Any]) -> Iterator[Said]:
+    """`async_rl` is in force where `async_grpo` (`async_ppo`) is null; in its first form also where that is not enabled."""
+    given = values.get("async_rl")
+    if not isinstance(given, dict):
+        return
+    name = "ppo" if isinstance(values.get("ppo"), dict) else "grpo"
+    legacy = look(values, f"{name}.async_{name}")
+    first_form = "max_weight_staleness_versions" in given and "sampler" not in given
+    if legacy and first_form and not look(legacy, "enabled"):
+        del values[name][f"async_{name}"]
+        yield f"{name}.async_{name}", "async_rl is in force instead"
+    elif legacy:
+        del values["async_rl"]
+        yield "async_rl", f"{name}.async_{name} is given, and in force instead"
+
+
+def _trainers(values: dict[str, Any]) -> Iterator[Said]:
+    """With `megatron_cfg.enabled`, its optimizer and schedule are in force, and without it nothing of it is."""
+    for section in ("policy", "value"):
+        model = values.get(section)
+        if not isinstance(model, dict):
+            continue
+        megatron = model.get("megatron_cfg")
+        if not isinstance(megatron, dict) or megatron.get("enabled") is not True:
+            if model.pop("megatron_cfg", None) is not None:
+                yield f"{section}.megatron_cfg", "it is not enabled, and nothing of it is in force"
+            continue
+        if look(megatron, "optimizer.clip_grad") is not None:
+            model.pop("max_grad_norm", None)
+        for key in ("optimizer", "scheduler"):
+            if model.pop(key, None) is not None:
+                yield f"{section}.{key}", f"with megatron_cfg.enabled, {section}.megatron_cfg.{key} is in force instead"
+        for key in ("dtensor_cfg", "automodel_cfg"):
+            if model.pop(key, None) is not None:
+                yield f"{section}.{key}", "with megatron_cfg.enabled, nothing of it is in force"
+
+
+def _splits(values: dict[str, Any]) -> Iterator[Said]:
+    """`split_validation_size` is in force for some data sets alone; files inherit it from another one's."""
+    for number, source in enumerate(sources(values, "train")):
+        name = source.get("dataset_name", look(values, "data.default.dataset_name"))
+        if name not in _SPLIT and source.pop("split_validation_size", None):
+            yield f"data.train.{number}.split_validation_size", f"{name} is not split in NeMo RL either"
+
+
+def _truncation(values: dict[str, Any]) -> Iterator[Said]:
+    """A type of truncation without a bound truncates nothing there; it warns."""
+    loss = values.get("loss_fn")
+    bound = "truncated_importance_sampling_ratio"
+    if isinstance(loss, dict) and loss.get("truncated_importance_sampling_type") and loss.get(bound) is None:
+        for key in ("truncated_importance_sampling_type", f"{bound}_min"):
+            if loss.pop(key, None) is not None:
+                yield f"loss_fn.{key}", f"without {bound} nothing is truncated, there as here"

@@ -1,0 +1,384 @@
+"""Rules for `policy` and `value`: the model, how it is trained in parallel, and how it generates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.config.nemo_rl.rules import Rule, Whole, look, names, off, only, refused, renamed, replaced, used
+
+PARALLEL = (
+    "FSDP2 shards the model over trainer.num_processes ranks (torchrun); how it is sharded does not change the numbers"
+)
+_OFFLOAD = "the trainer has its own GPUs: nothing is offloaded for generation"
+_KERNELS = "torch and transformers choose the kernels; the mathematics is the same"
+_ROUTER = "the router of a mixture of experts is trained by the policy's loss alone"
+
+
+def _dense(section: str) -> Any:
+    """Whether nothing says that the model is a mixture of experts: no experts are spread over ranks."""
+
+    def fine(value: Any, whole: Whole) -> bool:
+        spread = (
+            look(whole, f"{section}.megatron_cfg.expert_model_parallel_size", 1),
+            look(whole, f"{section}.automodel_cfg.expert_parallel_size", 1),
+        )
+        return off(value, whole) or all(size in (None, 1) for size in spread)
+
+    return fine
+
+
+def _precision(value: Any) -> Any:
+    if value == "fp8":
+        raise ValueError("'fp8': rollouts have the dtype of the weights; set it to bfloat16")
+    return value
+
+
+def _max_length(section: str) -> Any:
+    def fine(value: Any, whole: Whole) -> bool:
+        return value is None or value == look(whole, f"{section}.max_total_sequence_length")
+
+    return fine
+
+
+def _fused_adam(value: Any) -> Any:
+    """Transformer Engine's fused Adam decouples weight decay, as AdamW does."""
+    return "torch.optim.AdamW" if isinstance(value, str) and value.endswith(".FusedAdam") else value
+
+
+def _optimizer(section: str) -> list[Rule]:
+    return [
+        *used(f"{section}.optimizer", "name", "FusedAdam of Transformer Engine is torch.optim.AdamW", _fused_adam),
+        *replaced(
+            "weights and the optimizer's state are float32, sharded",
+            *names(
+                f"{section}.optimizer.kwargs",
+                "master_weights master_weight_dtype store_param_remainders exp_avg_dtype exp_avg_sq_dtype",
+            ),
+        ),
+        *used(f"{section}.optimizer.kwargs", "lr weight_decay betas eps foreach fused"),
+        *used(section, "scheduler", "the list of torch's schedulers, with its milestones"),
+        *used(section, "max_grad_norm"),
+    ]
+
+
+def _activation_checkpointing(section: str, at: str) -> list[Rule]:
+    if section == "policy":
+        return [renamed(f"{at}.activation_checkpointing", "policy.activation_checkpointing")]
+    return replaced("policy.activation_checkpointing is for both models", f"{at}.activation_checkpointing")
+
+
+def _automodel(section: str) -> list[Rule]:
+    at = f"{section}.automodel_cfg"
+    return [
+        *_activation_checkpointing(section, at),
+        *replaced(
+            PARALLEL,
+            *names(
+                at,
+                "enabled _v2 tensor_parallel_size context_parallel_size sequence_parallel expert_parallel_size "
+                "pipeline_parallel_size data_parallel_size dp_replicate_size custom_parallel_plan defer_fsdp_grad_sync "
+                "env_vars.** mesh_axes fsdp_reshard_after_forward reshard_after_forward clear_cache_every_n_steps "
+                "moe_parallelizer.** moe_mesh.** *_parallel_* moe_*",
+            ),
+        ),
+        *replaced(_OFFLOAD, f"{at}.cpu_offload", f"{at}.*offload*"),
+        *replaced(_KERNELS, f"{at}.automodel_kwargs.**", f"{at}.backend.**"),
+        *replaced(
+            "checkpoints are safetensors that transformers loads, complete at every save",
+            *names(at, "model_save_format save_consolidated single_rank_consolidation consolidation_timeout_minutes"),
+        ),
+        *refused("adapters (LoRA) are not supported; set it to false", f"{at}.lora_cfg.enabled"),
+        *replaced("no adapters", f"{at}.lora_cfg.**"),
+        *refused("training in fp8 is not supported; set it to false", f"{at}.fp8_cfg.enabled", f"{at}.fp8.enabled"),
+    ]
+
+
+def _megatron(section: str) -> list[Rule]:
+    """With `megatron_cfg.enabled` the optimizer and the schedule are Megatron's, else nothing of it is read."""
+    at = f"{section}.megatron_cfg"
+    return [
+        *(
+            renamed(f"{at}.optimizer.{theirs}", f"{section}.optimizer.kwargs.{ours}", gathered=True)
+            for theirs, ours in (("lr", "lr"), ("weight_decay", "weight_decay"), ("adam_eps", "eps"))
+        ),
+        *(
+            renamed(f"{at}.scheduler.{key}", f"{section}.optimizer.kwargs.weight_decay", says, gathered=True)
+            for key in ("start_weight_decay", "end_weight_decay")
+            for says in ("it goes before the optimizer's, and must not change",)
+        ),
+        *(
+            renamed(f"{at}.optimizer.{beta}", f"{section}.optimizer.kwargs.betas", gathered=True)
+            for beta in ("adam_beta1", "adam_beta2")
+        ),
+        renamed(f"{at}.optimizer.clip_grad", f"{section}.max_grad_norm"),
+        *refused("adam is Megatron's name of AdamW; no other is built", f"{at}.optimizer.optimizer", fine=only("adam")),
+        *replaced("the optimizer is AdamW", f"{at}.optimizer.sgd_momentum"),
+        *replaced(
+            "policy.precision and float32 master weights; the optimizer's state is on the GPU, sharded",
+            *names(
+                f"{at}.optimizer",
+                "bf16 fp16 params_dtype use_distributed_optimizer use_precision_aware_optimizer optimizer_cpu_offload "
+                "optimizer_offload_fraction overlap_* use_* *offload* *_dtype",
+            ),
+        ),
+        *(
+            renamed(f"{at}.scheduler.{key}", f"{section}.scheduler", gathered=True)
+            for key in ("lr_warmup_iters", "lr_warmup_init", "lr_decay_style", "lr_decay_iters")
+        ),
+        renamed(f"{at}.optimizer.min_lr", f"{section}.scheduler", "where a decay ends", gathered=True),
+        *replaced("weight decay is constant", f"{at}.scheduler.weight_decay_incr_style"),
+        *refused("schedules count steps; give lr_warmup_iters and lr_decay_iters", f"{at}.scheduler.**"),
+        *_activation_checkpointing(section, at),
+        *refused("training in fp8 is not supported; set it to false", f"{at}.fp8_cfg.enabled"),
+        *replaced("no fp8", f"{at}.fp8_cfg.**"),
+        *refused("adapters (LoRA) are not supported; set it to false", f"{at}.peft.enabled"),
+        *replaced("no adapters", f"{at}.peft.**"),
+        *refused("multi-token prediction is not supported; set it to 0", f"{at}.mtp_num_layers", fine=only(0)),
+        *refused(
+            "multi-token prediction is not supported",
+            *(f"{at}.mtp_{key}" for key in ("loss_scaling_factor", "use_repeated_layer", "detach_heads")),
+            fine=lambda value, whole: not look(whole, f"{at}.mtp_num_layers"),
+        ),
+        renamed(f"{at}.freeze_moe_router", f"{section}.freeze_moe_router"),
+        *refused(
+            f"{_ROUTER}; set it to 0",
+            f"{at}.moe_router_bias_update_rate",
+            f"{at}.moe_aux_loss_coeff",
+            fine=lambda value, whole: value == 0 or _dense(section)(value, whole),
+        ),
+        *refused(
+            f"{_ROUTER}; set it to none",
+            f"{at}.moe_router_load_balancing_type",
+            fine=lambda value, whole: value == "none" or _dense(section)(value, whole),
+        ),
+        *replaced("policy.logprob_chunk_size", f"{at}.use_linear_ce_fusion_loss", f"{at}.linear_ce_fusion_chunk_size"),
+        *refused(
+            "the model's own configuration decides it; say it in policy.hf_config_overrides",
+            *names(at, "model_overrides.** moe_router_* moe_z_loss_coeff moe_*capacity* moe_*drop*"),
+        ),
+        *replaced(
+            "the router computes as transformers' model does",
+            *names(at, "moe_router_dtype moe_router_fusion moe_router_enable_expert_bias"),
+        ),
+        *replaced(
+            PARALLEL,
+            *names(
+                at,
+                "enabled tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel "
+                "expert_model_parallel_size expert_tensor_parallel_size virtual_pipeline_model_parallel_size "
+                "dynamic_context_parallel.** distributed_data_parallel_config.** num_layers_in_first_pipeline_stage "
+                "num_layers_in_last_pipeline_stage *_parallel_* pipeline_* *pipeline_stage* nccl_* *gloo* env_vars.** *overlap*",
+            ),
+        ),
+        *replaced(
+            _KERNELS,
+            *names(
+                at,
+                "attention_backend defer_fp32_logits use_fused_linear_logprobs *fusion* *fused* *gemm* cuda_graph_* *cuda_graph* "
+                "moe_permute_fusion moe_enable_deepep moe_token_dispatcher_type moe_* te_* use_te_* *_dtype",
+            ),
+        ),
+        *replaced(
+            "policy.activation_checkpointing recomputes whole layers; nothing is offloaded",
+            *names(at, "recompute_* *recompute* *offload* empty_unused_memory_level"),
+        ),
+        *replaced(
+            "models are loaded from and saved as Hugging Face safetensors",
+            *names(at, "converter_type megatron_recipe force_* checkpoint.** load_* save_*"),
+        ),
+        *replaced("the trainer's own metrics", *names(at, "*logging* *track* *profil*")),
+    ]
+
+
+_ROWS = "rows are padded to their longest sequence, or packed; no length has to be divisible"
+
+POLICY = [
+    *used(
+        "policy",
+        "model_name train_global_batch_size train_micro_batch_size logprob_batch_size max_total_sequence_length precision "
+        "logprob_chunk_size",
+    ),
+    *used("policy.tokenizer", "name chat_template_kwargs"),
+    *replaced(
+        "tokenizers are those of transformers, the fast ones where there are any", "policy.tokenizer.use_fastokens"
+    ),
+    *refused(
+        "models of images, audio and video are not supported; use a text model",
+        "policy.tokenizer.is_tokenizer_processor",
+    ),
+    *refused(
+        "a custom template belongs in the tokenizer: save one with it and name that in policy.tokenizer.name",
+        "policy.tokenizer.chat_template",
+        fine=lambda value, whole: value == "default",
+    ),
+    *_optimizer("policy"),
+    *used("policy.dynamic_batching", "enabled train_mb_tokens logprob_mb_tokens sequence_length_round"),
+    *used("policy.sequence_packing", "enabled train_mb_tokens logprob_mb_tokens sequence_length_round algorithm"),
+    *replaced(
+        "micro-batches come in the order of the packer, and the loss is computed once a row",
+        "policy.sequence_packing.microbatch_order",
+        "policy.sequence_packing.fuse_loss",
+    ),
+    *refused(
+        "custom workers can't be loaded; leave it out",
+        "policy.worker_extension_cls_fqn",
+        "policy.generation.worker_extension_cls_fqn",
+    ),
+    *replaced(_ROWS, "policy.make_sequence_length_divisible_by"),
+    *replaced("rollout.max_concurrent_groups", "policy.generation_batch_size"),
+    *replaced(_OFFLOAD, "policy.offload_optimizer_for_logprob", "policy.fsdp_offload_enabled"),
+    *replaced("weights are sent in buckets of weight_channel.bucket_bytes", "policy.refit_buffer_size_gb"),
+    renamed(
+        "policy.activation_checkpointing_enabled", "policy.activation_checkpointing", "its name in the first releases"
+    ),
+    *_automodel("policy"),
+    *_megatron("policy"),
+    *refused("draft models are not supported; set it to false", "policy.draft.enabled"),
+    *replaced("no draft model", "policy.draft.**"),
+    *refused("router replay is not supported; set it to false", "policy.router_replay.enabled"),
+    *replaced("no router is replayed", "policy.router_replay.**"),
+    *refused("a policy is a causal language model; set it to false", "policy.reward_model_cfg.enabled"),
+    *replaced("of reward models", "policy.reward_model_cfg.**"),
+    *refused("models of images, audio and video are not supported; use a text model", "policy.is_vlm"),
+    *used("policy", "hf_config_overrides"),
+]
+
+_ENGINE = "left to vLLM"
+
+GENERATION = [
+    *used(
+        "policy.generation",
+        "max_new_tokens temperature top_p top_k val_temperature val_top_p val_top_k stop_token_ids stop_strings",
+    ),
+    *replaced("completions are generated by vLLM", "policy.generation.backend"),
+    *used("policy.generation.vllm_cfg", "tensor_parallel_size gpu_memory_utilization enforce_eager"),
+    *used("policy.generation.vllm_cfg", "precision", "float32, bfloat16 or float16; fp8 is refused", _precision),
+    *replaced("replicas are always asynchronous", "policy.generation.vllm_cfg.async_engine"),
+    *replaced(
+        "vllm_cfg.tensor_parallel_size shards a replica, and rollout.replicas adds more of them",
+        *(
+            f"policy.generation.vllm_cfg.{key}"
+            for key in (
+                "pipeline_parallel_size",
+                "expert_parallel_size",
+                "data_parallel_size",
+                "enable_expert_parallel",
+            )
+        ),
+    ),
+    *refused(
+        "prompt and completion together are bounded by policy.max_total_sequence_length; give max_model_len that value",
+        "policy.generation.vllm_cfg.max_model_len",
+        fine=_max_length("policy"),
+    ),
+    *refused(
+        "the KV cache has the dtype of the weights; set it to auto",
+        "policy.generation.vllm_cfg.kv_cache_dtype",
+        fine=only("auto"),
+    ),
+    *refused(
+        "rollout log-probabilities are those that the tokens were sampled with; set it to processed_logprobs",
+        "policy.generation.vllm_cfg.logprobs_mode",
+        fine=only("processed_logprobs"),
+    ),
+    *refused(
+        "rollouts have the format of vllm_cfg.precision in every layer; set it to 0",
+        "policy.generation.vllm_cfg.num_first_layers_in_bf16",
+        "policy.generation.vllm_cfg.num_last_layers_in_bf16",
+        fine=lambda value, whole: (
+            off(value, whole) or value == 0 or look(whole, "policy.generation.vllm_cfg.precision") != "fp8"
+        ),
+    ),
+    *replaced(
+        "weights arrive through weight_channel, and a replica proves them by log-probabilities",
+        "policy.generation.vllm_cfg.refit_with_reload_api",
+        "policy.generation.vllm_cfg.load_format",
+        "policy.generation.vllm_cfg.*refit*",
+        "policy.generation.refit*.**",
+        "policy.generation.real_quant_*",
+    ),
+    *replaced(
+        "each replica's /metrics, and the dashboard",
+        "policy.generation.vllm_cfg.enable_vllm_metrics_logger",
+        "policy.generation.vllm_cfg.vllm_metrics_logger_interval",
+        "policy.generation.vllm_cfg.use_tqdm",
+    ),
+    *replaced(
+        "each replica serves /v1/chat/completions and /v1/completions",
+        "policy.generation.vllm_cfg.expose_http_server",
+        "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.**",
+        "policy.generation.vllm_cfg.http_server_serving_chat_kwargs",
+    ),
+    *replaced(
+        _ENGINE,
+        *names(
+            "policy.generation.vllm_cfg",
+            "use_deep_gemm use_activation_scale pow2_activation_scaling_factors pow2_weight_scaling_factors is_mx "
+            "skip_tokenizer_init env_vars.** compilation_config.** sleep_level quantization_* enable_prefix_caching "
+            "enable_chunked_prefill reset_encoder_cache_after_weight_update",
+        ),
+    ),
+    renamed("policy.generation.vllm_kwargs.max_num_seqs", "policy.generation.vllm_cfg.max_num_seqs"),
+    *replaced(
+        "it changes the speed alone, not the completions",
+        "policy.generation.vllm_kwargs.speculative_config.**",
+    ),
+    *replaced(
+        _ENGINE,
+        *names(
+            "policy.generation.vllm_kwargs",
+            "compilation_config.** max_num_batched_tokens attention_backend moe_backend "
+            "enable_chunked_prefill enable_prefix_caching disable_custom_all_reduce block_size all2all_backend "
+            "enable_expert_parallel mamba_ssm_cache_dtype swap_space *_backend",
+        ),
+    ),
+    *refused(
+        "arguments that may change what vLLM samples are not passed on; leave it out",
+        "policy.generation.vllm_kwargs.**",
+        "policy.generation.vllm_kwargs",
+    ),
+    *replaced(
+        "completions are generated by vLLM",
+        *names("policy.generation", "mcore_generation_config.** sglang_*.** trtllm_*.** dynamo_*.** megatron_*.**"),
+    ),
+    *replaced(
+        "generation and training never share a GPU: rollout.replicas on one machine, or `headrace rollout` on any number",
+        "policy.generation.colocated.**",
+    ),
+    *replaced(
+        "rollout.port",
+        "policy.generation.port_range_*",
+        "policy.generation.ports.**",
+    ),
+]
+
+VALUE = [
+    *used("value", "model_name train_global_batch_size train_micro_batch_size precision"),
+    *_optimizer("value"),
+    *replaced("the policy's tokenizer", "value.tokenizer.**"),
+    *used("value", "hf_config_overrides"),
+    *refused(
+        "the value model reads the policy's sequences; give it the value of policy.max_total_sequence_length",
+        "value.max_total_sequence_length",
+        fine=lambda value, whole: value is None or value == look(whole, "policy.max_total_sequence_length"),
+    ),
+    *replaced("the policy's: policy.logprob_batch_size", "value.logprob_batch_size"),
+    *replaced(_ROWS, "value.make_sequence_length_divisible_by"),
+    *replaced(
+        "a regression head on the backbone, always",
+        "value.reward_model_cfg.enabled",
+    ),
+    *refused(
+        "the head is a regression; set it to regression",
+        "value.reward_model_cfg.reward_model_type",
+        fine=only("regression"),
+    ),
+    *replaced(
+        "the value model is batched like the policy: policy.dynamic_batching, policy.sequence_packing",
+        "value.dynamic_batching.**",
+        "value.sequence_packing.**",
+    ),
+    *replaced(_OFFLOAD, "value.offload_optimizer_for_logprob"),
+    *_automodel("value"),
+    *_megatron("value"),
+]

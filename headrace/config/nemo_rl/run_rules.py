@@ -1,0 +1,208 @@
+"""Rules for what is around the algorithm: `data`, `env`, `logger`, `checkpointing`, `cluster` and the data plane."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from headrace.config.data import Generator, HubName
+from headrace.config.nemo_rl.rules import Rule, Whole, look, names, off, only, refused, replaced, used
+
+_BRING = "bring it as a JSONL file: data_path, with the question under input_key and the answer under output_key"
+
+
+def _dataset(value: Any) -> Any:
+    """A name Headrace reads too, or None where `data_path` says it."""
+    if value == "ResponseDataset":
+        return None
+    known = (*get_args(Generator), *get_args(HubName))
+    if value is not None and value not in known:
+        raise ValueError(f"{value!r} is not read; {_BRING}, or take one of {', '.join(known)}")
+    return value
+
+
+_VERIFY = (
+    "hf_math_verify is none; dapo_math_verify is answer_line: what follows the last `Answer:`, compared by math-verify where it is "
+    "text there, which is the same for whole numbers"
+)
+
+
+def _extract(value: Any) -> Any:
+    ours = {"hf_math_verify": "none", "dapo_math_verify": "answer_line"}
+    if value is not None and value not in ours:
+        raise ValueError(
+            f"{value!r} is none of {', '.join(ours)}; choose one, or serve an environment (env.math.target)"
+        )
+    return ours.get(value)
+
+
+def _served(name: str) -> Any:
+    def fine(value: Any, whole: Whole) -> bool:
+        return bool(look(whole, f"env.{name}.target") or look(whole, f"env.{name}.type"))
+
+    return fine
+
+
+def _custom_dataloader(value: Any, whole: Whole) -> bool:
+    """The example there draws as Headrace does, and no other is called without several data loaders."""
+    example = isinstance(value, str) and value.endswith(".example_custom_dataloader")
+    return off(value, whole) or example or off(look(whole, "data.use_multiple_dataloader"), whole)
+
+
+def _metric(value: Any) -> Any:
+    """Bare names are those of older releases; `val_reward` was the mean reward of a validation."""
+    if isinstance(value, str) and not value.startswith(("val:", "train:")):
+        older = {"val_reward": "val:accuracy", "val_accuracy": "val:accuracy"}
+        if value not in older:
+            raise ValueError(f"{value!r} is neither val:… nor train:…; write val:accuracy, for example")
+        return older[value]
+    return value
+
+
+def _source(at: str) -> list[Any]:
+    return [
+        *used(at, "dataset_name", "ResponseDataset is data_path", _dataset),
+        *used(at, "data_path input_key output_key seed env_name"),
+        *used(at, "split subset split_validation_size repeat prompt_file system_prompt_file"),
+        *refused(
+            f"problems come as question and answer; {_BRING}",
+            f"{at}.processor",
+            fine=only(
+                "math_hf_data_processor", "math_data_processor", "math_gdpo_data_processor", "multichoice_qa_processor"
+            ),
+        ),
+        *refused(_BRING, f"{at}.chat_key", f"{at}.system_key", f"{at}.system_prompt", f"{at}.tool_key"),
+        *replaced("datasets keeps its own cache (HF_HOME)", f"{at}.download_dir", f"{at}.cache_dir"),
+    ]
+
+
+DATA = [
+    *used("data", "shuffle max_input_seq_length num_prompts_per_dataloader"),
+    *used("data", "use_multiple_dataloader", "asynchronous runs draw from several sets too"),
+    *replaced("the trainer reads the problems once", "data.num_workers"),
+    *_source("data.train.*"),
+    *_source("data.validation.*"),
+    *_source("data.default"),
+    *refused(
+        "the order of prompts is a function of the seed alone, so that a killed run trains none twice; custom iterators have a state "
+        "of their own. use_multiple_dataloader draws num_prompts_per_dataloader prompts from each set in turn; for other shares, list "
+        "a set more than once, with data.remove_duplicates false",
+        "data.custom_dataloader",
+        fine=_custom_dataloader,
+    ),
+    *refused(
+        "part of the flat form of earlier releases, which isn't read beside data.train; move it into data.train or data.default",
+        *names("data", "dataset_name train_data_path val_data_path prompt_file system_prompt_file processor env_name"),
+    ),
+    *refused(
+        "prompts go through the chat template; leave it out",
+        "data.add_bos",
+        "data.add_eos",
+        fine=lambda value, whole: value is not False,
+    ),
+    *replaced(
+        "prompts go through the chat template, which asks for an answer",
+        "data.add_generation_prompt",
+        "data.add_system_prompt",
+    ),
+]
+
+ENV = [
+    Rule("env.math.math_verify_impl", "renamed", to="env.math.extract", says=_VERIFY, convert=_extract),
+    *used("env.*", "type target"),
+    *replaced("reward.workers", "env.*.num_workers"),
+    *refused(
+        "multiple-choice answers are not supported; serve an environment and name it in env.<name>.target",
+        "env.math.verifier_type",
+        fine=only("math"),
+    ),
+    *refused(
+        "math_multi_reward compares letter by letter, as hf_math_verify does there; leave it out",
+        "env.math_multi_reward.math_verify_impl",
+        fine=only("hf_math_verify"),
+    ),
+    *refused(
+        "multiple-choice answers are not supported; serve an environment and name it in env.<name>.target",
+        "env.math_multi_reward.verifier_type",
+        fine=only("math"),
+    ),
+    *replaced("policy.generation.stop_strings", "env.math.stop_strings", "env.math_multi_reward.stop_strings"),
+    *(
+        row
+        for name in (
+            "code",
+            "code_jaccard",
+            "reward_model",
+            "vlm",
+            "nemo_gym",
+        )
+        for row in refused(
+            f"not built in; serve it (docs/environments.md) and set env.{name}.target=host:port, or use another environment",
+            f"env.{name}",
+            f"env.{name}.**",
+            fine=_served(name),
+            once=True,
+        )
+    ),
+]
+
+ENV += [
+    *refused("environments of NeMo Gym can't be used; set it to false", "env.should_use_nemo_gym"),
+    *replaced("environments of NeMo Gym can't be used", "env.*nemo_gym_*"),
+]
+
+LOGGER = [
+    *used("logger", "log_dir wandb_enabled tensorboard_enabled mlflow_enabled num_val_samples_to_print monitor_gpus"),
+    *used("logger.wandb", "project name entity"),
+    *used("logger.mlflow", "experiment_name run_name tracking_uri artifact_location run_id"),
+    *used("logger.tensorboard", "log_dir"),
+    *used("logger.gpu_monitoring", "collection_interval"),
+    *replaced("they are written as they are measured", "logger.gpu_monitoring.flush_interval"),
+    *refused("SwanLab is not written to; use tensorboard, wandb, mlflow or the JSONL files", "logger.swanlab_enabled"),
+    *replaced("no SwanLab", "logger.swanlab.**"),
+    *replaced("the dashboard and /metrics", "logger.*.log_nemo_gym_*"),
+    *replaced("every service has /metrics for Prometheus", "logger.prometheus.**"),
+    *replaced("logs are in the folder of the run", "logger.log_level"),
+]
+
+CHECKPOINTING = [
+    *used(
+        "checkpointing",
+        "enabled checkpoint_dir higher_is_better keep_top_k save_period save_optimizer",
+    ),
+    *used(
+        "checkpointing",
+        "checkpoint_must_save_by",
+        "one more checkpoint by then; the run goes on, to be stopped from outside",
+    ),
+    *used("checkpointing", "metric_name", "val_reward, its name in older releases, is val:accuracy", _metric),
+    *replaced(
+        "every checkpoint is complete, in safetensors that transformers loads",
+        "checkpointing.model_save_format",
+        "checkpointing.save_consolidated",
+        "checkpointing.model_cache_dir",
+        "checkpointing.model_repo_id",
+        "checkpointing.is_async",
+        "checkpointing.peft_config",
+    ),
+    *refused(
+        "one period and one choice of what is kept: save_period and keep_top_k",
+        "checkpointing.ft_save_period",
+        "checkpointing.ft_keep_latest_k",
+    ),
+    *replaced("`headrace up` with the run.id of an earlier run goes on with it", "checkpointing.resume_if_exists"),
+    *replaced(
+        "the buffer is durable by itself: a restart continues with what it holds",
+        "checkpointing.save_data_plane",
+        "checkpointing.load_replay_buffer",
+        "rollout_checkpointing.**",
+    ),
+]
+
+CLUSTER = [
+    *replaced(
+        "processes, not nodes: trainer.num_processes, rollout.replicas; on several machines start the services on each, or use Kubernetes",
+        "cluster.**",
+    ),
+    *replaced("the buffer (replay.*), on Redis or Valkey", "data_plane.**"),
+    *replaced("tokens and log-probabilities are kept with each trajectory", "token_capture.**", "rollout_recovery.**"),
+]

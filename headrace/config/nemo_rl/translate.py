@@ -1,0 +1,318 @@
+"""From a file of NeMo RL to Headrace's keys: what is used, what takes the place of what, and what can't be honoured."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import functools
+import itertools
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from headrace.config.explain import known_keys, nearest, pattern
+from headrace.config.nemo_rl.algorithm_rules import ALGORITHM
+from headrace.config.nemo_rl.gathered import GATHERERS
+from headrace.config.nemo_rl.in_force import leave_out_what_is_not_in_force, modernise
+from headrace.config.nemo_rl.model_rules import GENERATION, POLICY, VALUE
+from headrace.config.nemo_rl.rules import Keys, Rule, Table, look, off, sources
+from headrace.config.nemo_rl.run_rules import CHECKPOINTING, CLUSTER, DATA, ENV, LOGGER
+from headrace.config.text import in_yaml
+
+TABLE = Table([*ALGORITHM, *POLICY, *GENERATION, *VALUE, *DATA, *ENV, *LOGGER, *CHECKPOINTING, *CLUSTER])
+
+# what such a file means without saying it; keys of `ppo` for a file that has it
+IMPLIED: dict[str, Any] = {
+    "loss_fn.sequence_is_aggregation": "sum",
+    "policy.generation.vllm_cfg.kv_cache_memory_bytes": None,
+    "data.remove_duplicates": False,
+    "data.overlong_prompts": "leave_out",
+    "ppo.scheduler_counts": "epochs",
+}
+
+# kinds of training that Headrace has not, by their sections
+_OTHERS = ("sft", "dpo", "rm", "distillation", "critic_pretraining", "eval")
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A key that can't be honoured; the file that gave it is named between `what` and `remedy`."""
+
+    keys: Keys
+    what: str
+    remedy: str = ""
+
+    def line(self, origin: str) -> str:
+        return f"{'.'.join(self.keys)}: {self.what}{origin}{self.remedy}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Translation:
+    """A file of NeMo RL in Headrace's keys.
+
+    `values`: the configuration. `came_from`: the key there, for each key that has another name here. `problems`: keys
+    that can't be honoured, what matters most first. `replaced`: what takes the place -> keys there. `nothing`: unknown keys
+    that ask for nothing. `renamed`: (key there, key here). `implied`: what such a file means without saying it. `used`: how many
+    keys are used.
+    """
+
+    values: dict[str, Any]
+    came_from: Mapping[Keys, Keys]
+    problems: tuple[Refusal, ...]
+    replaced: Mapping[str, tuple[str, ...]]
+    nothing: tuple[str, ...]
+    renamed: tuple[tuple[str, str], ...]
+    implied: Mapping[str, Any]
+    used: int
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        others = sum(map(len, self.replaced.values())) + len(self.nothing)
+        return f"read as a file of NeMo RL: {self.used} keys used, {others} not applicable"
+
+    def lines(self) -> Iterator[str]:
+        """The summary, what has another name here, what takes the place of what, what is implied; for people to read."""
+        yield self.summary
+        targets: dict[str, list[str]] = {}
+        for theirs, ours in self.renamed:
+            targets.setdefault(ours, []).append(theirs)
+        yield from _listed("used by another name", (f"{_joined(keys)} -> {ours}" for ours, keys in targets.items()))
+        others = [f"{_joined(keys)}: {says}" for says, keys in self.replaced.items()]
+        if self.nothing:
+            others.append(f"{_joined(self.nothing)}: unknown to Headrace, and null, false or empty")
+        yield from _listed("not applicable", others)
+        yield from _listed(
+            "implied", (f"{key}: {in_yaml(value)}".replace("'", "") for key, value in self.implied.items())
+        )
+
+
+def _joined(keys: Iterable[str]) -> str:
+    return ", ".join(shortened(keys))
+
+
+def _listed(title: str, entries: Iterable[str]) -> Iterator[str]:
+    """`title` and the entries below it, wrapped; nothing if there are none."""
+    wrapped = [
+        textwrap.fill(entry, 120, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+        for entry in entries
+    ]
+    if wrapped:
+        yield f"{title}:"
+        yield from wrapped
+
+
+def shortened(keys: Iterable[str]) -> list[str]:
+    """Keys of one section as `section.{a, b}`, in the order they come."""
+    sections: dict[str, list[str]] = {}
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, []).append(name)
+    return [
+        f"{section}.{{{', '.join(names)}}}" if len(names) > 1 else f"{section}.{names[0]}".lstrip(".")
+        for section, names in sections.items()
+    ]
+
+
+def translate(values: dict[str, Any]) -> Translation:
+    """`values` (of a file of NeMo RL, interpolations resolved) in Headrace's keys. Keys of Headrace in it stay as they are."""
+    return _Builder(copy.deepcopy(values)).build()
+
+
+class _Builder:
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.theirs = values
+        self.ours: dict[str, Any] = {}
+        self.came_from: dict[Keys, Keys] = {}
+        self.parts_refused: list[Refusal] = []
+        self.values_refused: list[Refusal] = []
+        self.unknown: list[Refusal] = []
+        self.replaced: dict[str, list[str]] = {}
+        self.nothing: list[str] = []
+        self.renamed: list[tuple[str, str]] = []
+        self.implied: dict[str, Any] = {}
+        self.used = 0
+
+    def build(self) -> Translation:
+        if (problem := _of_another_kind(self.theirs)) is None:
+            self._translate()
+        # the rest of a file that trains something else says nothing more
+        problems = [problem] if problem else [*self.parts_refused, *self.values_refused, *self.unknown]
+        return Translation(
+            self.ours,
+            self.came_from,
+            tuple(dict.fromkeys(problems)),
+            {says: tuple(keys) for says, keys in self.replaced.items()},
+            tuple(self.nothing),
+            tuple(self.renamed),
+            self.implied,
+            self.used,
+        )
+
+    def _translate(self) -> None:
+        self.renamed += modernise(self.theirs)
+        _sources_as_lists(self.theirs)
+        for key, says in leave_out_what_is_not_in_force(self.theirs):
+            self.replaced.setdefault(says, []).append(key)
+        self._environments()
+        for keys, value in _leaves(self.theirs, ()):
+            self._one(keys, value)
+        for gather in GATHERERS:
+            for key, value, origin in gather(self.theirs, self._refuse_value):
+                self._put(tuple(key.split(".")), value, tuple(origin.split(".")))
+        for key, value in IMPLIED.items():
+            if look(self.ours, key, self) is self and (key.partition(".")[0] != "ppo" or "ppo" in self.ours):
+                keys = tuple(key.split("."))
+                self._put(keys, value, keys)
+                self.implied[key] = value
+
+    def _one(self, keys: Keys, value: Any) -> None:
+        rule = TABLE.find(keys)
+        if rule is not None:
+            self._decide(rule, keys, value)
+        elif _is_ours(keys):
+            if value is not None or _takes_null(keys):
+                self._put(keys, value, keys)
+        elif off(value, self.theirs):
+            self.nothing.append(".".join(keys))
+        else:
+            self.unknown.append(_unknown(keys, value))
+
+    def _decide(self, rule: Rule, keys: Keys, value: Any) -> None:
+        key = ".".join(keys)
+        if rule.does == "replaced":
+            self.replaced.setdefault(rule.says, []).append(key)
+        elif rule.does == "refused":
+            if rule.fine is None or not rule.fine(value, self.theirs):
+                self._refuse(rule, key, value)
+        else:
+            self._carry(rule, keys, value)
+
+    def _refuse(self, rule: Rule, key: str, value: Any) -> None:
+        if rule.once:
+            self.parts_refused.append(Refusal(tuple(rule.key.removesuffix(".**").split(".")), rule.says))
+            return
+        problems = self.parts_refused if value is True else self.values_refused
+        problems.append(Refusal(tuple(key.split(".")), in_yaml(value), f": {rule.says}"))
+
+    def _refuse_value(self, key: str, says: str) -> None:
+        self.values_refused.append(Refusal(tuple(key.split(".")), says))
+
+    def _carry(self, rule: Rule, keys: Keys, value: Any) -> None:
+        target = rule.target(keys)
+        if rule.does == "renamed":
+            self.renamed.append((".".join(keys), ".".join(target)))
+        self.used += 1
+        if rule.gathered:
+            return
+        try:
+            value = rule.convert(value) if rule.convert else value
+        except ValueError as error:
+            self._refuse_value(".".join(keys), str(error))
+            return
+        if value is None and not _takes_null(target):
+            return
+        self._put(target, value, keys)
+
+    def _put(self, target: Keys, value: Any, origin: Keys) -> None:
+        """Set `target`, making sections on the way; not below what is no section, which is said where it is checked."""
+        here: Any = self.ours
+        for key, following in itertools.pairwise(target):
+            here = _entered(here, key, [] if following.isdecimal() else {})
+        if isinstance(here, list):
+            _entered(here, target[-1], value)
+        elif isinstance(here, dict):
+            here[target[-1]] = value
+        if target != origin:
+            self.came_from[target] = origin
+
+    def _environments(self) -> None:
+        """Files of NeMo RL bring environments along that no data set of theirs names; the others have to be known."""
+        given = [source.get("env_name") for part in ("train", "validation") for source in sources(self.theirs, part)]
+        named = [name for name in (*given, look(self.theirs, "data.default.env_name")) if isinstance(name, str)]
+        environments = self.theirs.get("env")
+        if not isinstance(environments, dict):
+            return
+        for name in list(environments):
+            if named and name not in named:
+                del environments[name]
+                self.replaced.setdefault("no data set names this environment", []).append(f"env.{name}")
+            elif environments[name] is None or isinstance(environments[name], dict):
+                self.ours.setdefault("env", {})[name] = {}
+                if rule := TABLE.find(("env", name)):
+                    self._decide(rule, ("env", name), environments[name])
+
+
+def _of_another_kind(values: dict[str, Any]) -> Refusal | None:
+    """Why this file has nothing for Headrace to train; None if it has."""
+    if values.get("grpo") is not None or values.get("ppo") is not None:
+        return None
+    for section in _OTHERS:
+        if values.get(section) is not None:
+            return Refusal(
+                (section,), "Headrace trains by reinforcement learning", ": give a file with a section grpo or ppo"
+            )
+    return None
+
+
+def _is_ours(keys: Keys) -> bool:
+    """Whether `keys` are a key of Headrace's, or stand below one that is no section (in which case pydantic says what is wrong)."""
+    found = pattern(keys)
+    return any(
+        found[:end] in known_keys() and (end == len(found) or not _has_keys_below(found[:end]))
+        for end in range(1, len(found) + 1)
+    )
+
+
+def _has_keys_below(path: Keys) -> bool:
+    return any(len(key) > len(path) and key[: len(path)] == path for key in known_keys())
+
+
+def _unknown(keys: Keys, value: Any) -> Refusal:
+    section = ".".join(keys[:-1])
+    said = functools.partial(Refusal, keys, f"unknown key, value {in_yaml(value)}")
+    beside = sorted({*TABLE.beside(keys), *(known[-1] for known in known_keys() if known[:-1] == pattern(keys[:-1]))})
+    if close := difflib.get_close_matches(keys[-1], beside, 1, 0.6):
+        return said(f"; did you mean {section}{'.' if section else ''}{close[0]}?")
+    if beside and len(", ".join(beside)) < 300:
+        return said(f"; {section or 'the top level'} has {', '.join(beside)}")
+    return said(f"; did you mean {elsewhere}?" if (elsewhere := nearest(keys)) else "; leave it out")
+
+
+def _entered(here: Any, key: str, empty: Any) -> Any:
+    """What is at `key` of `here`, where `empty` is put if there is nothing."""
+    if isinstance(here, dict):
+        return here.setdefault(key, empty)
+    if isinstance(here, list) and key.isdecimal():
+        here += [{} for _ in range(int(key) - len(here))]
+        if int(key) == len(here):
+            here.append(empty)
+        return here[int(key)]
+    return None
+
+
+def _sources_as_lists(values: dict[str, Any]) -> None:
+    data = values.get("data")
+    if isinstance(data, dict):
+        for part in ("train", "validation"):
+            if isinstance(data.get(part), dict):
+                data[part] = [data[part]]
+
+
+def _leaves(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
+    """Every value by its keys; lists are values, but for the lists of data sets."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*keys, str(key)))
+    elif isinstance(value, list) and keys in (("data", "train"), ("data", "validation")):
+        for number, inner in enumerate(value):
+            yield from _leaves(inner, (*keys, str(number)))
+    elif keys:
+        yield keys, value
+
+
+def _takes_null(target: Keys) -> bool:
+    """Whether null is a value of Headrace's key; of another it means the default."""
+    field = known_keys().get(pattern(target))
+    return field is None or field.default is None or type(None) in getattr(field.annotation, "__args__", ())

@@ -1,0 +1,376 @@
+"""The replay client's connections: from an address to a pool, function calls, refusals as exceptions, wake-ups.
+
+    redis://[user:password@]host:port/0
+    rediss://[user:password@]host:port/0?ssl_ca_certs=ca.pem&ssl_certfile=client.pem&ssl_keyfile=client.key
+    sentinel://[user:password@]host:26379,host:26379,host:26379/SERVICE[/0][?ssl=true&…]
+    unix:///path
+
+After a failover the same address leads to another server. A connection that finds itself on a server that became a replica is
+closed, so that the next one asks the name (or the sentinels) again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import re
+import ssl
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
+from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.connection import parse_url
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from headrace.errors import (
+    ConfigError,
+    Fenced,
+    InvalidCall,
+    LeaseLost,
+    NotVerified,
+    ReplayDenied,
+    ReplayError,
+    ReplayUnavailable,
+    SamplingStarved,
+    Surplus,
+    WrongStep,
+    WrongTimeline,
+)
+
+CONNECTIONS = 32
+# Replies are megabytes of payloads; what asyncio takes from the socket at a time.
+READ_BYTES = 256 * 1024
+_TIMEOUTS = {"socket_connect_timeout": 5.0, "socket_timeout": 30.0}
+_TLS_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
+_SENTINEL = re.compile(r"sentinel://(?P<login>[^@/]*@)?(?P<hosts>[^/?]+)/(?P<service>[^/?]+)(?P<rest>.*)")
+_SENTINEL_PORT = 26379
+# What OpenSSL calls a refused handshake; a connection that breaks off has other words.
+_NO_TLS = re.compile("_ALERT_|WRONG_VERSION|UNSUPPORTED|NO_SHARED|RECORD_LAYER")
+T = TypeVar("T")
+
+_pack = msgspec.msgpack.Encoder().encode
+
+Unreachable = (RedisConnectionError, RedisTimeoutError, OSError)
+
+_BY_CODE = {
+    kind.code: kind
+    for kind in (
+        ReplayUnavailable,
+        InvalidCall,
+        Fenced,
+        LeaseLost,
+        Surplus,
+        WrongTimeline,
+        WrongStep,
+        SamplingStarved,
+        NotVerified,
+    )
+}
+# A restart of the server on its append-only file is bridged; each function is safe to call again.
+_RETRIES = 10
+# Fallback for a wake-up that was lost with its connection.
+_POLL_S = 1.0
+# A command inside a function that the caller's rights don't cover, as Redis 7.0 and as later ones say it.
+_DENIED_INSIDE = re.compile(r"ACL failure in script|The user executing the script can't")
+
+
+def shown(url: str) -> str:
+    """The address without its password, for logs and messages."""
+    parts = urlsplit(url)
+    login, at, hosts = parts.netloc.rpartition("@")
+    name = login.partition(":")[0]
+    return urlunsplit(parts._replace(netloc=f"{name}:***@{hosts}" if at else hosts, query=""))
+
+
+def pool_of(url: str, retries: int) -> BlockingConnectionPool:
+    """Connections to `url`. Raises `ConfigError` for an address or a certificate file that can't be used."""
+    try:
+        pool = _sentinel_pool(url, retries) if url.startswith("sentinel:") else _pool(parse_url(url), retries)
+        # a wrong option or file is told now, not by the first call
+        probe = pool.connection_class(**pool.connection_kwargs)
+        if isinstance(probe, SSLConnection):
+            probe.ssl_context.get()
+    except (ValueError, TypeError, OSError, RedisError) as error:
+        raise ConfigError(_unusable(url, error)) from error
+    return pool
+
+
+class _FollowPrimary(Connection):
+    """Leaves a server that has become a replica: writes would be refused there for ever."""
+
+    async def read_response(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await super().read_response(*args, **kwargs)
+        except ReadOnlyError as error:
+            await self.disconnect()
+            raise RedisConnectionError("the server has become a replica of another") from error
+
+
+class _TLS(_FollowPrimary, SSLConnection):
+    pass
+
+
+class _AskSentinels(_FollowPrimary):
+    """Goes where the sentinels say the primary is, whenever it connects."""
+
+    def __init__(self, *, primary: Callable[[], Awaitable[tuple[str, int]]], **options: Any) -> None:
+        super().__init__(**options)
+        self._primary = primary
+
+    async def _connect(self) -> None:
+        self.host, self.port = await self._primary()
+        await super()._connect()
+
+
+class _SentinelTLS(_AskSentinels, SSLConnection):
+    pass
+
+
+class _Retry(Retry):
+    """Tries again what may pass; a refused login or certificate stays refused."""
+
+    async def call_with_retry(
+        self,
+        do: Callable[[], Awaitable[T]],
+        fail: Callable[..., Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,
+    ) -> T:
+        def may_pass(error: Exception) -> bool:
+            return denial(error) is None and (is_retryable is None or is_retryable(error))
+
+        return await super().call_with_retry(do, fail, may_pass, with_failure_count)
+
+
+def denial(error: BaseException, user: str | None = None) -> ReplayDenied | None:
+    """What a person must mend if `error` is a refused login or certificate; None if it may pass by itself."""
+    for cause in _causes(error):
+        if isinstance(cause, AuthenticationError | AuthorizationError):
+            return ReplayDenied(
+                f"the Redis server refuses the login of user {user or 'default'!r} ({cause}); correct user and password in "
+                "replay.redis_url, or the server's ACL (`headrace acl` prints one)"
+            )
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return ReplayDenied(
+                f"the Redis server's certificate is refused ({cause.verify_message}); correct ssl_ca_certs in replay.redis_url, "
+                "or the host there to a name in the certificate"
+            )
+        if isinstance(cause, ssl.SSLError) and _NO_TLS.search(cause.reason or ""):
+            return ReplayDenied(
+                f"no TLS with the Redis server ({cause.reason}); if it asks for a client's certificate, give ssl_certfile "
+                "and ssl_keyfile in replay.redis_url; if it speaks no TLS there, write redis:// for rediss://"
+            )
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _pool(options: Any, retries: int) -> BlockingConnectionPool:
+    wanted = options.pop("connection_class", Connection)
+    kinds = {Connection: _FollowPrimary, SSLConnection: _TLS, UnixDomainSocketConnection: UnixDomainSocketConnection}
+    return BlockingConnectionPool(connection_class=kinds[wanted], **_settings(retries), **options)
+
+
+def _sentinel_pool(url: str, retries: int) -> BlockingConnectionPool:
+    match = _SENTINEL.fullmatch(url)
+    if match is None:
+        raise ValueError("not sentinel://host:port,host:port/SERVICE")
+    options: Any = parse_url(f"redis://{match['login'] or ''}sentinel{match['rest']}")
+    del options["host"]
+    tls = str(options.pop("ssl", "")).lower() == "true"
+    plain = {key: value for key, value in options.items() if key.startswith("ssl_")} | ({"ssl": True} if tls else {})
+    addresses = [
+        host.rpartition(":") if ":" in host else (host, ":", _SENTINEL_PORT) for host in match["hosts"].split(",")
+    ]
+    sentinel = Sentinel([(host, int(port)) for host, _, port in addresses], sentinel_kwargs={**_TIMEOUTS, **plain})
+    return BlockingConnectionPool(
+        connection_class=_SentinelTLS if tls else _AskSentinels,
+        primary=functools.partial(sentinel.discover_master, match["service"]),
+        **_settings(retries),
+        **options,
+    )
+
+
+def _settings(retries: int) -> dict[str, Any]:
+    # a restart of the server on its append-only file, or a failover, is bridged; each function is safe to call again
+    retry = _Retry(ExponentialWithJitterBackoff(base=0.05, cap=1.0), retries)
+    # a call beyond the pool waits for a connection: hundreds of trajectories can finish at the same moment
+    return {
+        "max_connections": CONNECTIONS,
+        "timeout": 60.0,
+        "retry": retry,
+        "retry_on_error": [RedisConnectionError, RedisTimeoutError],
+        "socket_read_size": READ_BYTES,
+        **_TIMEOUTS,
+    }
+
+
+def _unusable(url: str, error: Exception) -> str:
+    reason = str(error)
+    if isinstance(error, OSError):  # of a certificate; the message of the ssl module names no file
+        files = re.findall(rf"(?:{'|'.join(_TLS_FILES)})=[^&]+", url)
+        reason = f"{error.strerror or error}: {', '.join(files)}"
+    return (
+        f"replay.redis_url {shown(url)} can't be used ({reason}); give redis://host:port/0, rediss://host:port/0?ssl_ca_certs=FILE, "
+        "sentinel://host:port,host:port/SERVICE or unix:///path"
+    )
+
+
+def open_redis(url: str, retries: int = _RETRIES) -> Redis:
+    """A client with a connection pool for `url` (the forms above). Raises `ConfigError` on one that can't be used."""
+    return Redis.from_pool(pool_of(url, retries))
+
+
+def refusal(text: str) -> ReplayError:
+    """The exception that `<code> <message>`, as the functions refuse, stands for."""
+    code, _, message = text.partition(" ")
+    kind = _BY_CODE.get(code)
+    if kind is not None:
+        return kind(message)
+    if "Function not found" in text:
+        return ReplayUnavailable("the Redis server holds no function library; start the replay service")
+    return ReplayUnavailable(f"the Redis server refused the call: {text}")
+
+
+def unavailable(error: BaseException, user: str | None = None) -> ReplayError:
+    denied = denial(error, user)
+    if denied is not None:
+        return denied
+    return ReplayUnavailable(f"the Redis server can't be reached ({error}); start it, or correct replay.redis_url")
+
+
+@contextlib.contextmanager
+def keeping_cancellation() -> Iterator[None]:
+    """A cancellation that comes while the body runs is never lost.
+
+    redis-py sends under `asyncio.wait_for`, which before Python 3.12 drops a cancellation that arrives together with the end of what it
+    waits for; the task that was to stop would go on.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    try:
+        yield
+    except Exception as error:
+        if task and task.cancelling() > before:
+            raise asyncio.CancelledError from error
+        raise
+    if task and task.cancelling() > before:
+        raise asyncio.CancelledError
+
+
+class BufferConnection:
+    """Calls on one run. `key` is the run's key, which every function takes."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self.redis = redis
+        self.key = f"hr:{{{run_id}}}"
+        self._user: str | None = redis.connection_pool.connection_kwargs.get("username")
+
+    def fcall(self, function: str, *payloads: bytes, **arguments: Any) -> tuple[Any, ...]:
+        """The command that calls a function with its named arguments, and with the bytes that belong to them."""
+        named = (_pack(arguments),) if arguments else ()
+        return ("FCALL", f"hr_{function}", 1, self.key, *named, *payloads)
+
+    async def call(self, function: str, *payloads: bytes, **arguments: Any) -> Any:
+        return await self.command(*self.fcall(function, *payloads, **arguments))
+
+    async def command(self, *command: Any) -> Any:
+        try:
+            with keeping_cancellation():
+                return await self.redis.execute_command(*command)
+        except ResponseError as error:
+            raise self._refused(error, command) from error
+        except (RedisError, OSError) as error:
+            raise unavailable(error, self._user) from error
+
+    async def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
+        """Replies in order, of commands sent together; the first refusal is raised once all are through."""
+        pipe = self.redis.pipeline(transaction=False)
+        for command in commands:
+            pipe.execute_command(*command)
+        try:
+            with keeping_cancellation():
+                replies = await pipe.execute(raise_on_error=False)
+        except (RedisError, OSError) as error:
+            raise unavailable(error, self._user) from error
+        for command, reply in zip(commands, replies, strict=True):
+            if isinstance(reply, ResponseError):
+                raise self._refused(reply, command) from reply
+            if isinstance(reply, Exception):
+                raise unavailable(reply, self._user) from reply
+        return replies
+
+    def _refused(self, error: ResponseError, command: Sequence[Any]) -> ReplayError:
+        if isinstance(error, OutOfMemoryError):
+            return ReplayUnavailable("the Redis server is out of memory; raise its maxmemory or lower replay.max_bytes")
+        if not isinstance(error, NoPermissionError) and not _DENIED_INSIDE.search(str(error)):
+            return refusal(str(error))
+        what = " ".join(map(str, command[:2] if command[0] == "FCALL" else command[:1]))
+        return ReplayDenied(
+            f"user {self._user or 'default'!r} of the Redis server may not do {what} ({error}); connect as the user of the right role, "
+            "or load the ACL that `headrace acl` prints"
+        )
+
+
+class Wakeups:
+    """One subscription of a client to its run's wake-ups; opened at the first wait."""
+
+    def __init__(self, connection: BufferConnection) -> None:
+        self._connection = connection
+        self._events = {channel: asyncio.Event() for channel in ("work", "ready", "scoring", "epoch")}
+        self._reader: asyncio.Task[None] | None = None
+
+    async def wait(self, channel: str, timeout_s: float) -> None:
+        """Return at a wake-up on `channel` since the last wait, or after `timeout_s` or a second, whichever is less."""
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read())
+        event = self._events[channel]
+        with contextlib.suppress(TimeoutError):
+            # not wait_for: before Python 3.12 it loses a cancellation that comes with the wake-up
+            async with asyncio.timeout(min(timeout_s, _POLL_S)):
+                await event.wait()
+        event.clear()
+
+    async def aclose(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader
+
+    async def _read(self) -> None:
+        """Follow the channels; while the server is away, waits fall back to polling and their callers meet the error."""
+        prefix = f"{self._connection.key}:wake:"
+        while True:
+            async with self._connection.redis.pubsub() as pubsub:
+                with contextlib.suppress(*Unreachable):
+                    with keeping_cancellation():
+                        await pubsub.subscribe(*(prefix + channel for channel in self._events))
+                    # what happened before the subscription stood went unheard
+                    for event in self._events.values():
+                        event.set()
+                    while True:
+                        with keeping_cancellation():
+                            message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=5.0)
+                        if message is not None:
+                            self._events[message["channel"].decode().removeprefix(prefix)].set()
+            await asyncio.sleep(_POLL_S)

@@ -1,0 +1,196 @@
+"""Calls for people and their tools: statistics, metrics, events, and what the buffer holds of a group."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.lineage import GroupLineage, origin_of, with_timelines
+from headrace.replay.bias import Moment, TrajectoryMeter, meters_of
+from headrace.replay.calls import BufferClient
+from headrace.replay.records import BatchReply, HeldGroup, Reservation, score_key, unpack
+from headrace.trajectory import Group, Score, Trajectory
+
+_METRICS_KEPT = 100_000
+_EVENTS_KEPT = 10_000
+
+# Where the buffer keeps groups, and the states it keeps there (groups.lua).
+_PLACES = {
+    "queue": {"queued"},
+    "line": {"open", "scoring", "ready"},
+    "steps": {"ready", "reserved", "trained"},
+    "failed": {"failed"},
+    "unused": {"unused"},
+    "lane": {"queued", "open", "scoring", "evaluated"},
+}
+
+
+class InspectionClient(BufferClient):
+    async def stats(self) -> dict[str, Any]:
+        """Everything people look at: RunState fields, counts by lane and state, refusals by code, bytes, ages, replicas, scoring line."""
+        empty: dict[str, Any] = {"counts": {}, "refusals": {}, "requeues": {}}
+        stats = empty | unpack(await self._connection.call("stats"))
+        return {
+            **stats,
+            "counts": {"train": {}, "validation": {}} | stats["counts"],
+            "replicas": [msgspec.structs.asdict(replica) for replica in await self.replicas()],
+        }
+
+    async def publish_metrics(
+        self, kind: Literal["train", "validation"], step: int, metrics: Mapping[str, float]
+    ) -> None:
+        """Append a step's metrics to the run's metric stream, which live views follow."""
+        entry = msgspec.msgpack.encode({name: float(value) for name, value in metrics.items()})
+        key = f"{self._connection.key}:metrics"
+        await self._connection.command(
+            "XADD", key, "MAXLEN", "~", _METRICS_KEPT, "*", "kind", kind, "step", step, "metrics", entry
+        )
+
+    async def metrics(self, after: str = "0", count: int = 1000) -> list[tuple[str, str, int, dict[str, float]]]:
+        """Entries after id `after`: (id, kind, step, metrics)."""
+        return _metrics(
+            await self._connection.command(
+                "XRANGE", f"{self._connection.key}:metrics", f"({after}", "+", "COUNT", count
+            )
+        )
+
+    async def newest_metrics(self, count: int) -> list[tuple[str, str, int, dict[str, float]]]:
+        """The newest entries as `metrics` gives them, the newest first."""
+        return _metrics(
+            await self._connection.command("XREVRANGE", f"{self._connection.key}:metrics", "+", "-", "COUNT", count)
+        )
+
+    async def events(self, after: str, block_s: float, count: int = 1000) -> list[tuple[str, dict[str, str]]]:
+        """What happened after id `after`, waiting up to `block_s` seconds for the first: (id, fields with the `kind` of event)."""
+        key = f"{self._connection.key}:events"
+        milliseconds = max(1, round(block_s * 1000))
+        reply = await self._connection.command("XREAD", "COUNT", count, "BLOCK", milliseconds, "STREAMS", key, after)
+        return [
+            (entry.decode(), {name.decode(): value.decode() for name, value in fields.items()})
+            for _, entries in (reply or [])
+            for entry, fields in entries
+        ]
+
+    async def append_event(self, kind: str, fields: Mapping[str, str]) -> None:
+        """Append to the run's events, which people follow."""
+        flat = [word for pair in fields.items() for word in pair]
+        await self._connection.command(
+            "XADD", f"{self._connection.key}:events", "MAXLEN", "~", _EVENTS_KEPT, "*", "kind", kind, *flat
+        )
+
+    async def newest_event(self) -> str:
+        """Id of the newest event, to follow from here on."""
+        newest = await self._connection.command("XREVRANGE", f"{self._connection.key}:events", "+", "-", "COUNT", 1)
+        return newest[0][0].decode() if newest else "0"
+
+    async def group(self, group_id: str) -> dict[str, Any] | None:
+        """One group for people: its record, state, fields, and trajectories pushed so far; None if the buffer does not hold it."""
+        reply = await self._connection.call("group", group=group_id)
+        if reply is None:
+            return None
+        found = unpack(reply)
+        (record,) = await self._fetch([found["record"]])
+        return {
+            "id": group_id,
+            "state": found["state"],
+            **found["fields"],
+            "group": None if record is None else Group.decode(record),
+            "trajectories": list(map(_described, found["trajectories"])),
+        }
+
+    async def trajectory(self, group_id: str, index: int) -> tuple[Trajectory, Score | None] | None:
+        """One trajectory that the buffer holds, with its score if it has one; None if it does not hold it."""
+        group = await self.group(group_id)
+        found = [t for t in group["trajectories"] if t["index"] == index] if group else []
+        if not found:
+            return None
+        payload, score = await self._fetch([found[0]["key"], score_key(found[0]["key"])])
+        return None if payload is None else (Trajectory.decode(payload), Score.decode(score) if score else None)
+
+    async def bias(self) -> dict[Moment, TrajectoryMeter]:
+        """What trajectories of the train lane were like at each end they came to, since the run began."""
+        return meters_of(dict(unpack(await self._connection.call("bias"))))
+
+    async def groups(self, states: Collection[str]) -> AsyncIterator[tuple[str, str]]:
+        """Id and state of every group the buffer holds in one of `states`, both lanes. One that moves meanwhile may be missed, or seen
+        twice."""
+        for place, kept in _PLACES.items():
+            if not kept & set(states):
+                continue
+            seen: set[str] = set()  # a set is scanned, which may show a member twice
+            cursor = 0
+            while cursor >= 0:
+                page = unpack(await self._connection.call("groups", place=place, cursor=cursor))
+                cursor = page["cursor"]
+                for group_id, state in page["groups"]:
+                    if state in kept and state in states and group_id not in seen:
+                        yield group_id, state
+                        if place in ("unused", "lane"):
+                            seen.add(group_id)
+
+    async def held(self, group_id: str) -> HeldGroup | None:
+        """A group with the trajectories that the buffer holds of it; None if it holds no such group."""
+        found = await self.group(group_id)
+        if found is None or found["group"] is None:
+            return None
+        keys = [trajectory["key"] for trajectory in found["trajectories"]]
+        values = await self._fetch([*keys, *map(score_key, keys)])
+        pairs = zip(values[: len(keys)], values[len(keys) :], strict=True)
+        return HeldGroup(
+            group=found["group"],
+            state=found["state"],
+            step=found.get("step"),
+            reason=found.get("reason", ""),
+            trajectories=tuple(
+                (Trajectory.decode(payload), None if score is None else Score.decode(score))
+                for payload, score in pairs
+                if payload is not None
+            ),
+        )
+
+    async def lineage(self, group_id: str) -> GroupLineage | None:
+        """Where a group that the buffer holds comes from, as far as it is; None if it holds no such group."""
+        found = await self.held(group_id)
+        if found is None:
+            return None
+        run = await self.state()
+        step = found.step if found.state in ("reserved", "trained") else None
+        return GroupLineage(
+            group=group_id,
+            state=found.state,
+            task=found.group.task_name,
+            env=found.group.env_name,
+            order=found.group.order,
+            step=step,
+            timeline=None if step is None else run.timeline_of(step + 1),
+            trajectories=tuple(with_timelines(origin_of(t, score), run.timeline_of) for t, score in found.trajectories),
+            reason=found.reason if found.state == "failed" else "",
+        )
+
+    async def held_batch(self, step: int) -> tuple[list[int], Reservation | None]:
+        """(the steps whose batches were handed out and are still held, the batch of `step` if it is one of them)."""
+        reply = unpack(await self._connection.call("step", step=step))
+        batch = reply.get("batch")
+        return reply["held"], None if batch is None else msgspec.convert(batch, BatchReply).reservation()
+
+
+def _described(trajectory: Mapping[str, Any]) -> dict[str, Any]:
+    _, length, oldest, newest, latency_ms = trajectory["pushed"].split(" ")
+    return {
+        "index": trajectory["index"],
+        "key": trajectory["key"],
+        "length": int(length),
+        "oldest_version": int(oldest),
+        "newest_version": int(newest),
+        "latency_s": int(latency_ms) / 1000,
+        "reward": trajectory.get("reward"),
+    }
+
+
+def _metrics(entries: Any) -> list[tuple[str, str, int, dict[str, float]]]:
+    return [
+        (entry.decode(), fields[b"kind"].decode(), int(fields[b"step"]), unpack(fields[b"metrics"]))
+        for entry, fields in entries
+    ]

@@ -1,0 +1,78 @@
+"""What the loop on rank 0 works with, and how the parts that tests replace are made."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from headrace.config import Config
+from headrace.replay import BufferRetry, ReplayClient
+from headrace_services.trainer.control.checkpoint import Checkpoints
+from headrace_services.trainer.control.feeder import Feeder
+from headrace_services.trainer.control.lineage_writer import LineageWriter
+from headrace_services.trainer.control.rank import LeadRank
+from headrace_services.trainer.control.weight_sender import WeightSender
+from headrace_services.trainer.data import Prompts
+from headrace_services.trainer.telemetry.http import Gauges
+from headrace_services.trainer.telemetry.journal import Journal
+from headrace_services.trainer.telemetry.telemetry import Telemetry
+from headrace_services.trainer.telemetry.throughput import ThroughputMeter
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dependencies:
+    """How the trainer gets the collaborators that a test may replace."""
+
+    replay: Callable[[str, str | None, float], Awaitable[ReplayClient]] = ReplayClient.connect
+    sender: Callable[[Config, ReplayClient], WeightSender] = WeightSender
+    checkpoints: Callable[[Config], Checkpoints] = lambda config: Checkpoints(
+        config.checkpoint_folder, config.checkpointing
+    )
+
+    async def connect(self, config: Config) -> ReplayClient:
+        return await self.replay(config.redis_url, config.run.id, config.trainer.fleet_deadline_s)
+
+
+@dataclasses.dataclass
+class Readiness:
+    """The answer of `/readyz`: None when the trainer is at work, else why it isn't."""
+
+    problem: str | None = "starting"
+
+    async def __call__(self) -> str | None:
+        return self.problem
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerContext:
+    """One of each. `stop` is set when the run is to end; `clock` is in seconds and stood at `began` when the trainer started.
+
+    Everything of torch runs in the one thread of `torch_thread`, so that the event loop stays free for health pages and the buffer.
+    """
+
+    replay: ReplayClient
+    retry: BufferRetry
+    lead: LeadRank
+    torch_thread: ThreadPoolExecutor
+    sender: WeightSender
+    checkpoints: Checkpoints
+    journal: Journal
+    lineage: LineageWriter
+    gauges: Gauges
+    prompts: Prompts
+    feeder: Feeder
+    meter: ThroughputMeter
+    telemetry: Telemetry
+    readiness: Readiness
+    stop: asyncio.Event
+    began: float
+    clock: Callable[[], float] = time.monotonic
+
+    async def torch(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.torch_thread, work)

@@ -1,0 +1,88 @@
+"""Writes what each step was trained on beside the checkpoints; `headrace.lineage` describes the files and reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from headrace.errors import ServiceError
+from headrace.lineage import ABANDONED, SCHEMA, GroupLineage, Header, LineageFiles, Origin, timeline_of, with_timelines
+from headrace.trajectory import Group
+from headrace_services.trainer.files import atomic_write, fsync
+
+
+class LineageWriter:
+    """The one writer of a run's lineage files.
+
+    A file is there whole or not at all. It survives a power cut once `fsync` has returned, which is called before the checkpoint that
+    its step led to: nothing has to survive of steps that no checkpoint holds.
+    """
+
+    def __init__(self, folder: Path, timeline: str) -> None:
+        self._folder = folder
+        self._timeline = timeline
+        self._unsynced: list[Path] = []
+        self._changes: list[tuple[int, str]] = []
+
+    def supersede(self, version: int) -> None:
+        """The run resumes from `version`: the files of steps >= version are moved aside (idempotent)."""
+        files = LineageFiles(self._folder)
+        with self._disk_errors():
+            for step, path in files.files():
+                if step >= version:
+                    (self._folder / ABANDONED).mkdir(exist_ok=True)
+                    path.rename(self._folder / ABANDONED / path.name)
+        self._changes = files.timelines()
+
+    def write(self, step: int, groups: Sequence[Group], origins: Mapping[str, Sequence[Origin]]) -> None:
+        """Step `step` was trained on `groups`; `origins`: of their trajectories, by group id. Raises `ServiceError` for a full disk."""
+        records = [
+            GroupLineage(
+                group=group.id,
+                state="trained",
+                task=group.task_name,
+                env=group.env_name,
+                order=group.order,
+                step=step,
+                timeline=self._timeline,
+                trajectories=tuple(
+                    with_timelines(origin, lambda version: timeline_of(self._changes, version))
+                    for origin in sorted(origins[group.id], key=lambda origin: origin.index)
+                ),
+            )
+            for group in groups
+        ]
+        header = Header(SCHEMA, step, self._timeline, time.time(), tuple(group.id for group in groups))
+        path = self._folder / f"step_{step}-{self._timeline}.jsonl.gz"
+        with self._disk_errors():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as unfinished, gzip.open(unfinished, "wb", compresslevel=6) as file:
+                for line in (header, *records):
+                    file.write(msgspec.json.encode(line) + b"\n")
+        self._unsynced.append(path)
+        if not self._changes or self._changes[-1][1] != self._timeline:
+            self._changes.append((step, self._timeline))
+
+    def fsync(self) -> None:
+        """When this returns, what was written so far survives a power cut."""
+        if not self._unsynced:
+            return
+        with self._disk_errors():
+            for path in (*self._unsynced, self._folder):
+                fsync(path)
+        self._unsynced.clear()
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ServiceError(
+                f"can't write the lineage of a step to {self._folder} ({error}); free space there, or set "
+                "checkpointing.checkpoint_dir"
+            ) from error

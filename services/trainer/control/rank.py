@@ -1,0 +1,256 @@
+"""What every rank of the trainer does: load, step, probe, give its part of the weights, save.
+
+Rank 0's `LeadRank` tells the others before it does a thing itself, so that all ranks enter the same collective; each rank reads its own
+trajectories from the buffer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from headrace.config import Config
+from headrace.errors import HeadraceError, ServiceError
+from headrace.lineage import Origin, origin_of
+from headrace.replay import Reservation
+from headrace.trajectory import Float32, Group, Score, Trajectory
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.batch import Batch, check_invariants, gather
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.step import train_step
+
+Read = Callable[[Sequence[str]], list[tuple[Trajectory, Score]]]
+
+
+class TrainerRank:
+    """One rank. `read` fetches payloads from the buffer; every other method is a collective of all ranks."""
+
+    def __init__(self, config: Config, ranks: Ranks, read: Read) -> None:
+        self.ranks = ranks
+        self._config = config
+        self._read = read
+        self._learner: Learner | None = None
+        self._batch: Batch | None = None  # of the newest step
+
+    @property
+    def learner(self) -> Learner:
+        if self._learner is None:
+            raise ServiceError("the trainer was asked to work before it had loaded its model")
+        return self._learner
+
+    @property
+    def batch(self) -> Batch:
+        """This rank's trajectories of the newest step, with all that the step computed of them."""
+        assert self._batch is not None
+        return self._batch
+
+    def load(self, checkpoint: str | None) -> None:
+        self._learner = Learner(self._config, Path(checkpoint) if checkpoint else None, self.ranks)
+
+    def step(
+        self, reservation: Reservation, multipliers: Sequence[float], shares: Sequence[Sequence[int]]
+    ) -> dict[str, float]:
+        """Train on the reserved batch. `multipliers` are the groups' weights in the loss, `shares` each rank's places in the batch.
+
+        The metrics of `train_step`, and `truncated`: completions that were cut off at the length limit, `masked_tokens`: tokens of
+        the policy that were over age.
+        """
+        algorithm, step, places = self._config.algorithm, reservation.step, shares[self.ranks.rank]
+        reserved = [reservation.trajectories[place] for place in places]
+        problems: list[str] = []
+        try:
+            read = self._read([one.key for one in reserved])
+            for one, (trajectory, score) in zip(reserved, read, strict=True):
+                problem = check_invariants(
+                    one,
+                    trajectory,
+                    score,
+                    step=step,
+                    max_age=algorithm.max_age,
+                    policy=algorithm.asynchrony.staleness_policy,
+                )
+                problems += [problem] if problem else []
+        except HeadraceError as error:
+            problems = [str(error) or type(error).__name__]
+        self.ranks.raise_any(problems)
+        groups = [place // algorithm.num_generations_per_prompt for place in places]
+        self._batch = batch = Batch.of(
+            [trajectory for trajectory, _ in read],
+            [score for _, score in read],
+            places=places,
+            groups=groups,
+            multipliers=[multipliers[group] for group in groups],
+            size=len(reservation.trajectories),
+            step=step,
+            max_age=algorithm.max_age,
+        )
+        metrics = train_step(self.learner, batch)
+        truncated, masked = self.ranks.sum([float(batch.truncated.sum()), float((~batch.mask).sum())])
+        return {**metrics, "truncated": truncated, "masked_tokens": masked}
+
+    def origins(self) -> dict[str, list[Origin]]:
+        """Where the trajectories of the newest step come from, by group; on rank 0 those of all ranks, elsewhere the rank's own.
+
+        The advantage of one is the mean over its tokens.
+        """
+        batch = self.batch
+        own = [
+            (trajectory.group_id, dataclasses.replace(origin_of(trajectory, score), advantage=advantage))
+            for trajectory, score, advantage in zip(
+                batch.trajectories, batch.scores, batch.mean_advantages(), strict=True
+            )
+        ]
+        by_group: dict[str, list[Origin]] = {}
+        for group_id, origin in (pair for share in self.ranks.gather(own) for pair in share):
+            by_group.setdefault(group_id, []).append(origin)
+        return by_group
+
+    def gather_batch(self) -> Batch:
+        """On rank 0 the whole batch of the newest step with all its columns, elsewhere the rank's own."""
+        return gather(self.batch, self.ranks)
+
+    def probe(self, token_ids: Sequence[int]) -> Float32:
+        return self.learner.probe(np.asarray(token_ids, dtype=np.int32))
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.learner.iter_weights()
+
+    def save(self, folder: str) -> None:
+        self.learner.save(Path(folder))
+
+
+class LeadRank(TrainerRank):
+    """Rank 0: every method has the other ranks do the same. Blocking; call it from one thread at a time."""
+
+    def load(self, checkpoint: str | None) -> None:
+        self._send("load", checkpoint)
+        super().load(checkpoint)
+
+    def step(
+        self, reservation: Reservation, multipliers: Sequence[float], shares: Sequence[Sequence[int]]
+    ) -> dict[str, float]:
+        self._send("step", msgspec.to_builtins(reservation), list(multipliers), shares)
+        return super().step(reservation, multipliers, shares)
+
+    def origins(self) -> dict[str, list[Origin]]:
+        self._send("origins")
+        return super().origins()
+
+    def gather_batch(self) -> Batch:
+        self._send("gather_batch")
+        return super().gather_batch()
+
+    def probe(self, token_ids: Sequence[int]) -> Float32:
+        self._send("probe", list(map(int, token_ids)))
+        return super().probe(token_ids)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._send("weights")
+        yield from super().weights()
+
+    def save(self, folder: str) -> None:
+        self._send("save", folder)
+        super().save(folder)
+
+    def _send(self, do: str, *arguments: Any) -> None:
+        self.ranks.send(msgspec.msgpack.encode([do, *arguments]))
+
+
+class Weights:
+    """The policy's weights as the weight channel takes them: run to the end each time, all ranks taking part."""
+
+    def __init__(self, lead: LeadRank) -> None:
+        self._lead = lead
+
+    def metadata(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        return self._lead.learner.weight_metadata()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._lead.weights()
+
+
+def dismiss(ranks: Ranks) -> None:
+    """Rank 0: the other ranks' work is over."""
+    ranks.send(msgspec.msgpack.encode(["dismiss"]))
+
+
+def follow(rank: TrainerRank) -> None:
+    """Ranks above 0: do what rank 0 tells until it dismisses them."""
+    while True:
+        match msgspec.msgpack.decode(rank.ranks.receive()):
+            case ["step", reservation, multipliers, shares]:
+                rank.step(msgspec.convert(reservation, Reservation), multipliers, shares)
+            case ["weights"]:
+                for _ in rank.weights():
+                    continue
+            case ["dismiss"]:
+                return
+            case [("load" | "origins" | "gather_batch" | "probe" | "save") as do, *arguments]:
+                getattr(rank, do)(*arguments)
+            case unknown:
+                raise ServiceError(
+                    f"rank 0 sent {unknown!r}, which this build does not know; start all ranks from one build"
+                )
+
+
+def check_reservation(reservation: Reservation, groups: Sequence[Group], prompts_per_step: int) -> None:
+    """Law 3 on what was reserved: P groups, each with n trajectories of distinct indices, in order. Raises `ServiceError`."""
+    if len(reservation.groups) != prompts_per_step or len(set(reservation.groups)) != prompts_per_step:
+        raise ServiceError(
+            f"step {reservation.step}: {len(reservation.groups)} groups were reserved, not {prompts_per_step} different ones "
+            "(law 3)"
+        )
+    expected = [group.id for group in groups for _ in range(group.n)]
+    found = [(t.group_id, t.index) for t in reservation.trajectories]
+    if [group_id for group_id, _ in found] != expected or len(set(found)) != len(found):
+        raise ServiceError(
+            f"step {reservation.step}: the reserved trajectories are not those of complete groups (law 3)"
+        )
+
+
+def share_out(reservation: Reservation, config: Config, ranks: int) -> list[list[int]]:
+    """Places in the batch for each rank: of the trajectories of every optimizer step, about equally many tokens.
+
+    With `policy.share_prompts` the trajectories of a group in an optimizer step go to one rank, so that they can share its prompt.
+    """
+    batch, size = reservation.trajectories, config.policy_batch
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for first in range(0, len(batch), size):
+        mini_batch = batch[first : first + size]
+        lengths = [trajectory.length for trajectory in mini_batch]
+        if config.policy.share_prompts:
+            split = split_groups(lengths, [trajectory.group_id for trajectory in mini_batch], ranks)
+        else:
+            split = split_evenly(lengths, ranks)
+        for share, indices in zip(shares, split, strict=True):
+            share.extend(first + index for index in indices)
+    return shares
+
+
+def split_groups(lengths: Sequence[int], groups: Sequence[str], ranks: int) -> list[list[int]]:
+    """Indices for each rank, all of one of the `groups` on the same: the longest first, each to the rank that has least."""
+    members: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for own in sorted(members.values(), key=lambda own: -sum(lengths[i] for i in own)):
+        rank = loads.index(min(loads))
+        shares[rank].extend(own)
+        loads[rank] += sum(lengths[i] for i in own)
+    return [sorted(share) for share in shares]
+
+
+def split_evenly(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Indices for each rank: counts differ by at most one, lengths are dealt longest first, back and forth."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for place, index in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
+        turn, seat = divmod(place, ranks)
+        shares[seat if turn % 2 == 0 else ranks - 1 - seat].append(index)
+    return [sorted(share) for share in shares]

@@ -1,0 +1,115 @@
+"""Where a trainer resumes: at its newest checkpoint, with what the buffer still knows of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+from collections.abc import Iterator
+
+from pyroaring import BitMap
+
+from headrace.errors import ServiceError
+from headrace.replay import BufferRetry, Ended, ReplayClient, RunState
+from headrace_services.trainer.control.checkpoint import (
+    ENDED,
+    TRAINED,
+    Checkpoints,
+    CheckpointState,
+    Ledger,
+    ended_orders,
+)
+
+log = logging.getLogger(__name__)
+
+
+def restore_reason(checkpoint: CheckpointState | None, run: RunState) -> str | None:
+    """Why the buffer has to be rebuilt from the checkpoint's ledger (`restore`): it does not know what led to the checkpoint. None if it
+    does, or if there is no checkpoint yet: then it is rewound, and keeps every generation that is still of use; the checkpoint may be
+    older than the newest that the buffer has seen.
+
+    Raises `ServiceError` where weights that the buffer knows to be published are gone: there is nothing to resume from.
+    """
+    if checkpoint is None:
+        if run.committed > 0:
+            raise ServiceError(
+                f"run {run.run_id!r} has published version {run.committed}, but there is no checkpoint of it here; bring its "
+                "checkpoints back, or give run.id another name to start anew"
+            )
+        return None
+    if run.incarnation != checkpoint.incarnation:
+        return "it holds another incarnation of this run than the one the checkpoint was trained from"
+    if run.timeline_of(checkpoint.version) != checkpoint.timeline:
+        return f"its history does not come from timeline {checkpoint.timeline}, which made the checkpoint"
+    if run.next_step < checkpoint.version:
+        return f"it knows of {run.next_step} steps, fewer than the {checkpoint.version} of the checkpoint"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumeState:
+    """Where the run stands once the buffer has agreed to it. `refill`: the buffer lacks prompts up to `order` `enqueued`, which must be
+    queued again before anything else; `ended`: those that failed or were filtered before the checkpoint."""
+
+    version: int
+    timeline: str
+    ancestors: tuple[str, ...]
+    incarnation: str
+    ledger: Ledger
+    ended: BitMap
+    enqueued: int
+    refill: bool
+    previous_timeline: str  # the buffer's, until then
+
+    def missing(self) -> Iterator[int]:
+        """The prompts that a refill queues again, by their `order`; those that the buffer holds after all change nothing."""
+        return self.ledger.missing(self.enqueued, self.ended)
+
+
+async def resume(replay: ReplayClient, retry: BufferRetry, checkpoints: Checkpoints, run_id: str) -> ResumeState:
+    """Rewind or restore the buffer to the newest checkpoint, on a new timeline."""
+    newest = checkpoints.newest()
+    checkpoint = None if newest is None else checkpoints.state(newest)
+    ledger, ended = Ledger(), Ended()
+    if checkpoint is not None:
+        if checkpoint.run_id != run_id:
+            raise ServiceError(
+                f"{checkpoints.path(checkpoint.version)} is of run {checkpoint.run_id!r}, not {run_id!r}; give run.id that name, or "
+                "set checkpointing.checkpoint_dir to another folder"
+            )
+        ledger = Ledger.decode(checkpoints.file(checkpoint.version, TRAINED))
+        ended = Ended(checkpoint.failed, checkpoint.filtered, checkpoints.file(checkpoint.version, ENDED))
+    ended_bitmap = ended_orders(ended)
+    found = await retry(replay.state)
+    version = 0 if checkpoint is None else checkpoint.version
+    timeline = secrets.token_hex(8)
+    if (reason := restore_reason(checkpoint, found)) is None:
+        run = await retry(lambda: replay.rewind(version, timeline))
+        log.info("resuming from version %d", version)
+    else:
+        incarnation = secrets.token_hex(8)
+        log.warning("the buffer is rebuilt from checkpoint %d: %s", version, reason)
+        taken = ledger.trained | ended_bitmap
+        last = int(taken.max()) if taken else -1
+        run = await retry(lambda: replay.restore(version, timeline, incarnation, last, ended))
+    return ResumeState(
+        version=version,
+        timeline=timeline,
+        ancestors=(*checkpoint.ancestors, checkpoint.timeline) if checkpoint else (),
+        incarnation=run.incarnation,
+        ledger=ledger,
+        ended=ended_bitmap,
+        enqueued=run.enqueued,
+        refill=run.refill,
+        previous_timeline=found.timeline,
+    )
+
+
+def lost_writes(resumed: ResumeState, run: RunState, reserved: int) -> bool:
+    """Whether a buffer that refuses this trainer, or lacks what it was to train on, is in an earlier state of this run or empty: the
+    server lost writes (a failover, a power cut, an empty volume), which a new start makes good. Otherwise another trainer has taken the
+    run over, or something is wrong. `reserved`: steps that the buffer has handed out to this trainer's weights."""
+    if run.timeline == resumed.timeline:
+        return run.next_step < reserved
+    untouched = run.committed < 0  # by any trainer: the first thing that each does commits version 0
+    return untouched or run.timeline in (resumed.previous_timeline, *resumed.ancestors)

@@ -1,0 +1,247 @@
+"""The prompts of a run: which problem comes when (law 5), and the group that the buffer gets for it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import random
+import threading
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.config import Config
+from headrace.errors import ConfigError
+from headrace.trajectory import Group, Lane, Sampling
+from headrace_services.trainer.data.problems import load_problems
+from headrace_services.trainer.data.sources import Problem
+
+log = logging.getLogger(__name__)
+
+
+class Prompts:
+    """The groups that a run asks for: training prompts by their `order`, held-out prompts by the version that they evaluate.
+
+    Making one loads the data sets, which blocks. Safe to use from several threads: tokenizers are not, so one gets in at a time.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        self._builder = GroupBuilder(config, tokenizer)
+        train, held_out = load_problems(config.data)
+        if config.data.overlong_prompts == "leave_out":
+            train, held_out = self._fitting(train, "data.train"), self._fitting(held_out, "data.validation")
+        self._train = train
+        self._held_out = held_out[: config.algorithm.max_val_samples]
+        self._order = _order_of(self._train, config)
+        self._lock = threading.Lock()
+
+    @property
+    def total(self) -> int:
+        """Training prompts in all epochs."""
+        return len(self._order)
+
+    @property
+    def can_validate(self) -> bool:
+        return bool(self._held_out)
+
+    def train(self, orders: Iterable[int]) -> list[Group]:
+        with self._lock:
+            places = ((order, *self._order[order]) for order in orders)
+            return [self._builder.train_group(self._train[index], order, epoch) for order, epoch, index in places]
+
+    def validation(self, version: int) -> list[Group]:
+        with self._lock:
+            held_out = enumerate(self._held_out)
+            return [self._builder.validation_group(problem, version, position) for position, problem in held_out]
+
+    def _fitting(self, problems: list[Problem], key: str) -> list[Problem]:
+        fitting = [problem for problem in problems if self._builder.fits(problem)]
+        left_out = len(problems) - len(fitting)
+        if problems and not fitting:
+            raise ConfigError(
+                f"{key}: none of its {len(problems)} prompts fits; raise data.max_input_seq_length or "
+                "policy.max_total_sequence_length"
+            )
+        if left_out:
+            log.warning("%s: %d of %d problems are left out: their prompts are too long", key, left_out, len(problems))
+        return fitting
+
+
+class GroupBuilder:
+    """Makes a problem's group with the policy's tokenizer (of transformers, with a chat template): tokens, stop ids and sampling.
+
+    Raises `ConfigError` if the tokenizer has no chat template, and for a prompt that is longer than
+    `data.max_input_seq_length`, or that fills `policy.max_total_sequence_length`.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                f"policy.model_name {config.policy.model_name}: its tokenizer has no chat template; "
+                "name one that has by policy.tokenizer.name"
+            )
+        self._config = config
+        self._tokenizer = tokenizer
+        generation = config.policy.generation
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self._sampling = Sampling(
+            temperature=generation.temperature,
+            max_new_tokens=generation.max_new_tokens,
+            stop_token_ids=tuple(dict.fromkeys([*end, *generation.stop_token_ids])),
+            stop_strings=tuple(generation.stop_strings),
+            top_k=generation.top_k,
+            top_p=generation.top_p,
+        )
+        overrides: dict[str, Any] = {}
+        if generation.val_temperature is not None:
+            overrides["temperature"] = generation.val_temperature
+        if generation.val_top_p is not None:
+            overrides["top_p"] = generation.val_top_p
+        if generation.val_top_k is not None:
+            overrides["top_k"] = generation.val_top_k if generation.val_top_k > 0 else None
+        self._val_sampling = msgspec.structs.replace(self._sampling, **overrides)
+
+    def train_group(self, problem: Problem, order: int, epoch: int) -> Group:
+        n = self._config.algorithm.num_generations_per_prompt
+        return self._group(problem, f"e{epoch}-train-{problem.index}", "train", order, n, self._sampling)
+
+    def validation_group(self, problem: Problem, version: int, position: int) -> Group:
+        """The group that asks weights of `version` for `problem`, which is at `position` of that validation."""
+        n = self._config.algorithm.val_num_generations_per_prompt
+        name = f"v{version}-validation-{problem.index}"
+        return self._group(problem, name, "validation", position, n, self._val_sampling)
+
+    def fits(self, problem: Problem) -> bool:
+        """Whether a group can be made of `problem`."""
+        # no text has more tokens than bytes: most problems are seen to fit without being tokenized
+        context, limit = self._config.policy.max_total_sequence_length - 1, self._config.data.max_input_seq_length
+        longest = context if limit is None else min(context, limit)
+        if len(json.dumps(problem.messages).encode()) + self._overhead * len(problem.messages) <= longest:
+            return True
+        return self._too_long(problem, len(self._encode(problem))) is None
+
+    def _group(self, problem: Problem, name: str, lane: Lane, order: int, n: int, sampling: Sampling) -> Group:
+        ids = self._encode(problem)
+        if too_long := self._too_long(problem, len(ids)):
+            raise ConfigError(too_long)
+        room = self._config.policy.max_total_sequence_length - len(ids)
+        return Group(
+            id=name,
+            lane=lane,
+            order=order,
+            task_name=problem.task_name,
+            env_name=problem.env_name,
+            messages=problem.messages,
+            prompt_token_ids=np.asarray(ids, dtype=np.int32),
+            extra_env_info=problem.extra_env_info,
+            dataset_index=problem.index,
+            n=n,
+            sampling=msgspec.structs.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
+        )
+
+    def _encode(self, problem: Problem) -> list[int]:
+        ids: list[int] = self._tokenizer.apply_chat_template(
+            list(problem.messages),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **self._config.policy.tokenizer.chat_template_kwargs,
+        )
+        return ids
+
+    @functools.cached_property
+    def _overhead(self) -> int:
+        """An upper bound of the tokens that the template adds to a message."""
+        return len(self._encode(Problem(0, ({"role": "user", "content": "."},), {}, "", "")))
+
+    def _too_long(self, problem: Problem, length: int) -> str | None:
+        """What is wrong with a prompt of `length` tokens, None if it fits."""
+        context, limit = self._config.policy.max_total_sequence_length, self._config.data.max_input_seq_length
+        where = f"the prompt of {problem.task_name} problem {problem.index} has {length} tokens"
+        remedy = "raise it, leave the problem out, or leave all such out by data.overlong_prompts=leave_out"
+        if limit is not None and length > limit:
+            return f"{where}, more than data.max_input_seq_length {limit}; {remedy}"
+        if length >= context:
+            return f"{where}, and policy.max_total_sequence_length {context} leaves no room for a completion; {remedy}"
+        return None
+
+
+class PromptOrder:
+    """`order` of a prompt -> (epoch, index of the problem). It counts from 0 across epochs; each epoch has every problem once.
+
+    With `shuffle` every epoch has a permutation of its own, a function of (`seed`, epoch, `count`, `name`) alone: a trainer that
+    resumes at `order` k sees what an undisturbed one would have seen there, whatever the number of epochs. No entry needs those before
+    it.
+    """
+
+    def __init__(self, count: int, seed: int, shuffle: bool, epochs: int, name: str = "") -> None:
+        self._count = count
+        self._drawn_from = f"seed {seed}{name}"
+        self._shuffle = shuffle
+        self._epochs = epochs
+        self._drawn: tuple[int, list[int]] | None = None
+
+    def __len__(self) -> int:
+        return self._count * self._epochs
+
+    def __getitem__(self, order: int) -> tuple[int, int]:
+        if not 0 <= order < len(self):
+            raise IndexError(f"place {order} of {len(self)} prompts ({self._count} problems, {self._epochs} epochs)")
+        epoch, place = divmod(order, self._count)
+        return epoch, self._permutation(epoch)[place] if self._shuffle else place
+
+    def _permutation(self, epoch: int) -> list[int]:
+        if self._drawn is None or self._drawn[0] != epoch:
+            indices = list(range(self._count))
+            random.Random(f"prompts of epoch {epoch}, {self._drawn_from}").shuffle(indices)
+            self._drawn = epoch, indices
+        return self._drawn[1]
+
+
+class RoundRobinOrder:
+    """`order` of a prompt -> (epoch of its data set, index of the problem): `each` prompts of every data set in turn.
+
+    `counts` are the numbers of problems of the data sets, which follow one another in the list that the index is of. Every data set has
+    an order and epochs of its own (`PromptOrder`) and starts over when it is through. The line ends with the round in which the last
+    of them completes all its `epochs`; smaller ones are then asked more often. As for one data set, an entry is a function of `counts`,
+    `each`, `seed` and `shuffle` alone.
+    """
+
+    def __init__(self, counts: Sequence[int], each: int, seed: int, shuffle: bool, epochs: int) -> None:
+        self._each = each
+        self._starts = [0, *accumulate(counts)][:-1]
+        self._rounds = -(-max(counts) * epochs // each)
+        drawn = self._rounds * each
+        self._orders = [
+            PromptOrder(count, seed, shuffle, -(-drawn // count), f", data set {number}")
+            for number, count in enumerate(counts)
+        ]
+
+    def __len__(self) -> int:
+        return self._rounds * self._each * len(self._orders)
+
+    def __getitem__(self, order: int) -> tuple[int, int]:
+        if not 0 <= order < len(self):
+            raise IndexError(f"place {order} of {len(self)} prompts ({len(self._orders)} data sets in turn)")
+        turn, seat = divmod(order, self._each)
+        rounds, number = divmod(turn, len(self._orders))
+        epoch, index = self._orders[number][rounds * self._each + seat]
+        return epoch, self._starts[number] + index
+
+
+def _order_of(train: Sequence[Problem], config: Config) -> PromptOrder | RoundRobinOrder:
+    """One line through all problems, or one that takes its prompts from each data set in turn."""
+    data, how = config.data, (config.algorithm.seed, config.data.shuffle, config.algorithm.max_num_epochs)
+    if not data.use_multiple_dataloader:
+        return PromptOrder(len(train), *how)
+    counts = [sum(problem.source == number for problem in train) for number in range(len(data.train))]
+    if not all(counts):
+        raise ConfigError(
+            f"data.train[{counts.index(0)}] has no problem left to draw from (those of validation and of the sets before it are "
+            "taken out): leave the set out, or set data.use_multiple_dataloader to false"
+        )
+    return RoundRobinOrder(counts, config.prompts_of_each_set, *how)

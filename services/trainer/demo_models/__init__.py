@@ -1,0 +1,52 @@
+"""Models that `headrace model NAME DIR` makes, because a model hub is not always within reach. A folder has one complete or not at all,
+and it is made once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ServiceError
+
+log = logging.getLogger(__name__)
+
+STAMP = "headrace_model.json"
+
+
+def already_made(directory: Path, recipe: dict[str, Any]) -> bool:
+    """True if `directory` holds a model of this very recipe. Raises `ServiceError` if it holds anything else."""
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        return False
+    stamp = directory / STAMP
+    if stamp.is_file():
+        found = json.loads(stamp.read_text())
+        if found == recipe:
+            log.info("%s holds the model already", directory)
+            return True
+        raise ServiceError(f"{directory} holds a model made as {found}, not as {recipe}; remove it or name another")
+    raise ServiceError(f"{directory} exists and holds something else; remove it or name another directory")
+
+
+@contextlib.contextmanager
+def publish(directory: Path, recipe: dict[str, Any]) -> Iterator[Path]:
+    """A temporary folder that becomes `directory`, stamped with `recipe`, when the context ends without an error."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        yield folder
+        (folder / STAMP).write_text(json.dumps(recipe) + "\n")
+        folder.chmod(0o755)
+        for file in folder.iterdir():
+            file.chmod(0o644)
+        if directory.exists():
+            directory.rmdir()
+        folder.rename(directory)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise

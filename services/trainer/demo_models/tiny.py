@@ -1,0 +1,195 @@
+"""A tiny Qwen2-type model with a character tokenizer, right some of the time at two-digit addition.
+
+Its warm-up is supervised, by a sloppy teacher: 0.6 of the labels drop every carry (47+85 is then 22).
+The model learns both behaviours; reinforcement learning then selects the right one, on problems that neither saw. What it
+shows is selection between two learnt behaviours, not addition learnt from nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from headrace_services.trainer.data import arithmetic
+from headrace_services.trainer.demo_models import already_made, publish
+
+log = logging.getLogger(__name__)
+
+PAD, EOS, SYSTEM, USER, ASSISTANT = SPECIAL = ("<pad>", "<eos>", "<sys>", "<user>", "<asst>")
+CHARACTERS = "0123456789+-*= "
+CONTEXT = 2048
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'system' -%}<sys>{{ message['content'] }}"
+    "{%- elif message['role'] == 'assistant' -%}<asst>{{ message['content'] }}<eos>"
+    "{%- else -%}<user>{{ message['content'] }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<asst>{%- endif -%}"
+)
+
+DIGITS = 2
+STEPS = 700
+BATCH = 128
+SLOPPINESS = 0.6
+PEAK_LR = 2e-3
+RAMP = 50
+MAX_NEW_TOKENS = 6
+
+
+def make(directory: Path, *, warmup: bool = True, seed: int = 0) -> None:
+    """Write the model into `directory` as a Hugging Face checkpoint (float32 safetensors, tokenizer, chat template).
+
+    The same seed gives the same model. Without `warmup` its weights are random, in about a second, for tests. A model of
+    the same recipe that is there already is left alone. Raises `ServiceError` if the directory holds anything else.
+    """
+    directory = Path(directory)
+    recipe = {"model": "tiny", "warmup": warmup, "seed": seed}
+    if already_made(directory, recipe):
+        return
+    tokenizer = make_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(_config(tokenizer))
+    if warmup:
+        _warm_up(model, tokenizer, random.Random(seed))
+        accuracy = held_out_accuracy(model, tokenizer)
+        log.info("greedy accuracy of the warmed-up model: %.3f on %d held-out problems", accuracy, arithmetic.HELD_OUT)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
+    )
+    with publish(directory, recipe) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def make_tokenizer() -> Qwen2Tokenizer:
+    """One token a character of the alphabet; others are left out. Decoding joins without spaces.
+
+    It is a Qwen2 tokenizer without merges because transformers loads that class, whatever the files say, for every model
+    of type qwen2; a tokenizer of another build would not survive saving.
+    """
+    alphabet = [character.replace(" ", "Ġ") for character in CHARACTERS]  # the byte-level name of a space
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate((*SPECIAL, *alphabet))},
+        merges=[],
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=PAD,
+        additional_special_tokens=[SYSTEM, USER, ASSISTANT],
+        model_max_length=CONTEXT,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _config(tokenizer: Qwen2Tokenizer) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=512,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.08,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        dtype="float32",
+    )
+
+
+def prompt_ids(tokenizer: Qwen2Tokenizer, problem: str) -> list[int]:
+    ids: list[int] = tokenizer.apply_chat_template(
+        [{"role": "user", "content": problem}], add_generation_prompt=True, return_dict=False
+    )
+    return ids
+
+
+def sloppy_answer(pair: arithmetic.Pair) -> str:
+    """The sum when every carry is dropped: each column modulo ten (47+85: 4+8 -> 2, 7+5 -> 2, so 22)."""
+    total, place = 0, 1
+    for _ in range(DIGITS):
+        total += place * ((pair[0] // place + pair[1] // place) % 10)
+        place *= 10
+    return str(total)
+
+
+class Teacher:
+    """Batches of training problems with the sloppy teacher's answers; texts are tokenized once each."""
+
+    def __init__(self, tokenizer: Qwen2Tokenizer, rng: random.Random) -> None:
+        self._pad_id = tokenizer.pad_token_id
+        self._rng = rng
+        self._pairs = arithmetic.training_pairs(DIGITS, rng)
+        self._prompt = functools.cache(lambda pair: prompt_ids(tokenizer, arithmetic.text(pair)))
+        self._label = functools.cache(lambda label: [*tokenizer.encode(label), tokenizer.eos_token_id])
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Right-padded `input_ids` and next-token `labels`, both [B, S]; labels are -100 within prompts and on padding."""
+        rows = [self._example(next(self._pairs)) for _ in range(BATCH)]
+        width = max(len(prompt) + len(label) for prompt, label in rows)
+        tokens = torch.full((BATCH, width), self._pad_id)
+        labels = torch.full((BATCH, width), -100)
+        for row, (prompt, label) in enumerate(rows):
+            end = len(prompt) + len(label)
+            tokens[row, :end] = torch.tensor(prompt + label)
+            labels[row, len(prompt) : end] = torch.tensor(label)
+        return tokens[:, :-1], labels[:, 1:]
+
+    def _example(self, pair: arithmetic.Pair) -> tuple[list[int], list[int]]:
+        sloppy = self._rng.random() < SLOPPINESS
+        return self._prompt(pair), self._label(sloppy_answer(pair) if sloppy else arithmetic.answer(pair))
+
+
+def _warm_up(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rng: random.Random) -> None:
+    """Next-token training on answers to training pairs only: AdamW, a short ramp, then linear decay to a tenth."""
+    teacher = Teacher(tokenizer, rng)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _learning_rate_factor)
+    model.train()
+    for _ in track(range(STEPS), description="warming up the tiny model", console=Console(stderr=True)):
+        input_ids, labels = teacher.batch()
+        logits = model(input_ids=input_ids, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    model.eval()
+
+
+def _learning_rate_factor(step: int) -> float:
+    if step < RAMP:
+        return (step + 1) / RAMP
+    return 1.0 - 0.9 * (step - RAMP) / (STEPS - RAMP)
+
+
+@torch.no_grad()
+def held_out_accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> float:
+    """Share of the held-out pairs answered exactly, end token included, by greedy decoding of at most 6 tokens."""
+    pairs = arithmetic.held_out(DIGITS)
+    prompts = [prompt_ids(tokenizer, arithmetic.text(pair)) for pair in pairs]
+    width = max(map(len, prompts))
+    padding = [width - len(prompt) for prompt in prompts]
+    output = model.generate(
+        torch.tensor([[tokenizer.pad_token_id] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]),
+        attention_mask=torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding]),
+        max_new_tokens=MAX_NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    completions = tokenizer.batch_decode(output[:, width:])
+    right = [c.startswith(arithmetic.answer(pair) + EOS) for c, pair in zip(completions, pairs, strict=True)]
+    return sum(right) / len(right)

@@ -1,0 +1,74 @@
+"""From rewards to the advantage of each token: one module a family of algorithms, found here by the name in the configuration.
+
+Each says which passes without gradients it reads (`required_passes`) and adds `advantages` (and `returns`) to the batch. Its settings are
+`headrace.config`'. Everything is float64, and the same numbers to the last bit for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from headrace.config import Config
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms import gdpo, grpo, opd, ppo, reinforce
+from headrace_services.trainer.learning.algorithms.statistics import token_metrics
+from headrace_services.trainer.learning.batch import Batch
+
+
+class AdvantageEstimator(Protocol):
+    """What a module of this package offers."""
+
+    def required_passes(self, config: Config) -> set[str]:
+        """Which columns of the batch `advantages` reads: `old`, `ref` or `teacher` log-probabilities, `values`."""
+
+    def advantages(self, config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
+        """A collective: set `batch.advantages` [N], for a value model `batch.returns` [N]. Metrics of the whole batch."""
+
+
+ESTIMATORS: Mapping[str, AdvantageEstimator] = {
+    "grpo": grpo,
+    "gdpo": gdpo,
+    "reinforce_plus_plus": reinforce,
+    "opd": opd,
+    "gae": ppo,
+    "raw_reward": ppo,
+}
+
+
+def required_passes(config: Config, optimizer_steps: int) -> set[str]:
+    """Which passes without gradients a step of `optimizer_steps` makes: those of its estimator, of its loss, and `old` unless the one
+    optimizer step's own pass gives it and nothing asks for it earlier."""
+    passes = set(_estimator(config).required_passes(config))
+    if optimizer_steps > 1 or config.algorithm.seq_logprob_error_threshold is not None:
+        passes.add("old")
+    if config.loss_fn.kl_in_loss:
+        passes.add("ref")
+    return passes
+
+
+def needs_unfiltered(config: Config) -> bool:
+    """Whether the estimator compares log-probabilities, which it does before top-k and top-p."""
+    return "old" in _estimator(config).required_passes(config)
+
+
+def estimate_advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
+    """A collective: `batch.advantages`, clamped to the configured bounds, and for a value model `batch.returns`.
+
+    Metrics: `advantages/mean`, `/std`, `/min`, `/max` over all tokens of the batch, and those of the estimator: of `grpo`'s
+    `baseline_reward/pct_0`, `_1` and `_mixed`, of `opd` `on_policy_distillation/teacher_student_logprob_gap_mean` besides.
+
+    Raises `ServiceError` naming the trajectory, on every rank, for log-probabilities or values that are not finite.
+    """
+    metrics = _estimator(config).advantages(config, batch, ranks)
+    assert batch.advantages is not None
+    low, high = config.algorithm.advantage_clip_low, config.algorithm.advantage_clip_high
+    if low is not None or high is not None:
+        batch.advantages = np.clip(batch.advantages, low, high)
+    return metrics | token_metrics(batch, "advantages", batch.advantages, ranks)
+
+
+def _estimator(config: Config) -> AdvantageEstimator:
+    return ESTIMATORS[config.algorithm.adv_estimator.name]

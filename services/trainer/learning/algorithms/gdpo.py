@@ -1,0 +1,86 @@
+"""GDPO (arXiv 2601.05242): each reward component is compared within its group by itself, then they are weighed together.
+
+    advantage = whiten(Σ_k w_k A_k), with A_k the group advantage of component k, whitened over the batch's trajectories
+
+The formulae are NeMo RL's (`GDPOAdvantageEstimator`), but for the variance, which is taken in two passes as in `grpo`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from headrace.config import Config
+from headrace.config.algorithm import RewardScalingConfig
+from headrace.errors import ServiceError
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms.grpo import baseline_metrics, group_advantages, mean_and_std
+from headrace_services.trainer.learning.batch import Batch, Float64
+from headrace_services.trainer.learning.rewards import scale_rewards
+
+
+def required_passes(config: Config) -> set[str]:
+    return set()
+
+
+def advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
+    """A collective. Weights are in alphabetical order of the components' names; without any, all are 1.
+
+    Raises `ServiceError` as `scaled_components` does.
+    """
+    grpo = config.grpo
+    assert grpo is not None
+    own = [(int(p), dict(s.components), s.environment) for p, s in zip(batch.places, batch.scores, strict=True)]
+    everyone = sorted((row for of_rank in ranks.all_gather(own) for row in of_rank), key=lambda row: row[0])
+    weights = grpo.adv_estimator.reward_weights
+    components = scaled_components(
+        [row[1] for row in everyone], [row[2] for row in everyone], weights, grpo.reward_scaling
+    )
+    total = np.zeros(1)
+    for weight, name in zip(weights or [1.0] * len(components), sorted(components), strict=True):
+        groups = components[name].reshape(-1, grpo.num_generations_per_prompt)
+        of_component = group_advantages(groups, leave_one_out=grpo.leaves_one_out, normalize=grpo.normalizes)
+        total = total + weight * of_component.ravel()
+    mean, std = mean_and_std(total)
+    batch.advantages = batch.per_token((total - mean) / (std if std > 0 else 1.0))
+    return baseline_metrics(config, batch.of_all_ranks(batch.rewards, ranks))
+
+
+def scaled_components(
+    scores: Sequence[Mapping[str, float]],
+    environments: Sequence[str],
+    weights: Sequence[float] | None,
+    scaling: RewardScalingConfig,
+) -> dict[str, Float64]:
+    """The scaled reward components of a batch, [B] each, in alphabetical order of their names: what `gdpo` weighs.
+
+    `scores` are each trajectory's components by name, `environments` the environment that gave them, `weights` the
+    configuration's. Raises `ServiceError` naming the environment where there are fewer than two components, not the same for all
+    trajectories, or not one for each weight.
+    """
+    names = sorted(scores[0]) if scores else []
+    for given, environment in zip(scores, environments, strict=True):
+        found = sorted(given)
+        if len(found) < 2:
+            raise ServiceError(
+                f"environment {environment!r} scored with reward components {_listed(found)}: gdpo weighs two or more; have the "
+                "environment give each part of its reward as a component, or set grpo.adv_estimator.name to grpo"
+            )
+        if found != names:
+            raise ServiceError(
+                f"environment {environment!r} scored with reward components {_listed(found)}, environment {environments[0]!r} "
+                f"with {_listed(names)}: under gdpo all trajectories need the same"
+            )
+    if scores and weights is not None and len(weights) != len(names):
+        raise ServiceError(
+            f"grpo.adv_estimator.reward_weights has {len(weights)} entries, and environment {environments[0]!r} scored with "
+            f"{len(names)} reward components: {_listed(names)}; give one weight for each, in this order"
+        )
+    return {
+        name: scale_rewards(np.array([given[name] for given in scores], dtype=np.float64), scaling) for name in names
+    }
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"

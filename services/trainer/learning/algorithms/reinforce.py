@@ -1,0 +1,38 @@
+"""Reinforce++ (arXiv 2501.03262): rewards whitened over all tokens of the batch, less what the policy's divergence costs.
+
+    advantage = whiten(r - mean of the group - β KL_t), or - β Σ_{i≥t} KL_i under `kl_to_go`
+
+with `KL_t` the divergence of a token from the reference policy and β the KL penalty where it is taken from rewards
+(`loss_fn.use_kl_in_reward`, else 0). Whitening sees tokens over age too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.config import Config
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms.grpo import baseline_metrics, group_advantages
+from headrace_services.trainer.learning.algorithms.statistics import kl_penalty, sums_to_go, whiten
+from headrace_services.trainer.learning.batch import Batch
+
+
+def required_passes(config: Config) -> set[str]:
+    return {"old", "ref"} if config.loss_fn.kl_in_reward else set()
+
+
+def advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
+    """A collective."""
+    assert config.grpo is not None
+    estimator, n = config.grpo.adv_estimator, config.grpo.num_generations_per_prompt
+    rewards = of_batch = batch.of_all_ranks(batch.rewards, ranks)
+    if estimator.minus_baseline:
+        of_batch = group_advantages(rewards.reshape(-1, n), leave_one_out=False, normalize=False).ravel()
+    tokens = batch.per_token(of_batch)
+    if config.loss_fn.kl_in_reward:
+        penalty = kl_penalty(batch, config.loss_fn, ranks)
+        if estimator.kl_to_go:
+            penalty = sums_to_go(batch, penalty, np.ones(len(batch)))
+        tokens = tokens - penalty
+    batch.advantages = whiten(batch, tokens, ranks, unbiased=False)
+    return baseline_metrics(config, rewards)

@@ -1,0 +1,328 @@
+"""What a trainer step works on: one rank's trajectories of a batch, in columns.
+
+A batch is made once, from what the buffer gave. Passes through the models and estimators add columns; losses, estimators, metrics,
+lineage and samples read them. Tokens that the environment wrote are nowhere in the columns, so that nothing depends on padding, packing or
+the split into micro-batches. A trajectory is never divided.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headrace.replay import ReservedTrajectory
+from headrace.trajectory import Float32, Score, Trajectory
+from headrace_services.trainer.distributed import Ranks
+
+Bool = npt.NDArray[np.bool_]
+Float64 = npt.NDArray[np.float64]
+Int = npt.NDArray[np.intp]
+
+
+_BY_TRAJECTORY = {"places", "groups", "rewards", "multipliers"}
+
+
+@dataclasses.dataclass
+class Batch:
+    """B trajectories with N policy tokens, one trajectory after the other; `size` is the number of trajectories of all ranks.
+
+    By trajectory: `trajectories` and `scores` as the buffer gave them. [B]: `places` in the whole batch (groups one after the other),
+    `groups`, the place of each one's group, `rewards` (float64; the environment's, once the step began scaled and shaped), and
+    `multipliers` (float64), each one's weight in the loss, 0 where it has left the loss.
+
+    By policy token, [N]: `trajectory`, the trajectory that it belongs to (0 to B - 1, ascending), `rollout_logprobs` (float32) of the
+    generator when it sampled them, `mask` (bool), False where a token is over age, and `ages` (float32), how many versions the weights that
+    sampled it are behind those of the step.
+
+    Columns [N] that a step adds, None until then and where the configuration doesn't ask for them: `old_logprobs`, the trainer's at
+    the start of the step (-inf where top-k or top-p leaves a token out, NaN in a trajectory that needed no pass), and
+    `old_logprobs_unfiltered` before top-k and top-p; `ref_logprobs` of the reference policy, `teacher_logprobs` of the teacher, `values`
+    of the value model before each token (all float32); `advantages`, and `returns` for the value model (float64).
+    """
+
+    size: int
+    trajectories: tuple[Trajectory, ...]
+    scores: tuple[Score, ...]
+    places: Int
+    groups: Int
+    rewards: Float64
+    multipliers: Float64
+    trajectory: Int
+    rollout_logprobs: Float32
+    mask: Bool
+    ages: Float32
+    old_logprobs: Float32 | None = None
+    old_logprobs_unfiltered: Float32 | None = None
+    ref_logprobs: Float32 | None = None
+    teacher_logprobs: Float32 | None = None
+    values: Float32 | None = None
+    advantages: Float64 | None = None
+    returns: Float64 | None = None
+
+    @classmethod
+    def of(
+        cls,
+        trajectories: Sequence[Trajectory],
+        scores: Sequence[Score],
+        *,
+        places: Sequence[int],
+        groups: Sequence[int],
+        multipliers: Sequence[float],
+        step: int,
+        max_age: int,
+        size: int | None = None,
+    ) -> Batch:
+        """Scored trajectories at `step`; all of the batch, unless it has `size`.
+
+        Tokens that are over `max_age` there don't count; under most age policies none is.
+        """
+        lengths = [np.count_nonzero(t.loss_mask) for t in trajectories]
+        versions = np.zeros(sum(t.loss_mask.size for t in trajectories), np.float32)
+        begin = 0
+        for trajectory in trajectories:
+            for span in trajectory.spans:
+                versions[begin + span.start : begin + span.end] = span.version
+            begin += trajectory.loss_mask.size
+        own = np.concatenate([np.empty(0, np.uint8), *(t.loss_mask for t in trajectories)]) != 0
+        sampled = np.concatenate([np.empty(0, np.float32), *(t.logprobs for t in trajectories)])
+        ages = (step - versions[own]).astype(np.float32)
+        return cls(
+            size=len(trajectories) if size is None else size,
+            trajectories=tuple(trajectories),
+            scores=tuple(scores),
+            places=np.array(places, dtype=np.intp),
+            groups=np.array(groups, dtype=np.intp),
+            rewards=np.array([score.reward for score in scores], dtype=np.float64),
+            multipliers=np.array(multipliers, dtype=np.float64),
+            trajectory=np.repeat(np.arange(len(trajectories)), lengths),
+            rollout_logprobs=sampled[own],
+            mask=ages <= max_age,
+            ages=ages,
+        )
+
+    def __len__(self) -> int:
+        """B: trajectories of this rank."""
+        return self.places.size
+
+    @functools.cached_property
+    def lengths(self) -> Int:
+        """[B]: policy tokens of each trajectory."""
+        return np.bincount(self.trajectory, minlength=len(self))
+
+    @functools.cached_property
+    def _ends(self) -> Int:
+        """[B]: where among the N each trajectory's tokens end."""
+        return np.cumsum(self.lengths)
+
+    @property
+    def truncated(self) -> Bool:
+        """[B]: whether the completion was cut off at the length limit."""
+        return np.array([t.finish_reason == "length" for t in self.trajectories], dtype=np.bool_)
+
+    @property
+    def to_go(self) -> Int:
+        """[N]: how many policy tokens of the same trajectory come after each."""
+        return self._ends[self.trajectory] - 1 - np.arange(self.trajectory.size)
+
+    def name(self, i: int) -> str:
+        """What errors call trajectory `i`."""
+        return f"trajectory {self.trajectories[i].group_id!r}[{self.trajectories[i].index}]"
+
+    def tokens_of(self, order: Sequence[int]) -> Int:
+        """Where the policy tokens of these trajectories, one after the other, are among the N."""
+        ends, lengths = self._ends, self.lengths
+        return np.concatenate([np.empty(0, np.intp), *(np.arange(ends[i] - lengths[i], ends[i]) for i in order)])
+
+    def per_token(self, of_batch: Float64) -> Float64:
+        """Of values [size] of the whole batch, at each token [N] that of its trajectory."""
+        return of_batch[self.places][self.trajectory]
+
+    def sums(self, tokens: npt.ArrayLike) -> Float64:
+        """[B]: the sum over each trajectory's tokens of values [N]."""
+        return np.bincount(self.trajectory, tokens, len(self)).astype(np.float64)
+
+    def split(self, tokens: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """Values [N], cut into those of each trajectory."""
+        return np.split(tokens, self._ends[:-1]) if len(self) else []
+
+    def of_all_ranks(self, rows: Float64, ranks: Ranks) -> Float64:
+        """A collective. From every rank's rows [B, ...] those of the whole batch, [size, ...], in its order.
+
+        A row's other addends are zeros, so that every rank ends up with the same bits whoever held what, and what is computed from
+        the result is the same for any number of ranks.
+        """
+        table = np.zeros((self.size, *rows.shape[1:]))
+        table[self.places] = rows
+        return ranks.sum_array(table)
+
+    def take(self, order: Sequence[int]) -> Batch:
+        """The trajectories in `order`, with all their columns."""
+        chosen, tokens = np.array(order, dtype=np.intp), self.tokens_of(order)
+        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name, values in columns.items():
+            if isinstance(values, tuple):
+                columns[name] = tuple(values[i] for i in order)
+            elif isinstance(values, np.ndarray):
+                columns[name] = values[chosen if name in _BY_TRAJECTORY else tokens]
+        columns["trajectory"] = np.repeat(np.arange(len(order)), self.lengths[chosen])
+        return Batch(**columns)
+
+    def mini_batches(self, size: int) -> list[list[int]]:
+        """This rank's trajectories of each mini-batch: those of the whole batch by their place, `size` after `size`, so that which
+        trajectory is in which optimizer step depends on nothing but the batch."""
+        shares: list[list[int]] = [[] for _ in range(-(-self.size // size) or 1)]
+        for i, place in enumerate(self.places):
+            shares[place // size].append(i)
+        return shares
+
+    def mean_advantages(self) -> list[float]:
+        """[B]: over each trajectory's tokens, to the last bit where all have the same; 0 without any."""
+        assert self.advantages is not None
+        return [
+            float(own[0]) + float((own - own[0]).mean()) if own.size else 0.0 for own in self.split(self.advantages)
+        ]
+
+    def problem_of(self, i: int, vocabulary: int, longest: int) -> str | None:
+        """Why trajectory `i` can't be trained on by a model of `vocabulary` ids in sequences of at most `longest` tokens, or None."""
+        trajectory, score = self.trajectories[i], self.scores[i]
+        prompt, completion = trajectory.prompt_token_ids, trajectory.completion_token_ids
+        if prompt.size == 0 or completion.size == 0:
+            return f"a prompt of {prompt.size} and a completion of {completion.size} tokens; each needs at least one"
+        if not np.isfinite(trajectory.logprobs[trajectory.loss_mask != 0]).all():
+            return "a behaviour log-probability is not finite"
+        if not np.isfinite([self.rewards[i], *score.components.values()]).all():
+            return f"its reward is {self.rewards[i]}, of {dict(score.components)}"
+        if not (np.isfinite(self.multipliers[i]) and self.multipliers[i] >= 0):
+            return f"its loss multiplier is {self.multipliers[i]}"
+        if prompt.size + completion.size > longest:
+            return f"{prompt.size + completion.size} tokens, more than policy.max_total_sequence_length {longest}"
+        for ids in (prompt, completion):
+            if ids.min() < 0 or ids.max() >= vocabulary:
+                return f"a token id outside the model's vocabulary of {vocabulary}"
+        return None
+
+
+def gather(batch: Batch, ranks: Ranks) -> Batch:
+    """A collective. On rank 0 the whole batch with all its columns, in its order; on the other ranks their own."""
+    parts = ranks.gather(batch)
+    if len(parts) == 1:
+        return batch
+    columns: dict[str, Any] = {}
+    for field in dataclasses.fields(Batch):
+        values = [getattr(part, field.name) for part in parts]
+        match values[0]:
+            case tuple():
+                columns[field.name] = tuple(item for value in values for item in value)
+            case np.ndarray():
+                columns[field.name] = np.concatenate(values)
+            case constant:  # the size, and columns that no rank has
+                columns[field.name] = constant
+    offsets = np.cumsum([0, *(len(part) for part in parts)])
+    columns["trajectory"] = np.concatenate([part.trajectory + at for part, at in zip(parts, offsets, strict=False)])
+    whole = Batch(**columns)
+    return whole.take(np.argsort(whole.places).tolist())
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """Columns of a batch as tensors, for the loss: n tokens of b trajectories, those of one micro-batch in its order.
+
+    Per token [n]: `trajectory` int64, ascending, the place of its trajectory among the b; `rollout_logprobs`, `old_logprobs`,
+    `ref_logprobs`, `values`, `returns`, `advantages` and `ages` float32 as in `Batch`; `mask` float32, 1 where it counts and 0
+    where it is over age (it stays in what is computed over a whole trajectory). Per trajectory [b] float32: `multipliers`, `rewards`.
+    """
+
+    trajectory: Tensor
+    mask: Tensor
+    ages: Tensor
+    multipliers: Tensor
+    rewards: Tensor
+    advantages: Tensor
+    rollout_logprobs: Tensor
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: Batch, order: Sequence[int], device: torch.device) -> MicroBatch:
+        """Those of the trajectories in `order`, on `device`."""
+        tokens = batch.tokens_of(order)
+
+        def column(values: npt.NDArray[Any]) -> Tensor:
+            return torch.from_numpy(values.astype(np.float32)).to(device)
+
+        def optional(values: npt.NDArray[Any] | None) -> Tensor | None:
+            return None if values is None else column(values[tokens])
+
+        assert batch.advantages is not None
+        lengths = batch.lengths[list(order)]
+        return cls(
+            trajectory=torch.from_numpy(np.repeat(np.arange(len(order)), lengths)).to(device),
+            mask=column(batch.mask[tokens]),
+            ages=column(batch.ages[tokens]),
+            multipliers=column(batch.multipliers[list(order)]),
+            rewards=column(batch.rewards[list(order)]),
+            advantages=column(batch.advantages[tokens]),
+            rollout_logprobs=column(batch.rollout_logprobs[tokens]),
+            old_logprobs=optional(batch.old_logprobs),
+            ref_logprobs=optional(batch.ref_logprobs),
+            values=optional(batch.values),
+            returns=optional(batch.returns),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalCounts:
+    """What losses and metrics are divided by, over all micro-batches and ranks of one optimizer step.
+
+    `tokens` is T, the sum of mask times multiplier; `sequences` is N, the sum of the multipliers of trajectories with at least one policy
+    token; `positive_tokens` is T over the trajectories whose reward is above 0.
+    """
+
+    tokens: float
+    sequences: float
+    positive_tokens: float
+
+    @classmethod
+    def of(cls, batch: Batch, mini_batches: Sequence[Sequence[int]], ranks: Ranks) -> list[GlobalCounts]:
+        """A collective: of each mini-batch, over all ranks."""
+        counted, lengths = batch.sums(batch.mask) * batch.multipliers, batch.lengths
+        own: list[float] = []
+        for mini_batch in mini_batches:
+            here = [i for i in mini_batch if lengths[i]]
+            own.append(float(sum(counted[i] for i in here)))
+            own.append(float(sum(batch.multipliers[i] for i in here)))
+            own.append(float(sum(counted[i] for i in here if batch.rewards[i] > 0)))
+        whole = iter(ranks.sum(own))
+        return [cls(*three) for three in zip(whole, whole, whole, strict=True)]
+
+
+def check_invariants(
+    reserved: ReservedTrajectory, trajectory: Trajectory, score: Score, *, step: int, max_age: int, policy: str
+) -> str | None:
+    """Laws 2, 3 and 7 on what was read from the buffer, checked where it is used: what is wrong, or None.
+
+    Under the age policy `mask` law 2 is kept token by token, by what goes into the loss.
+    """
+    where = f"step {step}: trajectory {reserved.group_id!r}[{reserved.index}]"
+    if (trajectory.group_id, trajectory.index) != (reserved.group_id, reserved.index):
+        return f"{where} was reserved, {trajectory.group_id!r}[{trajectory.index}] was read (law 3)"
+    if policy != "mask" and step - trajectory.oldest_version > max_age:
+        return f"{where} has tokens of version {trajectory.oldest_version}, older than {max_age} steps (law 2)"
+    if trajectory.newest_version > step:
+        return (
+            f"{where} has tokens of version {trajectory.newest_version}, which these weights do not come from (law 2)"
+        )
+    if score.status != "SCORED" or score.reward != reserved.reward:
+        return (
+            f"{where} was reserved with reward {reserved.reward}, its score says {score.status} {score.reward} (law 7)"
+        )
+    return None

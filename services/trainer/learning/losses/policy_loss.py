@@ -1,0 +1,212 @@
+"""The policy's loss and its metrics.
+
+    loss = red(w l) + beta red(kl) + mu nll
+
+with, per token, `l` the clipped policy term, `w` the importance weight or 1 (`importance`), `kl` the penalty (`kl`); `red` the mean over
+tokens or sequences (`reduction`); and `nll = Σ M [reward > 0] (-curr) / Σ M [reward > 0]` (VAPO, arXiv 2504.05118), over the global
+count: NeMo RL takes that of the micro-batch, so that its loss depends on the split.
+
+The policy term is a token's advantage times a ratio of probabilities, clipped. With `curr` the policy's log-probability now:
+
+    PPO, GRPO, GSPO    r = exp(curr - prev)     r_c = clamp(r, 1 - ratio_clip_min, 1 + ratio_clip_max)
+                       l = max(-A r, -A r_c)    dual clip: min(l, -A c) where A < 0
+    CISPO              l = -A sg(r_c) curr
+    forced on policy   r = r_c = exp(curr - sg(curr)), which is 1 with the gradient of curr
+    without a ratio    r = r_c = curr
+
+The last two have no clip, and no dual clip either: `l` is below `-A c` always. What `curr` is compared with:
+
+    prev_logprobs_source    prev: the trainer's at the start of the step (old), or the generator's (rollout)
+    proximal: recompute     prev = old, and w = exp(prev - rollout) (decoupled PPO, AReaL, arXiv 2505.24298)
+    proximal: interpolate   prev = rollout + (sg(curr) - rollout) b / (b + 1), for a token sampled b versions before the step
+
+Sources: PPO (arXiv 1707.06347), the two bounds of the clip (DAPO, arXiv 2503.14476), dual clip (arXiv 1912.09729), ratios of
+sequences (GSPO, arXiv 2507.18071), CISPO (MiniMax-M1, arXiv 2506.13585), without a ratio (RLOO, arXiv 2402.14740).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from headrace.config.loss import LossConfig
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace_services.trainer.learning.losses.importance import importance_metrics, importance_weights
+from headrace_services.trainer.learning.losses.kl import divergences, reference_kl
+from headrace_services.trainer.learning.losses.reduction import (
+    EPSILON,
+    LossParts,
+    extremes,
+    loss_weights,
+    mean_by_trajectory,
+    sequence_counts,
+    token_counts,
+    token_mean,
+    token_weights,
+    weighted_sum,
+)
+from headrace_services.trainer.network.policy_model import PolicyOutput
+
+
+def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
+    """The loss of a micro-batch and its metrics, as shares of those of the global batch that `counts` is of.
+
+    `output` is what the policy says now of the N tokens in `tokens`, its log-probabilities with a gradient; where `tokens` has no
+    `old_logprobs`, this is the only optimizer step of the trainer step, and they are the same.
+
+    Metrics are means over tokens with weight M, but for these: `sampling_importance_ratio` and `_truncated` are over sequences
+    with `sequence_level_importance_ratios`, `is_oob_ratio` over sequences under seq-mask-tis; `kl_penalty` is reduced as the
+    loss is; `num_valid_samples` counts. `kl_penalty` and `positive_nll_loss` are 0 where the loss has no such term; `entropy`, the
+    distribution's, is there where `output` has it, of tokens that top-k or top-p leaves out too.
+
+    With `output.unfiltered`, a token whose log-probability now, in `prev` or at the start of the step is -inf was left out by top-k or
+    top-p: it has no policy term, is in no sequence ratio and in no metric, but keeps its place in T and its KL term. NaN in a
+    log-probability that a token's terms are made of makes the loss NaN, even where the token's importance weight counts 0.
+
+    Raises `ValueError` for a KL term without log-probabilities of a reference policy.
+    """
+    old_logprobs = output.logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
+    prev = tokens.rollout_logprobs if config.prev_logprobs_source == "generation" else old_logprobs
+
+    # Which tokens count, and which may be looked at: where something is computed over a whole sequence, all that the filter keeps.
+    weight = token_counts(tokens)
+    kept = torch.ones_like(weight, dtype=torch.bool)
+    if output.unfiltered is not None:
+        for values in (output.logprobs, prev, old_logprobs):
+            kept = kept & ~values.detach().isneginf()
+    counted = kept & (weight > 0)
+    whole = config.sequence_level_importance_ratios or config.truncated_importance_sampling_type == "seq-mask-tis"
+    inside = kept & (tokens.multipliers > 0)[tokens.trajectory] if whole else counted
+    curr, prev, old, rollout = (
+        torch.where(inside, values, 0.0) for values in (output.logprobs, prev, old_logprobs, tokens.rollout_logprobs)
+    )
+    advantages = torch.where(counted, tokens.advantages, 0.0)
+
+    # The denominator of the ratio, and the importance weights.
+    if config.force_on_policy_ratio:
+        prev = curr.detach()
+    elif config.proximal == "interpolate":
+        prev = rollout + (curr.detach() - rollout) * (tokens.ages / (tokens.ages + 1))
+    weights = importance_weights(config, prev if config.weighs_by_importance else old, rollout, inside, tokens)
+    applied = weights.per_token(tokens) if config.weighs_by_importance else torch.ones_like(rollout)
+
+    # The policy term.
+    dropped = torch.zeros_like(counted)
+    if config.probability_difference_mask is not None:
+        dropped = outside_probability_band(config.probability_difference_mask, curr, rollout, advantages)
+    log_ratio = curr - prev
+    if config.sequence_level_importance_ratios and not config.force_on_policy_ratio:
+        log_ratio = mean_by_trajectory(log_ratio, inside, tokens).to(log_ratio.dtype)[tokens.trajectory]
+    # a weight that is not finite counts 0, but must not hide a log-probability that isn't
+    live = counted & ~dropped & ((applied != 0) | log_ratio.isnan())
+    terms = surrogate(config, curr, log_ratio, advantages, live)
+    policy = weighted_sum(applied * terms.loss, loss_weights(config, tokens, kept, counts))
+
+    # The penalty for leaving the reference policy, and the likelihood of what earned a positive reward.
+    penalty = nll = torch.zeros((), dtype=torch.float64, device=curr.device)
+    if config.kl_in_loss:
+        if tokens.ref_logprobs is None:
+            raise ValueError(
+                f"loss_fn.reference_policy_kl_penalty {config.reference_policy_kl_penalty} without log-probabilities of a "
+                "reference policy"
+            )
+        unfiltered = output.logprobs if output.unfiltered is None else output.unfiltered
+        compared = (unfiltered, tokens.ref_logprobs, tokens.rollout_logprobs)
+        kl = reference_kl(config, *(torch.where(weight > 0, values, 0.0) for values in compared))
+        penalty = weighted_sum(kl, loss_weights(config, tokens, torch.ones_like(counted), counts))
+    if config.positive_example_nll_weight != 0:
+        positive = counted & (tokens.rewards > 0)[tokens.trajectory]
+        nll = weighted_sum(-curr, torch.where(positive, weight, 0.0) / (counts.positive_tokens + EPSILON))
+    loss = policy + config.reference_policy_kl_penalty * penalty + config.positive_example_nll_weight * nll
+
+    with torch.no_grad():
+        means = {
+            **divergences(config, old, rollout, weight),
+            # E over the behaviour policy of -(p_curr / p_rollout) log p_curr
+            "approx_entropy": -torch.exp(curr.double() - rollout.double()) * curr.double(),
+            "probs_ratio": terms.ratio,
+            "probs_ratio_clamped": terms.clamped,
+            "clip_fraction_low": terms.low,
+            "clip_fraction_high": terms.high,
+        }
+        if config.probability_difference_mask is not None:
+            means["probability_difference_masked"] = dropped
+        per_token = torch.where(kept, token_weights(tokens, counts), 0.0)
+        sums = {
+            **{name: weighted_sum(values, per_token) for name, values in means.items()},
+            **importance_metrics(weights, per_token, tokens, counts),
+            "loss": loss.detach(),
+            "kl_penalty": penalty.detach(),
+            "positive_nll_loss": nll.detach(),
+            "num_valid_samples": sequence_counts(tokens).sum(),
+        }
+        if output.entropy is not None:
+            sums["entropy"] = token_mean(output.entropy, tokens, counts)
+        low, high = extremes(terms.ratio, counted)
+        low_clamped, high_clamped = extremes(terms.clamped, counted)
+    return LossParts(
+        loss,
+        sums,
+        minima={"probs_ratio_min": low, "probs_ratio_clamped_min": low_clamped},
+        maxima={"probs_ratio_max": high, "probs_ratio_clamped_max": high_clamped},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Surrogate:
+    """Per token [N]: the policy term `loss` with its gradient; `ratio` r, `clamped` r_c, and whether the clip cut the term below
+    (`low`) or above (`high`), without one."""
+
+    loss: Tensor
+    ratio: Tensor
+    clamped: Tensor
+    low: Tensor
+    high: Tensor
+
+
+def surrogate(config: LossConfig, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, live: Tensor) -> Surrogate:
+    """The policy terms of tokens [N]; `log_ratio` is logprobs - prev, of the token or the mean over its trajectory.
+
+    Tokens that are not `live` [N] bool have a term of 0. No gradient comes from a ratio that the clip cuts, however large.
+    """
+    # an advantage of 0 takes no part, however large the ratio, unless that is to be seen not to be a number
+    live = live & ((advantages != 0) | log_ratio.isnan())
+    if config.force_on_policy_ratio or config.disable_ppo_ratio:
+        ratio = (logprobs - logprobs.detach()).exp() if config.force_on_policy_ratio else logprobs
+        never = torch.zeros_like(live)
+        loss = torch.where(live, -advantages * ratio, 0.0)
+        return Surrogate(loss, ratio.detach(), ratio.detach(), never, never)
+    low, high = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max
+    ratio = log_ratio.detach().exp()
+    clamped = ratio.clamp(low, high)
+    if config.use_cispo:
+        loss = -advantages * torch.where(live, clamped, 0.0) * logprobs
+        return Surrogate(loss, ratio, clamped, ratio < low, ratio > high)
+    below, above = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+    used = _used_ratio(config, log_ratio, ratio, advantages, live)
+    return Surrogate(torch.where(live, -advantages * used, 0.0), ratio, clamped, below, above)
+
+
+def _used_ratio(config: LossConfig, log_ratio: Tensor, ratio: Tensor, advantages: Tensor, live: Tensor) -> Tensor:
+    """The ratio, or the bound that cuts it: `max(-A r, -A r_c)` is `-A min(r, high)` for A > 0 and `-A max(r, low)` for A < 0.
+
+    Where a bound holds, or nothing depends on it, the ratio is cut out before the exponential: its derivative may be
+    infinite, and 0 times that is not 0.
+    """
+    low, high = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max
+    cut = torch.where(advantages > 0, ratio > high, (advantages < 0) & (ratio < low))
+    bound = torch.where(advantages > 0, torch.full_like(ratio, high), low)
+    if config.ratio_clip_c is not None:
+        over = (advantages < 0) & (ratio > config.ratio_clip_c)
+        cut, bound = cut | over, torch.where(over, config.ratio_clip_c, bound)
+    cut, bound = cut | ~live, torch.where(live, bound, 1.0)
+    return torch.where(cut, bound, torch.where(cut, 0.0, log_ratio).exp())
+
+
+def outside_probability_band(bound: float, logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """[N] bool: tokens whose probability is more than `bound` above the behaviour policy's and has a positive advantage, or
+    more than `bound` below and has a negative one (DPPO, binary total variation, arXiv 2602.04879)."""
+    difference = logprobs.detach().exp() - rollout_logprobs.exp()
+    return torch.where(advantages > 0, difference > bound, (advantages < 0) & (difference < -bound))

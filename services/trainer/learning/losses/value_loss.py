@@ -1,0 +1,62 @@
+"""The value model's loss and its metrics.
+
+    v_c  = clamp(v, v_old ± cliprange)
+    loss = scale / 2 · Σ M max((v - R)², (v_c - R)²) / T        without a cliprange: (v - R)²
+
+with `v` the value before a token, `v_old` that at the start of the step and `R` its return (PPO's clipped value loss, as in
+NeMo RL's `MseValueLossFn`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from headrace.config.loss import ValueLossConfig
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace_services.trainer.learning.losses.reduction import LossParts, extremes, token_weights, weighted_sum
+
+
+def value_loss(config: ValueLossConfig, values: Tensor, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
+    """The loss of a micro-batch and its metrics, as shares of those of the global batch that `counts` is of.
+
+    `values` [N] float32, with a gradient, are the model's now; those at the start of the step and the returns are columns of `tokens`. What
+    they are on tokens that don't count is never looked at. `vf_clipfrac` is the share of tokens whose clipped error is the larger one.
+    """
+    assert tokens.values is not None
+    assert tokens.returns is not None
+    weights = token_weights(tokens, counts)
+    counted = weights > 0
+    values, old_values, returns = (torch.where(counted, x, 0.0) for x in (values, tokens.values, tokens.returns))
+    error = (values - returns).square()
+    clipped = torch.zeros_like(counted)
+    largest = error
+    if config.cliprange is not None:
+        bounded = values.clamp(old_values - config.cliprange, old_values + config.cliprange)
+        bounded_error = (bounded - returns).square()
+        clipped = bounded_error > error
+        largest = torch.where(clipped, bounded_error, error)
+    loss = config.scale / 2 * weighted_sum(largest, weights)
+    with torch.no_grad():
+        means = {
+            "vf_clipfrac": clipped,
+            "returns_mean": returns,
+            "values_mean": values,
+            "returns_sq_mean": returns.double().square(),
+            "residual_sq_mean": (returns.double() - values.double()).square(),
+        }
+        sums = {"loss": loss.detach(), **{name: weighted_sum(x, weights) for name, x in means.items()}}
+        low, high = extremes(values, counted)
+    return LossParts(loss, sums, {"values_min": low}, {"values_max": high})
+
+
+def explained_variance(means: Mapping[str, float]) -> float:
+    """`critic/explained_var` of the metrics of `value_loss` over a whole batch: `1 - Var(R - v) / max(Var(R), 1e-8)`.
+
+    1 is a perfect value model, 0 one that does no better than the mean return.
+    """
+    residual = means["residual_sq_mean"] - (means["returns_mean"] - means["values_mean"]) ** 2
+    variance = means["returns_sq_mean"] - means["returns_mean"] ** 2
+    return 1 - residual / max(variance, 1e-8)

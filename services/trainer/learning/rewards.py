@@ -1,0 +1,79 @@
+"""From the rewards that environments gave to those that are trained on, and which trajectories leave the loss.
+
+Rewards are scaled first, then shaped by length. Groups are filtered between the two (`use_dynamic_sampling`), in the buffer; baselines are
+taken after both.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.config.algorithm import RewardScalingConfig, RewardShapingConfig
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.batch import Batch, Bool, Float64, Int
+
+
+def scale_rewards(rewards: Float64, scaling: RewardScalingConfig) -> Float64:
+    """Rewards of any shape, clamped to the source range and mapped to the target range; as they are where that is turned off."""
+    if not scaling.enabled:
+        return rewards
+    share = (np.clip(rewards, scaling.source_min, scaling.source_max) - scaling.source_min) / (
+        scaling.source_max - scaling.source_min
+    )
+    return scaling.target_min + share * (scaling.target_max - scaling.target_min)
+
+
+def shape_rewards(
+    rewards: Float64, lengths: Int, truncated: Bool, shaping: RewardShapingConfig, max_response_length: int
+) -> Float64:
+    """Scaled rewards [B] less what their lengths cost; as they are where that is turned off.
+
+    `lengths` [B] counts the tokens that the policy wrote, `truncated` [B] marks completions that were cut off. With
+    `stop_properly_penalty_coef` c a truncated completion gets `c r`. Else, with L the `max_response_length` (of the configuration
+    as a whole: `Config.max_response_length`), b the buffer and p its penalty, the soft overlong punishment of DAPO (arXiv
+    2503.14476, eq. 13): `r - p · clamp((length - (L - b)) / b, 0, 1)`.
+    """
+    if not shaping.enabled:
+        return rewards
+    if shaping.stop_properly_penalty_coef is not None:
+        return np.where(truncated, rewards * shaping.stop_properly_penalty_coef, rewards)
+    over = (lengths - (max_response_length - shaping.overlong_buffer_length)) / shaping.overlong_buffer_length
+    return rewards - shaping.overlong_buffer_penalty * np.clip(over, 0.0, 1.0)
+
+
+def leave_out_truncated(multipliers: Float64, truncated: Bool, overlong_filtering: bool) -> Float64:
+    """`multipliers` [B] with 0 where a completion was cut off, if that is asked for: out of the loss, not out of the baseline."""
+    return np.where(truncated, 0.0, multipliers) if overlong_filtering else multipliers
+
+
+def leave_out_disagreeing(batch: Batch, threshold: float | None, ranks: Ranks) -> dict[str, float]:
+    """A collective, before advantages: trajectories on which trainer and generator disagree too much get multiplier 0
+    (`seq_logprob_error_threshold`; None leaves all as they are and measures). Returns metrics of the whole batch.
+
+    A trajectory's error is the mean over its tokens of `exp |rollout - old|`; it leaves the loss where that is above `threshold` or not a
+    number. A token that top-k or top-p leaves out now says nothing of how well the two agree.
+
+    `max_`, `mean_` and `min_seq_mult_prob_error` are over the trajectories with a token and a multiplier above 0, those
+    `_after_mask` over what is left of them, 0 without any. `num_masked_seqs_by_logprob_error` is the number of trajectories left
+    out, `masked_correct_pct` the share of them with a reward of 1 (after scaling and shaping), between 0 and 1.
+    """
+    assert batch.old_logprobs is not None
+    old = np.where(np.isneginf(batch.old_logprobs), batch.rollout_logprobs, batch.old_logprobs).astype(np.float64)
+    with np.errstate(over="ignore"):
+        tokens = np.exp(np.abs(batch.rollout_logprobs.astype(np.float64) - old))
+    errors = batch.sums(tokens) / np.maximum(batch.lengths, 1)
+    counted = (batch.lengths > 0) & (batch.multipliers > 0)
+    kept = counted if threshold is None else counted & (errors <= threshold)
+    table = batch.of_all_ranks(np.stack([errors, counted, kept, batch.rewards == 1], axis=1), ranks)
+    error, was_counted, is_kept, correct = table[:, 0], table[:, 1] > 0, table[:, 2] > 0, table[:, 3] > 0
+    masked = was_counted & ~is_kept
+    batch.multipliers = np.where(counted & ~kept, 0.0, batch.multipliers)
+    metrics = {
+        "num_masked_seqs_by_logprob_error": float(masked.sum()),
+        "masked_correct_pct": float(correct[masked].mean()) if masked.any() else 0.0,
+    }
+    for suffix, found in (("", error[was_counted]), ("_after_mask", error[is_kept])):
+        extent = (found.max(), found.mean(), found.min()) if found.size else (0.0, 0.0, 0.0)
+        for name, value in zip(("max", "mean", "min"), extent, strict=True):
+            metrics[f"{name}_seq_mult_prob_error{suffix}"] = float(value)
+    return metrics

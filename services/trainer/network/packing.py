@@ -1,0 +1,328 @@
+"""Which trajectories share a row and a micro-batch, and the rows as tensors.
+
+    micro_batches = plan(trajectories, packing)                  pure; a trajectory is never divided
+    packed = pack(trajectories, micro_batches[0], packing)       tensors on the CPU; `.to(device)`
+    logprobs = policy.logprobs(packed, warp).logprobs            [N]
+
+A **tree** is one prompt and the completions that follow it in the same row; without prompt sharing it has one completion. A **row** is
+trees one after the other, a **micro-batch** the rows that go through the model at once. The N values of a micro-batch are those of the
+tokens that the policy wrote, one trajectory after the other in the order of `PackedRows.order`. Nothing here knows of losses or advantages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headrace.config.policy import PolicyConfig
+from headrace.trajectory import Int32, Trajectory
+
+Tree = tuple[int, ...]  # places of its trajectories among those that are planned
+Row = tuple[Tree, ...]
+Rows = tuple[Row, ...]  # of a micro-batch; none: a pass of a rank that only keeps pace with the others
+Bins = list[list[int]]
+
+PADDING = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How trajectories are put together.
+
+    `padded`: each row holds one tree and all rows of a micro-batch are as wide as the widest; a micro-batch has at most
+    `trajectories` trajectories, or at most `tokens` places (rows times width) where that is given. `packed`: one row of at most
+    `tokens` tokens, filled by `algorithm`. With `share_prompts`, trajectories of equal prompts are one tree where they fit. Widths
+    are rounded up to a multiple of `multiple`, as far as `tokens` allows.
+    """
+
+    mode: Literal["padded", "packed"]
+    trajectories: int | None
+    tokens: int | None
+    algorithm: str = "modified_first_fit_decreasing"
+    multiple: int = 1
+    share_prompts: bool = False
+
+    @classmethod
+    def of(cls, policy: PolicyConfig, *, training: bool) -> Packing:
+        """As `policy` says, for passes with (`training`) or without gradients."""
+        size = policy.train_micro_batch_size if training else policy.logprob_batch_size or policy.train_micro_batch_size
+        packing, batching = policy.sequence_packing, policy.dynamic_batching
+        chosen = packing if packing.enabled else batching if batching.enabled else None
+        tokens = None
+        if chosen is not None:
+            given = chosen.train_mb_tokens if training else chosen.logprob_mb_tokens
+            tokens = given or size * policy.max_total_sequence_length
+        return cls(
+            mode="packed" if packing.enabled else "padded",
+            trajectories=size if chosen is None else None,
+            tokens=tokens,
+            algorithm=packing.algorithm,
+            multiple=1 if chosen is None else chosen.sequence_length_round,
+            share_prompts=policy.share_prompts,
+        )
+
+    def width(self, length: int) -> int:
+        """Of rows whose longest has `length` tokens."""
+        rounded = math.ceil(length / self.multiple) * self.multiple
+        return rounded if self.tokens is None else max(length, min(rounded, self.tokens))
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeSpan:
+    """A tree in its row: it begins at `start`, with `prompt` tokens; its completions, of so many tokens each, follow."""
+
+    start: int
+    prompt: int
+    completions: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """R rows of width W, and the N policy tokens in them; all tensors int64.
+
+    `input_ids` [R, W], padded on the right. `position_ids` [R, W]: a token's place in its own trajectory, 0 for the first of the
+    prompt. `tree` [R, W]: which tree of its row a token belongs to (0, 1, …; -1 on padding), `branch` [R, W] 0 in a prompt and
+    1, 2, … in its completions; `spans` say the same of each row's trees. Flat over policy tokens, [N]: `before`, where in the flattened
+    [R·W] the token lies that precedes it in its trajectory (what is read there predicts it), and `targets`, its id. `order` holds the
+    places of the trajectories among those that were planned, in the order of their tokens in every [N].
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    tree: Tensor
+    branch: Tensor
+    before: Tensor
+    targets: Tensor
+    order: tuple[int, ...]
+    spans: tuple[tuple[TreeSpan, ...], ...]
+
+    @classmethod
+    def of_tokens(cls, token_ids: Int32) -> PackedRows:
+        """One row of `token_ids` [L], the last L - 1 of which count as the policy's."""
+        ids = torch.from_numpy(token_ids.astype(np.int64))
+        place, branch = torch.arange(ids.numel()), (torch.arange(ids.numel()) > 0).long()
+        return cls(
+            input_ids=ids[None],
+            position_ids=place[None],
+            tree=torch.zeros_like(place)[None],
+            branch=branch[None],
+            before=place[:-1],
+            targets=ids[1:],
+            order=(0,),
+            spans=((TreeSpan(0, 1, (ids.numel() - 1,)),),),
+        )
+
+    @property
+    def packed(self) -> bool:
+        """Whether a row holds more than one tree."""
+        return any(len(row) > 1 for row in self.spans)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a tree has more than one completion."""
+        return any(len(tree.completions) > 1 for row in self.spans for tree in row)
+
+    def to(self, device: torch.device) -> PackedRows:
+        tensors = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)}
+        return dataclasses.replace(self, **moved)
+
+    def visible(self) -> Tensor:
+        """[R, 1, W, W] bool: whether the token at the third index sees the one at the fourth.
+
+        A token sees what is not after it in its own tree's prompt and in its own completion. Padding sees padding, so that no
+        token sees nothing.
+        """
+        place = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        causal = place[:, None] >= place[None, :]
+        same_tree = self.tree[:, :, None] == self.tree[:, None, :]
+        branch, other = self.branch[:, :, None], self.branch[:, None, :]
+        return (causal & same_tree & ((other == 0) | (other == branch)))[:, None]
+
+
+def plan(trajectories: Sequence[Trajectory], packing: Packing, chosen: Sequence[int] | None = None) -> list[Rows]:
+    """Micro-batches that hold each of the `chosen` trajectories (None: all) that has a policy token, once and whole; what costs most
+    comes first.
+
+    Raises `ValueError` for a trajectory that is longer than `packing.tokens`.
+    """
+    places = range(len(trajectories)) if chosen is None else chosen
+    wanted = [i for i in places if trajectories[i].loss_mask.any()]
+    wanted.sort(key=lambda i: (-_length(trajectories, (i,)), i))
+    for i in wanted:
+        if packing.tokens is not None and _length(trajectories, (i,)) > packing.tokens:
+            raise ValueError(f"a trajectory of {_length(trajectories, (i,))} tokens does not fit into {packing.tokens}")
+    if packing.tokens is None:
+        assert packing.trajectories is not None
+        size = packing.trajectories
+        grouped = [i for same in _by_prompt(trajectories, wanted, packing) for i in same]
+        parts = [grouped[i : i + size] for i in range(0, len(grouped), size)]
+        return [tuple((tuple(same),) for same in _by_prompt(trajectories, part, packing)) for part in parts]
+    trees = _trees(trajectories, wanted, packing, packing.tokens)
+    lengths = [_length(trajectories, tree) for tree in trees]
+    if packing.mode == "packed":
+        bins = BIN_PACKING[packing.algorithm](lengths, packing.tokens)
+        return [(tuple(trees[i] for i in row),) for row in bins]
+    return _padded(trees, lengths, packing, packing.tokens)
+
+
+def pack(trajectories: Sequence[Trajectory], rows: Rows, packing: Packing) -> PackedRows:
+    """The tensors of one micro-batch. One without rows becomes a single padding token with no value."""
+    widest = max((sum(_length(trajectories, tree) for tree in row) for row in rows), default=1)
+    shape = (max(len(rows), 1), packing.width(widest) if rows else 1)
+    ids, positions, branches = (np.zeros(shape, np.int64) for _ in range(3))
+    trees = np.full(shape, PADDING, np.int64)
+    before: list[npt.NDArray[Any]] = [np.empty(0, np.int64)]
+    targets: list[npt.NDArray[Any]] = [np.empty(0, np.int64)]
+    spans: list[tuple[TreeSpan, ...]] = []
+    for r, row in enumerate(rows):
+        spans_of_row, end = [], 0
+        for t, tree in enumerate(row):
+            start, prompt = end, trajectories[tree[0]].prompt_token_ids
+            cursor = start + prompt.size
+            ids[r, start:cursor] = prompt
+            positions[r, start:cursor] = np.arange(prompt.size)
+            for b, i in enumerate(tree, start=1):
+                completion = trajectories[i].completion_token_ids
+                place = slice(cursor, cursor + completion.size)
+                ids[r, place] = completion
+                positions[r, place] = prompt.size + np.arange(completion.size)
+                branches[r, place] = b
+                own = np.flatnonzero(trajectories[i].loss_mask)
+                # the first token of a completion follows the end of the prompt, wherever in the row it lies
+                previous = np.where(own == 0, start + prompt.size - 1, cursor + own - 1)
+                before.append(r * shape[1] + previous)
+                targets.append(completion[own])
+                cursor = place.stop
+            end = cursor
+            trees[r, start:end] = t
+            spans_of_row.append(
+                TreeSpan(start, prompt.size, tuple(trajectories[i].completion_token_ids.size for i in tree))
+            )
+        positions[r, end:] = np.arange(shape[1] - end)  # padding is a sequence of its own
+        spans.append(tuple(spans_of_row))
+    return PackedRows(
+        input_ids=torch.from_numpy(ids),
+        position_ids=torch.from_numpy(positions),
+        tree=torch.from_numpy(trees),
+        branch=torch.from_numpy(branches),
+        before=torch.from_numpy(np.concatenate(before).astype(np.int64)),
+        targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
+        order=tuple(i for row in rows for tree in row for i in tree),
+        # a row of padding alone is one prompt of one token
+        spans=tuple(spans) or ((TreeSpan(0, 0, (1,)),),),
+    )
+
+
+def _length(trajectories: Sequence[Trajectory], tree: Tree) -> int:
+    """Tokens of a tree in its row: the prompt once, and each completion."""
+    prompt = trajectories[tree[0]].prompt_token_ids.size
+    return prompt + sum(trajectories[i].completion_token_ids.size for i in tree)
+
+
+def _by_prompt(trajectories: Sequence[Trajectory], places: Sequence[int], packing: Packing) -> list[list[int]]:
+    """Those that share a prompt together, in the order in which they first come; each alone where prompts are not shared."""
+    if not packing.share_prompts:
+        return [[i] for i in places]
+    same: dict[bytes, list[int]] = {}
+    for i in places:
+        same.setdefault(trajectories[i].prompt_token_ids.tobytes(), []).append(i)
+    return list(same.values())
+
+
+def _trees(trajectories: Sequence[Trajectory], places: Sequence[int], packing: Packing, capacity: int) -> list[Tree]:
+    """Trees of at most `capacity` tokens, longest first: a group that is longer has its prompt in more than one."""
+    trees: list[Tree] = []
+    for same in _by_prompt(trajectories, places, packing):
+        room = capacity - trajectories[same[0]].prompt_token_ids.size
+        bins = first_fit_decreasing([trajectories[i].completion_token_ids.size for i in same], room)
+        trees.extend(tuple(same[i] for i in one) for one in bins)
+    return sorted(trees, key=lambda tree: (-_length(trajectories, tree), tree))
+
+
+def _padded(trees: Sequence[Tree], lengths: Sequence[int], packing: Packing, capacity: int) -> list[Rows]:
+    """Rows of like length, as many at once as `capacity` places allow; `trees` come longest first."""
+    batches: list[list[Tree]] = []
+    width = 0
+    for tree, length in zip(trees, lengths, strict=True):
+        if not batches or (len(batches[-1]) + 1) * width > capacity:
+            batches.append([])
+            width = packing.width(length)
+        batches[-1].append(tree)
+    return [tuple((tree,) for tree in batch) for batch in batches]
+
+
+# -- bin packing: as few bins of one capacity as hold all items; items are sizes, bins hold their places, ties are broken by place
+
+
+def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> Bins:
+    """Largest first, each into the first bin with room (at most 11/9 of the optimum and 6/9 of a bin more; Dósa 2007)."""
+    bins: Bins = []
+    room: list[int] = []
+    for item in _decreasing(sizes, capacity):
+        place = next((i for i, free in enumerate(room) if free >= sizes[item]), None)
+        if place is None:
+            bins.append([item])
+            room.append(capacity - sizes[item])
+        else:
+            bins[place].append(item)
+            room[place] -= sizes[item]
+    return bins
+
+
+def modified_first_fit_decreasing(sizes: Sequence[int], capacity: int) -> Bins:
+    """Items above half of a bin get one each and are topped up by class of size before the rest is packed first-fit decreasing.
+
+    At most 71/60 of the optimum and one bin more (Johnson and Garey, "A 71/60 theorem for bin packing", 1985).
+    """
+    order = _decreasing(sizes, capacity)
+    large = [i for i in order if 2 * sizes[i] > capacity]
+    medium = [i for i in order if 2 * sizes[i] <= capacity < 3 * sizes[i]]
+    small = [i for i in order if 3 * sizes[i] <= capacity < 6 * sizes[i]]
+    tiny = [i for i in order if 6 * sizes[i] <= capacity]
+    bins = [[i] for i in large]
+
+    def room(place: int) -> int:
+        return capacity - sum(sizes[i] for i in bins[place])
+
+    def largest_that_fits(items: list[int], place: int) -> int | None:
+        return next((i for i in items if sizes[i] <= room(place)), None)
+
+    for place in range(len(large)):
+        if (item := largest_that_fits(medium, place)) is not None:
+            medium.remove(item)
+            bins[place].append(item)
+    for place in reversed([p for p in range(len(large)) if len(bins[p]) == 1]):
+        if len(small) >= 2 and sizes[small[-1]] + sizes[small[-2]] <= room(place):
+            bins[place].append(small.pop())
+            item = next(i for i in small if sizes[i] <= room(place))
+            small.remove(item)
+            bins[place].append(item)
+    for place in range(len(large)):
+        rest = [*medium, *small, *tiny]  # still in decreasing order
+        while (item := largest_that_fits(rest, place)) is not None:
+            rest.remove(item)
+            bins[place].append(item)
+        medium, small, tiny = ([i for i in items if i in set(rest)] for items in (medium, small, tiny))
+    left = [*medium, *small, *tiny]
+    return bins + [[left[i] for i in packed] for packed in first_fit_decreasing([sizes[i] for i in left], capacity)]
+
+
+BIN_PACKING: Mapping[str, Callable[[Sequence[int], int], Bins]] = {
+    "first_fit_decreasing": first_fit_decreasing,
+    "modified_first_fit_decreasing": modified_first_fit_decreasing,
+}
+
+
+def _decreasing(sizes: Sequence[int], capacity: int) -> list[int]:
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    if order and sizes[order[0]] > capacity:
+        raise ValueError(f"an item of {sizes[order[0]]} does not fit into a bin of {capacity}")
+    return order

@@ -1,0 +1,284 @@
+"""The policy: a Hugging Face causal language model that says how likely each of the policy's tokens is.
+
+Hidden states become log-probabilities a chunk of tokens at a time. With x the logits of one token, over the temperature, and K the set of
+ids that top-k and then top-p leave of them:
+
+    unfiltered = x[target] - log Σ exp x            logprobs = x[target] - log Σ_{K} exp x
+    entropy    = -Σ_{K} p log p                     p = softmax of x over K
+
+A chunk's logits live from their projection to these three numbers. With gradients they are computed a second time in the
+backward pass (`torch.utils.checkpoint`), so that [N, vocabulary] never exists, forward or backward.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from headrace.config import Config
+from headrace.config.policy import GenerationConfig
+from headrace.errors import ServiceError
+from headrace_services.trainer.network import backbone
+from headrace_services.trainer.network.attention import prepare_attention
+from headrace_services.trainer.network.packing import PackedRows
+
+TEACHER_KEY = "grpo.adv_estimator.teacher_model_name"
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitsWarper:
+    """How sampling changes logits, in this order: division by `temperature`, the `top_k` largest (None: all), and of those
+    the fewest whose probability is at least `top_p`."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    @classmethod
+    def of(cls, generation: GenerationConfig) -> LogitsWarper:
+        """As tokens are sampled for training."""
+        return cls(generation.temperature, generation.top_k, generation.top_p)
+
+    @property
+    def filters(self) -> bool:
+        return self.top_k is not None or self.top_p < 1
+
+    @property
+    def unfiltered(self) -> LogitsWarper:
+        return LogitsWarper(self.temperature)
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyOutput:
+    """Of N policy tokens in the order of the micro-batch, each [N] float32.
+
+    `logprobs`: log-probabilities in the distribution that is sampled from; -inf where the filter leaves the token out (it was in when it
+    was sampled, under weights or rounding a little different). `unfiltered`: the same before top-k and top-p; None where
+    nothing is filtered and they are `logprobs`. `entropy` of the distribution, in nats, without gradient; None unless asked for.
+    """
+
+    logprobs: Tensor
+    unfiltered: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+class PolicyModel:
+    """A model on this rank's device, sharded by FSDP2 where `torch.distributed` has more than one rank.
+
+    `model` is the transformers model: what it trains and saves. With several ranks every method is a collective: all ranks
+    call it alike, with rows of their own.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path | None = None,
+        *,
+        trainable: bool = True,
+        other: tuple[str, str] | None = None,
+    ) -> None:
+        """Load the weights in `folder`, or those `policy.model_name` names, or of an `other` model: a key of the configuration and
+        the name that it gives.
+
+        Raises `ServiceError` if they can't be loaded, or the model can't take the rows that `policy` asks for.
+        """
+        self.device = backbone.choose_device(config.trainer.device)
+        self._config = config
+        key, name = other or ("policy.model_name", str(folder) if folder else config.policy.model_name)
+        self.model = backbone.load_model(
+            AutoModelForCausalLM,
+            config,
+            key,
+            name,
+            "a causal language model",
+            {} if other else config.policy.hf_config_overrides,
+        )
+        self.model.requires_grad_(trainable)
+        if config.policy.freeze_moe_router:
+            backbone.freeze_routers(self.model)
+        if self.model.get_output_embeddings() is None or self.model.base_model is self.model:
+            raise ServiceError(
+                f"{key} {name!r}: {type(self.model).__name__} has no vocabulary projection "
+                "that can be told from the rest of it; give a causal language model that has"
+            )
+        prepare_attention(self.model, config.policy, self.device)
+        self._root = CausalRoot(self.model, config.policy.logprob_chunk_size)
+        recompute = trainable and config.policy.activation_checkpointing
+        backbone.place(self._root, self.model, self.device, recompute=recompute)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
+
+    def forward(self, packed: PackedRows, warper: LogitsWarper, *, entropy: bool = False) -> PolicyOutput:
+        """What the model says of the N policy tokens of `packed` (on `device`) under `warper`.
+
+        Only the places before a policy token go through the vocabulary projection, `policy.logprob_chunk_size` of them at a time.
+        """
+        with backbone.autocast(self._config.policy.precision, self.device):
+            logprobs, unfiltered, *rest = self._root(packed, warper, entropy)
+        return PolicyOutput(logprobs, unfiltered if warper.filters else None, rest[0] if rest else None)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight once, whole, in float32, by its name in a Hugging Face checkpoint; a tied head is left out."""
+        return backbone.whole_weights(self.model)
+
+    def weight_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and full shapes in the order of `weights`; gathers nothing."""
+        return backbone.weight_shapes(self.model)
+
+    def save(self, folder: Path) -> None:
+        """Write config and safetensors to `folder` from rank 0, as `from_pretrained` reads them."""
+        backbone.save_model(self.model, folder)
+
+
+class CausalRoot(nn.Module):
+    """A causal language model that gives what is known of each policy token instead of logits."""
+
+    def __init__(self, model: Any, chunk_size: int | None) -> None:
+        super().__init__()
+        self.model = model
+        self._chunk_size = chunk_size
+
+    def forward(self, packed: PackedRows, warper: LogitsWarper, entropy: bool) -> tuple[Tensor, ...]:
+        """`logprobs`, `unfiltered` and, where asked for, `entropy`, each [N]; a plain tuple, in which FSDP2 finds its outputs."""
+        hidden = backbone.hidden_before(self.model.base_model, packed)
+        tail = _tail(self.model)
+        size = self._chunk_size or max(len(hidden), 1)
+        parts = []
+        for states, targets in zip(hidden.split(size), packed.targets.split(size), strict=True):
+            if self._chunk_size and torch.is_grad_enabled():
+                part = checkpoint(
+                    _token_values, tail, states, targets, warper, entropy, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                part = _token_values(tail, states, targets, warper, entropy)
+            parts.append(part)
+        return tuple(torch.cat(values) for values in zip(*parts, strict=True))
+
+
+class _Given(nn.Module):
+    """Stands where the backbone is and gives back what it gets."""
+
+    def forward(self, *, inputs_embeds: Tensor, **_: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def _tail(model: Any) -> Any:
+    """What `model`'s own class does with hidden states, sharing its head: soft caps and scales differ between architectures."""
+    tail = copy.copy(model)
+    tail._modules = {**model._modules, model.base_model_prefix: _Given()}
+    return tail
+
+
+def _token_values(
+    tail: Any, hidden: Tensor, targets: Tensor, warper: LogitsWarper, entropy: bool
+) -> tuple[Tensor, ...]:
+    logits = tail(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
+    if warper.temperature != 1:
+        logits = logits / warper.temperature
+    logp = logits.log_softmax(-1)
+    unfiltered = _pick(logp, targets)
+    logprobs = unfiltered
+    if warper.filters:
+        logp = logits.masked_fill(~kept(logits.detach(), warper), -torch.inf).log_softmax(-1)
+        logprobs = _pick(logp, targets)
+    return (logprobs, unfiltered, entropy_of(logp.detach())) if entropy else (logprobs, unfiltered)
+
+
+def _pick(logp: Tensor, targets: Tensor) -> Tensor:
+    return -nn.functional.nll_loss(logp, targets, reduction="none")
+
+
+def entropy_of(logp: Tensor) -> Tensor:
+    """[N], in nats, of distributions over V ids from their log-probabilities [N, V], which may hold -inf.
+
+    A few rows at a time: on a CPU what is made of them stays in its cache, which costs a third less; on a GPU it takes a sixteenth of the
+    memory, and few enough kernels are started.
+    """
+    count, vocabulary = logp.shape
+    rows = max(1, -(-count // 16) if logp.is_cuda else 2**16 // vocabulary)
+    lowest = torch.finfo(logp.dtype).min  # 0 log 0 is 0
+    return -torch.cat([part.exp().mul_(part.clamp(min=lowest)).sum(-1) for part in logp.split(rows)])
+
+
+def kept(logits: Tensor, warper: LogitsWarper) -> Tensor:
+    """Which of `logits` [N, V], already over the temperature, may be sampled: bool [N, V], by vLLM's rules.
+
+    All that tie with the k-th largest are kept. top-p leaves out, from the least probable on, as long as what is left out sums to
+    at most 1 - p; the most probable one always stays.
+    """
+    ascending, ids = logits.sort(dim=-1)
+    if warper.top_k is not None and warper.top_k < logits.shape[-1]:
+        ascending = ascending.masked_fill(ascending < ascending[:, -warper.top_k, None], -torch.inf)
+    out = ascending == -torch.inf
+    if warper.top_p < 1:
+        out = out | (ascending.softmax(-1).cumsum(-1) <= 1 - torch.tensor(warper.top_p, dtype=logits.dtype))
+        out[:, -1] = False
+    return torch.empty_like(out).scatter_(-1, ids, ~out)
+
+
+# -- tokenizers and the teacher of on-policy distillation
+
+
+def load_tokenizer(config: Config) -> Any:
+    """The run's tokenizer. Raises `ServiceError` where there is none."""
+    key = "policy.tokenizer.name" if config.policy.tokenizer.name else "policy.model_name"
+    return tokenizer_of(key, config.policy.tokenizer.name or config.policy.model_name)
+
+
+def tokenizer_of(key: str, name: str) -> Any:
+    """The tokenizer of the model or directory that `key` names. Raises `ServiceError` where there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise backbone.cannot_load(key, name, "a tokenizer", error) from error
+
+
+def teacher_name(config: Config) -> str | None:
+    """Directory or name of the run's teacher; None where the estimator has none."""
+    return config.grpo.adv_estimator.teacher_model_name if config.grpo else None
+
+
+def load_teacher(config: Config, vocabulary: int, tokenizer: Any) -> PolicyModel:
+    """The run's teacher, for a policy of `vocabulary` token ids and this `tokenizer`; sharded as the policy is.
+
+    Raises `ServiceError` if it can't be loaded, or token ids mean something else to it than to the policy. Its embedding may be
+    longer than the policy's: those of one family are often padded differently.
+    """
+    name = teacher_name(config)
+    assert name is not None
+    teacher = PolicyModel(config, trainable=False, other=(TEACHER_KEY, name))
+    policy = config.policy.tokenizer.name or config.policy.model_name
+    remedy = "choose a teacher of the policy's family"
+    if teacher.vocab_size < vocabulary:
+        raise ServiceError(
+            f"{TEACHER_KEY} {name!r} has a vocabulary of {teacher.vocab_size}, the policy {config.policy.model_name!r} one of "
+            f"{vocabulary}: it can't read all that the policy may write; {remedy}"
+        )
+    if difference := _difference(tokenizer_of(TEACHER_KEY, name).get_vocab(), tokenizer.get_vocab()):
+        raise ServiceError(
+            f"the tokenizers of {TEACHER_KEY} {name!r} and of the policy, {policy!r}, differ: {difference}; {remedy}"
+        )
+    return teacher
+
+
+def _difference(theirs: dict[str, int], ours: dict[str, int]) -> str | None:
+    """The first token that has not the same id in both."""
+    token = min(
+        (token for token in {**theirs, **ours} if theirs.get(token) != ours.get(token)),
+        key=lambda token: (ours.get(token, len(ours)), theirs.get(token, len(theirs))),
+        default=None,
+    )
+    if token is None:
+        return None
+    return f"{token!r} is {theirs.get(token, 'no token')} there and {ours.get(token, 'no token')} here"

@@ -1,0 +1,87 @@
+"""The value model: a transformers backbone that says, before each token of the policy, what reward is still to come.
+
+The value V_t of a token is read where the token before it lies: it depends on what came before the token, never on the token
+itself, in inference and in the loss alike. A critic that saw the action would bias the gradient.
+
+The head starts at 0, so that no random number is drawn, and a critic that has learnt nothing has no say.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModel
+
+from headrace.config import Config
+from headrace_services.trainer.distributed import full_tensor, is_first_rank
+from headrace_services.trainer.network import backbone
+from headrace_services.trainer.network.attention import prepare_attention
+from headrace_services.trainer.network.packing import PackedRows
+
+HEAD = "value_head.safetensors"
+
+
+class ValueRoot(nn.Module):
+    """Backbone and linear head."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, packed: PackedRows) -> Tensor:
+        hidden = backbone.hidden_before(self.model, packed)
+        with torch.autocast(hidden.device.type, enabled=False):
+            values: Tensor = self.head(hidden.float())[:, 0]
+        return values
+
+
+class ValueModel:
+    """A value model on this rank's device, sharded by FSDP2 where there is more than one rank; then every method is a collective.
+
+    `root` holds all its weights.
+    """
+
+    def __init__(self, config: Config, folder: Path | None = None) -> None:
+        """Load `folder`, which `save` wrote, or what `value.model_name` names.
+
+        Raises `ServiceError` if it can't be loaded, or the model can't take the rows that `policy` asks for.
+        """
+        self.device = backbone.choose_device(config.trainer.device)
+        self._precision = config.value.precision or config.policy.precision
+        key = "value.model_name" if config.value.model_name else "policy.model_name"
+        name = str(folder) if folder else config.value.model_name or config.policy.model_name
+        what = "the backbone of a value model"
+        model = backbone.load_model(AutoModel, config, key, name, what, config.value.hf_config_overrides)
+        if config.value.freeze_moe_router:
+            backbone.freeze_routers(model)
+        prepare_attention(model, config.policy, self.device)
+        self.root = ValueRoot(model)
+        head = Path(name) / HEAD
+        if folder or head.is_file():
+            try:
+                self.root.head.load_state_dict(load_file(head))
+            except (OSError, RuntimeError, SafetensorError) as error:
+                raise backbone.cannot_load(key, name, "the head of a value model", error) from error
+        backbone.place(self.root, model, self.device, recompute=config.policy.activation_checkpointing)
+
+    def forward(self, packed: PackedRows) -> Tensor:
+        """Values [N] float32, one before each policy token of `packed`, on this device."""
+        with backbone.autocast(self._precision, self.device):
+            values: Tensor = self.root(packed)
+        return values
+
+    def save(self, folder: Path) -> None:
+        """Write the backbone as `AutoModel.from_pretrained` reads it, and the head beside it, from rank 0."""
+        backbone.save_model(self.root.model, folder)
+        parameters = self.root.head.named_parameters()
+        head = {name: full_tensor(parameter.detach()).cpu() for name, parameter in parameters}
+        if is_first_rank():
+            save_file(head, folder / HEAD)

@@ -1,0 +1,285 @@
+"""Every picture of a run, drawn with matplotlib: the page of curves, the learning curve, and the tokens of an alarm."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from headrace_services.trainer.files import atomic_write
+from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.telemetry.alarm import mean_errors
+from headrace_services.trainer.telemetry.journal import Kind, Line
+from headrace_services.trainer.telemetry.samples import over_completion
+
+CURVES = "curves.html"  # in the run's folder
+
+COLOURS = ("#4477aa", "#cc6677", "#228833", "#b8860b", "#7a5195", "#2a9d9d")
+ALARM_COLOUR = "#b3261e"
+GREY = "#888888"  # legible on white and on black
+POINTS = 200  # per curve of the page; a longer one shows the means of as many parts
+SMOOTHING = 5  # steps of the learning curve's running mean
+NARROW = 0.06  # share of a picture's width that is too small for a label
+
+SVG = "http://www.w3.org/2000/svg"
+ElementTree.register_namespace("", SVG)
+ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+mpl.rcParams["svg.fonttype"] = "none"  # text stays text: small, and in the page's own font
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    label: str
+    metric: str
+    kind: Kind = "train"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    title: str
+    note: str
+    curves: tuple[Curve, ...]
+    limit: float | None = None  # a line that should not be crossed
+
+
+CHARTS = (
+    Chart("Reward", "of training batches, and on held-out prompts", (
+        Curve("reward", "reward"), Curve("accuracy", "accuracy", "validation"))),
+    Chart("Length of completions", "tokens", (Curve("mean", "mean_gen_tokens_per_sample"), Curve("longest", "max_gen_tokens_per_sample"))),
+    Chart("Cut off at the limit", "share of completions", (
+        Curve("training", "truncation_rate"), Curve("validation", "truncation_rate", "validation"))),
+    Chart("Trainer against inference", "1 is agreement", (Curve("error", "token_mult_prob_error"),), limit=1.05),
+    Chart("Trainer against inference, KL", "nats", (Curve("gen_kl_error", "gen_kl_error"), Curve("policy_kl_error", "policy_kl_error"))),
+    Chart("Age of the data", "steps", (Curve("mean", "avg_trajectory_age"), Curve("oldest", "max_trajectory_age"))),
+    Chart("Entropy", "nats a token", (Curve("entropy", "entropy"),)),
+    Chart("Groups that teach", "% of trajectories, by baseline", (
+        Curve("0", "baseline_reward/pct_0"), Curve("1", "baseline_reward/pct_1"), Curve("between", "baseline_reward/pct_mixed"))),
+    Chart("Gradient norm", "before clipping", (Curve("policy", "grad_norm"), Curve("value model", "critic/grad_norm"))),
+    Chart("Clipped tokens", "share", (Curve("below", "clip_fraction_low"), Curve("above", "clip_fraction_high"))),
+    Chart("KL to the reference", "nats", (Curve("kl_penalty", "kl_penalty"),)),
+    Chart("Explained variance", "of the value model", (Curve("explained", "critic/explained_var"),)),
+    Chart("Time of a step", "seconds", (
+        Curve("whole", "timing/train/total_step_time"), Curve("training", "timing/train/policy_training"),
+        Curve("no batch ready", "timing/train/exposed_generation"), Curve("refit", "timing/train/weight_sync"),
+        Curve("validation", "timing/train/validation"), Curve("checkpoint", "timing/train/checkpointing"))),
+    Chart("Throughput", "tokens a second, prompts included", (
+        Curve("whole run", "performance/tokens_per_sec"), Curve("generation", "performance/generation_tokens_per_sec"),
+        Curve("training", "performance/training_worker_group_tokens_per_sec"))),
+    Chart("Model FLOP utilisation", "share of what the device can do", (Curve("training", "performance/train_fp_utilization"),)),
+)  # fmt: skip
+
+STYLE = """
+:root { color-scheme: light dark; --text: #1c1c1c; --faint: #6b6b6b; --line: #d8d8d8; --card: #ffffff; --page: #f4f4f2 }
+@media (prefers-color-scheme: dark) { :root { --text: #ececec; --faint: #a0a0a0; --line: #444; --card: #242424; --page: #181818 } }
+body { font: 14px/1.45 system-ui, sans-serif; color: var(--text); background: var(--page); margin: 24px; }
+h1 { font-size: 20px; margin: 0 0 2px } p { margin: 0 0 16px; color: var(--faint) }
+.alarm { color: #ffffff; background: #b3261e; padding: 8px 12px; border-radius: 6px; display: inline-block }
+main { display: grid; grid-template-columns: repeat(auto-fill, minmax(430px, 1fr)); gap: 14px }
+section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 12px }
+h2 { font-size: 14px; margin: 0 } .note { color: var(--faint); font-size: 12px; font-weight: 400 }
+.key { font-size: 12px; margin-right: 12px; white-space: nowrap }
+.key i { display: inline-block; width: 14px; height: 3px; margin: 0 5px 3px 0 }
+svg { width: 100%; height: auto; display: block } svg text { font-family: system-ui, sans-serif !important }
+"""
+
+
+# -- the page of curves ------------------------------------------------------------------------------------------------
+
+
+def render_page(lines: Sequence[Line], title: str, refresh_s: int | None = None) -> str:
+    """One HTML file that needs no script and nothing from the network. `lines` are the run's surviving history; with `refresh_s` the
+    browser reloads it that often. Takes about a second for long runs: matplotlib draws each chart."""
+    refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
+    cards = "".join(_card(chart, lines) for chart in CHARTS)
+    train = [line for line in lines if line.kind == "train"]
+    alarm = ""
+    if train and train[-1].metrics.get("train_inference_alarm"):
+        alarm = f'<p class="alarm">Step {train[-1].step}: trainer and inference disagree; see the trainer\'s log.</p>'
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{refresh}<title>{html.escape(title)}</title>'
+        f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1><p>{summary(lines)}</p>{alarm}"
+        f"<main>{cards or '<p>No step has been trained yet.</p>'}</main></body></html>\n"
+    )
+
+
+def write_page(lines: Sequence[Line], path: Path, title: str) -> None:
+    with atomic_write(path) as unfinished:
+        unfinished.write_text(render_page(lines, title), encoding="utf-8")
+
+
+def summary(lines: Sequence[Line]) -> str:
+    """Steps, newest reward, newest accuracy and seconds per step, in one line."""
+    train = [line for line in lines if line.kind == "train"]
+    if not train:
+        return "no step has been trained yet"
+    newest = train[-1]
+    parts = [f"{len(train)} steps, the last one {newest.step}", f"reward {newest.metrics['reward']:.3f}"]
+    accuracies = [line for line in lines if line.kind == "validation" and "accuracy" in line.metrics]
+    if accuracies:
+        parts.append(f"accuracy {accuracies[-1].metrics['accuracy']:.3f} at version {accuracies[-1].step}")
+    if (seconds := newest.metrics.get("timing/train/total_step_time")) is not None:
+        parts.append(f"{seconds:.1f} s a step")
+    return ", ".join(parts)
+
+
+def _card(chart: Chart, lines: Sequence[Line]) -> str:
+    """One chart with its legend, which holds the newest values; "" where no curve has a value."""
+    drawn = [(curve, points) for curve in chart.curves if (points := _points(curve, lines))]
+    if not drawn:
+        return ""
+    figure = Figure(figsize=(4.2, 1.9))
+    axes = figure.subplots(gridspec_kw={"left": 0.125, "right": 0.975, "top": 0.95, "bottom": 0.13})
+    legend = []
+    for (curve, points), colour in zip(drawn, COLOURS, strict=False):
+        size = 5 if len(points) <= 40 else 2
+        axes.plot(*zip(*points, strict=True), color=colour, lw=1.4, marker=".", ms=size, clip_on=False, gid=_gid(curve))
+        newest = points[-1][1]
+        key = f'<i style="background:{colour}"></i>{html.escape(curve.label)} <b>{newest:.4g}</b>'
+        legend.append(f'<span class="key">{key}</span>')
+    # far above every value it would only flatten the curves
+    if chart.limit is not None and axes.dataLim.y1 > 1 + (chart.limit - 1) / 3:
+        axes.axhline(chart.limit, color=ALARM_COLOUR, lw=1, ls="--")
+    low, high = axes.dataLim.intervaly
+    if low == high:
+        low, high = low - 0.1 * abs(low), high + 0.1 * abs(high) or 1.0
+    ticks = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+    axes.set_yticks(ticks, [f"{tick:.4g}" for tick in ticks])
+    axes.set_ylim(ticks[0], ticks[-1])
+    first, last = min(points[0][0] for _, points in drawn), max(points[-1][0] for _, points in drawn)
+    last = max(last, first + 1)
+    axes.set_xlim(first, last)
+    axes.set_xticks([first, last], [f"step {first}", f"{last}"])
+    axes.get_xticklabels()[0].set_horizontalalignment("left")
+    axes.get_xticklabels()[1].set_horizontalalignment("right")
+    # grey is legible on a light and on a dark page
+    axes.spines[:].set_visible(False)
+    axes.tick_params(colors=GREY, labelsize=7.5, length=0)
+    axes.grid(axis="y", color=GREY, alpha=0.3, lw=0.7)
+    hover = {_gid(curve): [f"step {step}: {value:.4g}" for step, value in points] for curve, points in drawn}
+    return (
+        f'<section><h2>{html.escape(chart.title)} <span class="note">{html.escape(chart.note)}</span></h2>'
+        f"{_svg(figure, hover)}{''.join(legend)}</section>"
+    )
+
+
+def _gid(curve: Curve) -> str:
+    return f"{curve.kind}/{curve.metric}"
+
+
+def _points(curve: Curve, lines: Sequence[Line]) -> list[tuple[int, float]]:
+    """(step, value), finite; means of neighbours, at the last step of each part, where there are more than `POINTS`."""
+    found = [
+        (line.step, value)
+        for line in lines
+        if line.kind == curve.kind and math.isfinite(value := line.metrics.get(curve.metric, math.nan))
+    ]
+    parts = [found[part[0] : part[-1] + 1] for part in np.array_split(np.arange(len(found)), POINTS) if part.size]
+    return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
+
+
+def _svg(figure: Figure, hover: dict[str, list[str]]) -> str:
+    """The figure as an `<svg>` element. `hover` has the text of each point of each line, by the line's gid."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    root = ElementTree.fromstring(file.getvalue())
+    for gid, texts in hover.items():
+        for point, text in zip(root.iterfind(f".//*[@id='{gid}']//{{{SVG}}}use"), texts, strict=True):
+            ElementTree.SubElement(point, f"{{{SVG}}}title").text = text
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+# -- the learning curve ------------------------------------------------------------------------------------------------
+
+
+def draw_curve(lines: Sequence[Line], path: Path, title: str) -> None:
+    """Write a PNG, 1600 x 900 pixels: training reward and held-out accuracy of a run's surviving history.
+
+    The reward of a step stands at the version that the step started from. With more than a dozen steps their single values are pale,
+    under a running mean over the last `SMOOTHING`.
+    """
+    train = sorted((line.step, line.metrics["reward"]) for line in lines if line.kind == "train")
+    validations = [line for line in lines if line.kind == "validation" and "accuracy" in line.metrics]
+    held_out = sorted((line.step, line.metrics["accuracy"]) for line in validations)
+    reward, accuracy = COLOURS[:2]
+    figure = Figure(figsize=(8, 4.5), dpi=200, layout="constrained")
+    axes = figure.subplots()
+    if len(train) > 12:
+        axes.plot(*zip(*train, strict=True), color=reward, lw=0.8, alpha=0.35)
+        windows = [train[max(0, i - SMOOTHING + 1) : i + 1] for i in range(len(train))]
+        means = [sum(value for _, value in window) / len(window) for window in windows]
+        label = f"training reward, mean of {SMOOTHING} steps"
+        axes.plot([step for step, _ in train], means, color=reward, lw=2, label=label)
+    elif train:
+        axes.plot(*zip(*train, strict=True), color=reward, lw=1.5, marker=".", label="training reward")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), color=accuracy, lw=2, marker="o", ms=5, label="held-out accuracy")
+        for point in {held_out[0], held_out[-1]}:
+            _annotate(axes, point, f"{point[1]:.2f}", 9, color=accuracy, fontsize=11, fontweight="bold")
+    axes.set_title(title, fontsize=13, loc="left")
+    axes.set_xlabel("step (version of the weights)", fontsize=12)
+    axes.set_ylabel("mean reward, accuracy", fontsize=12)
+    axes.tick_params(labelsize=11)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#dddddd", lw=0.8)
+    if values := [value for _, value in train + held_out]:
+        axes.legend(loc="lower right", fontsize=11, frameon=False)
+        if min(values) >= 0 and max(values) <= 1:
+            axes.set_ylim(0, 1.08)
+    with atomic_write(path) as unfinished:
+        figure.savefig(unfinished)
+
+
+# -- the tokens of an alarm --------------------------------------------------------------------------------------------
+
+
+def draw_disagreement(batch: Batch, chosen: Sequence[int], step: int, path: Path) -> None:
+    """Write a PNG of the chosen trajectories, one beneath the other: log-probabilities of engine and trainer, their difference, and the
+    age of the weights that wrote each span."""
+    figure = Figure(figsize=(9, 1 + 2.4 * len(chosen)), dpi=140, layout="constrained")
+    rows = figure.subplots(len(chosen), 1, squeeze=False)[:, 0]
+    errors = mean_errors(batch)
+    for axes, i in zip(rows, chosen, strict=True):
+        _draw_tokens(axes, batch, i, step)
+        axes.set_title(f"{batch.name(i)}, mean exp|difference| {errors[i]:.3f}", fontsize=9, loc="left")
+    figure.legend(*rows[0].get_legend_handles_labels(), loc="outside upper right", fontsize=9, frameon=False, ncols=3)
+    rows[-1].set_xlabel("token of the completion")
+    figure.suptitle(f"Step {step}: where trainer and inference disagree most", fontsize=12, x=0.01, ha="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as unfinished:
+        figure.savefig(unfinished)
+
+
+def _draw_tokens(axes: Axes, batch: Batch, i: int, step: int) -> None:
+    trajectory = batch.trajectories[i]
+    rollout, old = (over_completion(batch, i, column) for column in (batch.rollout_logprobs, batch.old_logprobs))
+    difference = np.abs(rollout - old)
+    places = np.arange(difference.size)
+    axes.plot(places, rollout, color=COLOURS[0], lw=1.2, marker=".", ms=3, label="inference engine")
+    axes.plot(places, old, color=COLOURS[2], lw=1.2, ls="--", marker=".", ms=3, label="trainer")
+    axes.plot(places, difference, color=COLOURS[1], lw=1.4, marker=".", ms=3, label="|difference|")
+    peak = int(np.nanargmax(difference))
+    _annotate(axes, (peak, difference[peak]), f"{difference[peak]:.3g}", 4, color=COLOURS[1], fontsize=8)
+    for place, span in enumerate(trajectory.spans):
+        axes.axvspan(span.start - 0.5, span.end - 0.5, color="#000000", alpha=0.03 if place % 2 else 0.0, lw=0)
+        if span.end - span.start > NARROW * difference.size:
+            label = f" age {step - span.version}"
+            axes.text(span.start, axes.get_ylim()[0], label, fontsize=7, color=GREY, va="bottom")
+    axes.set_ylabel("nats", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _annotate(axes: Axes, point: tuple[float, float], text: str, above: int, **style: object) -> None:
+    axes.annotate(text, point, textcoords="offset points", xytext=(0, above), ha="center", **style)  # type: ignore[arg-type]

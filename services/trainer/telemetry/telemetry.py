@@ -1,0 +1,124 @@
+"""What a run shows beside `metrics.jsonl`, for the trainer's loop: trackers, samples, the train-inference alarm, GPU metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+
+from headrace.config import Config
+from headrace.replay import Evaluated
+from headrace.trajectory import Group
+from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.telemetry import alarm
+from headrace_services.trainer.telemetry.gpus import GPUMonitor
+from headrace_services.trainer.telemetry.journal import Journal
+from headrace_services.trainer.telemetry.plots import draw_disagreement
+from headrace_services.trainer.telemetry.samples import (
+    SampleFiles,
+    choose,
+    show,
+    training_record,
+    validation_record,
+)
+from headrace_services.trainer.telemetry.tracker_thread import TrackerThread, tracker_metrics
+from headrace_services.trainer.telemetry.trackers import enabled
+
+log = logging.getLogger(__name__)
+
+# how long a tracker may take to catch up at the end; a stopped trainer has less time, before it is killed
+FINISH_S, STOP_S = 60.0, 10.0
+
+
+class Telemetry:
+    """Starts, feeds and ends all of them; on rank 0. Raises `ServiceError` for a tracker whose library is missing."""
+
+    def __init__(self, config: Config, journal: Journal, console: Console | None = None) -> None:
+        self._settings = config.logger
+        self._folder = config.log_folder
+        self._samples = SampleFiles(self._folder, config.logger.keep_step_data)
+        shown = config.logger.num_val_samples_to_print
+        self._trackers = [
+            TrackerThread(name, opener, journal.path, self._samples, shown) for name, opener in enabled(config)
+        ]
+        self._gpus = GPUMonitor(config.logger.gpu_monitoring.collection_interval)
+        self._streak = alarm.Streak()
+        self._console = console or Console(stderr=True)
+        self._writing: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._settings.monitor_gpus:
+            self._gpus.start()
+        for thread in self._trackers:
+            thread.start()
+
+    def nudge(self) -> None:
+        """The journal has a new line."""
+        for thread in self._trackers:
+            thread.nudge()
+
+    async def aclose(self, *, finished: bool) -> None:
+        """Wait, within a deadline, until trackers and files have everything. Raises `ServiceError` for unwritten samples."""
+        deadline = time.monotonic() + (FINISH_S if finished else STOP_S)
+        for thread in self._trackers:
+            thread.finish(deadline)
+        await asyncio.to_thread(self._gpus.stop)
+        for thread in self._trackers:
+            await asyncio.to_thread(thread.join)
+        await self._written()
+
+    def wants_batch(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the trajectories of a step with these metrics are written or drawn: gathering them from the ranks costs."""
+        return self._samples.wanted or bool(alarm.excesses(metrics, self._settings.train_inference_alarm))
+
+    async def trained(
+        self, step: int, groups: Sequence[Group], batch: Batch | None, metrics: dict[str, float]
+    ) -> dict[str, float]:
+        """Write the samples of step `step` in the background, and check its metrics for an alarm. Returns the metrics to add to them.
+        `batch` is the whole of it, where `wants_batch` asked for it.
+
+        Raises `ServiceError` where the samples of the step before could not be written.
+        """
+        await self._written()
+        if self._samples.wanted and batch is not None:
+
+            def write() -> None:
+                records = [training_record(step, groups[group], batch, i) for i, group in enumerate(batch.groups)]
+                self._samples.write("train", step, records)
+
+            self._writing = asyncio.create_task(asyncio.to_thread(write))
+        found = alarm.excesses(metrics, self._settings.train_inference_alarm)
+        if self._streak.is_reported(bool(found)) and batch is not None:
+            await asyncio.to_thread(self._report_alarm, step, batch, found)
+        return {"train_inference_alarm": float(bool(found)), **tracker_metrics(self._trackers), **self._gpus.take()}
+
+    async def validated(self, version: int, evaluated: Sequence[Evaluated]) -> None:
+        """Write and print what weights `version` generated in a validation. Raises `ServiceError` for a full disk."""
+        records = [
+            validation_record(version, one.group, trajectory, score)
+            for one in evaluated
+            for trajectory, score in one.trajectories
+        ]
+        if records:
+            await asyncio.to_thread(self._samples.write, "val", version, records)
+            show(
+                self._console,
+                f"validation of version {version}",
+                choose(records, self._settings.num_val_samples_to_print),
+            )
+
+    def _report_alarm(self, step: int, batch: Batch, found: Sequence[alarm.Excess]) -> None:
+        picture = None
+        if worst := alarm.worst(batch):
+            picture = alarm.picture_path(self._folder, step)
+            draw_disagreement(batch, worst, step, picture)
+            alarm.drop_old_pictures(self._folder)
+        log.warning("%s", alarm.message(step, found, alarm.error_by_age(batch), picture))
+
+    async def _written(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing

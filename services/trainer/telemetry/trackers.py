@@ -1,0 +1,262 @@
+"""TensorBoard, Weights & Biases and MLflow: a run of Headrace as one run of each.
+
+Each delivers by its library's own means: TensorBoard writes event files, W&B's own process writes its files and uploads them (or leaves
+that to `wandb sync`, with `WANDB_MODE=offline`), MLflow writes to a SQLite file or to a server, asking it several times. What no library
+knows is which lines of `metrics.jsonl` it already has, after a restart or a rewind: `tracker_thread` keeps that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import importlib.util
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from headrace.config import Config
+from headrace.errors import ServiceError
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackerEntry:
+    """A `train` or `validation` line for a tracker: `number` counts all entries that it was sent, from 0; `metrics` have their tracked
+    names (`train/loss`). `texts` (Markdown) and `pictures` (PNG files), by their names, belong to the step."""
+
+    number: int
+    step: int
+    time: float
+    metrics: Mapping[str, float]
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    pictures: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+
+
+class Tracker(Protocol):
+    """One run of a tracker. Every method may raise whatever the library raises; the tracker is then opened again."""
+
+    run_id: str
+
+    def write(self, entries: Sequence[TrackerEntry], rewound_to: int | None) -> None:
+        """Once this returns, the entries outlive the process. With `rewound_to`, what was written of that step and later ones is void:
+        a tracker that can takes it back."""
+
+    def close(self) -> None: ...
+
+
+# Opens a tracker: on the run of this id, or with None on a new one.
+Opener = Callable[[str | None], Tracker]
+
+
+def enabled(config: Config) -> Iterator[tuple[str, Opener]]:
+    """The trackers that are switched on, by name. Their libraries are imported when they are opened, not before. Raises `ServiceError`
+    naming the extra of a library that is missing."""
+    logger = config.logger
+    if logger.tensorboard_enabled:
+        _require("tensorboard", "tensorboard")
+        yield "tensorboard", lambda run_id: TensorBoard(config)
+    if logger.wandb_enabled:
+        _require("wandb", "wandb")
+        yield "wandb", lambda run_id: WeightsAndBiases(config, run_id)
+    if logger.mlflow_enabled:
+        _require("mlflow", "mlflow", "sqlalchemy", "alembic")
+        yield "mlflow", lambda run_id: MLflowRun(config, run_id)
+
+
+def _require(tracker: str, *modules: str) -> None:
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ServiceError(
+            f"logger.{tracker}_enabled is true, but {', '.join(missing)} is not installed: pip install 'headrace[{tracker}]', or set "
+            f"logger.{tracker}_enabled=false"
+        )
+
+
+class TensorBoard:
+    """The event files of one folder, which is the run's name; `purge_step` hides what a rewind made void."""
+
+    def __init__(self, config: Config) -> None:
+        self.run_id = config.logger.tensorboard.log_dir or str(config.log_folder / "tensorboard")
+        self._parameters = {
+            key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+            for key, value in flat(parameters(config)).items()
+        }
+        self._open()
+
+    def write(self, entries: Sequence[TrackerEntry], rewound_to: int | None) -> None:
+        from matplotlib.image import imread
+
+        if rewound_to is not None:
+            self.close()
+            self._open(rewound_to)
+        for entry in entries:
+            at = {"global_step": entry.step, "walltime": entry.time}
+            for name, value in entry.metrics.items():
+                self._writer.add_scalar(name, value, **at)
+            for name, text in entry.texts.items():
+                self._writer.add_text(name, text, **at)
+            for name, path in entry.pictures.items():
+                self._writer.add_image(name, imread(path), dataformats="HWC", **at)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _open(self, purge_step: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        self._writer = SummaryWriter(self.run_id, purge_step=purge_step)
+        file: Any = self._writer.file_writer  # there until `close`
+        # at step 0, which a rewind to the beginning hides; `add_hparams` would make a run of its own for them
+        for summary in hparams(self._parameters, {}):
+            file.add_summary(summary, 0)
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, resumed after every restart.
+
+    Steps of a run there never go back, so each entry is one of its own, and curves are drawn over the metric `step`. A step that was
+    trained again after a rewind is in it twice, the later value beside the earlier: the newest is the one that counts.
+    """
+
+    def __init__(self, config: Config, run_id: str | None) -> None:
+        import wandb
+
+        config.log_folder.mkdir(parents=True, exist_ok=True)
+        settings = config.logger.wandb
+        self.run_id = run_id or secrets.token_hex(4)
+        self._run = wandb.init(
+            project=settings.project,
+            entity=settings.entity,
+            name=settings.name or config.run_folder.name,
+            id=self.run_id,
+            resume="allow",
+            dir=str(config.log_folder),
+            config=parameters(config),
+            # what the trainer prints and runs is not the tracker's; an unreachable server must not hold up the trainer's exit
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                reinit="create_new",
+                init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 20)),
+            ),
+        )
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, entries: Sequence[TrackerEntry], rewound_to: int | None) -> None:
+        """Its own process has what is logged, and outlives this one until it has written it."""
+        import wandb
+
+        for entry in entries:
+            texts = {name: wandb.Html(f"<pre>{html.escape(text)}</pre>") for name, text in entry.texts.items()}
+            pictures = {name: wandb.Image(str(path)) for name, path in entry.pictures.items()}
+            self._run.log({**entry.metrics, **texts, **pictures, "step": entry.step}, step=entry.number)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflowRun:
+    """A run of MLflow, in a server's store or in a SQLite file beside the run; `run_id` None makes a new one, unless the configuration
+    names one.
+
+    Parameters there can't be changed, so they are those of the first start; the configuration of every start is kept as a file
+    (`config/<time>.json`). Of a step that was trained again after a rewind both values are kept, and the newest is shown.
+    """
+
+    def __init__(self, config: Config, run_id: str | None) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
+
+        settings, folder = config.logger.mlflow, config.log_folder.absolute()
+        store = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        files = settings.artifact_location
+        if store is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            store, files = f"sqlite:///{folder}/mlflow.db", files or str(folder / "mlflow")
+        # the registry of models is not used, and the small package has none for a database
+        self._client = MlflowClient(store, registry_uri=store if store.startswith("http") else folder.as_uri())
+        known = run_id or settings.run_id
+        if known is None:
+            experiment = self._client.get_experiment_by_name(settings.experiment_name)
+            place = (
+                experiment.experiment_id
+                if experiment
+                else self._client.create_experiment(settings.experiment_name, files)
+            )
+            run = self._client.create_run(place, run_name=settings.run_name or config.run_folder.name)
+            self.run_id: str = run.info.run_id
+            params = [
+                Param(_allowed(key), (value if isinstance(value, str) else json.dumps(value))[:MAX_PARAM_VAL_LENGTH])
+                for key, value in flat(parameters(config)).items()
+            ]
+            for batch in _batches(params, MAX_PARAMS_TAGS_PER_BATCH):
+                self._client.log_batch(self.run_id, params=batch)
+        else:
+            self.run_id = known
+            self._client.set_terminated(known, "RUNNING")
+        self._client.log_dict(self.run_id, parameters(config), f"config/{int(time.time())}.json")
+
+    def write(self, entries: Sequence[TrackerEntry], rewound_to: int | None) -> None:
+        from mlflow.entities import Metric
+        from mlflow.utils.validation import MAX_METRICS_PER_BATCH
+
+        metrics = [
+            Metric(_allowed(name), value, int(entry.time * 1000), entry.step)
+            for entry in entries
+            for name, value in entry.metrics.items()
+        ]
+        for batch in _batches(metrics, MAX_METRICS_PER_BATCH):
+            self._client.log_batch(self.run_id, metrics=batch)
+        for entry in entries:
+            for name, text in entry.texts.items():
+                self._client.log_text(self.run_id, text, f"{name}/step_{entry.step}.md")
+            for name, path in entry.pictures.items():
+                self._client.log_artifact(self.run_id, str(path), name)
+
+    def close(self) -> None:
+        self._client.set_terminated(self.run_id)
+
+
+def _batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    return [items[first : first + size] for first in range(0, len(items), size)]
+
+
+def _allowed(name: str) -> str:
+    """A name of a task or of an environment may have characters that MLflow does not take."""
+    return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name)
+
+
+def parameters(config: Config) -> dict[str, Any]:
+    """The whole configuration, without the passwords in addresses."""
+
+    def masked(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: masked(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [masked(inner) for inner in value]
+        return re.sub(r"(://[^/@\s:]*):[^/@\s]*@", r"\1:***@", value) if isinstance(value, str) else value
+
+    plain: dict[str, Any] = masked(config.model_dump(mode="json"))
+    return plain
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings and lists with dotted keys (`data.train.0.seed`)."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = dict(enumerate(value)) if isinstance(value, list) else value
+        if isinstance(inner, Mapping) and inner:
+            found |= flat({str(k): v for k, v in inner.items()}, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

@@ -1,0 +1,352 @@
+"""The collective that carries weights: a process group of its own, and a broadcast in which every step ends in time.
+
+Trainer (rank 0) and replica workers never touch torch's global process group. The trainer keeps a `RendezvousStore` open for
+as long as it runs, and each group of ranks meets there under an id of its own. `gloo` and `nccl` differ only in
+`_process_group`.
+
+Neither backend reliably notices a peer that died or hangs. So every blocking call runs on a thread, which the caller
+abandons at the deadline or as soon as the trainer closes the group; the thread itself ends by the timeout of its operation.
+A group in which a call failed is never used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ipaddress
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import BroadcastOptions
+
+from headrace.errors import ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
+from headrace.service import bind
+from headrace.weights.manifest import Manifest
+
+Backend = Literal["gloo", "nccl"]
+T = TypeVar("T")
+
+_GO, _OVER = "go", "over"
+_GROUP_LIFETIME = timedelta(days=365)
+_STORE_TIMEOUT = timedelta(seconds=30)
+
+
+class RendezvousStore:
+    """The trainer's TCPStore, where the ranks of every group find each other.
+
+    Raises `ServiceError` if the port is busy or the trainer can't reach the store under `host` itself.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        sock = bind(_listen_address(host), port, "weight_channel.port")
+        self.port: int = sock.getsockname()[1]
+        try:
+            self._store = dist.TCPStore(
+                host,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=sock.detach(),
+                timeout=_STORE_TIMEOUT,
+            )
+        except RuntimeError as error:
+            raise ServiceError(
+                f"weight_channel.host: the trainer can't reach its own store at {host}:{self.port} ({_line(error)}); set it to "
+                "an address of this machine that replicas can reach"
+            ) from error
+
+    def connect(self) -> dist.TCPStore:
+        """A new connection to the store. Raises `WeightChannelError`."""
+        with _torch_errors("connecting to the store"):
+            return self._store.clone()  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupRank:
+    """One rank's place in a group. Rank 0 sends; the others receive. `device` holds the tensors."""
+
+    group_id: str
+    backend: Backend
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+class Channel:
+    """A group that this process has joined. Any failure closes it; a closed channel raises `WeightChannelAborted`.
+
+    Not safe for concurrent use, except that any thread may call `close` to end a running call.
+    """
+
+    def __init__(self, membership: GroupRank, store: dist.TCPStore) -> None:
+        self.membership = membership
+        self._store = dist.PrefixStore(membership.group_id, store)
+        # a connection is locked while it waits, so the signal that ends a wait needs another one
+        with _torch_errors("connecting to the store"):
+            self._control = dist.PrefixStore(membership.group_id, store.clone())  # type: ignore[attr-defined]
+        self._group: Any = None
+        self._running: Future[Any] = Future()
+        self._threads: list[threading.Thread] = []
+        self._closed = threading.Event()
+
+    @classmethod
+    def lead(
+        cls, membership: GroupRank, store: RendezvousStore, deadline: float, opened: Callable[[Channel], None]
+    ) -> Channel:
+        """Rank 0: wait for every other rank, then join. `opened` gets the channel first, so that it can be closed meanwhile.
+
+        `deadline` is on the clock of `time.monotonic`. Raises `WeightChannelError`.
+        """
+        channel = cls(membership, store.connect())
+        opened(channel)
+        with channel._closing_on_failure():
+            others = [f"ready/{rank}" for rank in range(1, membership.world_size)]
+            channel._in_time("members to join", deadline, lambda: channel._await_keys(others, deadline))
+            with _torch_errors("starting the group"):
+                channel._store.set("go", _GO)
+            channel._form(deadline)
+        return channel
+
+    @classmethod
+    def follow(cls, membership: GroupRank, deadline: float) -> Channel:
+        """A rank above 0: report to the trainer, wait for its start signal, then join. Raises `WeightChannelError`."""
+        seconds = timedelta(seconds=_left(deadline, "connecting"))
+        try:
+            store = dist.TCPStore(membership.host, membership.port, is_master=False, timeout=seconds)
+            channel = cls(membership, store)
+            channel._store.set(f"ready/{membership.rank}", "")
+        except (RuntimeError, OSError) as error:
+            raise WeightChannelTimeout(
+                f"the trainer's store {membership.host}:{membership.port} can't be reached ({_line(error)}); "
+                "set weight_channel.host to an address of the trainer that replicas can reach"
+            ) from error
+        with channel._closing_on_failure():
+            go = channel._in_time("the trainer's start signal", deadline, lambda: channel._await_keys(["go"], deadline))
+            if go != _GO.encode():
+                raise WeightChannelAborted("the trainer gave the group up before it was complete")
+            channel._watch()
+            channel._form(deadline)
+        return channel
+
+    def broadcast(self, tensor: torch.Tensor, deadline: float) -> None:
+        """Copy rank 0's `tensor` (contiguous, on this rank's device) into that of every other rank. Blocks until it is there.
+
+        Raises `WeightChannelTimeout` at `deadline`, `WeightChannelAborted` once `close` was called here or by rank 0.
+        """
+        with self._closing_on_failure():
+            if tensor.is_cuda:  # the call runs on another thread, whose stream does not wait for this one's
+                torch.cuda.current_stream(tensor.device).synchronize()
+            options = BroadcastOptions()
+            options.rootRank = 0
+            options.timeout = timedelta(seconds=_left(deadline, "broadcast"))
+            self._in_time("a broadcast", deadline, lambda: self._broadcast(tensor.view(-1), options))
+
+    def close(self) -> None:
+        """Leave the group; when rank 0 leaves, the group ends for all at once. Idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        with contextlib.suppress(InvalidStateError):
+            self._running.set_exception(WeightChannelAborted("the group is over"))
+        if self.membership.rank == 0:
+            # members that have not joined yet wait for "go", those that have watch "over", and our own call for members
+            self._control.set("go", _OVER)
+            self._control.set("over", _OVER)
+            for rank in range(1, self.membership.world_size):
+                self._control.set(f"ready/{rank}", _OVER)
+        group, self._group = self._group, None
+        if group is not None and self.membership.backend == "nccl":
+            group.abort()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for abandoned calls that still run on their threads; False if one did not end. Call it before the process ends:
+        a thread that returns from torch's code while the interpreter shuts down takes the process down with SIGABRT."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _form(self, deadline: float) -> None:
+        seconds = _left(deadline, "joining the group")
+        self._group = self._in_time("peers to connect", deadline, lambda: self._process_group(seconds))
+
+    def _process_group(self, seconds: float) -> Any:
+        m = self.membership
+        if m.backend == "gloo":
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(m.host, m.port))]
+            options._timeout = timedelta(seconds=seconds)
+            return dist.ProcessGroupGloo(self._store, m.rank, m.world_size, options)
+        torch.cuda.set_device(m.device)
+        nccl = dist.ProcessGroupNCCL.Options()
+        # deadlines are this module's: torch's own watchdog would end the whole process at its timeout
+        nccl._timeout = _GROUP_LIFETIME
+        with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+            return dist.ProcessGroupNCCL(self._store, m.rank, m.world_size, nccl)
+
+    def _broadcast(self, tensor: torch.Tensor, options: BroadcastOptions) -> None:
+        group = self._group
+        if group is None:
+            raise WeightChannelAborted("the group is over")
+        group.broadcast([tensor], options).wait()
+        if tensor.is_cuda:  # for nccl, wait() only orders streams
+            torch.cuda.synchronize(tensor.device)
+
+    def _await_keys(self, keys: list[str], deadline: float) -> bytes:
+        if keys:
+            self._store.wait(keys, timedelta(seconds=_left(deadline, "waiting in the store")))
+        return self._store.get(keys[0]) if keys else b""
+
+    def _watch(self) -> None:
+        """End a running call as soon as rank 0 closes the group or is gone, on a connection of its own."""
+
+        def watch() -> None:
+            # whatever ends this wait (the key, a lost connection), the group is over
+            with contextlib.suppress(RuntimeError):
+                self._control.wait(["over"], _GROUP_LIFETIME)
+            self.close()
+
+        threading.Thread(target=watch, name="weight-channel-watch", daemon=True).start()
+
+    def _in_time(self, what: str, deadline: float, call: Callable[[], T]) -> T:
+        """Run a blocking call on a thread; abandon it at `deadline` or when the channel is closed."""
+        future: Future[T] = Future()
+        self._running = future
+        if self._closed.is_set():
+            raise WeightChannelAborted("the group is over")
+
+        def run() -> None:
+            try:
+                result = call()
+            except Exception as error:  # noqa: BLE001 - handed to the caller
+                with contextlib.suppress(InvalidStateError):
+                    future.set_exception(error)
+            else:
+                with contextlib.suppress(InvalidStateError):
+                    future.set_result(result)
+
+        thread = threading.Thread(target=run, name="weight-channel-call", daemon=True)
+        thread.start()
+        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+        try:
+            return future.result(timeout=_left(deadline, what))
+        except TimeoutError as error:
+            raise WeightChannelTimeout(f"waiting for {what} passed its deadline; a peer died or hangs") from error
+        except (RuntimeError, OSError) as error:  # torch's DistError family, and an address that can't be resolved
+            if time.monotonic() >= deadline:
+                raise WeightChannelTimeout(f"waiting for {what} passed its deadline ({_line(error)})") from error
+            raise WeightChannelError(f"waiting for {what} failed: {_line(error)}") from error
+
+    @contextlib.contextmanager
+    def _closing_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+
+def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch.Tensor]], deadline: float) -> None:
+    """Rank 0: broadcast `source`, whose items must be the manifest's in its order, bucket by bucket.
+
+    `source` is always run to its end, even after a failure: producing a tensor may be a collective of the trainer's ranks,
+    and a rank that stopped half-way would leave the others waiting. Raises `WeightChannelError`, and `ValueError` if `source`
+    does not yield what the manifest announces.
+    """
+    stream = iter(source)
+    try:
+        with channel._closing_on_failure():
+            plan = manifest.buckets()
+            # one buffer for all buckets: touching fresh memory costs as much as sending it
+            size = max(bucket.nbytes for bucket in plan)
+            buffer = torch.empty(size, dtype=torch.uint8, device=channel.membership.device)
+            for bucket in plan:
+                flat = buffer[: bucket.nbytes]
+                offset = 0
+                for spec in bucket.tensors:
+                    name, tensor = next(stream, ("the end", torch.empty(0)))
+                    found = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+                    if found != (spec.name, spec.dtype, spec.shape):
+                        raise ValueError(f"the manifest announces {spec}, the source gave {found}")
+                    part = flat[offset : offset + spec.nbytes].view(tensor.dtype)
+                    part.copy_(tensor.detach().reshape(-1))
+                    offset += spec.nbytes
+                channel.broadcast(flat, deadline)
+    finally:
+        surplus = sum(1 for _ in stream)
+    if surplus:
+        channel.close()
+        raise ValueError(f"the source gave {surplus} tensors more than the manifest announces")
+
+
+def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """A rank above 0: the manifest's tensors, a bucket at a time, each bucket in memory of its own that the caller may keep.
+
+    Raises `WeightChannelError`.
+    """
+    for bucket in manifest.buckets():
+        flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=channel.membership.device)
+        channel.broadcast(flat, deadline)
+        values = flat.view(getattr(torch, bucket.dtype))
+        parts = values.split([spec.numel for spec in bucket.tensors])
+        yield [(spec.name, part.view(spec.shape)) for spec, part in zip(bucket.tensors, parts, strict=True)]
+
+
+def _left(deadline: float, what: str) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise WeightChannelTimeout(f"{what}: the deadline has passed")
+    return left
+
+
+def _listen_address(host: str) -> str:
+    """`host` if it is a loopback address, else all interfaces: it may be a name that this machine doesn't know as its own."""
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return host
+    return "127.0.0.1" if host == "localhost" else "0.0.0.0"
+
+
+def _own_address(host: str, port: int) -> str:
+    """This machine's address on the route to the store, which peers on that network can reach."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as sock:
+        sock.connect(address)  # a datagram socket: chooses the interface, sends nothing
+        own: str = sock.getsockname()[0]
+    return own
+
+
+@contextlib.contextmanager
+def _torch_errors(what: str) -> Iterator[None]:
+    """Raise what torch raises (`RuntimeError`, its DistError family included) as `WeightChannelError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise WeightChannelError(f"{what} failed: {_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,327 @@
+"""However trajectories are packed, log-probabilities and gradients are those of each trajectory alone."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from headrace.errors import ServiceError
+from headrace.trajectory import Trajectory
+from headrace_services.trainer.network.packing import PackedRows, Packing, Rows, pack, plan
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
+from tests.integration.trainer.learner_cases import token_ids
+from tests.integration.trainer.policy_cases import MODES, SIZES, factors, groups, own_tokens, settings, weights_of
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    torch.manual_seed(0)
+    made = {
+        "qwen2": Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+        "llama": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+        "mistral": MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)),
+        "qwen3_next": Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES, num_experts=2, num_experts_per_tok=1)),
+    }
+    folders = {}
+    for name, model in made.items():
+        folders[name] = tmp_path_factory.mktemp("models") / name
+        model.save_pretrained(folders[name])
+    return folders
+
+
+def by_trajectory(values: Tensor, order: Sequence[int], trajectories: Sequence[Trajectory]) -> dict[int, Tensor]:
+    """Values [N] of a micro-batch's policy tokens, cut into those of each trajectory, by its place."""
+    parts = values.split([own_tokens(trajectories[i]) for i in order])
+    return dict(zip(order, parts, strict=True))
+
+
+def run(
+    model: Path, mode: dict[str, Any], trajectories: Sequence[Trajectory], warper: LogitsWarper
+) -> tuple[list[np.ndarray], dict[str, Tensor], int]:
+    """Log-probabilities of each trajectory, the gradient of a random sum of them in float64, and the places that were computed."""
+    chosen = settings(model, mode)
+    policy = PolicyModel(chosen)
+    policy.model.double()
+    packing = Packing.of(chosen.policy, training=True)
+    found: list[np.ndarray] = [np.empty(0)] * len(trajectories)
+    places = 0
+    for rows in plan(trajectories, packing):
+        packed = pack(trajectories, rows, packing)
+        places += packed.input_ids.numel()
+        values = policy.forward(packed, warper).logprobs
+        weighted = torch.where(values.isneginf(), 0.0, values) * factors(weights_of(trajectories), packed.order)
+        weighted.sum().backward()
+        for i, own in by_trajectory(values.detach(), packed.order, trajectories).items():
+            found[i] = own.numpy()
+    gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+    return found, gradients, places
+
+
+def alone(model: Path, trajectories: Sequence[Trajectory]) -> tuple[list[np.ndarray], dict[str, Tensor]]:
+    """The same by transformers alone: each trajectory whole in a batch of its own, with all its logits."""
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    found = []
+    for one, weights in zip(trajectories, weights_of(trajectories), strict=True):
+        ids = torch.from_numpy(token_ids(one))
+        logp = plain(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+        own = logp[one.prompt_token_ids.size - 1 :][torch.from_numpy(one.loss_mask).bool()]
+        (own * torch.from_numpy(weights)).sum().backward()
+        found.append(own.detach().numpy())
+    return found, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_packing_gives_each_trajectory_s_own_log_probabilities_and_gradients(
+    models: dict[str, Path], name: str, mode: str
+) -> None:
+    trajectories = groups()
+    expected, gradients = alone(models[name], trajectories)
+    found, own, _ = run(models[name], MODES[mode], trajectories, LogitsWarper())
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+    assert own.keys() == gradients.keys()
+    for key in gradients:
+        torch.testing.assert_close(own[key], gradients[key], atol=1e-5, rtol=1e-5, msg=key)
+
+
+def test_packing_computes_fewer_places_than_padding(models: dict[str, Path]) -> None:
+    places = {
+        mode: run(models["qwen2"], MODES[mode], groups(), LogitsWarper())[2] for mode in ("padded", "packed", "shared")
+    }
+    assert places["packed"] < places["padded"]
+    assert places["shared"] < places["padded"]
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "packed", "shared", "shared-dynamic", "shared-packed"])
+def test_no_trajectory_sees_padding_or_another_trajectory(models: dict[str, Path], mode: str) -> None:
+    """Poison: every token of all but one trajectory, and the padding, is replaced; that one's values stay as they are, to the bit."""
+    trajectories = groups()
+    chosen = settings(models["qwen2"], MODES[mode])
+    policy, packing = PolicyModel(chosen), Packing.of(chosen.policy, training=True)
+    for rows in plan(trajectories, packing):
+        packed = pack(trajectories, rows, packing)
+        with torch.no_grad():
+            before = by_trajectory(policy.forward(packed, LogitsWarper()).logprobs, packed.order, trajectories)
+            for i in packed.order:
+                values = policy.forward(poison_all_but(packed, rows, i), LogitsWarper()).logprobs
+                poisoned = by_trajectory(values, packed.order, trajectories)
+                assert torch.equal(poisoned[i], before[i]), (mode, i)
+
+
+def poison_all_but(packed: PackedRows, rows: Rows, kept: int) -> PackedRows:
+    ids = (packed.input_ids + 7) % 20
+    for r, row in enumerate(rows):
+        for t, tree in enumerate(row):
+            for b, i in enumerate(tree, start=1):
+                if i == kept:
+                    mine = (packed.tree[r] == t) & ((packed.branch[r] == 0) | (packed.branch[r] == b))
+                    ids[r, mine] = packed.input_ids[r, mine]
+    return dataclasses.replace(packed, input_ids=ids)
+
+
+@pytest.mark.parametrize("mode", ["packed", "packed-first-fit"])
+def test_packed_rows_keep_a_sliding_window(models: dict[str, Path], mode: str) -> None:
+    trajectories = groups()
+    expected, _ = alone(models["mistral"], trajectories)
+    found, _, _ = run(models["mistral"], MODES[mode], trajectories, LogitsWarper())
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+@pytest.mark.parametrize("mode", ["packed", "shared", "shared-packed"])
+def test_masks_over_whole_rows_give_the_same(models: dict[str, Path], mode: str) -> None:
+    """What a GPU without flex attention computes."""
+    trajectories = groups()
+    chosen = settings(models["qwen2"], MODES[mode])
+    policy, packing = PolicyModel(chosen), Packing.of(chosen.policy, training=True)
+    for rows in plan(trajectories, packing):
+        packed = pack(trajectories, rows, packing)
+        with torch.no_grad():
+            by_tree = policy.forward(packed, LogitsWarper()).logprobs
+            policy.model.set_attn_implementation("sdpa")
+            by_mask = policy.forward(packed, LogitsWarper()).logprobs
+            policy.model.set_attn_implementation("headrace_trees")
+        torch.testing.assert_close(by_tree, by_mask, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_that_does_not_pass_the_trees_on_is_an_error(models: dict[str, Path]) -> None:
+    policy = PolicyModel(settings(models["qwen2"], MODES["packed"]))
+    with pytest.raises(ServiceError, match=r"can't be computed tree by tree; set policy\.share_prompts and"):
+        policy.model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "says"),
+    [
+        ("mistral", "shared", r"policy\.share_prompts true: MistralForCausalLM has layers of sliding_attention"),
+        ("qwen3_next", "shared", r"policy\.share_prompts true: Qwen3NextForCausalLM carries a state"),
+        ("qwen3_next", "packed", r"policy\.sequence_packing\.enabled true: Qwen3NextForCausalLM carries a state"),
+    ],
+)
+def test_a_model_that_would_mix_trajectories_is_refused(
+    models: dict[str, Path], name: str, mode: str, says: str
+) -> None:
+    with pytest.raises(ServiceError, match=says):
+        PolicyModel(settings(models[name], MODES[mode]))
+
+
+def test_logits_of_a_chunk_alone_are_held(models: dict[str, Path]) -> None:
+    """In the forward and in the backward pass."""
+    chosen = settings(models["llama"], {"logprob_chunk_size": 6})
+    policy, packing = PolicyModel(chosen), Packing.of(chosen.policy, training=True)
+    trajectories = groups()
+    held = []
+
+    def hold(tensor: Tensor) -> Tensor:
+        held.append(tuple(tensor.shape))
+        return tensor
+
+    projected = []
+    policy.model.lm_head.register_forward_hook(lambda *hook: projected.append(hook[2].shape[:-1].numel()))
+    packed = pack(trajectories, plan(trajectories, packing)[0], packing)
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        values = policy.forward(packed, LogitsWarper()).logprobs
+    chunks = len(projected)
+    values.sum().backward()
+    assert len(values) > 6
+    assert max(projected) == 6
+    assert len(projected) == 2 * chunks  # each computed again, alone
+    assert not [shape for shape in held if shape[-1:] == (20,) and shape[0] != 20]
+
+
+def naive_filter(logits: np.ndarray, top_k: int | None, top_p: float) -> np.ndarray:
+    """Ids that may be sampled: the largest `top_k`, and of them, largest first, until their probability is `top_p`."""
+    order = np.argsort(-logits)[:top_k]
+    share = np.exp(logits[order] - logits[order].max())
+    reached = np.cumsum(share / share.sum())
+    return order[: int(np.searchsorted(reached, top_p - 1e-12)) + 1]
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize(
+    "warper", [LogitsWarper(0.7, top_k=6), LogitsWarper(1.0, top_p=0.7), LogitsWarper(1.5, top_k=9, top_p=0.9)], ids=str
+)
+def test_filtered_values_and_gradients_are_those_of_the_formula(
+    models: dict[str, Path], warper: LogitsWarper, chunk: int | None
+) -> None:
+    """log p of a token among those that may be sampled; -inf for one that may not."""
+    trajectories = groups()
+    found, own, _ = run(models["llama"], {"logprob_chunk_size": chunk}, trajectories, warper)
+    plain = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float64).eval()
+    outside = 0
+    for one, weights, ours in zip(trajectories, weights_of(trajectories), found, strict=True):
+        ids = torch.from_numpy(token_ids(one))
+        logits = plain(input_ids=ids[None]).logits[0] / warper.temperature
+        places = one.prompt_token_ids.size + np.flatnonzero(one.loss_mask)
+        for place, weight, value in zip(places, weights, ours, strict=True):
+            x, target = logits[place - 1], int(ids[place])
+            among = naive_filter(x.detach().numpy(), warper.top_k, warper.top_p)
+            if target not in among:
+                outside += 1
+                assert value == -np.inf
+                continue
+            expected = x[target] - x[torch.from_numpy(among)].logsumexp(0)
+            assert value == pytest.approx(expected.item(), abs=2e-6)
+            (expected * weight).backward(retain_graph=True)
+    assert outside > 3
+    for key, parameter in plain.named_parameters():
+        torch.testing.assert_close(own[key], parameter.grad, atol=1e-5, rtol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_entropy_is_that_of_the_distribution_sampled_from(models: dict[str, Path], precision: str) -> None:
+    chosen = settings(models["llama"], {"logprob_chunk_size": 6, "precision": precision})
+    policy, packing = PolicyModel(chosen), Packing.of(chosen.policy, training=True)
+    trajectories = groups()
+    packed = pack(trajectories, plan(trajectories, packing)[0], packing)
+    hidden = []
+    policy.model.lm_head.register_forward_hook(lambda *hook: hidden.append(hook[2][0].double()))
+    with torch.no_grad():
+        found = policy.forward(packed, LogitsWarper(0.7, top_k=5), entropy=True)
+    logits = torch.cat(hidden) / 0.7
+    top = logits.topk(5).values.log_softmax(-1)
+    torch.testing.assert_close(found.entropy.double(), -(top.exp() * top).sum(-1), atol=1e-5, rtol=0)
+    assert found.unfiltered is not None
+    assert policy.forward(packed, LogitsWarper(0.7)).entropy is None
+
+
+@pytest.mark.parametrize(("recompute", "forwards"), [(False, 1), (True, 2)])
+def test_activation_checkpointing_runs_each_layer_again(
+    models: dict[str, Path], recompute: bool, forwards: int
+) -> None:
+    chosen = settings(models["llama"], {"activation_checkpointing": recompute})
+    policy, packing = PolicyModel(chosen), Packing.of(chosen.policy, training=True)
+    runs = []
+    policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    trajectories = groups()
+    packed = pack(trajectories, plan(trajectories, packing)[0], packing)
+    policy.forward(packed, LogitsWarper()).logprobs.sum().backward()
+    assert len(runs) == forwards
+    assert not policy.model.training
+
+
+@pytest.mark.slow
+def test_two_ranks_with_micro_batches_of_their_own_give_the_gradient_of_all(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Under FSDP2, with a tied head, in every packing; one rank has more micro-batches, chunks and trees than the other."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.integration.trainer.policy_ranks", str(models["qwen2"]), str(tmp_path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    _, expected = alone(models["qwen2"], groups())
+    for mode in MODES:
+        gradients = torch.load(tmp_path / f"{mode}.pt")
+        assert gradients.keys() == expected.keys()
+        for key, theirs in expected.items():
+            torch.testing.assert_close(
+                gradients[key].double(),
+                theirs,
+                atol=1e-3,
+                rtol=1e-4,
+                msg=lambda m, key=key, mode=mode: f"{mode} {key}: {m}",
+            )
+
+
+def test_bfloat16_multiplies_in_bfloat16_in_shared_packed_rows_too(models: dict[str, Path]) -> None:
+    trajectories = groups()
+    values = {}
+    for precision in ("float32", "bfloat16"):
+        chosen = settings(models["llama"], {**MODES["all"], "precision": precision})
+        policy, packing = PolicyModel(chosen), Packing.of(chosen.policy, training=True)
+        packed = pack(trajectories, plan(trajectories, packing)[0], packing)
+        values[precision] = policy.forward(packed, LogitsWarper()).logprobs
+        values[precision].sum().backward()
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.model.parameters())
+    difference = (values["bfloat16"] - values["float32"]).abs()
+    assert values["bfloat16"].dtype == torch.float32
+    assert 0 < difference.max() < 0.5
+    assert difference.mean() < 0.05

@@ -1,0 +1,143 @@
+"""A trainer as a process, with one fault injected. Arguments: the configuration as JSON, the fault (`none`, or `name:version`).
+
+Each fault is SIGKILL at one point: after `reserve` has answered, between the last file of a checkpoint and its rename, between its
+publication and `commit`, in the middle of a broadcast of weights, on rank 1 before it reads its share of a step, after a part of a
+refill, and between a refill and the word that it is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.config import Config
+from headrace.errors import HeadraceError
+from headrace.replay import ReplayClient, Reservation
+from headrace.service import die_with_parent
+from headrace.trajectory import Group
+from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
+from headrace_services.trainer.control.context import Dependencies
+from headrace_services.trainer.control.weight_sender import WeightSender
+from headrace_services.trainer.main import main
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DyingReplay(ReplayClient):
+    after_reserve = before_commit = -1
+
+    async def reserve(self, step: int, timeline: str) -> Any:
+        reply = await super().reserve(step, timeline)
+        if isinstance(reply, Reservation) and step == self.after_reserve:
+            die()
+        return reply
+
+    async def commit(self, version: int, timeline: str) -> None:
+        if version == self.before_commit:
+            die()
+        await super().commit(version, timeline)
+
+
+class DyingRefill(ReplayClient):
+    async def enqueue(self, groups: Sequence[Group], timeline: str, refill: bool = False) -> int:
+        if not refill:
+            return await super().enqueue(groups, timeline)
+        await super().enqueue(groups[:1], timeline, refill=True)
+        die()
+        return 0
+
+
+class DyingAfterRefill(ReplayClient):
+    async def refilled(self, timeline: str) -> None:
+        die()
+
+
+class DyingReader(ReplayClient):
+    async def read(self, keys: Sequence[str]) -> Any:
+        if os.environ["RANK"] == "1":
+            die()
+        return await super().read(keys)
+
+
+class DyingCheckpoints(Checkpoints):
+    version = -1
+
+    def publish(
+        self, state: CheckpointState, ledger: Mapping[int, Sequence[str]], keep: Any = (), files: Any = None
+    ) -> Path:
+        if state.version == self.version:
+            die()
+        return super().publish(state, ledger, keep, files)
+
+
+@dataclasses.dataclass
+class DyingSource:
+    source: Any
+
+    def metadata(self) -> Any:
+        return self.source.metadata()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(self.source):
+            if number == 3:
+                die()
+            yield item
+
+
+class DyingSender(WeightSender):
+    version = -1
+
+    async def refit(self, version: int, timeline: str, source: Any, probe_ids: Any, probe_logprobs: Any) -> Any:
+        source = DyingSource(source) if version == self.version else source
+        return await super().refit(version, timeline, source, probe_ids, probe_logprobs)
+
+
+def dependencies(fault: str, version: int) -> Dependencies:
+    if fault == "after_reserve":
+        return Dependencies(replay=type("Replay", (DyingReplay,), {"after_reserve": version}).connect)
+    if fault == "before_commit":
+        return Dependencies(replay=type("Replay", (DyingReplay,), {"before_commit": version}).connect)
+    if fault == "in_refill":
+        return Dependencies(replay=DyingRefill.connect)
+    if fault == "before_refilled":
+        return Dependencies(replay=DyingAfterRefill.connect)
+    if fault == "rank_1_reads":
+        return Dependencies(replay=DyingReader.connect)
+    if fault == "in_checkpoint":
+        dying = type("Dying", (DyingCheckpoints,), {"version": version})
+        return Dependencies(checkpoints=lambda config: dying(config.checkpoint_folder, config.checkpointing))
+    if fault == "in_refit":
+        return Dependencies(sender=type("Sender", (DyingSender,), {"version": version}))
+    return Dependencies()
+
+
+def run(settings: str, fault: str) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    name, _, at = fault.partition(":")
+    try:
+        main(Config.model_validate_json(settings), dependencies(name, int(at or -1)))
+    except HeadraceError as error:
+        sys.exit(f"error: {error}")
+
+
+def run_forked(settings: str, fault: str, log: str) -> None:
+    """In a process forked from one that has everything imported."""
+    die_with_parent(signal.SIGKILL)
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    run(settings, fault)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], sys.argv[2])

@@ -1,0 +1,101 @@
+"""Services that start in a moment, for tests of what runs services: `headrace trainer` or `headrace rollout` is one of these instead.
+
+`headrace SERVICE` finds a service by its entry point; `instead_of` puts others first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Config
+from headrace.errors import ReplayUnavailable
+from headrace.replay import ReplayClient
+from headrace.replay.connection import open_redis
+from headrace.service import EXIT_STOPPED, stop_on_signals
+
+ROOT = Path(__file__).parents[2]
+
+
+def instead_of(folder: Path, **services: str) -> dict[str, str]:
+    """The environment of a process whose `headrace NAME` runs the function here of the name given, through a distribution in `folder`."""
+    info = folder / "light_services-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: light-services\nVersion: 1\n")
+    points = [f"{name} = {__name__}:{function}\n" for name, function in services.items()]
+    (info / "entry_points.txt").write_text("".join(["[headrace.services]\n", *points]))
+    path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def idle_reward(config: Config) -> None:
+    """Says that it is ready, and scores nothing."""
+
+    class Ready(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    with ThreadingHTTPServer((config.reward.host, config.reward.http_port), Ready) as server:
+        server.serve_forever()
+
+
+def talking_trainer(config: Config) -> None:
+    """Tells the buffer of a step every tenth of a second, and trains nothing."""
+
+    async def train() -> None:
+        stop = stop_on_signals()
+        async with contextlib.aclosing(ReplayClient(open_redis(config.redis_url), str(config.run.id))) as replay:
+            for step in range(config.algorithm.max_num_steps):
+                await replay.publish_metrics("train", step, {"reward": 0.5})
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), 0.1)
+                    sys.exit(EXIT_STOPPED)
+
+    asyncio.run(train())
+
+
+def idle_rollout(config: Config) -> None:
+    """Waits, and leaves behind a child of its own, an engine that hangs: to end it is left to what runs the service."""
+
+    async def wait() -> None:
+        stop = stop_on_signals()
+        subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])  # noqa: ASYNC220
+        await stop.wait()
+
+    asyncio.run(wait())
+
+
+def small_rollout(config: Config) -> None:
+    """A replica that takes part in everything, with transformers in place of vLLM."""
+    asyncio.run(_generate(config))
+
+
+class _OfThisProcess(ReplayClient):
+    """Registers a replica with what the command line shows of one."""
+
+    async def register(self, replica: str, info: Mapping[str, Any]) -> None:
+        await super().register(replica, {**info, "pid": os.getpid(), "url": "http://127.0.0.1:1"})
+
+
+async def _generate(config: Config) -> None:
+    from tests.support.small_replica import SmallReplica
+
+    stop = asyncio.create_task(stop_on_signals().wait())
+    async with contextlib.aclosing(_OfThisProcess(open_redis(config.redis_url), str(config.run.id))) as replay:
+        replica = SmallReplica(replay, Path(config.policy.model_name))
+        while not stop.done():
+            running = asyncio.create_task(replica.run())
+            await asyncio.wait([stop, running], return_when=asyncio.FIRST_COMPLETED)
+            running.cancel()
+            # a buffer that is away comes back; anything else ends the process
+            with contextlib.suppress(asyncio.CancelledError, ReplayUnavailable):
+                await running
+        await replay.deregister(replica.id)

@@ -1,0 +1,103 @@
+"""A replica as a process: a real vLLM engine, the buffer's client and the receiver. Does what the lines of its standard input ask for.
+
+Argument, as JSON: config, redis_url, arguments (merged into vLLM's). A line is `{"join": {"run_id": …, "replica": …}}`, which
+leaves the run it was in, or `{"generate": {"ids": …, "max_tokens": …}}`. Writes one JSON line for each event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+from headrace.config import Config
+from headrace.replay import Epoch, ReplayClient
+from headrace.service import die_with_parent
+from headrace_services.rollout.engine import running_engine
+from headrace_services.rollout.weight_receiver import WeightReceiver
+
+
+def say(**fields: object) -> None:
+    sys.__stdout__.write(json.dumps(fields) + "\n")
+    sys.__stdout__.flush()
+
+
+async def generate(engine: Any, ids: list[int], max_tokens: int) -> None:
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=1.0, logprobs=0, ignore_eos=True)
+    announced = False
+    async for output in engine.generate(tokens_input(ids), params, f"request-{id(params)}"):
+        if not announced:
+            announced = True
+            say(event="generating")
+        if output.finished:
+            done = output.outputs[0]
+            say(
+                event="generated",
+                ids=list(done.token_ids),
+                logprobs=[row[token].logprob for row, token in zip(done.logprobs, done.token_ids, strict=True)],
+                spans=[[span.version, span.start, span.end] for span in done.weight_versions],
+            )
+
+
+async def take_part_in(config: Config, engine: Any, redis_url: str, run_id: str, replica: str) -> None:
+    """In the refits of a run, until cancelled."""
+    replay = await ReplayClient.connect(redis_url, run_id)
+    try:
+        await replay.register(replica, {"device": "cpu"})
+        say(event="joined")
+        await follow_epochs(replay, WeightReceiver(config, engine, replay, replica), engine, replica)
+    finally:
+        await replay.aclose()
+
+
+async def follow_epochs(replay: ReplayClient, receiver: WeightReceiver, engine: Any, replica: str) -> None:
+    seen: tuple[str, str] | None = None
+    running: asyncio.Task[None] | None = None
+
+    async def take_part(epoch: Epoch) -> None:
+        healthy = await receiver.take_part(epoch)
+        say(event="refit", version=epoch.version, healthy=healthy, paused=await engine.is_paused())
+
+    while True:
+        reply = await replay.heartbeat(replica, [])
+        epoch = reply.epoch
+        idle = running is None or running.done()
+        if epoch is not None and idle and replica in epoch.members and (epoch.id, epoch.state) != seen:
+            seen = (epoch.id, epoch.state)
+            if epoch.state == "announced":
+                await receiver.acknowledge(epoch)
+            elif epoch.state == "transfer":
+                running = asyncio.create_task(take_part(epoch))
+        await asyncio.sleep(0.05)
+
+
+async def serve(spec: dict[str, Any], config: Config, engine: Any) -> None:
+    member: asyncio.Task[None] | None = None
+    tasks = []
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        asked = json.loads(line)
+        if "generate" in asked:
+            tasks.append(asyncio.create_task(generate(engine, **asked["generate"])))
+            continue
+        if member is not None:
+            member.cancel()
+            await asyncio.wait([member])
+        member = asyncio.create_task(take_part_in(config, engine, spec["redis_url"], **asked["join"]))
+    if member is not None:
+        member.cancel()
+
+
+def main() -> None:
+    die_with_parent()
+    spec = json.loads(sys.argv[1])
+    config = Config.model_validate(spec["config"])
+    with running_engine(config, spec["arguments"]) as engine:
+        asyncio.run(serve(spec, config, engine))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""A hub and environments for tests: real gRPC, real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace import Sample, rpc
+from headrace.config import Config
+from headrace.trajectory import Score
+from headrace.v1 import reward_pb2, reward_pb2_grpc
+from headrace.wire import sample_to_wire, score_from_wire
+from headrace_services.reward.main import Running, running
+
+WAIT_S = 60.0
+
+
+class Hub:
+    """A running hub, as a caller sees it."""
+
+    def __init__(self, service: Running, channel: Any) -> None:
+        self.port, self.http_port = service.port, service.http_port
+        self.channel = channel
+        self.stub = reward_pb2_grpc.RewardServiceStub(channel)
+
+    async def score(self, samples: Sequence[Sample], timeout_s: float = WAIT_S) -> list[Score]:
+        request = reward_pb2.ScoreRequest(trajectories=[sample_to_wire(sample) for sample in samples])
+        response = await self.stub.Score(request, timeout=timeout_s)
+        return [score_from_wire(result) for result in response.results]
+
+    async def environments(self) -> dict[str, Any]:
+        answer = await self.stub.ListEnvironments(reward_pb2.ListEnvironmentsRequest(), timeout=WAIT_S)
+        return {environment.name: environment for environment in answer.environments}
+
+
+@contextlib.asynccontextmanager
+async def start_hub(env: dict[str, Any], **reward: Any) -> AsyncIterator[Hub]:
+    config = Config.model_validate({"env": env, "reward": {"port": 0, **reward}})
+    async with running(config) as service, rpc.channel(f"127.0.0.1:{service.port}") as channel:
+        yield Hub(service, channel)
+
+
+class Process:
+    """A user's environment in a process of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+        self.process, self.port = process, port
+        self.target = f"127.0.0.1:{port}"
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+
+    async def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return await asyncio.wait_for(self.process.wait(), WAIT_S)
+
+
+@contextlib.asynccontextmanager
+async def start_environment(path: Path, port: int = 0) -> AsyncIterator[Process]:
+    """Starts a Python file that serves an environment and logs where; ends it by SIGKILL if the test did not."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, path, "--port", str(port), stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        yield Process(process, await asyncio.wait_for(_logged_port(process), WAIT_S))
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def _logged_port(process: asyncio.subprocess.Process) -> int:
+    assert process.stderr is not None
+    lines = []
+    while line := (await process.stderr.readline()).decode():
+        lines.append(line)
+        if "listens on" in line:
+            return int(line.rsplit(":", 1)[1])
+    raise AssertionError(f"the environment ended: {''.join(lines)}")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return when `condition` holds; give up after a minute."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110  # what happens in another process sets no event
+            await asyncio.sleep(0.01)

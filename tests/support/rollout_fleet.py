@@ -1,0 +1,192 @@
+"""Replicas as processes, and a trainer that only sends weights: what the tests of the service share."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import yaml
+
+from headrace.config import Config
+from headrace.replay import ReplayClient, Replica, Reservation
+from headrace.trajectory import Group, Sampling, Score, Trajectory
+from headrace_services.trainer.control.weight_sender import RefitReport, WeightSender
+from tests.support.source_model import SourceModel, Weights
+
+PATIENCE_S = 240.0  # for an engine to start, or a long completion to end, on a busy machine
+PROMPT = (3, 7, 8, 15, 9, 6, 4)
+
+
+async def eventually(look: Callable[[], Awaitable[Any]], within_s: float = PATIENCE_S) -> Any:
+    """The first true answer of `look`."""
+    async with asyncio.timeout(within_s):
+        while not (answer := await look()):  # noqa: ASYNC110  # what is looked at tells nobody
+            await asyncio.sleep(0.02)
+        return answer
+
+
+class Policy(SourceModel):
+    """Remembers what each version was."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.versions: dict[int, Weights] = {}
+
+    def keep(self, version: int) -> None:
+        self.versions[version] = self.weights()
+
+    def logprobs_of(self, ids: np.ndarray, version: int) -> np.ndarray:
+        """[len - 1] log-probabilities of tokens 1.. under the weights of `version`."""
+        return self.logprobs(ids, self.versions[version])
+
+    def difference(self, it: Trajectory, version: int) -> float:
+        """Largest |log-probability difference| of the completion's tokens to those under `version`."""
+        ids = np.concatenate([it.prompt_token_ids, it.completion_token_ids])
+        return float(np.abs(self.logprobs_of(ids, version)[it.prompt_token_ids.size - 1 :] - it.logprobs).max())
+
+    def difference_by_span(self, it: Trajectory) -> float:
+        """Largest |log-probability difference| of the completion's tokens to those under the weights that their spans name."""
+        ids = np.concatenate([it.prompt_token_ids, it.completion_token_ids])
+        start = it.prompt_token_ids.size - 1
+        return max(
+            float(
+                np.abs(
+                    self.logprobs_of(ids, span.version)[start + span.start : start + span.end]
+                    - it.logprobs[span.start : span.end]
+                ).max()
+            )
+            for span in it.spans
+        )
+
+
+class Process:
+    """`headrace rollout` as its user starts it."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], name: str) -> None:
+        file = folder / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(config))
+        self.log = folder / f"{name}.log"
+        with self.log.open("w") as log:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "headrace.cli", "rollout", "--config", str(file)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        self.replica = ""
+        self.http = httpx.AsyncClient(timeout=60)
+
+    async def joined(self, replay: ReplayClient) -> Process:
+        """Wait until it is in the fleet."""
+
+        async def look() -> Replica | None:
+            assert self.popen.poll() is None, self.log.read_text()[-4000:]
+            return next((r for r in await replay.replicas() if r.info.get("pid") == self.popen.pid), None)
+
+        it = await eventually(look)
+        self.replica = it.id
+        self.http = httpx.AsyncClient(base_url=it.info["url"], timeout=60)
+        return self
+
+    async def metric(self, sample: str) -> float:
+        page = (await self.http.get("/metrics", follow_redirects=True)).text
+        values = [float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(f"{sample} ")]
+        return values[0] if values else 0.0
+
+    async def generating(self) -> bool:
+        return await self.metric("headrace_rollout_requests_running") > 0
+
+    def children(self) -> list[int]:
+        pids = [self.popen.pid]
+        for pid in pids:
+            pids += [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return pids[1:]
+
+    async def ended(self) -> int:
+        return await asyncio.to_thread(self.popen.wait, 60)
+
+    async def stop(self) -> None:
+        await self.http.aclose()
+        if self.popen.poll() is None:
+            self.popen.terminate()
+            try:
+                await self.ended()
+            except subprocess.TimeoutExpired:
+                self.popen.kill()
+                await self.ended()
+
+
+class Fleet:
+    def __init__(self, folder: Path, settings: dict[str, Any], replay: ReplayClient, policy: Policy) -> None:
+        self.folder, self.settings, self.replay, self.policy = folder, settings, replay, policy
+        self.timeline = "timeline-0"
+        self.sender = WeightSender(Config.model_validate(settings), replay)
+        self.processes: list[Process] = []
+        self.orders = 0
+
+    async def start(self, **grpo: Any) -> Process:
+        config = {**self.settings, "grpo": {**self.settings["grpo"], **grpo}}
+        process = Process(self.folder, config, f"rollout-{len(self.processes)}")
+        self.processes.append(process)
+        return await process.joined(self.replay)
+
+    async def refit(self, version: int, wrong_by: float = 0.0) -> RefitReport:
+        """Send the policy as it is, as `version`; the proof asked for is off by `wrong_by` nats."""
+        self.policy.keep(version)
+        probe = self.policy.logprobs(self.policy.probe_ids) - np.float32(wrong_by)
+        return await self.sender.refit(version, self.timeline, self.policy, self.policy.probe_ids, probe)
+
+    async def enqueue(self, *, long: bool = False, n: int = 2, prompt: tuple[int, ...] = PROMPT) -> str:
+        """A group; `long`: greedy, which keeps clear of the end token, up to 1900 tokens."""
+        group = Group(
+            id=f"e0-train-{self.orders}",
+            lane="train",
+            order=self.orders,
+            task_name="arithmetic",
+            env_name="math",
+            messages=(),
+            prompt_token_ids=np.array(prompt, dtype=np.int32),
+            extra_env_info={},
+            dataset_index=self.orders,
+            n=n,
+            sampling=Sampling(temperature=0.0, max_new_tokens=1900) if long else Sampling(1.0, 24),
+        )
+        self.orders += 1
+        assert await self.replay.enqueue([group], self.timeline) == 1
+        return group.id
+
+    async def train_step(self) -> None:
+        """Score what was pushed and reserve the next step, so that the buffer takes tokens of one version more."""
+        while jobs := await self.replay.take_scoring("scorer", 64):
+            for job in jobs:
+                await self.replay.score(job, Score("SCORED", 1.0))
+        step = (await self.replay.state()).next_step
+        assert isinstance(await self.replay.reserve(step, self.timeline), Reservation)
+
+    async def group(self, group_id: str, *states: str) -> dict[str, Any]:
+        """The group once it is in one of `states`."""
+
+        async def look() -> dict[str, Any] | None:
+            it = await self.replay.group(group_id)
+            return it if it is not None and it["state"] in states else None
+
+        return await eventually(look)
+
+    async def pushed(self, group_id: str, n: int = 2) -> list[Trajectory]:
+        """The trajectories of a group, once all are there."""
+        await self.group(group_id, "scoring")
+        found = [await self.replay.trajectory(group_id, index) for index in range(n)]
+        return [pair[0] for pair in found if pair is not None]
+
+    async def aclose(self) -> None:
+        for process in self.processes:
+            await process.stop()
+        await self.sender.aclose()
+        await self.replay.aclose()

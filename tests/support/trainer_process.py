@@ -1,0 +1,148 @@
+"""Trainers of one run as processes, and the laws in what they leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import multiprocessing
+import os
+import sys
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config import Config
+from headrace.lineage import FOLDER, LineageFiles, timeline_of
+from headrace.replay import ReplayClient
+from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
+from headrace_services.trainer.telemetry.journal import Journal, Line, surviving
+from headrace_services.trainer.telemetry.samples import SampleFiles
+from tests.support import dying_trainer
+from tests.support.small_replica import repeated
+
+STEPS, PROMPTS = 4, 2
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["headrace_services.trainer.main", "transformers.models.qwen2.modeling_qwen2"])
+
+
+class Trainer:
+    """Starts trainers of one run, one after the other; what they say goes to a file.
+
+    A trainer is forked from a process that has torch and transformers imported, which takes it most of its start.
+    """
+
+    def __init__(self, settings: dict[str, Any], log: Path) -> None:
+        self.settings, self.log = settings, log
+        self.processes: list[BaseProcess] = []
+
+    @property
+    def config(self) -> Config:
+        return Config.model_validate(self.settings)
+
+    def start(self, fault: str = "none") -> BaseProcess:
+        arguments = (json.dumps(self.settings), fault, str(self.log))
+        process = FORKS.Process(target=dying_trainer.run_forked, args=arguments, daemon=True)
+        process.start()
+        self.processes.append(process)
+        return process
+
+    async def run(self, fault: str = "none") -> int | None:
+        return await ended(self.start(fault))
+
+    async def run_ranks(self, ranks: int, fault: str = "none") -> int:
+        """Under torchrun."""
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+        arguments = (dying_trainer.__file__, json.dumps(self.settings), fault)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        with self.log.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *torchrun, *arguments, stdout=log, stderr=log, env=environment
+            )
+        try:
+            return await process.wait()
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def journal(self) -> list[Line]:
+        return Journal(self.config.run_folder / "metrics.jsonl").read()
+
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.config.checkpoint_folder, self.config.checkpointing)
+
+
+async def ended(process: BaseProcess) -> int | None:
+    await asyncio.to_thread(process.join)
+    return process.exitcode
+
+
+def check_history(trainer: Trainer, steps: int = STEPS) -> list[str]:
+    """Laws 1, 2 and 5 in what the surviving weights were made of: every step once, every group once, no age above the bound.
+    Returns the groups in the order they were trained."""
+    lines = surviving(trainer.journal())
+    train = [line for line in lines if line.kind == "train"]
+    assert [line.step for line in train] == list(range(steps)), trainer.said()
+    assert all(line.metrics["max_trajectory_age"] <= trainer.config.algorithm.max_age for line in train)
+    checkpoints = trainer.checkpoints()
+    ledger: dict[int, list[str]] = {}
+    for version in checkpoints.published():
+        part = checkpoints.ledger(version)
+        assert not ledger.keys() & part.keys()
+        ledger |= part
+    assert sorted(ledger) == list(range(steps))
+    groups = [group for step in sorted(ledger) for group in ledger[step]]
+    assert repeated(groups) == []
+    assert len(groups) == steps * PROMPTS
+    state = checkpoints.state(checkpoints.newest() or 0)
+    assert state.version == steps
+    assert len(Ledger.decode(checkpoints.file(state.version, TRAINED)).trained) == len(groups)
+    check_lineage(trainer, ledger, {line.step: line.timeline for line in train})
+    return groups
+
+
+def check_lineage(trainer: Trainer, ledger: dict[int, list[str]], timelines: dict[int, str]) -> None:
+    """Every trajectory that the surviving weights were trained on says where it comes from, in the words of the other records."""
+    files = LineageFiles(trainer.config.checkpoint_folder / FOLDER)
+    assert [step for step, _ in files.files()] == sorted(ledger)
+    changes = files.timelines()
+    for step, groups in ledger.items():
+        trained = files.read(step)
+        assert [group.group for group in trained] == groups
+        for group in trained:
+            assert (group.step, group.timeline) == (step, timelines[step])
+            assert [origin.index for origin in group.trajectories] == [0, 1]
+            for origin in group.trajectories:
+                assert origin.reward is not None
+                (written,) = origin.ranges
+                assert (written.start, written.end) == (0, origin.tokens)
+                assert written.timeline == timelines.get(written.version - 1) == timeline_of(changes, written.version)
+
+
+def check_samples(files: SampleFiles, journal: list[Line]) -> None:
+    """Every step and validation left its trajectories, and they say what the metrics say."""
+    for line in journal:
+        records = files.read("train" if line.kind == "train" else "val", line.step)
+        rewards = [record["rewards"] for record in records]
+        assert sum(rewards) / len(rewards) == pytest.approx(
+            line.metrics["reward" if line.kind == "train" else "accuracy"]
+        )
+        if line.kind == "train":
+            pairs = [
+                (gen, start)
+                for record in records
+                for gen, start in zip(record["generation_logprobs"], record["prev_logprobs"], strict=True)
+            ]
+            error = sum(math.exp(abs(gen - start)) for gen, start in pairs) / len(pairs)
+            assert error == pytest.approx(line.metrics["token_mult_prob_error"], abs=1e-4)
+            assert len(pairs) == sum(len(record["advantages"]) for record in records)
+
+
+async def settled(replay: ReplayClient) -> dict[str, int]:
+    return {state: count for state, count in (await replay.state()).counts.items() if count}

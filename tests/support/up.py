@@ -1,0 +1,48 @@
+"""`headrace up` as a person starts it, its output in a file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.support.processes import descendants, eventually, gone
+
+
+class Up:
+    """One `headrace up`. `config`: a file; `arguments`: what changes it; `output`: where its lines go."""
+
+    def __init__(self, config: Path, *arguments: str, output: Path, environ: Mapping[str, str] = os.environ) -> None:
+        self._output = output
+        with output.open("wb") as out:
+            command = [sys.executable, "-m", "headrace.cli", "up", str(config), *arguments]
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env={**environ, "OMP_NUM_THREADS": "1"})
+
+    def said(self) -> str:
+        return self._output.read_text()
+
+    def wait_for(self, line: str) -> None:
+        def said() -> bool:
+            assert self.process.poll() is None or line in self.said(), self.said()
+            return line in self.said()
+
+        eventually(said, within_s=200)
+
+    def ends(self) -> int:
+        return self.process.wait(timeout=280)
+
+    def started(self) -> dict[int, str]:
+        """The processes of the run, without the supervisor: command lines by id."""
+        return descendants(self.process.pid)
+
+    def pid_of(self, *words: str) -> int:
+        return next(pid for pid, command in self.started().items() if all(word in command for word in words))
+
+    def stop(self, signum: int) -> list[str]:
+        """End it by a signal; returns the command lines of processes of the run that are still there a minute later."""
+        started = self.started()
+        self.process.send_signal(signum)
+        self.process.wait(timeout=120)
+        return [command for pid, command in started.items() if not gone(pid)]

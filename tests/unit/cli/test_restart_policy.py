@@ -1,0 +1,54 @@
+"""The restart policy."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from headrace.cli.supervisor import Finished, GiveUp, Restart, RestartPolicy
+from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, EXIT_STOPPED, EXIT_USER_ERROR
+
+POLICY = RestartPolicy(limit=3, window_s=100.0, first_delay_s=1.0, longest_delay_s=3.0)
+
+
+def decide(
+    code: int, *, ends_run: bool = False, was_ready: bool = True, restarts: tuple[float, ...] = (), now: float = 1000.0
+):  # type: ignore[no-untyped-def]
+    return POLICY.decide(code, ends_run=ends_run, was_ready=was_ready, restarts=restarts, now=now)
+
+
+def test_a_clean_end_of_the_trainer_ends_the_run() -> None:
+    assert decide(0, ends_run=True) == Finished()
+
+
+def test_a_clean_end_of_any_other_service_is_a_restart() -> None:
+    assert decide(0) == Restart(1.0, "exit code 0")
+
+
+@pytest.mark.parametrize("code", [-signal.SIGKILL, EXIT_INTERNAL_ERROR, EXIT_STOPPED, 2, 139])
+@pytest.mark.parametrize("ends_run", [True, False])
+def test_a_crash_is_a_restart(code: int, ends_run: bool) -> None:
+    assert isinstance(decide(code, ends_run=ends_run, was_ready=False), Restart)
+
+
+def test_an_error_that_the_user_must_fix_is_never_restarted() -> None:
+    assert decide(EXIT_USER_ERROR) == GiveUp("exit code 1")
+
+
+def test_a_lost_buffer_may_come_back_but_one_that_never_was_does_not() -> None:
+    assert isinstance(decide(EXIT_BUFFER_UNAVAILABLE, was_ready=True), Restart)
+    assert isinstance(decide(EXIT_BUFFER_UNAVAILABLE, was_ready=False), GiveUp)
+
+
+def test_delays_double_up_to_the_longest() -> None:
+    delays = [decide(-9, restarts=tuple(1000.0 - n for n in range(count))).delay_s for count in range(3)]
+    assert delays == [1.0, 2.0, 3.0]
+
+
+def test_restarts_are_bounded_within_the_window() -> None:
+    assert decide(-9, restarts=(990.0, 995.0, 999.0)) == GiveUp("killed by signal 9, after 3 restarts within 100 s")
+
+
+def test_restarts_before_the_window_are_forgotten() -> None:
+    assert decide(-9, restarts=(1.0, 2.0, 900.0, 999.0)) == Restart(2.0, "killed by signal 9")

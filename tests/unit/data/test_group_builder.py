@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.config import Config
+from headrace.errors import ConfigError
+from headrace.trajectory import Group
+from headrace_services.trainer.data import GroupBuilder, Problem
+from headrace_services.trainer.demo_models import tiny
+
+PROBLEM = Problem(7, ({"role": "user", "content": "47+85"},), {"answer": "132"}, "math", "arithmetic")
+
+
+def builder(tokenizer: Any = None, **sections: Any) -> GroupBuilder:
+    config = Config.model_validate({"policy": {"generation": {"max_new_tokens": 6}}, **sections})
+    return GroupBuilder(config, tokenizer or tiny.make_tokenizer())
+
+
+def test_a_group_asks_in_the_models_own_words() -> None:
+    group = builder(grpo={"num_generations_per_prompt": 4}).train_group(PROBLEM, order=19, epoch=1)
+    tokenizer = tiny.make_tokenizer()
+    assert tokenizer.decode(group.prompt_token_ids) == "<user>47+85<asst>"
+    assert (group.id, group.lane, group.order, group.n, group.dataset_index) == ("e1-train-7", "train", 19, 4, 7)
+    assert (group.env_name, group.task_name) == ("math", "arithmetic")
+    assert group.extra_env_info == {"answer": "132"}
+    assert group.sampling.stop_token_ids == (tokenizer.eos_token_id,)
+    assert (group.sampling.temperature, group.sampling.max_new_tokens) == (1.0, 6)
+    assert Group.decode(group.encode()).sampling == group.sampling
+
+
+def test_validation_asks_once_at_its_own_temperature() -> None:
+    generation = {"max_new_tokens": 6, "temperature": 0.7, "val_temperature": 0}
+    made = builder(policy={"generation": generation})
+    group = made.validation_group(PROBLEM, version=3, position=2)
+    assert (group.lane, group.n, group.order, group.sampling.temperature) == ("validation", 1, 2, 0)
+    assert group.id != made.validation_group(PROBLEM, version=4, position=2).id
+    assert made.train_group(PROBLEM, 0, 0).sampling.temperature == 0.7
+    several = builder(grpo={"val_num_generations_per_prompt": 4})
+    assert several.validation_group(PROBLEM, version=3, position=2).n == 4
+    unset = builder(policy={"generation": {"max_new_tokens": 6, "temperature": 0.7}})
+    assert unset.validation_group(PROBLEM, 3, 2).sampling.temperature == 0.7
+
+
+@pytest.mark.parametrize(
+    ("keys", "train", "validation"),
+    [
+        ({}, (None, 1.0), (None, 1.0)),
+        ({"top_k": -1, "val_top_p": 0.5}, (None, 1.0), (None, 0.5)),
+        ({"top_k": 20, "top_p": 0.9}, (20, 0.9), (20, 0.9)),
+        ({"top_k": 20, "top_p": 0.9, "val_top_k": -1, "val_top_p": 1.0}, (20, 0.9), (None, 1.0)),
+        ({"top_k": 20, "val_top_k": 3}, (20, 1.0), (3, 1.0)),
+    ],
+)
+def test_both_lanes_filter_as_configured(keys: dict[str, Any], train: Any, validation: Any) -> None:
+    made = builder(policy={"generation": {"max_new_tokens": 6, **keys}})
+    found = [made.train_group(PROBLEM, 0, 0), made.validation_group(PROBLEM, 3, 2)]
+    assert [(g.sampling.top_k, g.sampling.top_p) for g in found] == [train, validation]
+    assert [Group.decode(g.encode()).sampling for g in found] == [g.sampling for g in found]
+
+
+def test_stops_join_the_tokenizers_end_and_the_configured() -> None:
+    generation = {"max_new_tokens": 6, "stop_token_ids": [9, 1], "stop_strings": ["="]}
+    sampling = builder(policy={"generation": generation}).train_group(PROBLEM, 0, 0).sampling
+    assert sampling.stop_token_ids == (1, 9)
+    assert sampling.stop_strings == ("=",)
+
+
+def test_a_tokenizer_without_an_end_token_adds_no_stop() -> None:
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.eos_token = None
+    assert builder(tokenizer).train_group(PROBLEM, 0, 0).sampling.stop_token_ids == ()
+
+
+def test_a_prompt_that_fits_exactly_is_taken() -> None:
+    policy = {"max_total_sequence_length": 13, "generation": {"max_new_tokens": 6}}
+    assert (
+        builder(policy=policy, data={"max_input_seq_length": 7}).train_group(PROBLEM, 0, 0).prompt_token_ids.size == 7
+    )
+
+
+@pytest.mark.parametrize(("context", "new"), [(13, 6), (12, 5), (8, 1), (600, 6)])
+def test_prompt_and_completion_end_with_the_context(context: int, new: int) -> None:
+    made = builder(policy={"max_total_sequence_length": context, "generation": {"max_new_tokens": 6}})
+    assert made.train_group(PROBLEM, 0, 0).sampling.max_new_tokens == new
+
+
+def test_a_prompt_that_fills_the_context_is_refused() -> None:
+    made = builder(policy={"max_total_sequence_length": 7, "generation": {"max_new_tokens": 6}})
+    with pytest.raises(
+        ConfigError,
+        match=r"prompt of arithmetic problem 7 has 7 tokens, and policy\.max_total_sequence_length 7 leaves no room",
+    ):
+        made.train_group(PROBLEM, 0, 0)
+
+
+def test_a_prompt_longer_than_the_limit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"problem 7 has 7 tokens, more than data\.max_input_seq_length 6"):
+        builder(data={"max_input_seq_length": 6}).validation_group(PROBLEM, 0, 0)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"no chat template; name one that has by policy\.tokenizer\.name"):
+        builder(tokenizer)

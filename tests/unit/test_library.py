@@ -1,0 +1,81 @@
+"""How the buffer's files of Lua are joined: each says which shared files it uses, and what it says is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace_services.replay.library import Library, LibraryError, built_in
+
+ARGS = """-- _args: arguments.
+
+local function name(value) return value end
+local MOST, LEAST = 2, 1
+"""
+RUN = """-- _run: the run.
+-- uses: _args
+
+local function load_run(keys) return name(keys[1]) end
+"""
+PUSH = """-- push: a call. It does not use what a comment names: load_other.
+-- ARGV     none
+-- uses: _args, _run
+
+-- MOST is not taken from anywhere in a comment, nor in 'load_run' or a field's name: {name = 1}, run.name
+register('hr_push', function(keys) return load_run(keys), MOST end)
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Callable[..., Library]:
+    def made(**texts: str) -> Library:
+        for file, text in {"_args": ARGS, "_run": RUN, "push": PUSH, **texts}.items():
+            (tmp_path / f"{file}.lua").write_text(text)
+        return Library(tmp_path)
+
+    return made
+
+
+def test_shared_files_come_before_those_that_use_them_and_transitions_last(library: Callable[..., Library]) -> None:
+    source = library(
+        _aaa="-- uses: _run\nlocal function early() return load_run({}) end\n", zip="-- uses: _aaa\nearly()\n"
+    )
+    text = source.source()
+    order = [
+        text.index(part) for part in (ARGS, RUN, "local function early", "do\n" + PUSH, "do\n-- uses: _aaa\nearly()")
+    ]
+    assert order == sorted(order)
+    assert text.startswith("#!lua name=headrace\n")
+    assert source.transitions == ["push", "zip"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ({"push": PUSH.replace("_args, _run", "_args, _run, _runs")}, "push.lua:3: uses _runs, but there is no _runs.lua"),
+        ({"push": PUSH.replace("_args, _run", "_args, _run, push")}, "push.lua:3: uses push, but there is no push.lua"),
+        ({"push": PUSH.replace("_args, _run", "_args")}, "push.lua:6: takes 'load_run' from _run, which its `uses` line does not name"),
+        ({"push": PUSH.replace("-- uses: _args, _run\n", "")}, "push.lua:5: takes 'load_run' from _run"),
+        ({"_run": RUN.replace("-- uses: _args\n", "")}, "_run.lua:3: takes 'name' from _args"),
+        ({"push": PUSH.replace(", MOST", "")}, "push.lua:3: uses _args, but takes no name from it"),
+        ({"_run": RUN + "local LOADED = early\n", "_aaa": "-- uses: _run\nlocal early = load_run\n"}, "takes 'early' from _aaa"),
+        (
+            {"_run": RUN.replace("_args", "_args, _aaa") + "local LOADED = early\n", "_aaa": "-- uses: _run\nlocal early = load_run\n"},
+            "_run.lua:2: a circle of shared files: _aaa -> _run -> _aaa",
+        ),
+        ({"_aaa": "local early = 1\n"}, "_aaa.lua:1: no file uses _aaa"),
+        ({"_aaa": "-- uses: _args\n\nlocal LEAST = 1\n"}, "_aaa.lua:3: 'LEAST' is defined in _args too"),
+    ],
+)  # fmt: skip
+def test_a_file_that_does_not_fit_is_refused_with_its_line(
+    library: Callable[..., Library], texts: dict[str, str], said: str
+) -> None:
+    with pytest.raises(LibraryError) as refused:
+        library(**texts)
+    assert said in str(refused.value)
+
+
+def test_the_buffers_own_files_fit() -> None:
+    assert {"push", "lease", "reserve", "score"} <= set(built_in().transitions)

@@ -1,0 +1,138 @@
+"""The page of a run's curves."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace_services.trainer.telemetry.journal import Kind, Line
+from headrace_services.trainer.telemetry.metric_names import unknown
+from headrace_services.trainer.telemetry.plots import CHARTS, POINTS, render_page, write_page
+
+POINT = re.compile(r'<use [^>]*x="([^"]+)" y="([^"]+)"[^>]*><title>([^<]+)</title>')
+FRAME = re.compile(r'<svg [^>]*viewBox="0 0 ([0-9.]+) ([0-9.]+)"')
+TICK = re.compile(r"<text [^>]*>([^<]+)</text>")
+
+
+def line(step: int, kind: Kind = "train", **metrics: float) -> Line:
+    return Line(kind, step, "t", 0.0, metrics)
+
+
+class Strict(HTMLParser):
+    """Every tag that needs it is closed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def parsed(page: str) -> Strict:
+    parser = Strict()
+    parser.feed(page)
+    assert parser.open == []
+    return parser
+
+
+def test_every_curve_is_of_a_metric_that_there_is() -> None:
+    assert unknown(curve.metric for chart in CHARTS for curve in chart.curves) == []
+
+
+def test_a_page_needs_nothing_from_elsewhere_and_shows_what_there_is() -> None:
+    lines = [line(step, reward=step / 10, token_mult_prob_error=1.001) for step in range(10)]
+    lines.append(line(9, "validation", accuracy=0.75))
+    page = render_page(lines, "run <b>")
+    parser = parsed(page)
+    assert not {"script", "img", "link", "iframe"} & set(parser.seen)
+    assert parser.addresses
+    assert all(address.startswith("#") for address in parser.addresses)
+    assert "://" not in re.sub(r'xmlns(:xlink)?="[^"]*"', "", page)
+    assert "run &lt;b&gt;" in page
+    assert parser.seen.count("section") == 2
+    assert [title for _, _, title in POINT.findall(page)] == [
+        *(f"step {step}: {step / 10:.4g}" for step in range(10)),
+        "step 9: 0.75",
+        *(f"step {step}: 1.001" for step in range(10)),
+    ]
+    assert "reward 0.900, accuracy 0.750 at version 9" in page
+
+
+def test_a_run_without_a_step_has_a_page() -> None:
+    page = render_page([], "run", refresh_s=5)
+    parsed(page)
+    assert "No step has been trained yet" in page
+    assert 'http-equiv="refresh" content="5"' in page
+
+
+def test_an_alarm_stands_above_the_curves() -> None:
+    assert "disagree" in render_page([line(3, reward=0.0, train_inference_alarm=1.0)], "run")
+    assert "disagree" not in render_page([line(3, reward=0.0, train_inference_alarm=0.0)], "run")
+
+
+def test_values_that_are_not_finite_are_left_out() -> None:
+    page = render_page([line(0, reward=math.nan, loss=1.0), line(1, reward=math.inf)], "run")
+    assert "<section>" not in page
+
+
+@pytest.mark.parametrize(("error", "drawn"), [(1.001, False), (1.04, True), (1.2, True)])
+def test_the_limit_is_drawn_where_values_come_near_it(error: float, drawn: bool) -> None:
+    page = render_page([line(step, reward=0.0, token_mult_prob_error=error) for step in range(3)], "run")
+    assert ("stroke-dasharray: 3" in page) is drawn
+
+
+def test_a_long_run_is_drawn_by_means() -> None:
+    page = render_page([line(step, reward=float(step % 2)) for step in range(10 * POINTS)], "run")
+    points = POINT.findall(page)
+    assert len(points) == POINTS
+    assert points[-1][2] == f"step {10 * POINTS - 1}: 0.5"
+
+
+@given(st.lists(st.floats(-1e38, 1e38), min_size=1, max_size=20))
+@settings(deadline=None, max_examples=30)
+def test_every_value_lies_within_the_frame(values: list[float]) -> None:
+    page = render_page([line(step, reward=value) for step, value in enumerate(values)], "run")
+    frame = FRAME.search(page)
+    assert frame is not None
+    points = POINT.findall(page)
+    assert len(points) == len(values)
+    for x, y, _ in points:
+        assert 0 <= float(x) <= float(frame[1])
+        assert 0 <= float(y) <= float(frame[2])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.0, 1.0, ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        (0.1, 0.9, ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        (5.0, 5.0, ["4.4", "4.6", "4.8", "5", "5.2", "5.4", "5.6"]),
+        (0.0, 0.0, ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+    ],
+)
+def test_ticks_are_round_numbers_around_the_values(low: float, high: float, ticks: list[str]) -> None:
+    page = render_page([line(3, reward=low), line(17, reward=high)], "run")
+    assert TICK.findall(page) == ["step 3", "17", *ticks]
+
+
+def test_a_page_is_written_whole(tmp_path: Path) -> None:
+    write_page([line(0, reward=0.5)], tmp_path / "curves.html", "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.html"]
