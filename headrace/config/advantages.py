@@ -37,14 +37,14 @@ class RewardScaling(Section):
 
 
 class RewardShaping(Section):
-    """What length costs a completion; formulae in `services/trainer/learning/advantages/rewards.py`. It comes after `reward_scaling`."""
+    """Penalties on long or truncated completions, applied after `reward_scaling`; formulae in `services/trainer/learning/rewards.py`."""
 
     enabled: bool = False
     overlong_buffer_length: int = Field(
         128, ge=1, description="tokens before max_response_length over which the penalty grows from 0 to the whole"
     )
     overlong_buffer_penalty: float = Field(
-        1.0, ge=0, description="what a completion of max_response_length or more tokens loses"
+        1.0, ge=0, description="subtracted from the reward of a completion of max_response_length or more tokens"
     )
     max_response_length: int | None = Field(
         None, ge=1, description="in tokens that the policy wrote; null takes policy.max_total_sequence_length"
@@ -66,11 +66,11 @@ class RewardShaping(Section):
 
 
 class AdvEstimator(Section):
-    """Formulae in `services/trainer/learning/advantages/estimators.py`."""
+    """How rewards become advantages; formulae in `services/trainer/learning/algorithms/`."""
 
     name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = Field(
         "grpo",
-        description="grpo: against the group; gdpo: each reward component against the group, then weighed together; "
+        description="grpo: relative to the group; gdpo: each reward component relative to the group, then their weighted sum; "
         "reinforce_plus_plus: whitened over the batch; opd: the teacher's log-probability minus the policy's",
     )
     normalize_rewards: bool | None = Field(None, description="grpo and gdpo; null takes grpo.normalize_rewards")
@@ -82,12 +82,13 @@ class AdvEstimator(Section):
     )
     minus_baseline: bool = Field(True, description="reinforce_plus_plus: subtract the group's mean reward")
     reward_weights: list[float] | None = Field(
-        None, description="gdpo: of each reward component, in alphabetical order of their names; null weighs all alike"
+        None,
+        description="gdpo: one weight per reward component, in alphabetical order of their names; null weights all alike",
     )
     kl_to_go: bool = Field(
         False,
-        description="reinforce_plus_plus with loss_fn.use_kl_in_reward: a token pays for the divergence from itself to the end, as in "
-        "the paper, not for its own alone",
+        description="reinforce_plus_plus with loss_fn.use_kl_in_reward: penalize a token by the divergence from itself to the end, as in "
+        "the paper, not only by its own",
     )
 
     @field_validator("name", mode="before")
@@ -116,7 +117,7 @@ class AdvEstimator(Section):
 
 
 class PPOAdvEstimator(Section):
-    """Formulae in `services/trainer/learning/advantages/estimators.py`."""
+    """How rewards become advantages; formulae in `services/trainer/learning/algorithms/ppo.py`."""
 
     name: Literal["gae", "raw_reward"] = Field(
         "gae",

@@ -11,7 +11,7 @@ class Wandb(Section):
     """Weights & Biases. Its own variables hold too: `WANDB_API_KEY`, `WANDB_BASE_URL`, and `WANDB_MODE=offline` for no network at all."""
 
     project: str = Field("headrace", min_length=1)
-    name: str | None = Field(None, description="what the run is called there; null takes run.id")
+    name: str | None = Field(None, description="name of the run there; null takes run.id")
     entity: str | None = Field(None, description="user or team; null takes the one that you are logged in as")
 
 
@@ -21,7 +21,7 @@ class Tensorboard(Section):
 
 class MLflow(Section):
     experiment_name: str = Field("headrace", min_length=1)
-    run_name: str | None = Field(None, description="what the run is called there; null takes run.id")
+    run_name: str | None = Field(None, description="name of the run there; null takes run.id")
     run_id: str | None = Field(None, description="go on with this run of MLflow's; null makes one and remembers it")
     tracking_uri: str | None = Field(
         None, description="server or store; null takes MLFLOW_TRACKING_URI, else a SQLite file <log_dir>/mlflow.db"
@@ -33,11 +33,11 @@ class MLflow(Section):
 
 
 class GPUMonitoring(Section):
-    collection_interval: float = Field(10.0, gt=0, description="seconds between two looks at the trainer's GPUs")
+    collection_interval: float = Field(10.0, gt=0, description="seconds between two samples of the trainer's GPUs")
 
 
 class TrainInferenceAlarm(Section):
-    """Limits past which trainer and inference engine are said to disagree on how likely the trained tokens are; null never does. They hold
+    """Limits beyond which the trainer warns that it and the inference engine disagree about log-probabilities; null never warns. They hold
     for data of the current weights, and widen with its mean age (docs/metrics.md)."""
 
     token_mult_prob_error: float | None = Field(1.05, gt=1)
@@ -45,7 +45,7 @@ class TrainInferenceAlarm(Section):
 
 
 class Logger(Section):
-    """`metrics.jsonl` in the run's folder is always written, and first; what is switched on here follows it."""
+    """`metrics.jsonl` in the run's folder is always written, and first; everything that is switched on here is made from it."""
 
     log_dir: str | None = Field(
         None,

@@ -11,7 +11,7 @@ from headrace.config.algorithm import Algorithm, Asynchrony
 
 
 class PPO(Algorithm):
-    """In the place of `grpo`: a file gives one of the two."""
+    """PPO with a value model, in place of `grpo`: a configuration has one of the two sections."""
 
     name: ClassVar[str] = "ppo"
 
