@@ -1,4 +1,4 @@
-"""Where prompts come from: problems, their order, and the groups made of them."""
+"""The source of prompts: problems, their order, and the groups made of them."""
 
 from services.trainer.data.problems import load_problems
 from services.trainer.data.prompts import GroupBuilder, PromptOrder, Prompts, RoundRobinOrder
