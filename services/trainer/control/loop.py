@@ -93,7 +93,7 @@ class Loop:
             if lost_writes(self._resumed, await self._call(self._replay.state), reserved):
                 raise ReplayUnavailable(
                     f"the buffer's server lost writes ({error}); start this trainer again: it resumes from its last checkpoint and "
-                    "makes them good"
+                    "restores the buffer"
                 ) from error
             raise
         finally:
