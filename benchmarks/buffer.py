@@ -14,8 +14,8 @@ import numpy as np
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.trajectory import Group, Sampling
-from services.replay import library
-from services.replay.embedded import EmbeddedServer
+from headrace_services.replay import library
+from headrace_services.replay.embedded import EmbeddedServer
 
 BYTES_A_TOKEN = 9  # id, log-probability, mask
 

@@ -31,8 +31,8 @@ from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.peer import free_port, peer_environment, peer_python, process, run
-from services.trainer.data import arithmetic
-from services.trainer.demo_models import tiny
+from headrace_services.trainer.data import arithmetic
+from headrace_services.trainer.demo_models import tiny
 
 HERE = Path(__file__).parent
 PROMPTS, GENERATIONS, TOKENS = 8, 8, 64

@@ -70,7 +70,7 @@ class Figures:
     calls: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
 
 
-class Replica:
+class SimulatedReplica:
     """One simulated rollout client."""
 
     def __init__(self, client: LightClient, slots: int) -> None:
@@ -92,11 +92,11 @@ class Fleet:
         self._run_id = f"fleet-{policy}-{secrets.token_hex(4)}"
         self._service = ReplayClient(open_redis(url), self._run_id)
         self._url, self._size, self._slots = url, args.replicas, args.slots
-        self._replicas: list[Replica] = []
+        self._replicas: list[SimulatedReplica] = []
         self._policy = policy
         self._under_way = asyncio.Semaphore(AT_A_TIME)
         self._random = random.Random(args.seed)
-        self._ends: list[tuple[float, int, float, Replica, Lease]] = []
+        self._ends: list[tuple[float, int, float, SimulatedReplica, Lease]] = []
         self._began_at = [0.0]  # when each version became the newest
         self._order = 0
         self._timeline = ""
@@ -108,7 +108,7 @@ class Fleet:
         self._timeline = (await self._service.open_run(bounds)).timeline
         for _ in range(self._size):
             client = await LightClient.open(self._service.redis, self._url, self._run_id)
-            self._replicas.append(Replica(client, self._slots))
+            self._replicas.append(SimulatedReplica(client, self._slots))
         await self._together(self._timed("register", r.client.register(r.id, {})) for r in self._replicas)
         await self._refit(0)
         # a thousand clients stay as they are: the collector need not look at them again and again
@@ -141,7 +141,7 @@ class Fleet:
 
     async def _turn(self) -> None:
         """Everything that replicas and scorer do within one window."""
-        done: dict[Replica, list[tuple[float, float, Lease]]] = defaultdict(list)
+        done: dict[SimulatedReplica, list[tuple[float, float, Lease]]] = defaultdict(list)
         while self._ends and self._ends[0][0] <= self.now:
             end, _, start, replica, lease = heapq.heappop(self._ends)
             done[replica].append((start, end, lease))
@@ -149,7 +149,7 @@ class Fleet:
         await self._score()
         await self._lease()
 
-    async def _push(self, replica: Replica, ended: Sequence[tuple[float, float, Lease]]) -> None:
+    async def _push(self, replica: SimulatedReplica, ended: Sequence[tuple[float, float, Lease]]) -> None:
         items = [
             (lease, self._trajectory(lease, i, start, end)) for start, end, lease in ended for i in range(GENERATIONS)
         ]
@@ -182,7 +182,7 @@ class Fleet:
             if not all(granted):
                 return
 
-    async def _lease_one(self, replica: Replica) -> int:
+    async def _lease_one(self, replica: SimulatedReplica) -> int:
         leases = await self._timed("lease", replica.client.lease(replica.id, replica.free))
         for lease in leases:
             takes = self._random.lognormvariate(math.log(MEAN_STEPS) - SIGMA**2 / 2, SIGMA)

@@ -37,7 +37,7 @@ from benchmarks.buffer import BYTES_A_TOKEN, fresh_server, group, limits, refit,
 from headrace.replay import Lease, ReplayClient, Reservation
 from headrace.replay.connection import open_redis
 from headrace.trajectory import Score, Span, Trajectory
-from services.replay import library
+from headrace_services.replay import library
 
 PROMPTS, GENERATIONS = 32, 8
 PIPELINE = 64

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from benchmarks.curves import dress, gather, kept, model_folder
 from headrace.config import Config, load
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.step import train_step
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.step import train_step
 from tests.support.sampling import Sampler, batch_of, held_out, problems
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic_tiny.yaml"

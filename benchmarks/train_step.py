@@ -35,8 +35,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from headrace.config import Config
 from headrace.trajectory import Span, Trajectory
-from services.trainer.network.packing import Packing, pack, plan
-from services.trainer.network.policy_model import LogitsWarper, PolicyModel
+from headrace_services.trainer.network.packing import Packing, pack, plan
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 
 DYNAMIC = {"dynamic_batching": {"enabled": True, "sequence_length_round": 8}}
 PACKED = {"sequence_packing": {"enabled": True, "sequence_length_round": 8}}
@@ -199,7 +199,7 @@ class _Memory:
 
 def _trajectories(args: argparse.Namespace, vocabulary: int) -> list[Trajectory]:
     rng = np.random.default_rng(0)
-    found = []
+    found: list[Trajectory] = []
     for _ in range(args.groups):
         prompt = rng.integers(0, vocabulary, args.prompt).astype(np.int32)
         for length in np.clip(rng.lognormal(np.log(args.completion / 4), 0.8, args.generations), 1, args.completion):

@@ -30,7 +30,7 @@ from rich.table import Table
 from benchmarks.curves import dress, model_folder
 from benchmarks.peer import free_port, peer_environment, peer_python, run
 from headrace.config import Config, load
-from services.trainer.data import PromptOrder, load_problems
+from headrace_services.trainer.data import PromptOrder, load_problems
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "arithmetic_tiny.yaml"

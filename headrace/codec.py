@@ -7,8 +7,6 @@ of unequal length raise `CodecError`, so that a malformed record never gets past
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any, Final, Generic, Literal, TypeVar, cast
 
 import msgspec
@@ -28,7 +26,6 @@ _DTYPES: dict[Any, np.dtype[Any]] = {Int32: np.dtype("<i4"), Float32: np.dtype("
 _WRITTEN = frozenset(_DTYPES.values())
 
 R = TypeVar("R", bound=msgspec.Struct)
-T = TypeVar("T")
 
 
 class Codec(Generic[R]):
@@ -100,54 +97,3 @@ def _schema_problem(data: bytes) -> str | None:
     if not isinstance(fields, dict) or "schema" not in fields or cast(Any, fields["schema"]) == SCHEMA:
         return None
     return f"schema {fields['schema']!r:.80}; this build reads schema {SCHEMA}"
-
-
-class Reader:
-    """Typed access to a decoded map; every error names the map, the field and the value found."""
-
-    def __init__(self, fields: Mapping[str, Any], what: str) -> None:
-        self.fields = fields
-        self.what = what
-
-    def _refuse(self, name: str, wanted: str) -> CodecError:
-        if name not in self.fields:
-            return CodecError(f"{self.what}: field {name!r} is missing")
-        return CodecError(f"{self.what}: field {name!r} is {self.fields[name]!r:.80}, not {wanted}")
-
-    def get(self, name: str, kind: type[T]) -> T:
-        value = self.fields.get(name)
-        # bool is an int to Python, and never what a numeric field means
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise self._refuse(name, f"a {kind.__name__}")
-        return value
-
-    def natural(self, name: str) -> int:
-        value = self.get(name, int)
-        if value < 0:
-            raise self._refuse(name, "a natural number")
-        return value
-
-    def number(self, name: str) -> float:
-        value = self.fields.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise self._refuse(name, "a finite number")
-        return float(value)
-
-    def choice(self, name: str, allowed: tuple[str, ...]) -> Any:
-        value = self.fields.get(name)
-        if value not in allowed:
-            raise self._refuse(name, f"one of {', '.join(allowed)}")
-        return value
-
-    def list_of(self, name: str, kind: type[T]) -> list[T]:
-        values = self.get(name, list)
-        if not all(isinstance(v, kind) and not isinstance(v, bool) for v in values):
-            raise self._refuse(name, f"a list of {kind.__name__}")
-        return values
-
-    def array(self, name: str, dtype: str) -> Any:
-        """An array field of this dtype, read-only."""
-        raw = self.get(name, bytes)
-        if len(raw) % np.dtype(dtype).itemsize:
-            raise self._refuse(name, f"whole elements of {dtype}")
-        return np.frombuffer(raw, dtype)

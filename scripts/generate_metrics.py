@@ -1,4 +1,4 @@
-"""Generate the tables of docs/metrics.md from `services.trainer.telemetry.metric_names`: `python scripts/generate_metrics.py [OUTPUT]`.
+"""Generate the tables of docs/metrics.md from the registry of metrics: `python scripts/generate_metrics.py [OUTPUT]`.
 
 The output is committed; a test generates it again and compares.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from services.trainer.telemetry.metric_names import CHAPTERS, Chapter, Metric
+from headrace_services.trainer.telemetry.metric_names import CHAPTERS, Chapter, Metric
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 

@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -13,8 +14,8 @@ from hypothesis import HealthCheck, settings
 
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from services.replay import library
-from services.replay.embedded import EmbeddedServer
+from headrace_services.replay import library
+from headrace_services.replay.embedded import EmbeddedServer
 from tests.support import requirements
 from tests.support.ports import free_port
 
@@ -37,7 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "nightly: only `make test-all` runs it (`--nightly`)")
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if hasattr(config, "workerinput"):  # one of the processes that share the tests
+        config.option.hypothesis_seed = config.workerinput["hypothesis_seed"]
         return
     unit = all(Path(each).resolve().is_relative_to(UNIT) for each in config.args)
     if not unit and (problem := requirements.missing()):
@@ -46,8 +48,13 @@ def pytest_configure(config: pytest.Config) -> None:
     given = os.environ.pop(SEED, None) or datetime.date.today().strftime("%Y%m%d")
     if not given.isdecimal():
         raise pytest.UsageError(f"{SEED}: {given!r} is not a whole number; give one, or unset it for today's date")
-    # an option reaches the processes that share the tests, and hypothesis' own plugin
     config.option.hypothesis_seed = config.getoption("hypothesis_seed", None) or given
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """xdist starts a process that shares the tests: it draws the same random cases."""
+    node.workerinput["hypothesis_seed"] = node.config.option.hypothesis_seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -134,7 +141,7 @@ def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _made_once(tmp_path_factory: pytest.TempPathFactory, name: str, *, warmup: bool) -> Path:
     """The model of a whole test run: of the processes that share its tests, one makes it and the others wait."""
-    from services.trainer.demo_models import tiny
+    from headrace_services.trainer.demo_models import tiny
 
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

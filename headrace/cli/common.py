@@ -41,7 +41,7 @@ def load_entry_point(group: str, name: str, extra: str) -> Callable[..., Any]:
         loaded: Callable[..., Any] = next(point for point in points if point.name == name).load()
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
-        if missing in ("", "headrace", "services"):  # our own: a bug, not a missing package
+        if missing in ("", "headrace", "headrace_services"):  # our own: a bug, not a missing package
             raise
         raise HeadraceError(
             f"{name} needs the package {missing!r}, which is not installed: pip install 'headrace[{extra}]'"

@@ -4,7 +4,7 @@ Precedence: command line > environment (`HEADRACE_GRPO__NUM_PROMPTS_PER_STEP`) >
 """
 
 from headrace.config.load import load
-from headrace.config.loss import LossFn, ValueLossFn
+from headrace.config.loss import LossConfig, ValueLossConfig
 from headrace.config.root import Config
 
-__all__ = ["Config", "LossFn", "ValueLossFn", "load"]
+__all__ = ["Config", "LossConfig", "ValueLossConfig", "load"]

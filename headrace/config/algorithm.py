@@ -1,4 +1,7 @@
-"""`grpo`, and what it shares with `ppo`: keys, meanings and defaults as users of NeMo RL know them."""
+"""What `grpo` and `ppo` share: batches, validation, asynchrony, and how rewards are scaled and shaped.
+
+Keys, meanings and defaults are those that users of NeMo RL know.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from headrace.config.advantages import AdvEstimator, PPOAdvEstimator, RewardScaling, RewardShaping
 from headrace.config.base import Section
 
+# the estimators of each algorithm
+ESTIMATORS = {"grpo": ("grpo", "gdpo", "reinforce_plus_plus", "opd"), "ppo": ("gae", "raw_reward")}
 
-class Asynchrony(Section):
+
+class AsyncConfig(Section):
     """How far generation may run ahead of training."""
 
     enabled: bool = Field(False, description="false is strict on-policy: age 0")
@@ -36,7 +41,7 @@ class Asynchrony(Section):
     )
 
     @model_validator(mode="after")
-    def _keys_agree(self) -> Asynchrony:
+    def _keys_agree(self) -> AsyncConfig:
         if self.ahead_steps is not None and self.staleness_policy == "ordered":
             raise ValueError(
                 f"ahead_steps {self.ahead_steps} with staleness_policy ordered, which never runs further ahead than "
@@ -54,7 +59,65 @@ class Asynchrony(Section):
         return self.max_trajectory_age_steps if self.enabled else 0
 
 
-class Algorithm(Section):
+class RewardScalingConfig(Section):
+    """`target_min + (clamp(r, source_min, source_max) - source_min) / (source_max - source_min) * (target_max - target_min)`"""
+
+    enabled: bool = False
+    source_min: float = 0.0
+    source_max: float = 1.0
+    target_min: float = 0.0
+    target_max: float = 1.0
+
+    @model_validator(mode="after")
+    def _ranges(self) -> RewardScalingConfig:
+        if self.source_min >= self.source_max:
+            raise ValueError(f"source_min {self.source_min} is not below source_max {self.source_max}")
+        if self.target_min == self.target_max:
+            raise ValueError(f"target_min and target_max are both {self.target_min}: every reward would be the same")
+        return self
+
+
+class RewardShapingConfig(Section):
+    """Penalties on long or truncated completions, applied after `reward_scaling`; formulae in `services/trainer/learning/rewards.py`."""
+
+    enabled: bool = False
+    overlong_buffer_length: int = Field(
+        128, ge=1, description="tokens before max_response_length over which the penalty grows from 0 to the whole"
+    )
+    overlong_buffer_penalty: float = Field(
+        1.0, ge=0, description="what a completion of max_response_length or more tokens loses"
+    )
+    max_response_length: int | None = Field(
+        None, ge=1, description="in tokens that the policy wrote; null takes policy.max_total_sequence_length"
+    )
+    stop_properly_penalty_coef: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="the reward of a completion that was cut off is multiplied by this; the overlong keys then do nothing",
+    )
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Keys with a value of their own that do nothing, because `stop_properly_penalty_coef` takes their place."""
+        if not self.enabled or self.stop_properly_penalty_coef is None:
+            return ()
+        overlong = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
+        return tuple(key for key in overlong if getattr(self, key) != type(self).model_fields[key].default)
+
+
+class AdvEstimatorConfig(Section):
+    """How rewards become advantages."""
+
+    name: str
+
+    @property
+    def takes_kl(self) -> bool:
+        """Whether tokens have rewards of their own, from which a KL penalty can be taken (`loss_fn.use_kl_in_reward`)."""
+        return False
+
+
+class AlgorithmConfig(Section):
     """What `grpo` and `ppo` share: which batches a step trains on, and when the run validates and ends."""
 
     name: ClassVar[str]  # of the section
@@ -90,9 +153,9 @@ class Algorithm(Section):
     batch_multiplier: float = Field(
         1.0, gt=0, description="with dynamic sampling: a generated batch is this times num_prompts_per_step groups"
     )
-    reward_scaling: RewardScaling = RewardScaling()
-    reward_shaping: RewardShaping = RewardShaping()
-    adv_estimator: AdvEstimator | PPOAdvEstimator
+    reward_scaling: RewardScalingConfig = RewardScalingConfig()
+    reward_shaping: RewardShapingConfig = RewardShapingConfig()
+    adv_estimator: AdvEstimatorConfig
     overlong_filtering: bool = Field(
         False,
         description="completions that were cut off at the length limit stay out of the loss, not out of the baseline",
@@ -110,7 +173,7 @@ class Algorithm(Section):
     seed: int = Field(42, ge=0, description="order of prompts, initial states, sampling")
 
     @model_validator(mode="after")
-    def _dynamic_sampling_agrees(self) -> Algorithm:
+    def _dynamic_sampling_agrees(self) -> AlgorithmConfig:
         if self.batch_multiplier != 1 and not self.use_dynamic_sampling:
             raise ValueError(
                 f"batch_multiplier {self.batch_multiplier} without use_dynamic_sampling: set it to 1, or turn "
@@ -119,7 +182,7 @@ class Algorithm(Section):
         return self
 
     @model_validator(mode="after")
-    def _stop_is_whole(self) -> Algorithm:
+    def _stop_is_whole(self) -> AlgorithmConfig:
         metric, threshold = self.stop_at_validation_metric, self.stop_at_validation_threshold
         if (metric is None) != (threshold is None):
             raise ValueError(
@@ -132,7 +195,7 @@ class Algorithm(Section):
         return self
 
     @model_validator(mode="after")
-    def _clips_agree(self) -> Algorithm:
+    def _clips_agree(self) -> AlgorithmConfig:
         low, high = self.advantage_clip_low, self.advantage_clip_high
         if low is not None and high is not None and low >= high:
             raise ValueError(
@@ -142,7 +205,7 @@ class Algorithm(Section):
 
     @property
     @abc.abstractmethod
-    def asynchrony(self) -> Asynchrony:
+    def asynchrony(self) -> AsyncConfig:
         """How far generation may run ahead."""
 
     @property
@@ -179,32 +242,3 @@ class Algorithm(Section):
     def max_age(self) -> int:
         """A: the age bound in force, in trainer steps."""
         return self.asynchrony.max_age
-
-
-class GRPO(Algorithm):
-    """Group-relative policy optimisation: no value model, advantages from the other trajectories of a prompt."""
-
-    name: ClassVar[str] = "grpo"
-
-    normalize_rewards: bool = Field(True, description="divide advantages by the group's standard deviation")
-    use_leave_one_out_baseline: bool = Field(
-        True, description="baseline and deviation from the group's other trajectories"
-    )
-    adv_estimator: AdvEstimator = AdvEstimator()
-    async_grpo: Asynchrony = Asynchrony()
-
-    @property
-    def asynchrony(self) -> Asynchrony:
-        return self.async_grpo
-
-    @property
-    def normalizes(self) -> bool:
-        """Whether the estimators `grpo` and `gdpo` divide by the group's standard deviation."""
-        own = self.adv_estimator.normalize_rewards
-        return self.normalize_rewards if own is None else own
-
-    @property
-    def leaves_one_out(self) -> bool:
-        """Whether the estimators `grpo` and `gdpo` compare a trajectory with the others of its group alone."""
-        own = self.adv_estimator.use_leave_one_out_baseline
-        return self.use_leave_one_out_baseline if own is None else own

@@ -26,7 +26,7 @@ HubName = Literal[
 ]
 
 
-class DataSource(Section):
+class DataSourceConfig(Section):
     """One data set: a built-in generator or a known set of the hub by `dataset_name`, a JSONL file or any set of the hub by
     `data_path`."""
 
@@ -61,7 +61,7 @@ class DataSource(Section):
     )
 
     @model_validator(mode="after")
-    def _one_source(self) -> DataSource:
+    def _one_source(self) -> DataSourceConfig:
         if self.dataset_name and self.data_path:
             raise ValueError(f"dataset_name {self.dataset_name!r} and data_path {self.data_path!r}: give one of them")
         if self.system_prompt is not None and self.system_prompt_file is not None:
@@ -73,7 +73,7 @@ class DataSource(Section):
         return self
 
 
-class Data(Section):
+class DataConfig(Section):
     shuffle: bool = Field(True, description="a new order of prompts every epoch, drawn from grpo.seed")
     max_input_seq_length: int | None = Field(
         None, ge=1, description="the longest prompt in tokens; null: what the context leaves"
@@ -92,12 +92,14 @@ class Data(Section):
         ge=1,
         description="with use_multiple_dataloader: prompts of a set at its turn; null shares out num_prompts_per_step",
     )
-    train: list[DataSource] = Field([])
-    validation: list[DataSource] = Field([], description="problems that also occur in train are removed from train")
+    train: list[DataSourceConfig] = Field([])
+    validation: list[DataSourceConfig] = Field(
+        [], description="problems that also occur in train are removed from train"
+    )
     remove_duplicates: bool = Field(
         True, description="of problems that ask the same, the first alone is kept; false keeps a set's own weighting"
     )
-    default: DataSource = Field(DataSource(), description="fills what a source leaves out")
+    default: DataSourceConfig = Field(DataSourceConfig(), description="fills what a source leaves out")
 
     @model_validator(mode="before")
     @classmethod
@@ -115,7 +117,7 @@ class Data(Section):
         return filled
 
 
-class Env(Section):
+class EnvConfig(Section):
     """One environment, by the name the data sets call it."""
 
     type: BuiltInName | None = Field(

@@ -25,7 +25,7 @@ from headrace.config.text import parse
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headrace.nemo_rl import Translation
+    from headrace.config.nemo_rl import Translation
 
 PREFIX = "HEADRACE_"
 _COMMAND_LINE = "command line"
@@ -85,7 +85,7 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
     if not any(_gives(inherited.values, key.split(".")) for key in NEMO_RL_KEYS):
         return Loaded(_checked(values, lambda keys: _origin(origins, inherited, written, keys)), None)
     # imported for such a file alone: it is as large as the rest of the configuration
-    from headrace.nemo_rl import translate
+    from headrace.config.nemo_rl import translate
 
     translation = translate(values)
     names = translation.came_from

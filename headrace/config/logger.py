@@ -7,7 +7,7 @@ from pydantic import Field
 from headrace.config.base import Section
 
 
-class Wandb(Section):
+class WandbConfig(Section):
     """Weights & Biases. Its own variables hold too: `WANDB_API_KEY`, `WANDB_BASE_URL`, and `WANDB_MODE=offline` for no network at all."""
 
     project: str = Field("headrace", min_length=1)
@@ -15,11 +15,11 @@ class Wandb(Section):
     entity: str | None = Field(None, description="user or team; null takes the one that you are logged in as")
 
 
-class Tensorboard(Section):
+class TensorboardConfig(Section):
     log_dir: str | None = Field(None, description="folder of the event files; null takes <log_dir>/tensorboard")
 
 
-class MLflow(Section):
+class MLflowConfig(Section):
     experiment_name: str = Field("headrace", min_length=1)
     run_name: str | None = Field(None, description="name of the run there; null takes run.id")
     run_id: str | None = Field(None, description="go on with this run of MLflow's; null makes one and remembers it")
@@ -32,20 +32,20 @@ class MLflow(Section):
     )
 
 
-class GPUMonitoring(Section):
-    collection_interval: float = Field(10.0, gt=0, description="seconds between two samples of the trainer's GPUs")
+class GPUMonitoringConfig(Section):
+    collection_interval: float = Field(10.0, gt=0, description="seconds between two looks at the trainer's GPUs")
 
 
-class TrainInferenceAlarm(Section):
-    """Limits beyond which the trainer warns that it and the inference engine disagree about log-probabilities; null never warns. They hold
+class TrainInferenceAlarmConfig(Section):
+    """Limits past which trainer and inference engine are said to disagree on how likely the trained tokens are; null never does. They hold
     for data of the current weights, and widen with its mean age (docs/metrics.md)."""
 
     token_mult_prob_error: float | None = Field(1.05, gt=1)
     gen_kl_error: float | None = Field(0.01, gt=0)
 
 
-class Logger(Section):
-    """`metrics.jsonl` in the run's folder is always written, and first; everything that is switched on here is made from it."""
+class LoggerConfig(Section):
+    """`metrics.jsonl` in the run's folder is always written, and first; what is switched on here follows it."""
 
     log_dir: str | None = Field(
         None,
@@ -54,11 +54,11 @@ class Logger(Section):
     wandb_enabled: bool = Field(False, description="needs `pip install 'headrace[wandb]'`")
     tensorboard_enabled: bool = Field(False, description="needs `pip install 'headrace[tensorboard]'`")
     mlflow_enabled: bool = Field(False, description="needs `pip install 'headrace[mlflow]'`")
-    wandb: Wandb = Wandb()
-    tensorboard: Tensorboard = Tensorboard()
-    mlflow: MLflow = MLflow()
+    wandb: WandbConfig = WandbConfig()
+    tensorboard: TensorboardConfig = TensorboardConfig()
+    mlflow: MLflowConfig = MLflowConfig()
     monitor_gpus: bool = Field(True, description="metrics of the trainer's GPUs: use and memory")
-    gpu_monitoring: GPUMonitoring = GPUMonitoring()
+    gpu_monitoring: GPUMonitoringConfig = GPUMonitoringConfig()
     num_val_samples_to_print: int = Field(
         0, ge=0, description="trajectories shown after a validation: half of them the best, half the worst"
     )
@@ -68,4 +68,4 @@ class Logger(Section):
         description="steps whose trajectories stay, token by token, in train_data_step<N>.jsonl.gz (and as many validations, in "
         "val_data_step<N>.jsonl.gz); 0 writes none, null keeps all",
     )
-    train_inference_alarm: TrainInferenceAlarm = TrainInferenceAlarm()
+    train_inference_alarm: TrainInferenceAlarmConfig = TrainInferenceAlarmConfig()

@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 from headrace.config.base import Section
 
 
-class LossFn(Section):
-    """The policy's loss; formulae in `services/trainer/learning/losses/`."""
+class LossConfig(Section):
+    """The policy's loss; formulae in `services/trainer/learning/losses`."""
 
     # what the loss is averaged over
     token_level_loss: bool = Field(
@@ -97,7 +97,7 @@ class LossFn(Section):
     )
 
     @model_validator(mode="after")
-    def _keys_agree(self) -> LossFn:
+    def _keys_agree(self) -> LossConfig:
         if problems := [*self._ratio_problems(), *self._importance_problems()]:
             raise ValueError("; ".join(problems))
         return self
@@ -185,7 +185,7 @@ class LossFn(Section):
         return self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
 
 
-class ValueLossFn(Section):
+class ValueLossConfig(Section):
     """The value model's loss: half the squared error, clipped as in PPO; formula in `services/trainer/learning/losses/value_loss.py`."""
 
     scale: float = Field(0.4, gt=0, description="factor of the whole loss")

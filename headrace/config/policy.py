@@ -1,21 +1,104 @@
-"""`policy`: the model, its optimizer, and how it generates."""
+"""`policy` and `value`: the models that are trained, their optimizers and schedules, and how the policy generates.
+
+Keys are those that users of NeMo RL know.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from headrace.config.base import Section
-from headrace.config.optimizer import Optimizer, Scheduler
+
+# torch's schedulers that need nothing but numbers, and what each takes
+KEYS: dict[str, frozenset[str]] = {
+    "ConstantLR": frozenset({"factor", "total_iters"}),
+    "LinearLR": frozenset({"start_factor", "end_factor", "total_iters"}),
+    "ExponentialLR": frozenset({"gamma"}),
+    "StepLR": frozenset({"step_size", "gamma"}),
+    "MultiStepLR": frozenset({"milestones", "gamma"}),
+    "PolynomialLR": frozenset({"total_iters", "power"}),
+    "CosineAnnealingLR": frozenset({"T_max", "eta_min"}),
+    "CosineAnnealingWarmRestarts": frozenset({"T_0", "T_mult", "eta_min"}),
+}
+NAMESPACE = "torch.optim.lr_scheduler."
 
 
-class Tokenizer(Section):
+class OptimizerKwargs(Section):
+    lr: float = Field(5e-6, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    foreach: bool | None = Field(None, description="torch's own choice of kernels; null leaves it to fused")
+    fused: bool | None = Field(None, description="one kernel for all of it; null is true unless foreach is")
+
+
+class OptimizerConfig(Section):
+    name: Literal["torch.optim.AdamW", "torch.optim.Adam"] = "torch.optim.AdamW"
+    kwargs: OptimizerKwargs = OptimizerKwargs()
+
+
+class SchedulerConfig(Section):
+    """One of torch's schedulers, or the trainer steps at which the next one takes over."""
+
+    name: str | None = Field(None, description=f"{NAMESPACE} and {', '.join(KEYS)}")
+    kwargs: dict[str, int | float | list[int]] = Field({}, description="its arguments, by torch's names")
+    milestones: list[int] | None = Field(None, description="in the last item alone: steps at which the next takes over")
+
+    @model_validator(mode="after")
+    def _one_of_torch_s(self) -> SchedulerConfig:
+        if (self.name is None) == (self.milestones is None):
+            raise ValueError("give name and kwargs, or milestones alone in the last item")
+        if self.name is None:
+            if self.kwargs:
+                raise ValueError("kwargs without a name")
+            return self
+        short = self.name.removeprefix(NAMESPACE)
+        if short == self.name or short not in KEYS:
+            raise ValueError(f"name {self.name!r} is not {NAMESPACE} and one of {', '.join(KEYS)}")
+        if unknown := sorted(self.kwargs.keys() - KEYS[short]):
+            raise ValueError(f"{short} takes no {', '.join(unknown)}; it takes {', '.join(sorted(KEYS[short]))}")
+        return self
+
+
+def _several(value: Any) -> Any:
+    if value is None:
+        return []
+    return [value] if isinstance(value, dict) else value
+
+
+def _in_sequence(items: list[SchedulerConfig]) -> list[SchedulerConfig]:
+    named = [item for item in items if item.name]
+    if any(item.milestones is not None for item in items[:-1]) or (items and not named):
+        raise ValueError("schedulers come first, and milestones in the last item")
+    steps = (items[-1].milestones or []) if items else []
+    if len(steps) != max(len(named) - 1, 0):
+        raise ValueError(
+            f"{len(named)} schedulers follow each other at {max(len(named) - 1, 0)} milestones, not {len(steps)}"
+        )
+    if steps != sorted(set(steps)) or any(step < 1 for step in steps):
+        raise ValueError(f"milestones {steps} do not ascend from 1 or more")
+    return items
+
+
+SchedulerConfigs = Annotated[
+    list[SchedulerConfig],
+    BeforeValidator(_several),
+    AfterValidator(_in_sequence),
+    Field(
+        description="learning rate by trainer step: torch's schedulers, each for its part, then {milestones: [steps]}; one alone "
+        "needs no list, and none is a constant rate"
+    ),
+]
+
+
+class TokenizerConfig(Section):
     name: str | None = Field(None, description="directory or name; null takes policy.model_name")
     chat_template_kwargs: dict[str, Any] = Field({}, description="passed to apply_chat_template")
 
 
-class VllmConfig(Section):
+class VLLMConfig(Section):
     """Passed to the vLLM engine."""
 
     precision: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="null takes policy.precision")
@@ -32,7 +115,7 @@ class VllmConfig(Section):
     max_num_seqs: int = Field(256, ge=1, description="sequences in a batch of the engine")
 
 
-class Generation(Section):
+class GenerationConfig(Section):
     max_new_tokens: int = Field(
         256,
         ge=1,
@@ -52,7 +135,7 @@ class Generation(Section):
     val_top_k: int | None = Field(None, ge=-1, description="for validation; 0 and -1 are all, null takes top_k")
     stop_token_ids: list[int] = Field([], description="besides the tokenizer's end token")
     stop_strings: list[str] = Field([])
-    vllm_cfg: VllmConfig = VllmConfig()
+    vllm_cfg: VLLMConfig = VLLMConfig()
 
     @field_validator("top_k")
     @classmethod
@@ -60,7 +143,7 @@ class Generation(Section):
         return top_k or None if top_k != -1 else None
 
 
-class DynamicBatching(Section):
+class DynamicBatchingConfig(Section):
     """Padded micro-batches of so many places (rows times width) instead of so many sequences."""
 
     enabled: bool = False
@@ -73,18 +156,18 @@ class DynamicBatching(Section):
     sequence_length_round: int = Field(64, ge=1, description="widths are multiples of this")
 
 
-class SequencePacking(DynamicBatching):
+class SequencePackingConfig(DynamicBatchingConfig):
     """Several sequences in one row of so many tokens, each seeing itself alone."""
 
     algorithm: Literal["first_fit_decreasing", "modified_first_fit_decreasing"] = "modified_first_fit_decreasing"
 
 
-class Policy(Section):
+class PolicyConfig(Section):
     model_name: str = Field("Qwen/Qwen2.5-1.5B", description="a Hugging Face causal language model: directory or name")
     hf_config_overrides: dict[str, Any] = Field(
         {}, description="keys of the model's own configuration and their values, for trainer and rollouts alike"
     )
-    tokenizer: Tokenizer = Tokenizer()
+    tokenizer: TokenizerConfig = TokenizerConfig()
     max_total_sequence_length: int = Field(512, ge=2, description="prompt and completion together, in tokens")
     train_global_batch_size: int | None = Field(
         None, ge=1, description="trajectories in an optimizer step; must divide a batch, and null takes all of it"
@@ -93,8 +176,8 @@ class Policy(Section):
     logprob_batch_size: int | None = Field(
         None, ge=1, description="sequences in a forward-only pass; null takes train_micro_batch_size"
     )
-    dynamic_batching: DynamicBatching = DynamicBatching()
-    sequence_packing: SequencePacking = SequencePacking()
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+    sequence_packing: SequencePackingConfig = SequencePackingConfig()
     share_prompts: bool = Field(
         False,
         description="trajectories of one prompt in one row: the prompt once, each completion seeing it and itself",
@@ -110,19 +193,19 @@ class Policy(Section):
     freeze_moe_router: bool = Field(False, description="in a mixture of experts, keep the routers' weights as they are")
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     max_grad_norm: float = Field(1.0, gt=0)
-    optimizer: Optimizer = Optimizer()
-    scheduler: Scheduler = Field([])
-    generation: Generation = Generation()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfigs = Field([])
+    generation: GenerationConfig = GenerationConfig()
 
     @model_validator(mode="after")
-    def _rows(self) -> Policy:
+    def _rows(self) -> PolicyConfig:
         if self.dynamic_batching.enabled and self.sequence_packing.enabled:
             raise ValueError(
                 "dynamic_batching.enabled and sequence_packing.enabled are both true: rows are either padded or packed; "
                 "set one of them to false"
             )
         for name in ("dynamic_batching", "sequence_packing"):
-            section: DynamicBatching = getattr(self, name)
+            section: DynamicBatchingConfig = getattr(self, name)
             for key in ("train_mb_tokens", "logprob_mb_tokens"):
                 tokens = getattr(section, key)
                 if section.enabled and tokens is not None and tokens < self.max_total_sequence_length:
@@ -131,3 +214,25 @@ class Policy(Section):
                         "a sequence is never divided; raise the one or lower the other"
                     )
         return self
+
+
+class ValueConfig(Section):
+    """A transformers backbone with a linear head, under `ppo` with the estimator `gae`; nothing of it is loaded otherwise."""
+
+    model_name: str | None = Field(
+        None,
+        description="directory or name of a model whose backbone it starts from, or `value/` of a checkpoint, head and all; null takes "
+        "policy.model_name",
+    )
+    hf_config_overrides: dict[str, Any] = Field({}, description="as of policy, for the value model")
+    train_global_batch_size: int | None = Field(
+        None, ge=1, description="trajectories in an optimizer step; null takes policy.train_global_batch_size"
+    )
+    train_micro_batch_size: int | None = Field(
+        None, ge=1, description="sequences in a pass; null takes policy.train_micro_batch_size"
+    )
+    freeze_moe_router: bool = Field(False, description="in a mixture of experts, keep the routers' weights as they are")
+    precision: Literal["float32", "bfloat16"] | None = Field(None, description="null takes policy.precision")
+    max_grad_norm: float = Field(1.0, gt=0)
+    optimizer: OptimizerConfig = OptimizerConfig(kwargs=OptimizerKwargs(lr=1e-5))
+    scheduler: SchedulerConfigs = Field([])

@@ -1,16 +1,64 @@
-"""`ppo`: proximal policy optimisation with a value model, in the place of `grpo`; keys as users of NeMo RL know them."""
+"""`ppo`: proximal policy optimization with a value model, in the place of `grpo`; keys as users of NeMo RL know them."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from headrace.config.advantages import PPOAdvEstimator
-from headrace.config.algorithm import Algorithm, Asynchrony
+from headrace.config.algorithm import ESTIMATORS, AdvEstimatorConfig, AlgorithmConfig, AsyncConfig
 
 
-class PPO(Algorithm):
+class PPOAdvEstimatorConfig(AdvEstimatorConfig):
+    """How rewards become advantages; formulae in `services/trainer/learning/algorithms/ppo.py`."""
+
+    name: Literal["gae", "raw_reward"] = Field(
+        "gae",
+        description="gae: generalized advantage estimation with a value model; raw_reward: the reward itself, and no value model",
+    )
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    gae_gamma: float = Field(1.0, ge=0, le=1, description="discount of a token's future")
+    normalize_advantages: bool = Field(True, description="whiten over the tokens of the batch")
+    gae_lambda_value: float | None = Field(
+        None, ge=0, le=1, description="lambda of the value model's returns; null takes gae_lambda"
+    )
+    gae_lambda_policy: float | None = Field(
+        None, ge=0, le=1, description="lambda of the policy's advantages; null takes gae_lambda"
+    )
+    length_adaptive_alpha: float = Field(
+        0.0,
+        ge=0,
+        description="above 0, the policy's lambda is 1 - 1 / (this times the length), whatever gae_lambda_policy says (VAPO)",
+    )
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _of_ppo(cls, name: Any) -> Any:
+        if name in ESTIMATORS["grpo"]:
+            own = ", ".join(ESTIMATORS["ppo"])
+            raise ValueError(f"{name} is an estimator of grpo; write a `grpo` section, or choose {own}")
+        return name
+
+    @model_validator(mode="after")
+    def _raw_rewards_take_no_lambda(self) -> PPOAdvEstimatorConfig:
+        given = {
+            "gae_lambda_value": self.gae_lambda_value,
+            "gae_lambda_policy": self.gae_lambda_policy,
+            "length_adaptive_alpha": self.length_adaptive_alpha or None,
+        }
+        for key, value in given.items():
+            if self.name == "raw_reward" and value is not None:
+                raise ValueError(
+                    f"{key} {value} with name raw_reward, which takes no lambda; leave it out, or set name: gae"
+                )
+        return self
+
+    @property
+    def takes_kl(self) -> bool:
+        return self.name == "gae"
+
+
+class PPOConfig(AlgorithmConfig):
     """PPO with a value model, in place of `grpo`: a configuration has one of the two sections."""
 
     name: ClassVar[str] = "ppo"
@@ -31,11 +79,11 @@ class PPO(Algorithm):
         description="what policy.scheduler and value.scheduler count: trainer steps, or passes over a batch, of which a step has "
         "ppo_epochs (critic_ppo_epochs)",
     )
-    adv_estimator: PPOAdvEstimator = PPOAdvEstimator()
-    async_ppo: Asynchrony = Asynchrony()
+    adv_estimator: PPOAdvEstimatorConfig = PPOAdvEstimatorConfig()
+    async_ppo: AsyncConfig = AsyncConfig()
 
     @model_validator(mode="after")
-    def _the_policy_is_trained(self) -> PPO:
+    def _the_policy_is_trained(self) -> PPOConfig:
         if self.policy_training_start_step >= self.max_num_steps:
             raise ValueError(
                 f"policy_training_start_step {self.policy_training_start_step} is not below max_num_steps "
@@ -44,7 +92,7 @@ class PPO(Algorithm):
         return self
 
     @property
-    def asynchrony(self) -> Asynchrony:
+    def asynchrony(self) -> AsyncConfig:
         return self.async_ppo
 
     def policy_epochs(self, step: int) -> int:

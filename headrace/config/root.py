@@ -7,35 +7,42 @@ from typing import Any, get_args
 
 from pydantic import Field, model_validator
 
-from headrace.config.advantages import KL_IN_REWARD
-from headrace.config.algorithm import GRPO, Algorithm
+from headrace.config.algorithm import AlgorithmConfig
 from headrace.config.base import Section
-from headrace.config.data import BuiltInName, Data, Env
-from headrace.config.logger import Logger
-from headrace.config.loss import LossFn, ValueLossFn
-from headrace.config.policy import Policy
-from headrace.config.ppo import PPO
-from headrace.config.services import Checkpointing, Replay, Reward, Rollout, Run, Trainer, WeightChannel
-from headrace.config.value import Value
+from headrace.config.data import BuiltInName, DataConfig, EnvConfig
+from headrace.config.grpo import GRPOConfig
+from headrace.config.logger import LoggerConfig
+from headrace.config.loss import LossConfig, ValueLossConfig
+from headrace.config.policy import PolicyConfig, ValueConfig
+from headrace.config.ppo import PPOConfig
+from headrace.config.services import (
+    CheckpointingConfig,
+    ReplayConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+    WeightChannelConfig,
+)
 
 
 class Config(Section):
-    run: Run = Run()
-    grpo: GRPO | None = None
-    ppo: PPO | None = None
-    loss_fn: LossFn = LossFn()
-    value_loss_fn: ValueLossFn = ValueLossFn()
-    policy: Policy = Policy()
-    value: Value = Value()
-    data: Data = Data()
-    env: dict[str, Env] = Field({}, description="environments, by the name that data sets call them")
-    replay: Replay = Replay()
-    rollout: Rollout = Rollout()
-    reward: Reward = Reward()
-    trainer: Trainer = Trainer()
-    weight_channel: WeightChannel = WeightChannel()
-    checkpointing: Checkpointing = Checkpointing()
-    logger: Logger = Logger()
+    run: RunConfig = RunConfig()
+    grpo: GRPOConfig | None = None
+    ppo: PPOConfig | None = None
+    loss_fn: LossConfig = LossConfig()
+    value_loss_fn: ValueLossConfig = ValueLossConfig()
+    policy: PolicyConfig = PolicyConfig()
+    value: ValueConfig = ValueConfig()
+    data: DataConfig = DataConfig()
+    env: dict[str, EnvConfig] = Field({}, description="environments, by the name that data sets call them")
+    replay: ReplayConfig = ReplayConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weight_channel: WeightChannelConfig = WeightChannelConfig()
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    logger: LoggerConfig = LoggerConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -66,7 +73,7 @@ class Config(Section):
         return self
 
     @property
-    def algorithm(self) -> Algorithm:
+    def algorithm(self) -> AlgorithmConfig:
         """`grpo` or `ppo`, whichever is in force."""
         algorithm = self.ppo or self.grpo
         assert algorithm is not None
@@ -183,7 +190,7 @@ def _check_estimator(config: Config) -> None:
             "a group of one has no others to take a baseline from; use 2 or more"
         )
     _check_teacher(config, key)
-    if loss.use_kl_in_reward and estimator.name not in KL_IN_REWARD:
+    if loss.use_kl_in_reward and not estimator.takes_kl:
         raise ValueError(
             f"loss_fn.use_kl_in_reward true with {key}, which has no rewards of tokens to take it from: set it false, or choose "
             "grpo.adv_estimator.name reinforce_plus_plus or ppo.adv_estimator.name gae"

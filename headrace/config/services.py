@@ -11,7 +11,7 @@ from headrace.config.base import Section
 Port = int
 
 
-class Run(Section):
+class RunConfig(Section):
     id: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
@@ -20,7 +20,7 @@ class Run(Section):
     dir: str = Field("runs", description="holds one folder a run: logs, metrics, checkpoints, the buffer's files")
 
 
-class Replay(Section):
+class ReplayConfig(Section):
     redis_url: str | None = Field(
         None,
         description="a Redis >= 7 or Valkey server: redis://host:port/0, rediss:// for TLS, sentinel://host:port,host:port/SERVICE, "
@@ -61,7 +61,7 @@ class Replay(Section):
     max_bytes: int = Field(4 * 1024**3, ge=1024**2, description="payload bytes past which leases wait")
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     host: str = Field("127.0.0.1", description="where the HTTP API listens")
     port: int = Field(
         0, ge=0, le=65535, description="port of the HTTP API; 0 takes a free one (`headrace status` shows it)"
@@ -86,7 +86,7 @@ class Rollout(Section):
     dead_after_s: float = Field(10.0, gt=0, description="a replica silent for this long is DEAD")
 
 
-class Reward(Section):
+class RewardConfig(Section):
     host: str = Field("127.0.0.1", description="where the gRPC hub listens")
     port: int = Field(50390, ge=0, le=65535)
     http_port: int = Field(0, ge=0, le=65535, description="health, readiness and metrics; 0 takes a free one")
@@ -97,7 +97,7 @@ class Reward(Section):
     workers: int = Field(2, ge=1, description="processes that run built-in environments")
 
 
-class Trainer(Section):
+class TrainerConfig(Section):
     host: str = Field("127.0.0.1", description="where health, readiness and metrics listen")
     port: int = Field(0, ge=0, le=65535)
     num_processes: int = Field(1, ge=1, description="ranks that `headrace up` starts under torchrun")
@@ -109,7 +109,7 @@ class Trainer(Section):
     validation_deadline_s: float = Field(300.0, gt=0, description="how long a refit waits for a running validation")
 
 
-class WeightChannel(Section):
+class WeightChannelConfig(Section):
     backend: Literal["auto", "gloo", "nccl"] = Field(
         "auto", description="auto: nccl where the trainer and the replicas run on GPUs, else gloo"
     )
@@ -129,7 +129,7 @@ class WeightChannel(Section):
     )
 
 
-class Checkpointing(Section):
+class CheckpointingConfig(Section):
     enabled: bool = True
     checkpoint_dir: str | None = Field(None, description="null takes <run folder>/checkpoints")
     save_period: int = Field(

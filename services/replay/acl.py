@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from headrace.replay.client import CURRENT_RUN
-from services.replay import library
+from headrace_services.replay import library
 
 _COMMAND = re.compile(r"redis\.call\('([A-Z]+)'")
 _READER = re.compile(r"^register_reader\(", re.MULTILINE)

@@ -137,8 +137,8 @@ class Library:
 
 @cache
 def built_in() -> Library:
-    """The buffer's own library."""
-    return Library(resources.files("services.replay") / "functions")
+    """The buffer's own."""
+    return Library(resources.files("headrace_services.replay") / "functions")
 
 
 async def load(redis: Redis) -> None:

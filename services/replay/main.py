@@ -15,11 +15,11 @@ from headrace.replay import Limits, ReplayClient, worst_case_bytes
 from headrace.replay.bias import Moment, Quantity, TrajectoryMeter, beyond, skews
 from headrace.replay.connection import open_redis, shown
 from headrace.service import bind, serve_http, stop_on_signals
-from services.replay import library
-from services.replay.embedded import EmbeddedServer
-from services.replay.gauges import Snapshot, exported
-from services.replay.http import build_app
-from services.replay.scorer import run_scorer
+from headrace_services.replay import library
+from headrace_services.replay.embedded import EmbeddedServer
+from headrace_services.replay.gauges import Snapshot, exported
+from headrace_services.replay.http import build_app
+from headrace_services.replay.scorer import run_scorer
 
 _log = logging.getLogger("headrace.replay")
 # Give up on an embedded server that ends this often in a row, each time within a minute.

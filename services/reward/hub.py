@@ -10,12 +10,12 @@ import grpc
 import prometheus_client
 
 from headrace import rpc
-from headrace.config.data import Env
+from headrace.config.data import EnvConfig
 from headrace.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
 from headrace.wire import sample_from_wire, score_from_wire, score_to_wire
-from services.reward.pool import WorkerPool
+from headrace_services.reward.pool import WorkerPool
 
 _DESCRIBE_TIMEOUT_S = 1.0
 RESULTS = prometheus_client.Counter(
@@ -31,7 +31,7 @@ class BuiltInBackend:
 
     kind = pb.EnvironmentStatus.KIND_BUILT_IN
 
-    def __init__(self, name: str, env: Env, pool: WorkerPool) -> None:
+    def __init__(self, name: str, env: EnvConfig, pool: WorkerPool) -> None:
         self._name = name
         self._env = env
         self._pool = pool
@@ -70,7 +70,7 @@ class RemoteBackend:
 
     kind = pb.EnvironmentStatus.KIND_SERVED
 
-    def __init__(self, name: str, env: Env, max_message_bytes: int) -> None:
+    def __init__(self, name: str, env: EnvConfig, max_message_bytes: int) -> None:
         assert env.target is not None
         self._name = name
         self._env = env
@@ -130,7 +130,7 @@ EnvironmentBackend = BuiltInBackend | RemoteBackend
 class Hub(pb_grpc.RewardServiceServicer):
     """The gRPC service over all environments of the run, wherever each runs."""
 
-    def __init__(self, environments: Mapping[str, EnvironmentBackend], env: Mapping[str, Env]) -> None:
+    def __init__(self, environments: Mapping[str, EnvironmentBackend], env: Mapping[str, EnvConfig]) -> None:
         self._environments = environments
         self._env = env
 

@@ -12,8 +12,8 @@ from headrace import rpc
 from headrace.config import Config
 from headrace.service import bind, create_app, serve_http, stop_on_signals
 from headrace.v1 import reward_pb2, reward_pb2_grpc
-from services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
-from services.reward.pool import WorkerPool
+from headrace_services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
+from headrace_services.reward.pool import WorkerPool
 
 _log = logging.getLogger("headrace.reward")
 _GRACE_S = 2.0

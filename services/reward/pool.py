@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 from google.protobuf.message import DecodeError
 
-from headrace.config.data import Env
+from headrace.config.data import EnvConfig
 from headrace.errors import ServiceError
 from headrace.v1 import trajectory_pb2 as pb
-from services.reward.worker import LENGTH
+from headrace_services.reward.worker import LENGTH
 
 _log = logging.getLogger("headrace.reward")
 _START_TIMEOUT_S = 120.0
@@ -34,7 +34,7 @@ class WorkerPool:
     """`size` workers behind one queue. A trajectory's time starts when a worker takes it, so that one that hangs costs the
     trajectories behind it nothing."""
 
-    def __init__(self, environments: Mapping[str, Env], size: int) -> None:
+    def __init__(self, environments: Mapping[str, EnvConfig], size: int) -> None:
         specification = json.dumps({name: env.model_dump(mode="json") for name, env in environments.items()})
         self._workers = [WorkerProcess(specification.encode()) for _ in range(size if environments else 0)]
         self._queue: asyncio.Queue[_Job] = asyncio.Queue()
@@ -103,7 +103,7 @@ class WorkerProcess:
             sys.executable,
             "-P",  # the working directory is not for imports
             "-m",
-            "services.reward.worker",
+            "headrace_services.reward.worker",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

@@ -1,4 +1,4 @@
-"""The worker process of built-in environments, one trajectory at a time: `python -m services.reward.worker`.
+"""The worker process of built-in environments, one trajectory at a time: `python -m headrace_services.reward.worker`.
 
 A process can be killed when a scorer hangs or crashes, and then costs only its own trajectory. A frame on standard input or
 output is a 4-byte big-endian length and that many bytes. The first frame in holds the environments as JSON (`{name: env
@@ -16,13 +16,13 @@ import struct
 import sys
 from typing import BinaryIO
 
-from headrace.config.data import Env
+from headrace.config.data import EnvConfig
 from headrace.environment import Environment, checked, failed
 from headrace.service import die_with_parent
 from headrace.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.wire import sample_from_wire, score_to_wire
-from services.reward.environments import make
+from headrace_services.reward.environments import make
 
 LENGTH = struct.Struct(">I")
 # A completion may ask for a number with more digits than fit in memory: only this process may fail then.
@@ -42,7 +42,9 @@ def main() -> None:
     if specification is None:
         return
     try:
-        environments = {name: make(name, Env.model_validate(env)) for name, env in json.loads(specification).items()}
+        environments = {
+            name: make(name, EnvConfig.model_validate(env)) for name, env in json.loads(specification).items()
+        }
     except ImportError as error:
         _write(replies, f"{error}; pip install 'headrace[reward]'".encode())
         return

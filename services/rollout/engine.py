@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.rollout import child, weight_receiver
+from headrace_services.rollout import child, weight_receiver
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from headrace.config import Config
 from headrace.service import create_app
-from services.rollout.worker import RolloutWorker
+from headrace_services.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -11,13 +11,13 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from headrace.config import Config
-from headrace.config.services import Rollout
+from headrace.config.services import RolloutConfig
 from headrace.model_name import check_model_name, check_tokenizer_name
 from headrace.replay import ReplayClient
 from headrace.service import bind, serve_http, stop_on_signals
-from services.rollout.engine import running_engine
-from services.rollout.http import build_app, exported
-from services.rollout.worker import RolloutWorker
+from headrace_services.rollout.engine import running_engine
+from headrace_services.rollout.http import build_app, exported
+from headrace_services.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -70,8 +70,8 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
             await worker.run(stop)
 
 
-def _reachable_as(rollout: Rollout) -> str:
-    """The host name under which others reach this replica: the machine's name if it listens on all interfaces (as in a container)."""
+def _reachable_as(rollout: RolloutConfig) -> str:
+    """A replica that listens everywhere (one of many containers) is reached by the name of its machine."""
     if rollout.advertise_host is None and rollout.host in ("0.0.0.0", "::"):
         return socket.gethostname()
     return rollout.advertise_host or rollout.host

@@ -27,8 +27,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from headrace.errors import WeightChannelError
 from headrace.weights.manifest import Manifest
-from services.rollout.weight_receiver import BACKEND, INTERRUPTED
-from services.weight_channel.transport import Backend, Channel, GroupRank, receive
+from headrace_services.rollout.weight_receiver import BACKEND, INTERRUPTED
+from headrace_services.weight_channel.transport import Backend, Channel, GroupRank, receive
 
 
 @dataclass

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXTENSION = "services.rollout.weight_engine.WeightChannelExtension"
+EXTENSION = "headrace_services.rollout.weight_engine.WeightChannelExtension"
 BACKEND = "headrace"
 # a worker gives up at its own deadline; an engine that is silent for this much longer hangs
 ANSWER_S = 30.0

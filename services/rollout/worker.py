@@ -19,10 +19,10 @@ from headrace.config import Config
 from headrace.errors import Fenced, HeadraceError, InvalidCall, ReplayUnavailable, Surplus
 from headrace.replay import BufferRetry, Epoch, HeartbeatReply, Lease, ReplayClient, ReplicaState
 from headrace.trajectory import Trajectory
-from services.rollout import decisions
-from services.rollout.decisions import Abort, Acknowledge, Action, LeaseGroups, Reenter, Situation, TakePart
-from services.rollout.generate import GenerationError, Interrupted, Saver, generate, prompt_problem, request_id
-from services.rollout.weight_receiver import WeightReceiver
+from headrace_services.rollout import decisions
+from headrace_services.rollout.decisions import Abort, Acknowledge, Action, LeaseGroups, Reenter, Situation, TakePart
+from headrace_services.rollout.generate import GenerationError, Interrupted, Saver, generate, prompt_problem, request_id
+from headrace_services.rollout.weight_receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

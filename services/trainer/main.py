@@ -18,20 +18,20 @@ from headrace.model_name import check_model_name, check_tokenizer_name
 from headrace.replay import BufferRetry, ReplayClient
 from headrace.service import EXIT_STOPPED, bind, die_with_parent, serve_http, stop_on_signals
 from headrace.trajectory import Score, Trajectory
-from services.trainer.control.context import Dependencies, Readiness, TrainerContext
-from services.trainer.control.feeder import Feeder
-from services.trainer.control.lineage_writer import LineageWriter
-from services.trainer.control.loop import Loop
-from services.trainer.control.rank import LeadRank, TrainerRank, dismiss, follow
-from services.trainer.control.resume import resume
-from services.trainer.data import Prompts
-from services.trainer.distributed import Ranks, join_ranks
-from services.trainer.learning.algorithms import required_passes
-from services.trainer.network.policy_model import TEACHER_KEY, teacher_name
-from services.trainer.telemetry.http import Gauges, build_app
-from services.trainer.telemetry.journal import JOURNAL, Journal
-from services.trainer.telemetry.telemetry import Telemetry
-from services.trainer.telemetry.throughput import ThroughputMeter
+from headrace_services.trainer.control.context import Dependencies, Readiness, TrainerContext
+from headrace_services.trainer.control.feeder import Feeder
+from headrace_services.trainer.control.lineage_writer import LineageWriter
+from headrace_services.trainer.control.loop import Loop
+from headrace_services.trainer.control.rank import LeadRank, TrainerRank, dismiss, follow
+from headrace_services.trainer.control.resume import resume
+from headrace_services.trainer.data import Prompts
+from headrace_services.trainer.distributed import Ranks, join_ranks
+from headrace_services.trainer.learning.algorithms import required_passes
+from headrace_services.trainer.network.policy_model import TEACHER_KEY, teacher_name
+from headrace_services.trainer.telemetry.http import Gauges, build_app
+from headrace_services.trainer.telemetry.journal import JOURNAL, Journal
+from headrace_services.trainer.telemetry.telemetry import Telemetry
+from headrace_services.trainer.telemetry.throughput import ThroughputMeter
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ def main() -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
     model = options.model or folder / "tiny"
     if not model.exists():
-        from services.trainer.demo_models import tiny
+        from headrace_services.trainer.demo_models import tiny
 
         tiny.make(model, warmup=False)
     bad = 0

@@ -14,8 +14,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config import load
-from services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
-from services.trainer.telemetry.journal import Journal, surviving
+from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
+from headrace_services.trainer.telemetry.journal import Journal, surviving
 from tests.support.ports import free_ports
 from tests.support.up import Up
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from services.replay import library
+from headrace_services.replay import library
 from tests.properties.model import SWEEP
 
 CLOCK = "clock"

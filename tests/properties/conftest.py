@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.replay.connection import open_redis
-from services.replay.embedded import EmbeddedServer
+from headrace_services.replay.embedded import EmbeddedServer
 from tests.properties import clock
 from tests.support.ports import free_port
 

@@ -12,8 +12,8 @@ from hypothesis.stateful import precondition, rule
 from headrace.replay import Lease
 from headrace.replay.rollout import CARRIED_BYTES
 from headrace.trajectory import Trajectory
-from tests.integration.replay.helpers import make_trajectory
 from tests.properties.caller import REPLICAS, Caller, deliveries, lateness, new_each_time, some
+from tests.support.buffer import make_trajectory
 
 
 class RolloutRules(Caller):

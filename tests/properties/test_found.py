@@ -7,9 +7,9 @@ import pytest
 from headrace.errors import LeaseLost
 from headrace.replay import Ended
 from headrace.trajectory import Score
-from tests.integration.replay.helpers import make_group, make_trajectory
 from tests.properties.setting import Setting
 from tests.properties.world import World
+from tests.support.buffer import make_group, make_trajectory
 
 
 @pytest.fixture

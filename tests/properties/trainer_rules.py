@@ -7,8 +7,8 @@ from hypothesis.stateful import precondition, rule
 
 from headrace.replay import Ended, Reservation
 from headrace.trajectory import Group
-from tests.integration.replay.helpers import make_group
 from tests.properties.caller import Caller, deliveries, lateness, promptly
+from tests.support.buffer import make_group
 
 
 class TrainerRules(Caller):

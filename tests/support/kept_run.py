@@ -10,8 +10,8 @@ from pathlib import Path
 from headrace.cli import runs
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from services.replay import library
-from services.replay.embedded import EmbeddedServer
+from headrace_services.replay import library
+from headrace_services.replay.embedded import EmbeddedServer
 from tests.support.ports import free_port
 
 CONFIG = """

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,18 @@ def instead_of(folder: Path, **services: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
+def idle_reward(config: Config) -> None:
+    """Says that it is ready, and scores nothing."""
+
+    class Ready(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    with ThreadingHTTPServer((config.reward.host, config.reward.http_port), Ready) as server:
+        server.serve_forever()
+
+
 def talking_trainer(config: Config) -> None:
     """Tells the buffer of a step every tenth of a second, and trains nothing."""
 
@@ -50,13 +63,12 @@ def talking_trainer(config: Config) -> None:
 
 
 def idle_rollout(config: Config) -> None:
-    """Waits, beside a child of its own that stands for an engine."""
+    """Waits, and leaves behind a child of its own, an engine that hangs: to end it is left to what runs the service."""
 
     async def wait() -> None:
         stop = stop_on_signals()
-        with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as engine:  # noqa: ASYNC220
-            await stop.wait()
-            engine.terminate()
+        subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])  # noqa: ASYNC220
+        await stop.wait()
 
     asyncio.run(wait())
 
@@ -74,7 +86,7 @@ class _OfThisProcess(ReplayClient):
 
 
 async def _generate(config: Config) -> None:
-    from tests.integration.trainer.loop_fleet import SmallReplica
+    from tests.support.small_replica import SmallReplica
 
     stop = asyncio.create_task(stop_on_signals().wait())
     async with contextlib.aclosing(_OfThisProcess(open_redis(config.redis_url), str(config.run.id))) as replay:

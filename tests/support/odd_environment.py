@@ -15,7 +15,7 @@ BEYOND_THE_BASE = (
     "torch",
     "vllm",
     "transformers",
-    "services",
+    "headrace_services",
     "fastapi",
     "uvicorn",
     "prometheus_client",

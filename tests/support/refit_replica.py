@@ -14,8 +14,8 @@ from typing import Any
 from headrace.config import Config
 from headrace.replay import Epoch, ReplayClient
 from headrace.service import die_with_parent
-from services.rollout.engine import running_engine
-from services.rollout.weight_receiver import WeightReceiver
+from headrace_services.rollout.engine import running_engine
+from headrace_services.rollout.weight_receiver import WeightReceiver
 
 
 def say(**fields: object) -> None:

@@ -15,7 +15,7 @@ from headrace.config import Config
 from headrace.trajectory import Score
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 from headrace.wire import sample_to_wire, score_from_wire
-from services.reward.main import Running, running
+from headrace_services.reward.main import Running, running
 
 WAIT_S = 60.0
 

@@ -17,7 +17,7 @@ import yaml
 from headrace.config import Config
 from headrace.replay import ReplayClient, Replica, Reservation
 from headrace.trajectory import Group, Sampling, Score, Trajectory
-from services.trainer.control.weight_sender import RefitReport, WeightSender
+from headrace_services.trainer.control.weight_sender import RefitReport, WeightSender
 from tests.support.source_model import SourceModel, Weights
 
 PATIENCE_S = 240.0  # for an engine to start, or a long completion to end, on a busy machine

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.trajectory import Float32, Int32
-from services.trainer.data import arithmetic
-from services.trainer.learning.batch import Batch
+from headrace_services.trainer.data import arithmetic
+from headrace_services.trainer.learning.batch import Batch
 from tests.support.trainer import batch, trajectory
 
 DIGITS = 2
@@ -110,9 +110,9 @@ def batch_of(
     """Completions as the learner takes them, `generations` a group, all tokens `age` versions old."""
     trajectories = [
         trajectory(
-            one.prompt_token_ids,
-            one.token_ids,
-            one.logprobs,
+            one.prompt_token_ids.tolist(),
+            one.token_ids.tolist(),
+            one.logprobs.tolist(),
             group=f"sum {place // generations}",
             index=place % generations,
             finish_reason="stop" if one.ended else "length",

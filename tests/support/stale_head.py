@@ -2,7 +2,7 @@
 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from services.rollout.weight_engine import WeightChannelEngine, WeightChannelExtension
+from headrace_services.rollout.weight_engine import WeightChannelEngine, WeightChannelExtension
 
 BACKEND = "stale-head"
 

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch.distributed as dist
 
 from headrace.trajectory import FinishReason, Score, Span, Trajectory
-from services.trainer.distributed import Ranks
-from services.trainer.learning.batch import Batch
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.batch import Batch
 
 T = TypeVar("T")
 

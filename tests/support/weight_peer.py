@@ -10,7 +10,7 @@ import torch
 
 from headrace.errors import WeightChannelError
 from headrace.weights.manifest import Manifest
-from services.weight_channel.transport import Channel, GroupRank, receive
+from headrace_services.weight_channel.transport import Channel, GroupRank, receive
 
 
 def say(**fields: object) -> None:

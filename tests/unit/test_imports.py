@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = {"torch", "vllm", "transformers", "services"}
+HEAVY = {"torch", "vllm", "transformers", "headrace_services"}
 # What an environment has no use for: the servers, the buffer's client, the command line, and the configuration.
 NOT_FOR_ENVIRONMENTS = {
     "fastapi",

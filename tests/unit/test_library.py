@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.replay.library import Library, LibraryError, built_in
+from headrace_services.replay.library import Library, LibraryError, built_in
 
 ARGS = """-- _args: arguments.
 

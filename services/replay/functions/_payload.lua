@@ -2,7 +2,7 @@
 --
 -- A call brings up to BATCH of them in columns, lists with an entry for each: group (its id), index, token (of the lease), nonce, bytes (of
 -- the payload), length (in tokens), oldest and newest (weight versions). Its bytes are the payload, or '' where that is staged at
--- p:<nonce> with a time to live. A map for each would take the server half as long again.
+-- p:<nonce> with a time to live. (A map for each took the server a tenth longer.)
 -- uses: _args, _group
 
 local PAYLOADS = {

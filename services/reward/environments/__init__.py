@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from headrace.config.data import Env
+from headrace.config.data import EnvConfig
 from headrace.environment import Environment, Sample
 from headrace.trajectory import Score
 
@@ -24,7 +24,7 @@ ANSWER_TAIL = 300  # characters, as in DAPO
 class BuiltInEnvironment(Environment):
     """Base of built-in environments, configured by `env.<name>`. Subclasses score a complete answer in `judge`."""
 
-    def __init__(self, name: str, env: Env) -> None:
+    def __init__(self, name: str, env: EnvConfig) -> None:
         self.name = name
         self.env = env
 
@@ -54,17 +54,17 @@ def extract_answer(completion: str, how: Extract) -> str | None:
     return answer.replace(",", "") if how == "last_number" else answer
 
 
-def make(name: str, env: Env) -> BuiltInEnvironment:
+def make(name: str, env: EnvConfig) -> BuiltInEnvironment:
     """Create the built-in environment of `env.<name>`. Raises `ImportError` if its library is not installed."""
     kind = env.type or name
     if kind == "math":
-        from services.reward.environments.math import Math
+        from headrace_services.reward.environments.math import Math
 
         return Math(name, env)
     if kind == "math_multi_reward":
-        from services.reward.environments.math_multi_reward import MathMultiReward
+        from headrace_services.reward.environments.math_multi_reward import MathMultiReward
 
         return MathMultiReward(name, env)
-    from services.reward.environments.reasoning_gym import ReasoningGym
+    from headrace_services.reward.environments.reasoning_gym import ReasoningGym
 
     return ReasoningGym(name, env)

@@ -9,10 +9,10 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from headrace.config.data import Env
+from headrace.config.data import EnvConfig
 from headrace.environment import Sample
 from headrace.trajectory import Score
-from services.reward.environments import BuiltInEnvironment, extract_answer
+from headrace_services.reward.environments import BuiltInEnvironment, extract_answer
 
 _EXPECTED = (LatexExtractionConfig(),)
 _ANSWER = (ExprExtractionConfig(), LatexExtractionConfig())
@@ -25,7 +25,7 @@ class Math(BuiltInEnvironment):
     math-verify's own deadlines are off: they would turn a hang into "not equal". The hub's deadline ends a hang, as TIMED_OUT.
     """
 
-    def __init__(self, name: str, env: Env) -> None:
+    def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)
         self.build = f"math-verify {importlib.metadata.version('math-verify')}"
         self.description = "mathematical equality with extra_env_info.answer"

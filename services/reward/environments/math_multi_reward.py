@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from headrace.config.data import Env
+from headrace.config.data import EnvConfig
 from headrace.environment import Sample
 from headrace.trajectory import Score
-from services.reward.environments import BuiltInEnvironment
+from headrace_services.reward.environments import BuiltInEnvironment
 
 _FORMAT = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
 _NONE = {"correctness": 0.0, "format": 0.0, "integer": 0.0}
@@ -22,7 +22,7 @@ class MathMultiReward(BuiltInEnvironment):
     `<answer>…</answer>`.
     """
 
-    def __init__(self, name: str, env: Env) -> None:
+    def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)
         self.build = "1"
         self.description = "correctness, integer and format of an answer, as components"

@@ -10,11 +10,11 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from headrace.config.data import Env
+from headrace.config.data import EnvConfig
 from headrace.environment import Sample
 from headrace.tagged_json import from_json
 from headrace.trajectory import Score
-from services.reward.environments import BuiltInEnvironment, extract_answer
+from headrace_services.reward.environments import BuiltInEnvironment, extract_answer
 
 
 class ReasoningGym(BuiltInEnvironment):
@@ -25,7 +25,7 @@ class ReasoningGym(BuiltInEnvironment):
     at or above it, else 0. A completion without such an answer is scored as the task scores no answer at all.
     """
 
-    def __init__(self, name: str, env: Env) -> None:
+    def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)
         self.build = f"reasoning-gym {importlib.metadata.version('reasoning-gym')}"
         self.description = f"{len(DATASETS)} procedural tasks"

@@ -31,10 +31,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 from pyroaring import BitMap
 
-from headrace.config.services import Checkpointing
+from headrace.config.services import CheckpointingConfig
 from headrace.errors import ServiceError
 from headrace.replay import Ended
-from services.trainer.files import atomic_write, cannot_write_checkpoint, fsync
+from headrace_services.trainer.files import atomic_write, cannot_write_checkpoint, fsync
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ _GROUPS_BY_STEP = TypeAdapter(dict[int, list[str]])
 class Checkpoints:
     """The checkpoints of a run, in one folder that the trainer's ranks share. Only rank 0 of one trainer calls the methods that write."""
 
-    def __init__(self, folder: Path, settings: Checkpointing) -> None:
+    def __init__(self, folder: Path, settings: CheckpointingConfig) -> None:
         self._folder = folder
         self._settings = settings
 
@@ -249,7 +249,7 @@ class Checkpoints:
             shutil.rmtree(removed)
 
 
-def superseded(metrics: Mapping[int, Mapping[str, float]], settings: Checkpointing) -> list[int]:
+def superseded(metrics: Mapping[int, Mapping[str, float]], settings: CheckpointingConfig) -> list[int]:
     """Versions that retention removes, oldest first: all but the newest and the `keep_top_k` best by `metric_name`.
 
     Of two equal ones the newer is better, and any metric is better than none. Without `metric_name`, newer is better.

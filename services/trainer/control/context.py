@@ -11,16 +11,16 @@ from typing import TypeVar
 
 from headrace.config import Config
 from headrace.replay import BufferRetry, ReplayClient
-from services.trainer.control.checkpoint import Checkpoints
-from services.trainer.control.feeder import Feeder
-from services.trainer.control.lineage_writer import LineageWriter
-from services.trainer.control.rank import LeadRank
-from services.trainer.control.weight_sender import WeightSender
-from services.trainer.data import Prompts
-from services.trainer.telemetry.http import Gauges
-from services.trainer.telemetry.journal import Journal
-from services.trainer.telemetry.telemetry import Telemetry
-from services.trainer.telemetry.throughput import ThroughputMeter
+from headrace_services.trainer.control.checkpoint import Checkpoints
+from headrace_services.trainer.control.feeder import Feeder
+from headrace_services.trainer.control.lineage_writer import LineageWriter
+from headrace_services.trainer.control.rank import LeadRank
+from headrace_services.trainer.control.weight_sender import WeightSender
+from headrace_services.trainer.data import Prompts
+from headrace_services.trainer.telemetry.http import Gauges
+from headrace_services.trainer.telemetry.journal import Journal
+from headrace_services.trainer.telemetry.telemetry import Telemetry
+from headrace_services.trainer.telemetry.throughput import ThroughputMeter
 
 T = TypeVar("T")
 

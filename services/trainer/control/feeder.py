@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from headrace.config import Config
 from headrace.replay import BufferRetry, ReplayClient, RunState
-from services.trainer.data import Prompts
+from headrace_services.trainer.data import Prompts
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import msgspec
 from headrace.errors import ServiceError
 from headrace.lineage import ABANDONED, SCHEMA, GroupLineage, Header, LineageFiles, Origin, timeline_of, with_timelines
 from headrace.trajectory import Group
-from services.trainer.files import atomic_write, fsync
+from headrace_services.trainer.files import atomic_write, fsync
 
 
 class LineageWriter:

@@ -17,17 +17,17 @@ from headrace.errors import ReplayUnavailable, SamplingStarved, ServiceError, Wr
 from headrace.replay import End, Replica, Reservation, Waiting
 from headrace.trajectory import Float32, Int32
 from headrace.weights.probe import choose_token_ids
-from services.trainer.control import decisions
-from services.trainer.control.checkpoint import ENDED, TRAINED, CheckpointState
-from services.trainer.control.context import TrainerContext
-from services.trainer.control.decisions import Action, Backoff, LoopState, Plan
-from services.trainer.control.rank import Weights, check_reservation, share_out
-from services.trainer.control.resume import ResumeState, lost_writes
-from services.trainer.control.validation import Validation, reaches_target
-from services.trainer.telemetry.journal import Line, surviving
-from services.trainer.telemetry.metrics import batch_metrics, sampling_metrics, total_lengths
-from services.trainer.telemetry.plots import CURVES, draw_curve, write_page
-from services.trainer.telemetry.throughput import Devices, StepTimes
+from headrace_services.trainer.control import decisions
+from headrace_services.trainer.control.checkpoint import ENDED, TRAINED, CheckpointState
+from headrace_services.trainer.control.context import TrainerContext
+from headrace_services.trainer.control.decisions import Action, Backoff, LoopState, Plan
+from headrace_services.trainer.control.rank import Weights, check_reservation, share_out
+from headrace_services.trainer.control.resume import ResumeState, lost_writes
+from headrace_services.trainer.control.validation import Validation, reaches_target
+from headrace_services.trainer.telemetry.journal import Line, surviving
+from headrace_services.trainer.telemetry.metrics import batch_metrics, sampling_metrics, total_lengths
+from headrace_services.trainer.telemetry.plots import CURVES, draw_curve, write_page
+from headrace_services.trainer.telemetry.throughput import Devices, StepTimes
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from headrace.errors import HeadraceError, ServiceError
 from headrace.lineage import Origin, origin_of
 from headrace.replay import Reservation
 from headrace.trajectory import Float32, Group, Score, Trajectory
-from services.trainer.distributed import Ranks
-from services.trainer.learning.batch import Batch, check_invariants, gather
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.step import train_step
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.batch import Batch, check_invariants, gather
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.step import train_step
 
 Read = Callable[[Sequence[str]], list[tuple[Trajectory, Score]]]
 

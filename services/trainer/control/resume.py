@@ -11,7 +11,14 @@ from pyroaring import BitMap
 
 from headrace.errors import ServiceError
 from headrace.replay import BufferRetry, Ended, ReplayClient, RunState
-from services.trainer.control.checkpoint import ENDED, TRAINED, Checkpoints, CheckpointState, Ledger, ended_orders
+from headrace_services.trainer.control.checkpoint import (
+    ENDED,
+    TRAINED,
+    Checkpoints,
+    CheckpointState,
+    Ledger,
+    ended_orders,
+)
 
 log = logging.getLogger(__name__)
 

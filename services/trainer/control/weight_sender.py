@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol, cast
 
+import msgspec
 import torch
 
 from headrace.config import Config
@@ -35,7 +36,7 @@ from headrace.trajectory import Float32, Int32
 from headrace.weights import membership
 from headrace.weights.manifest import Manifest
 from headrace.weights.rendezvous import Announcement, Rendezvous
-from services.weight_channel.transport import Backend, Channel, GroupRank, RendezvousStore, send
+from headrace_services.weight_channel.transport import Backend, Channel, GroupRank, RendezvousStore, send
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ class WeightSender:
         if not epoch.acknowledged:
             with _server_lost(epoch.id):
                 ended = await self._replay.end_epoch(epoch.id, aborted=True)
-            return dataclasses.replace(ended, members=(), verified=()), _Outcome.NO_MEMBERS
+            return msgspec.structs.replace(ended, members=(), verified=()), _Outcome.NO_MEMBERS
         rendezvous = await self._rendezvous(epoch, refit)
         with _server_lost(epoch.id):
             epoch = await self._replay.begin_epoch(epoch.id, rendezvous.encode())

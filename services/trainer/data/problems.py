@@ -9,15 +9,15 @@ import random
 from collections.abc import Iterable, Set
 from pathlib import Path
 
-from headrace.config.data import Data, DataSource
+from headrace.config.data import DataConfig, DataSourceConfig
 from headrace.errors import ConfigError
 from headrace.trajectory import Message
-from services.trainer.data.sources import Problem, read, repeats
+from headrace_services.trainer.data.sources import Problem, read, repeats
 
 log = logging.getLogger(__name__)
 
 
-def load_problems(data: Data) -> tuple[list[Problem], list[Problem]]:
+def load_problems(data: DataConfig) -> tuple[list[Problem], list[Problem]]:
     """The training problems and the validation problems.
 
     Two problems are the same if their messages are, whatever the system prompt or prompt file. Only the first of equal problems is kept
@@ -45,7 +45,7 @@ def load_problems(data: Data) -> tuple[list[Problem], list[Problem]]:
     return training, _assemble(validation, set(), once=data.remove_duplicates)
 
 
-def _read(source: DataSource, key: str, *, held_out: bool) -> list[Problem]:
+def _read(source: DataSourceConfig, key: str, *, held_out: bool) -> list[Problem]:
     problems = list(read(source, key, held_out=held_out))
     log.info("%s: %d problems", key, len(problems))
     return problems
@@ -76,13 +76,13 @@ def _question(problem: Problem) -> str:
 class _Template:
     """The text that a data set adds to each of its problems: a system prompt, and that of `prompt_file` (with `{}` for the problem)."""
 
-    source: DataSource
+    source: DataSourceConfig
     number: int
     system: str | None
     prompt: str | None
 
     @classmethod
-    def of(cls, source: DataSource, number: int) -> _Template:
+    def of(cls, source: DataSourceConfig, number: int) -> _Template:
         system, prompt = source.system_prompt, None
         if source.system_prompt_file is not None:
             system = _text(source.system_prompt_file, "system_prompt_file")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import logging
@@ -12,13 +11,14 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.trajectory import Group, Lane, Sampling
-from services.trainer.data.problems import load_problems
-from services.trainer.data.sources import Problem
+from headrace_services.trainer.data.problems import load_problems
+from headrace_services.trainer.data.sources import Problem
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class GroupBuilder:
             overrides["top_p"] = generation.val_top_p
         if generation.val_top_k is not None:
             overrides["top_k"] = generation.val_top_k if generation.val_top_k > 0 else None
-        self._val_sampling = dataclasses.replace(self._sampling, **overrides)
+        self._val_sampling = msgspec.structs.replace(self._sampling, **overrides)
 
     def train_group(self, problem: Problem, order: int, epoch: int) -> Group:
         n = self._config.algorithm.num_generations_per_prompt
@@ -140,7 +140,7 @@ class GroupBuilder:
             extra_env_info=problem.extra_env_info,
             dataset_index=problem.index,
             n=n,
-            sampling=dataclasses.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
+            sampling=msgspec.structs.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
         )
 
     def _encode(self, problem: Problem) -> list[int]:

@@ -15,11 +15,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from headrace.config.data import DataSource
+from headrace.config.data import DataSourceConfig
 from headrace.errors import CodecError, ConfigError
 from headrace.tagged_json import to_json
 from headrace.trajectory import Message
-from services.trainer.data import arithmetic
+from headrace_services.trainer.data import arithmetic
 
 _HUB_PATH = re.compile(r"^\w[\w.-]*/\w[\w.-]*(?<!\.jsonl)(?<!\.json)$")
 _AS_JSONL = "or give the data set as a JSONL file, by data_path, input_key and output_key"
@@ -71,8 +71,8 @@ HUB_DATASETS: Mapping[str, HubDataset] = {
 }
 
 
-def read(source: DataSource, key: str, *, held_out: bool) -> Iterator[Problem]:
-    """The problems of `source` in its own order, duplicates included; `index` and templates are set later.
+def read(source: DataSourceConfig, key: str, *, held_out: bool) -> Iterator[Problem]:
+    """The problems of `source` in its own order, duplicates included; `index` and the prompts around them are still to come.
 
     Raises `ConfigError` naming `key`, the value and the remedy.
     """
@@ -90,13 +90,13 @@ def read(source: DataSource, key: str, *, held_out: bool) -> Iterator[Problem]:
     )
 
 
-def repeats(source: DataSource) -> int:
-    """How often each problem of `source` is repeated."""
+def repeats(source: DataSourceConfig) -> int:
+    """How often each problem of `source` is asked."""
     return source.repeat or _hub_dataset(source).repeat
 
 
-def _problem(source: DataSource, question: Any, info: dict[str, Any], task: str) -> Problem:
-    """The problem with `question`, text or a list of messages. Raises `ValueError` saying what is wrong with it."""
+def _problem(source: DataSourceConfig, question: Any, info: dict[str, Any], task: str) -> Problem:
+    """`question` is text or a list of messages; raises `ValueError` saying what is wrong with it."""
     wrong = (
         f"field {source.input_key!r} is {question!r:.80}, not text or a list of messages with role and content as text"
     )
@@ -114,7 +114,7 @@ def _problem(source: DataSource, question: Any, info: dict[str, Any], task: str)
     return Problem(0, tuple(question), info, source.env_name or "", task)
 
 
-def _arithmetic(source: DataSource, key: str, held_out: bool) -> Iterator[Problem]:
+def _arithmetic(source: DataSourceConfig, key: str, held_out: bool) -> Iterator[Problem]:
     """`size` sums of numbers of at most `digits` digits; for validation, at most the 400 pairs that are never trained on."""
     digits = source.task_config.get("digits", 2)
     if type(digits) is not int or not 1 <= digits <= 9 or source.task_config.keys() - {"digits"}:
@@ -127,7 +127,7 @@ def _arithmetic(source: DataSource, key: str, held_out: bool) -> Iterator[Proble
         yield _problem(source, arithmetic.text(pair), {"answer": arithmetic.answer(pair)}, "arithmetic")
 
 
-def _reasoning_gym(source: DataSource, key: str) -> Iterator[Problem]:
+def _reasoning_gym(source: DataSourceConfig, key: str) -> Iterator[Problem]:
     """`size` entries of a task. `extra_env_info` holds the whole entry, tagged where JSON has no such type."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -149,7 +149,7 @@ def _reasoning_gym(source: DataSource, key: str) -> Iterator[Problem]:
         yield _problem(source, entry["question"], info, task)
 
 
-def _jsonl(source: DataSource, key: str) -> Iterator[Problem]:
+def _jsonl(source: DataSourceConfig, key: str) -> Iterator[Problem]:
     """One problem a line: `input_key` is text or messages, `output_key` the answer; the other fields go to the environment."""
     path = Path(source.data_path or "")
     try:
@@ -165,7 +165,7 @@ def _jsonl(source: DataSource, key: str) -> Iterator[Problem]:
             raise ConfigError(f"{path}:{number}: {error}; correct or remove the line ({key}.data_path)") from error
 
 
-def _problem_of_line(fields: Any, source: DataSource, task_name: str) -> Problem:
+def _problem_of_line(fields: Any, source: DataSourceConfig, task_name: str) -> Problem:
     """Raises `ValueError` saying what is wrong with the line."""
     if not isinstance(fields, dict):
         raise ValueError(f"a JSON {type(fields).__name__}, not an object")
@@ -184,14 +184,14 @@ def _on_the_hub(path: str | None) -> bool:
     return path is not None and _HUB_PATH.match(path) is not None and not Path(path).is_file()
 
 
-def _hub_dataset(source: DataSource) -> HubDataset:
+def _hub_dataset(source: DataSourceConfig) -> HubDataset:
     """The data set that `source` names, by `dataset_name` or by `data_path: owner/name`."""
     if source.dataset_name is not None and source.dataset_name in HUB_DATASETS:
         return HUB_DATASETS[source.dataset_name]
     return HubDataset(source.data_path or "", source.input_key, source.output_key)
 
 
-def _hub(source: DataSource, key: str) -> Iterator[Problem]:
+def _hub(source: DataSourceConfig, key: str) -> Iterator[Problem]:
     known = _hub_dataset(source)
     task = source.dataset_name or (source.data_path or "").rpartition("/")[2]
     for subset in known.subsets if source.subset is None else (source.subset,):

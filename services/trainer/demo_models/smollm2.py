@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 from headrace.errors import ServiceError
-from services.trainer.demo_models import already_made, publish
+from headrace_services.trainer.demo_models import already_made, publish
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace.replay import ReservedTrajectory
 from headrace.trajectory import Float32, Score, Trajectory
-from services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed import Ranks
 
 Bool = npt.NDArray[np.bool_]
 Float64 = npt.NDArray[np.float64]

@@ -18,14 +18,14 @@ from torch import Tensor
 from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace.trajectory import Float32, Int32
-from services.trainer.distributed import Ranks
-from services.trainer.files import cannot_write_checkpoint
-from services.trainer.learning.algorithms import required_passes
-from services.trainer.learning.optimizer import ModelOptimizer
-from services.trainer.learning.training_state import Counters, load_state, save_state
-from services.trainer.network.packing import PackedRows, Packing
-from services.trainer.network.policy_model import LogitsWarper, PolicyModel, load_teacher, load_tokenizer
-from services.trainer.network.value_model import ValueModel
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.files import cannot_write_checkpoint
+from headrace_services.trainer.learning.algorithms import required_passes
+from headrace_services.trainer.learning.optimizer import ModelOptimizer
+from headrace_services.trainer.learning.training_state import Counters, load_state, save_state
+from headrace_services.trainer.network.packing import PackedRows, Packing
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, load_teacher, load_tokenizer
+from headrace_services.trainer.network.value_model import ValueModel
 
 
 class Learner:

@@ -16,9 +16,9 @@ from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import lr_scheduler
 
-from headrace.config.optimizer import NAMESPACE, Optimizer, Schedule
+from headrace.config.policy import NAMESPACE, OptimizerConfig, SchedulerConfig
 from headrace.errors import ServiceError
-from services.trainer.distributed import full_tensor
+from headrace_services.trainer.distributed import full_tensor
 
 CLASSES: dict[str, type[optim.AdamW] | type[optim.Adam]] = {
     "torch.optim.AdamW": optim.AdamW,
@@ -29,7 +29,7 @@ CLASSES: dict[str, type[optim.AdamW] | type[optim.Adam]] = {
 class LearningRate:
     """The learning rate by number of steps, computed by torch's own schedulers from `base`."""
 
-    def __init__(self, base: float, schedule: Sequence[Schedule], section: str) -> None:
+    def __init__(self, base: float, schedule: Sequence[SchedulerConfig], section: str) -> None:
         """Raises `ServiceError` naming `section` for arguments that torch refuses."""
         self._steps = 0
         self._carrier = optim.SGD([torch.zeros(1)], base)  # torch's schedulers need an optimizer
@@ -68,7 +68,12 @@ class ModelOptimizer:
     """The optimizer of one model. With several ranks every method is a collective."""
 
     def __init__(
-        self, model: nn.Module, settings: Optimizer, schedule: Sequence[Schedule], max_grad_norm: float, section: str
+        self,
+        model: nn.Module,
+        settings: OptimizerConfig,
+        schedule: Sequence[SchedulerConfig],
+        max_grad_norm: float,
+        section: str,
     ) -> None:
         """`section` is its name in errors: `policy` or `value`. Raises `ServiceError` for a schedule that torch refuses."""
         self._model = model
@@ -136,7 +141,7 @@ class ModelOptimizer:
         return arguments
 
 
-def _scheduler(carrier: optim.Optimizer, item: Schedule) -> lr_scheduler.LRScheduler:
+def _scheduler(carrier: optim.Optimizer, item: SchedulerConfig) -> lr_scheduler.LRScheduler:
     assert item.name is not None
     made: lr_scheduler.LRScheduler = getattr(lr_scheduler, item.name.removeprefix(NAMESPACE))(carrier, **item.kwargs)
     return made

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.config.advantages import RewardScaling, RewardShaping
-from services.trainer.distributed import Ranks
-from services.trainer.learning.batch import Batch, Bool, Float64, Int
+from headrace.config.algorithm import RewardScalingConfig, RewardShapingConfig
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.batch import Batch, Bool, Float64, Int
 
 
-def scale_rewards(rewards: Float64, scaling: RewardScaling) -> Float64:
-    """Rewards of any shape, clamped to the source range and mapped to the target range; unchanged if scaling is off."""
+def scale_rewards(rewards: Float64, scaling: RewardScalingConfig) -> Float64:
+    """Rewards of any shape, clamped to the source range and mapped to the target range; as they are where that is turned off."""
     if not scaling.enabled:
         return rewards
     share = (np.clip(rewards, scaling.source_min, scaling.source_max) - scaling.source_min) / (
@@ -24,7 +24,7 @@ def scale_rewards(rewards: Float64, scaling: RewardScaling) -> Float64:
 
 
 def shape_rewards(
-    rewards: Float64, lengths: Int, truncated: Bool, shaping: RewardShaping, max_response_length: int
+    rewards: Float64, lengths: Int, truncated: Bool, shaping: RewardShapingConfig, max_response_length: int
 ) -> Float64:
     """Scaled rewards [B] minus penalties on length; unchanged if shaping is off.
 

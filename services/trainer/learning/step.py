@@ -17,15 +17,20 @@ import torch
 from torch import Tensor
 
 from headrace.errors import ServiceError
-from services.trainer.distributed import Ranks
-from services.trainer.learning.algorithms import estimate_advantages, needs_unfiltered, required_passes
-from services.trainer.learning.batch import Batch, Float32, GlobalCounts, MicroBatch
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.losses import LossParts, explained_variance, policy_loss, value_loss
-from services.trainer.learning.optimizer import ModelOptimizer
-from services.trainer.learning.rewards import leave_out_disagreeing, leave_out_truncated, scale_rewards, shape_rewards
-from services.trainer.network.packing import PackedRows, Packing, Rows, pack, plan
-from services.trainer.network.policy_model import LogitsWarper, PolicyModel
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms import estimate_advantages, needs_unfiltered, required_passes
+from headrace_services.trainer.learning.batch import Batch, Float32, GlobalCounts, MicroBatch
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.losses import LossParts, explained_variance, policy_loss, value_loss
+from headrace_services.trainer.learning.optimizer import ModelOptimizer
+from headrace_services.trainer.learning.rewards import (
+    leave_out_disagreeing,
+    leave_out_truncated,
+    scale_rewards,
+    shape_rewards,
+)
+from headrace_services.trainer.network.packing import PackedRows, Packing, Rows, pack, plan
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 
 LossOf = Callable[[PackedRows, MicroBatch, GlobalCounts], LossParts]
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from headrace.errors import ServiceError
-from services.trainer.distributed import process_group
-from services.trainer.files import cannot_write_checkpoint
-from services.trainer.learning.optimizer import ModelOptimizer
+from headrace_services.trainer.distributed import process_group
+from headrace_services.trainer.files import cannot_write_checkpoint
+from headrace_services.trainer.learning.optimizer import ModelOptimizer
 
 logger = logging.getLogger(__name__)
 

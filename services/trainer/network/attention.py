@@ -19,9 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from headrace.config.policy import Policy as PolicySection
+from headrace.config.policy import PolicyConfig
 from headrace.errors import ServiceError
-from services.trainer.network.packing import PackedRows, TreeSpan
+from headrace_services.trainer.network.packing import PackedRows, TreeSpan
 
 # the name of `tree_attention` in transformers
 TREE_ATTENTION = "headrace_trees"
@@ -31,8 +31,8 @@ _PACKED = {"full_attention", "sliding_attention"}
 _SHARED = {"full_attention"}
 
 
-def prepare_attention(model: Any, policy: PolicySection, device: torch.device) -> None:
-    """Choose the attention for rows of several trajectories: `tree_attention` on a CPU, flex attention on a GPU if the model has it.
+def prepare_attention(model: Any, policy: PolicyConfig, device: torch.device) -> None:
+    """Choose an attention for rows of several trajectories: on a CPU ours, on a GPU flex attention, where the model has it.
 
     Raises `ServiceError` for a model that would let the trajectories of a row see each other.
     """

@@ -26,9 +26,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.distributed import full_tensor, is_first_rank, shard
-from services.trainer.network.attention import attention_arguments
-from services.trainer.network.packing import PackedRows
+from headrace_services.trainer.distributed import full_tensor, is_first_rank, shard
+from headrace_services.trainer.network.attention import attention_arguments
+from headrace_services.trainer.network.packing import PackedRows
 
 
 def choose_device(name: str) -> torch.device:

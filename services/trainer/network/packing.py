@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace.config.policy import Policy as PolicySection
+from headrace.config.policy import PolicyConfig
 from headrace.trajectory import Int32, Trajectory
 
 Tree = tuple[int, ...]  # indices of its trajectories among those that are planned
@@ -50,8 +50,8 @@ class Packing:
     share_prompts: bool = False
 
     @classmethod
-    def of(cls, policy: PolicySection, *, training: bool) -> Packing:
-        """The settings in `policy`, for passes with (`training`) or without gradients."""
+    def of(cls, policy: PolicyConfig, *, training: bool) -> Packing:
+        """As `policy` says, for passes with (`training`) or without gradients."""
         size = policy.train_micro_batch_size if training else policy.logprob_batch_size or policy.train_micro_batch_size
         packing, batching = policy.sequence_packing, policy.dynamic_batching
         chosen = packing if packing.enabled else batching if batching.enabled else None

@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from headrace.config import Config
-from headrace.config.policy import Generation
+from headrace.config.policy import GenerationConfig
 from headrace.errors import ServiceError
-from services.trainer.network import backbone
-from services.trainer.network.attention import prepare_attention
-from services.trainer.network.packing import PackedRows
+from headrace_services.trainer.network import backbone
+from headrace_services.trainer.network.attention import prepare_attention
+from headrace_services.trainer.network.packing import PackedRows
 
 TEACHER_KEY = "grpo.adv_estimator.teacher_model_name"
 
@@ -44,8 +44,8 @@ class LogitsWarper:
     top_p: float = 1.0
 
     @classmethod
-    def of(cls, generation: Generation) -> LogitsWarper:
-        """The warper with which tokens are sampled for training."""
+    def of(cls, generation: GenerationConfig) -> LogitsWarper:
+        """As tokens are sampled for training."""
         return cls(generation.temperature, generation.top_k, generation.top_p)
 
     @property

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from headrace.config import Config
-from services.trainer.distributed import full_tensor, is_first_rank
-from services.trainer.network import backbone
-from services.trainer.network.attention import prepare_attention
-from services.trainer.network.packing import PackedRows
+from headrace_services.trainer.distributed import full_tensor, is_first_rank
+from headrace_services.trainer.network import backbone
+from headrace_services.trainer.network.attention import prepare_attention
+from headrace_services.trainer.network.packing import PackedRows
 
 HEAD = "value_head.safetensors"
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.config.logger import TrainInferenceAlarm
-from services.trainer.learning.batch import Batch, Float64
-from services.trainer.telemetry.samples import keep_newest
+from headrace.config.logger import TrainInferenceAlarmConfig
+from headrace_services.trainer.learning.batch import Batch, Float64
+from headrace_services.trainer.telemetry.samples import keep_newest
 
 REPORT_EVERY = 10  # the first step of a streak is reported, then every tenth; the metric covers them all
 PICTURED, KEPT_PICTURES = 3, 10
@@ -39,7 +39,7 @@ class Excess:
         )
 
 
-def excesses(metrics: Mapping[str, float], limits: TrainInferenceAlarm) -> list[Excess]:
+def excesses(metrics: Mapping[str, float], limits: TrainInferenceAlarmConfig) -> list[Excess]:
     """The limits that a step's metrics exceed. NaN exceeds every limit; a metric that is absent exceeds none."""
     age = metrics.get("avg_trajectory_age", 0.0)
     widened = {}

@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from headrace.config import Config
 from headrace.service import Ready, create_app
-from services.trainer.telemetry.journal import JOURNAL, read_journal, surviving
-from services.trainer.telemetry.plots import render_page
+from headrace_services.trainer.telemetry.journal import JOURNAL, read_journal, surviving
+from headrace_services.trainer.telemetry.plots import render_page
 
 REFRESH_S = 10
 

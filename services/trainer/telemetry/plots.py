@@ -16,11 +16,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from services.trainer.files import atomic_write
-from services.trainer.learning.batch import Batch
-from services.trainer.telemetry.alarm import mean_errors
-from services.trainer.telemetry.journal import Kind, Line
-from services.trainer.telemetry.samples import over_completion
+from headrace_services.trainer.files import atomic_write
+from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.telemetry.alarm import mean_errors
+from headrace_services.trainer.telemetry.journal import Kind, Line
+from headrace_services.trainer.telemetry.samples import over_completion
 
 CURVES = "curves.html"  # in the run's folder
 
@@ -151,7 +151,7 @@ def _card(chart: Chart, lines: Sequence[Line]) -> str:
         axes.axhline(chart.limit, color=ALARM_COLOUR, lw=1, ls="--")
     low, high = axes.dataLim.intervaly
     if low == high:
-        low, high = low - 0.1 * abs(low or 1), high + 0.1 * abs(high or 1)
+        low, high = low - 0.1 * abs(low), high + 0.1 * abs(high) or 1.0
     ticks = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
     axes.set_yticks(ticks, [f"{tick:.4g}" for tick in ticks])
     axes.set_ylim(ticks[0], ticks[-1])

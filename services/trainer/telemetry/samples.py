@@ -24,8 +24,8 @@ from rich.text import Text
 from headrace.errors import ServiceError
 from headrace.trajectory import Float32, Score, Trajectory
 from headrace.trajectory import Group as TrajectoryGroup
-from services.trainer.files import atomic_write
-from services.trainer.learning.batch import Batch, Float64
+from headrace_services.trainer.files import atomic_write
+from headrace_services.trainer.learning.batch import Batch, Float64
 
 Kind = Literal["train", "val"]
 DECIMALS = 6
@@ -141,7 +141,7 @@ def keep_newest(folder: Path, pattern: str, count: int) -> None:
     def age(path: Path) -> tuple[int, int, str]:
         return path.stat().st_mtime_ns, len(path.name), path.name
 
-    for path in sorted(folder.glob(pattern), key=age)[: -count or None]:
+    for path in sorted(folder.glob(pattern), key=age, reverse=True)[count:]:
         path.unlink()
 
 

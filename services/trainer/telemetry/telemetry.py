@@ -12,20 +12,20 @@ from rich.console import Console
 from headrace.config import Config
 from headrace.replay import Evaluated
 from headrace.trajectory import Group
-from services.trainer.learning.batch import Batch
-from services.trainer.telemetry import alarm
-from services.trainer.telemetry.gpus import GPUMonitor
-from services.trainer.telemetry.journal import Journal
-from services.trainer.telemetry.plots import draw_disagreement
-from services.trainer.telemetry.samples import (
+from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.telemetry import alarm
+from headrace_services.trainer.telemetry.gpus import GPUMonitor
+from headrace_services.trainer.telemetry.journal import Journal
+from headrace_services.trainer.telemetry.plots import draw_disagreement
+from headrace_services.trainer.telemetry.samples import (
     SampleFiles,
     choose,
     show,
     training_record,
     validation_record,
 )
-from services.trainer.telemetry.tracker_thread import TrackerThread, tracker_metrics
-from services.trainer.telemetry.trackers import enabled
+from headrace_services.trainer.telemetry.tracker_thread import TrackerThread, tracker_metrics
+from headrace_services.trainer.telemetry.trackers import enabled
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from transformers import AutoConfig
 
 from headrace.config import Config
-from services.trainer.network.backbone import choose_device
-from services.trainer.telemetry.flops import Architecture, Peak, peak_of
+from headrace_services.trainer.network.backbone import choose_device
+from headrace_services.trainer.telemetry.flops import Architecture, Peak, peak_of
 
 log = logging.getLogger(__name__)
 

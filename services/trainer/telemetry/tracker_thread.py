@@ -18,12 +18,12 @@ from pathlib import Path
 import msgspec
 
 from headrace.errors import ServiceError
-from services.trainer.files import atomic_write, fsync
-from services.trainer.telemetry import alarm
-from services.trainer.telemetry.journal import Line, parse_lines, surviving
-from services.trainer.telemetry.metric_names import tracked_name
-from services.trainer.telemetry.samples import SampleFiles, as_markdown, choose
-from services.trainer.telemetry.trackers import Opener, Tracker, TrackerEntry
+from headrace_services.trainer.files import atomic_write, fsync
+from headrace_services.trainer.telemetry import alarm
+from headrace_services.trainer.telemetry.journal import Line, parse_lines, surviving
+from headrace_services.trainer.telemetry.metric_names import tracked_name
+from headrace_services.trainer.telemetry.samples import SampleFiles, as_markdown, choose
+from headrace_services.trainer.telemetry.trackers import Opener, Tracker, TrackerEntry
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from headrace.errors import HeadraceError
 from headrace.lineage import FOLDER
 from headrace.replay import Limits, ReplayClient
 from headrace.trajectory import Score
-from services.trainer.control.lineage_writer import LineageWriter
-from tests.integration.replay.helpers import enqueue, healthy_replica, make_group, make_trajectory
+from headrace_services.trainer.control.lineage_writer import LineageWriter
+from tests.support.buffer import enqueue, healthy_replica, make_group, make_trajectory
 from tests.support.kept_run import kept_run
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from headrace.lineage import FOLDER, Origin, TokenRange
 from headrace.replay import Limits, ReplayClient
-from services.trainer.control.lineage_writer import LineageWriter
-from tests.integration.replay.helpers import enqueue, generate, healthy_replica, make_group
+from headrace_services.trainer.control.lineage_writer import LineageWriter
+from tests.support.buffer import enqueue, generate, healthy_replica, make_group
 from tests.support.kept_run import kept_run
 
 PAGE = Path(__file__).parents[3] / "docs" / "lineage.md"

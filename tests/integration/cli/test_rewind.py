@@ -11,8 +11,8 @@ import pytest
 
 from headrace.cli import runs
 from headrace.config import load
-from headrace.config.services import Checkpointing
-from services.trainer.control.checkpoint import Checkpoints, CheckpointState
+from headrace.config.services import CheckpointingConfig
+from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from tests.support.command import error_of, headrace
 
 CONFIG = "run: {id: adder, dir: elsewhere}\n"
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def checkpoints(folder: Path) -> Checkpoints:
-    checkpoints = Checkpoints(folder / "checkpoints", Checkpointing(keep_top_k=None))
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointingConfig(keep_top_k=None))
     for version in (2, 4, 6, 10):
         (checkpoints.begin(version) / "weights").write_text(f"weights {version}")
         checkpoints.publish(CheckpointState(version=version, timeline="t", cursor=0, run_id="adder"), {})
@@ -95,4 +95,4 @@ def test_the_checkpoints_are_where_the_configuration_says(
     config = load(folder / runs.SAVED, [f"checkpointing.checkpoint_dir={tmp_path}/big disk"], environ={})
     runs.save(config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder.parent)})}))
     assert rewind(folder, "adder", 2).returncode == 0
-    assert Checkpoints(tmp_path / "big disk", Checkpointing()).published() == [2]
+    assert Checkpoints(tmp_path / "big disk", CheckpointingConfig()).published() == [2]

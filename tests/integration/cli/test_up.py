@@ -134,7 +134,7 @@ def test_a_run_ends_with_its_table_goes_on_by_its_id_and_survives_the_kill_of_an
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 @pytest.mark.parametrize("moment", ["rollout-1: starting", "step 1:"])
 def test_however_it_is_stopped_no_process_is_left(up: Start, signum: int, code: int, moment: str) -> None:
-    run = up(100_000, rollout="idle_rollout", trainer="talking_trainer")
+    run = up(100_000, reward="idle_reward", rollout="idle_rollout", trainer="talking_trainer")
     run.wait_for(moment)
     assert run.stop(signum) == []
     assert run.process.returncode == code

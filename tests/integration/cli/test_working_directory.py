@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import free_port
+from tests.support.ports import free_port
 
 CONFIG = """
 run: {{id: test, dir: {folder}/runs}}
@@ -42,7 +42,7 @@ def test_files_in_the_working_directory_shadow_no_module(tmp_path: Path) -> None
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: light-services\nVersion: 0\n")
     (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
     mine.mkdir()
-    for name in ("random", "services", "headrace", "torch"):
+    for name in ("random", "headrace_services", "headrace", "torch"):
         (mine / f"{name}.py").write_text(f"raise ImportError('{name}.py of the working directory was imported')\n")
     (mine / "run.yaml").write_text(CONFIG.format(folder=tmp_path, redis_port=free_port()))
 

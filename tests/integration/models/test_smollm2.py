@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.errors import ServiceError
-from services.trainer.demo_models import smollm2
+from headrace_services.trainer.demo_models import smollm2
 
 
 @pytest.mark.slow

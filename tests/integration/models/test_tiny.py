@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.errors import ServiceError
-from services.trainer.data import arithmetic
-from services.trainer.demo_models import tiny
+from headrace_services.trainer.data import arithmetic
+from headrace_services.trainer.demo_models import tiny
 
 
 def test_transformers_loads_it(tiny_model: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.replay.connection import open_redis
-from services.replay import library
-from services.replay.embedded import EmbeddedServer
+from headrace_services.replay import library
+from headrace_services.replay.embedded import EmbeddedServer
 from tests.support.ports import free_port
 
 # The oldest server that is supported, and the one that comes with the package.

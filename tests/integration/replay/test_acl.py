@@ -13,10 +13,10 @@ from headrace.errors import ReplayDenied
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.trajectory import Score
-from services.replay import acl, library
-from services.replay.embedded import EmbeddedServer
-from tests.conftest import free_port
-from tests.integration.replay.helpers import make_group, make_trajectory, nonce, reserve
+from headrace_services.replay import acl, library
+from headrace_services.replay.embedded import EmbeddedServer
+from tests.support.buffer import make_group, make_trajectory, nonce, reserve
+from tests.support.ports import free_port
 
 RUN = "guarded"
 PASSWORDS = {role: f"secret of {role}" for role in acl.role_names()}
@@ -251,7 +251,7 @@ def test_a_server_takes_the_printed_file(tmp_path: Path, redis_binary: str | Non
     import subprocess
 
     from headrace.service import die_with_parent
-    from services.replay.embedded import _bundled
+    from headrace_services.replay.embedded import _bundled
 
     path = tmp_path / "users.acl"
     path.write_text("\n".join(acl.users(RUN, PASSWORDS)) + "\n")

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from headrace.replay import Lease, Limits, ReplayClient, Waiting
-from tests.integration.replay.helpers import (
+from tests.support.buffer import (
     enqueue,
     healthy_replica,
     push_all,

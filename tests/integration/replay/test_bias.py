@@ -14,7 +14,8 @@ from headrace.cli.status import show
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.bias import Distribution, TrajectoryMeter, beyond, skews
 from headrace.trajectory import Score
-from tests.integration.replay.helpers import (
+from tests.integration.replay.test_server import config_of, serving
+from tests.support.buffer import (
     enqueue,
     eventually,
     generate,
@@ -26,7 +27,6 @@ from tests.integration.replay.helpers import (
     rewind,
     tighten,
 )
-from tests.integration.replay.test_server import config_of, serving
 
 # Lengths and rewards of four groups of two, with sums that floats hold exactly.
 LENGTHS = (1, 2, 3, 8, 100, 128, 4096, 5000)

@@ -14,8 +14,8 @@ from headrace.errors import CodecError, InvalidCall, LeaseLost
 from headrace.replay import Lease, Limits, ReplayClient
 from headrace.replay.rollout import CARRIED_BYTES
 from headrace.trajectory import Score
-from services.replay import library
-from tests.integration.replay.helpers import (
+from headrace_services.replay import library
+from tests.support.buffer import (
     contents,
     enqueue,
     generate,

@@ -9,7 +9,7 @@ import pytest
 from headrace.errors import ConfigError, ReplayUnavailable
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from tests.integration.replay.helpers import enqueue, nonce, push_all, refit, score_all
+from tests.support.buffer import enqueue, nonce, push_all, refit, score_all
 
 
 async def test_calls_beyond_the_pool_wait_for_a_connection(replay: ReplayClient) -> None:

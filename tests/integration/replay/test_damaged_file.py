@@ -12,8 +12,8 @@ import pytest
 from redis.asyncio import Redis
 
 from headrace.errors import ServiceError
-from services.replay.embedded import EmbeddedServer
-from tests.conftest import free_port
+from headrace_services.replay.embedded import EmbeddedServer
+from tests.support.ports import free_port
 
 ZEROS = b"\0" * 500
 LATER = b"*3\r\n$3\r\nSET\r\n$1\r\nb\r\n$1\r\n2\r\n"

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import free_port
+from tests.support.ports import free_port
 
 SCRIPT = """
 import asyncio, os, pathlib, sys
-from services.replay.embedded import EmbeddedServer
+from headrace_services.replay.embedded import EmbeddedServer
 folder = pathlib.Path(sys.argv[1])
 os.register_at_fork(after_in_child=(folder / "forked").touch)
 server = EmbeddedServer(folder / "replay", "127.0.0.1", int(sys.argv[2]))

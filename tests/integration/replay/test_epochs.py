@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import Fenced, InvalidCall, NotVerified, WrongTimeline
 from headrace.replay import ReplayClient
-from tests.integration.replay.helpers import enqueue, group_of, healthy_replica, nonce, refit, rewind
+from tests.support.buffer import enqueue, group_of, healthy_replica, nonce, refit, rewind
 
 
 async def test_deregister_gives_back_and_leaves(replay: ReplayClient) -> None:

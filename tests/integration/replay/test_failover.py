@@ -13,9 +13,8 @@ from redis.asyncio import Redis
 from headrace.errors import ReplayUnavailable
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from services.replay import library
-from tests.conftest import free_port
-from tests.integration.replay.helpers import (
+from headrace_services.replay import library
+from tests.support.buffer import (
     enqueue,
     eventually,
     generate,
@@ -24,7 +23,8 @@ from tests.integration.replay.helpers import (
     reserve,
     total,
 )
-from tests.integration.replay.servers import RedisServer, redis_server
+from tests.support.ports import free_port
+from tests.support.redis_servers import RedisServer, redis_server
 
 HOST = "127.0.0.1"
 

@@ -11,8 +11,8 @@ from headrace.config import Config
 from headrace.errors import InvalidCall, SamplingStarved
 from headrace.replay import Limits, ReplayClient, Waiting
 from headrace.trajectory import Score
-from services.replay.main import limits_of
-from tests.integration.replay.helpers import (
+from headrace_services.replay.main import limits_of
+from tests.support.buffer import (
     enqueue,
     healthy_replica,
     make_group,

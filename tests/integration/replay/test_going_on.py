@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import InvalidCall, LeaseLost, ReplayError, WrongTimeline
 from headrace.replay import ReplayClient, Reservation
-from tests.integration.replay.helpers import (
+from tests.support.buffer import (
     enqueue,
     generate,
     healthy_replica,

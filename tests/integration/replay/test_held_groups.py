@@ -13,7 +13,7 @@ from headrace.errors import CodecError
 from headrace.lineage import TokenRange, origin_of
 from headrace.replay import Limits, ReplayClient
 from headrace.trajectory import Score
-from tests.integration.replay.helpers import (
+from tests.support.buffer import (
     enqueue,
     generate,
     healthy_replica,

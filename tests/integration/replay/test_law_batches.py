@@ -7,7 +7,7 @@ import pytest
 from headrace.errors import InvalidCall
 from headrace.replay import End, Limits, ReplayClient, Waiting
 from headrace.trajectory import Score
-from tests.integration.replay.helpers import (
+from tests.support.buffer import (
     contents,
     enqueue,
     generate,

@@ -7,7 +7,7 @@ import pytest
 from headrace.errors import Fenced, InvalidCall, LeaseLost, NotVerified, WrongStep, WrongTimeline
 from headrace.replay import Limits, ReplayClient
 from headrace.trajectory import Score
-from tests.integration.replay.helpers import (
+from tests.support.buffer import (
     contents,
     enqueue,
     eventually,

@@ -7,7 +7,7 @@ import pytest
 from headrace.errors import LeaseLost, NotVerified
 from headrace.replay import Limits, ReplayClient, Waiting
 from headrace.trajectory import Score
-from tests.integration.replay.helpers import (
+from tests.support.buffer import (
     died,
     enqueue,
     eventually,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.replay import End, Limits, ReplayClient
-from tests.integration.replay.helpers import (
+from tests.support.buffer import (
     enqueue,
     generate,
     healthy_replica,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.replay import End, ReplayClient, Waiting
 from headrace.trajectory import Score
-from tests.integration.replay.helpers import (
+from tests.support.buffer import (
     enqueue,
     generate,
     healthy_replica,

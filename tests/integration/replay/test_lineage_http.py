@@ -7,9 +7,9 @@ from pathlib import Path
 
 from headrace import export
 from headrace.lineage import FOLDER
-from services.trainer.control.lineage_writer import LineageWriter
-from tests.integration.replay.helpers import enqueue, healthy_replica, make_group, make_trajectory
+from headrace_services.trainer.control.lineage_writer import LineageWriter
 from tests.integration.replay.test_server import config_of, serving
+from tests.support.buffer import enqueue, healthy_replica, make_group, make_trajectory
 
 
 async def test_groups_their_lineage_and_their_trajectories_are_served(tmp_path: Path) -> None:

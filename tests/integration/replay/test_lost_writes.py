@@ -23,13 +23,13 @@ from headrace.errors import Fenced, InvalidCall, WrongStep
 from headrace.replay import Lease, Limits, ReplayClient, Reservation
 from headrace.replay.connection import open_redis
 from headrace.trajectory import Score
-from services.replay import library
-from services.replay.embedded import EmbeddedServer
-from services.trainer.control.checkpoint import CheckpointState, Ledger
-from services.trainer.control.resume import restore_reason
-from tests.conftest import free_port
-from tests.integration.replay.helpers import contents, eventually, make_group, make_trajectory, nonce, push_all, refit
-from tests.integration.replay.servers import RedisServer, redis_server
+from headrace_services.replay import library
+from headrace_services.replay.embedded import EmbeddedServer
+from headrace_services.trainer.control.checkpoint import CheckpointState, Ledger
+from headrace_services.trainer.control.resume import restore_reason
+from tests.support.buffer import contents, eventually, make_group, make_trajectory, nonce, push_all, refit
+from tests.support.ports import free_port
+from tests.support.redis_servers import RedisServer, redis_server
 
 PROMPTS = 14
 

@@ -13,7 +13,7 @@ import pytest
 from headrace.errors import InvalidCall, LeaseLost, WrongTimeline
 from headrace.replay import Lease, Limits, ReplayClient
 from headrace.trajectory import Score, Trajectory
-from tests.integration.replay.helpers import (
+from tests.support.buffer import (
     contents,
     died,
     enqueue,

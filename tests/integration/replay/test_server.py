@@ -20,12 +20,11 @@ from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable, Servi
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.trajectory import Score
-from services.replay import library
-from services.replay.embedded import EmbeddedServer
-from services.replay.library import check_server, risks
-from services.replay.main import limits_of, running
-from tests.conftest import free_port
-from tests.integration.replay.helpers import (
+from headrace_services.replay import library
+from headrace_services.replay.embedded import EmbeddedServer
+from headrace_services.replay.library import check_server, risks
+from headrace_services.replay.main import limits_of, running
+from tests.support.buffer import (
     contents,
     enqueue,
     eventually,
@@ -37,6 +36,7 @@ from tests.integration.replay.helpers import (
     score_all,
     total,
 )
+from tests.support.ports import free_port
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def is_alive(pid: int) -> bool:
 
 async def test_the_server_dies_with_its_parent(tmp_path: Path) -> None:
     program = (
-        "import asyncio, sys, time; from pathlib import Path; from services.replay.embedded import EmbeddedServer\n"
+        "import asyncio, sys, time; from pathlib import Path; from headrace_services.replay.embedded import EmbeddedServer\n"
         "server = EmbeddedServer(Path(sys.argv[1]), '127.0.0.1', int(sys.argv[2]))\n"
         "asyncio.run(server.start()); sys.stdout.write(f'{server.pid}\\n'); sys.stdout.flush(); time.sleep(600)"
     )
@@ -339,7 +339,7 @@ def test_service_process_ends_cleanly_on_sigterm(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(config.model_dump_json())
     program = (
-        "import sys; from pathlib import Path; from headrace.config import Config; from services.replay.main import main\n"
+        "import sys; from pathlib import Path; from headrace.config import Config; from headrace_services.replay.main import main\n"
         "main(Config.model_validate_json(Path(sys.argv[1]).read_text()))"
     )
     process = subprocess.Popen([sys.executable, "-c", program, str(path)])

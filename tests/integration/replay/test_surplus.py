@@ -10,7 +10,7 @@ import pytest
 from headrace.errors import InvalidCall, LeaseLost, Surplus
 from headrace.replay import Lease, Limits, ReplayClient, Waiting
 from headrace.trajectory import Score
-from tests.integration.replay.helpers import (
+from tests.support.buffer import (
     contents,
     enqueue,
     eventually,

@@ -17,13 +17,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from headrace import Environment, Sample, rpc
 from headrace.config import Config
-from headrace.config.data import Env
+from headrace.config.data import EnvConfig
 from headrace.environment_server import serving
 from headrace.errors import ServiceError
 from headrace.service import bind
 from headrace.v1 import environment_pb2, environment_pb2_grpc, reward_pb2, trajectory_pb2
 from headrace.wire import sample_to_wire
-from services.reward.pool import WorkerPool
+from headrace_services.reward.pool import WorkerPool
 from tests.support.reward_hub import WAIT_S, start_environment, start_hub, until
 
 ODD = Path(__file__).parents[2] / "support" / "odd_environment.py"
@@ -39,7 +39,9 @@ def workers_of(parent: int | None = None) -> set[int]:
     for task in Path(f"/proc/{parent or os.getpid()}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile has none
             children.update((task / "children").read_text().split())
-    return {int(pid) for pid in children if b"services.reward.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return {
+        int(pid) for pid in children if b"headrace_services.reward.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    }
 
 
 def running(pid: int) -> bool:
@@ -301,7 +303,7 @@ async def test_a_busy_port_is_one_clear_error() -> None:
 
 
 async def test_workers_that_cannot_start_are_one_clear_error() -> None:
-    pool = WorkerPool({"math": Env.model_construct(type="none such")}, 2)
+    pool = WorkerPool({"math": EnvConfig.model_construct(type="none such")}, 2)
     with pytest.raises(ServiceError, match="a worker for the built-in environments can't start: ended with status 1"):
         await pool.start()
     assert not workers_of()
@@ -312,7 +314,7 @@ async def test_the_service_ends_with_its_workers(signum: signal.Signals, tmp_pat
     with bind("127.0.0.1", 0, "port") as first, bind("127.0.0.1", 0, "port") as second:
         port, http_port = first.getsockname()[1], second.getsockname()[1]
     config = Config.model_validate({"env": {"math": {}}, "reward": {"port": port, "http_port": http_port}})
-    script = "import sys; from headrace.config import Config; from services.reward.main import main; "
+    script = "import sys; from headrace.config import Config; from headrace_services.reward.main import main; "
     script += "main(Config.model_validate_json(sys.argv[1]))"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, config.model_dump_json())
     try:

@@ -18,8 +18,8 @@ from headrace.replay import Limits, ReplayClient, Reservation
 from headrace.service import bind
 from headrace.trajectory import Group, Score
 from headrace.wire import sample_to_wire
-from services.replay.scorer import in_batches, run_scorer
-from tests.integration.replay.helpers import healthy_replica, make_group, make_trajectory
+from headrace_services.replay.scorer import in_batches, run_scorer
+from tests.support.buffer import healthy_replica, make_group, make_trajectory
 from tests.support.reward_hub import WAIT_S, start_hub
 
 GROUPS, N = 4, 2

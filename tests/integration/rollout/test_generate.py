@@ -20,8 +20,8 @@ from headrace.config import Config
 from headrace.errors import LeaseLost
 from headrace.replay import Lease
 from headrace.trajectory import Group, Sampling, Span, Trajectory
-from services.rollout.engine import running_engine
-from services.rollout.generate import (
+from headrace_services.rollout.engine import running_engine
+from headrace_services.rollout.generate import (
     GenerationError,
     Interrupted,
     Saver,
@@ -30,8 +30,8 @@ from services.rollout.generate import (
     request_id,
     sampling_params,
 )
-from services.trainer.network.packing import Packing, pack
-from services.trainer.network.policy_model import LogitsWarper, PolicyModel, kept
+from headrace_services.trainer.network.packing import Packing, pack
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, kept
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.replay import Limits
-from tests.integration.trainer.loop_trainer import PROMPTS, STEPS, Trainer, ended
+from tests.support.trainer_process import PROMPTS, STEPS, Trainer, ended
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config import Config
 from headrace.trajectory import Trajectory
-from services.trainer.learning.batch import Batch, MicroBatch
-from services.trainer.learning.learner import Learner
-from services.trainer.network.packing import PackedRows, Packing, pack
+from headrace_services.trainer.learning.batch import Batch, MicroBatch
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.network.packing import PackedRows, Packing, pack
 from tests.support.trainer import batch, trajectory
 
 # every trajectory's advantage is its reward, so that a test can give whichever it wants

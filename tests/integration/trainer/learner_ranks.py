@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.learning.batch import Batch
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.step import train_step
+from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import config, random_batch
 
 POLICY = {

@@ -7,19 +7,19 @@ import resource
 import sys
 from pathlib import Path
 
-from headrace.config.services import Checkpointing
-from services.trainer.control.checkpoint import Checkpoints, CheckpointState
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.step import train_step
+from headrace.config.services import CheckpointingConfig
+from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import config, random_batch
 
-PPO = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "ppo_epochs": 1}
+PPOConfig = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "ppo_epochs": 1}
 
 
 def main(model: str, folder: str, limit: int) -> None:
     """With `limit` above 0, no file may grow past so many bytes once the first checkpoint is there."""
-    learner = Learner(config(model, ppo=PPO))
-    checkpoints = Checkpoints(Path(folder), Checkpointing(keep_top_k=2, metric_name=None))
+    learner = Learner(config(model, ppo=PPOConfig))
+    checkpoints = Checkpoints(Path(folder), CheckpointingConfig(keep_top_k=2, metric_name=None))
     while True:
         train_step(learner, random_batch(4, learner.version))
         learner.save(checkpoints.begin(learner.version))

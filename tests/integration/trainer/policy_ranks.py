@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from services.trainer.network.packing import Packing, pack, plan
-from services.trainer.network.policy_model import LogitsWarper, PolicyModel
+from headrace_services.trainer.network.packing import Packing, pack, plan
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 from tests.integration.trainer.policy_cases import MODES, factors, groups, settings, weights_of
 
 CUT = 10  # trajectories of the first rank; the second has 3 and keeps pace

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.learning.batch import Batch
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.step import train_step
-from services.trainer.network.policy_model import LogitsWarper, PolicyModel
+from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.step import train_step
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 from tests.integration.trainer.learner_cases import config, random_batch, shaken, unpacked
 from tests.support.sampling import Sampler, batch_of, problems
 

@@ -17,9 +17,9 @@ from headrace.cli.rewind import set_aside
 from headrace.errors import NotVerified
 from headrace.replay import Lease, Limits, ReplayClient
 from headrace.trajectory import Span, Trajectory
-from services.trainer.data import PromptOrder, load_problems
-from tests.integration.trainer.loop_fleet import SmallReplica, running, score_all
-from tests.integration.trainer.loop_trainer import PROMPTS, STEPS, Trainer, check_history, settled
+from headrace_services.trainer.data import PromptOrder, load_problems
+from tests.support.small_replica import SmallReplica, running, score_all
+from tests.support.trainer_process import PROMPTS, STEPS, Trainer, check_history, settled
 
 pytestmark = pytest.mark.slow
 

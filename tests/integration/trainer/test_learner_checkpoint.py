@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.config.services import Checkpointing
+from headrace.config.services import CheckpointingConfig
 from headrace.errors import ServiceError
-from services.trainer.control.checkpoint import Checkpoints
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.step import train_step
+from headrace_services.trainer.control.checkpoint import Checkpoints
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import config, random_batch
-from tests.integration.trainer.learner_saves import PPO
+from tests.integration.trainer.learner_saves import PPOConfig
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -121,7 +121,7 @@ def test_a_damaged_training_state_is_an_error_with_the_remedy(tiny_model: Path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["policy", "value", "training"])
 def test_sigkill_in_the_middle_of_a_save_leaves_the_newest_usable(tiny_model: Path, tmp_path: Path, stage: str) -> None:
-    checkpoints = Checkpoints(tmp_path, Checkpointing())
+    checkpoints = Checkpoints(tmp_path, CheckpointingConfig())
     process = saver(tiny_model, tmp_path)
     try:
         deadline = time.monotonic() + 120
@@ -135,7 +135,7 @@ def test_sigkill_in_the_middle_of_a_save_leaves_the_newest_usable(tiny_model: Pa
     assert newest is not None
     assert checkpoints.state(newest).version == newest
     assert checkpoints.ledger(newest) == {newest - 1: ["g"]}
-    learner = Learner(config(tiny_model, ppo=PPO), checkpoints.path(newest))
+    learner = Learner(config(tiny_model, ppo=PPOConfig), checkpoints.path(newest))
     train_step(learner, random_batch(4, newest))
     learner.save(checkpoints.begin(learner.version))
     assert [path.name for path in tmp_path.glob(".unfinished*")] == [f".unfinished-step_{newest + 1}"]
@@ -151,6 +151,6 @@ def test_a_disk_without_room_leaves_the_newest_usable(tiny_model: Path, tmp_path
     last = stderr.strip().splitlines()[-1]
     assert "ServiceError: can't write a checkpoint" in last
     assert "the earlier ones are untouched. Free space there" in last
-    checkpoints = Checkpoints(tmp_path, Checkpointing())
+    checkpoints = Checkpoints(tmp_path, CheckpointingConfig())
     assert checkpoints.published() == [1]
-    train_step(Learner(config(tiny_model, ppo=PPO), checkpoints.path(1)), random_batch(4))
+    train_step(Learner(config(tiny_model, ppo=PPOConfig), checkpoints.path(1)), random_batch(4))

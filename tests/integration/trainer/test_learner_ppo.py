@@ -13,12 +13,12 @@ from transformers import AutoModel
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.learning.batch import Batch, GlobalCounts
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.losses import policy_loss
-from services.trainer.learning.step import train_step
-from services.trainer.network.policy_model import LogitsWarper, PolicyModel, PolicyOutput
-from services.trainer.network.value_model import HEAD, ValueModel
+from headrace_services.trainer.learning.batch import Batch, GlobalCounts
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.losses import policy_loss
+from headrace_services.trainer.learning.step import train_step
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, PolicyOutput
+from headrace_services.trainer.network.value_model import HEAD, ValueModel
 from tests.integration.trainer.learner_cases import (
     by_hand,
     config,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.step import train_step
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import shaken
 from tests.integration.trainer.learner_ranks import SETTINGS, STEPS, settings, whole_batch
 

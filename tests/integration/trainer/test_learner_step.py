@@ -19,11 +19,11 @@ from transformers import (
 
 from headrace.errors import ServiceError
 from headrace.trajectory import Trajectory
-from services.trainer.learning.batch import Batch, GlobalCounts
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.losses import policy_loss
-from services.trainer.learning.step import train_step
-from services.trainer.network.policy_model import LogitsWarper, PolicyModel
+from headrace_services.trainer.learning.batch import Batch, GlobalCounts
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.losses import policy_loss
+from headrace_services.trainer.learning.step import train_step
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 from tests.integration.trainer import learner_ranks
 from tests.integration.trainer.learner_cases import (
     by_hand,

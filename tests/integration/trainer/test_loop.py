@@ -11,11 +11,11 @@ import pytest
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.service import EXIT_STOPPED
-from services.trainer.control.resume import restore_reason
-from services.trainer.telemetry.metric_names import unknown
-from services.trainer.telemetry.samples import SampleFiles
-from tests.integration.trainer.loop_fleet import SmallReplica, installed, running, score_all
-from tests.integration.trainer.loop_trainer import PROMPTS, STEPS, Trainer, check_history, check_samples, ended, settled
+from headrace_services.trainer.control.resume import restore_reason
+from headrace_services.trainer.telemetry.metric_names import unknown
+from headrace_services.trainer.telemetry.samples import SampleFiles
+from tests.support.small_replica import SmallReplica, installed, running, score_all
+from tests.support.trainer_process import PROMPTS, STEPS, Trainer, check_history, check_samples, ended, settled
 
 pytestmark = pytest.mark.slow
 

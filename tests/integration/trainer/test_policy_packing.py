@@ -26,8 +26,8 @@ from transformers import (
 
 from headrace.errors import ServiceError
 from headrace.trajectory import Trajectory
-from services.trainer.network.packing import PackedRows, Packing, Rows, pack, plan
-from services.trainer.network.policy_model import LogitsWarper, PolicyModel
+from headrace_services.trainer.network.packing import PackedRows, Packing, Rows, pack, plan
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 from tests.integration.trainer.learner_cases import token_ids
 from tests.integration.trainer.policy_cases import MODES, SIZES, factors, groups, own_tokens, settings, weights_of
 

@@ -14,9 +14,9 @@ from headrace.cli import runs
 from headrace.cli.app import app
 from headrace.errors import ServiceError
 from headrace.replay import Limits, ReplayClient
-from services.trainer import replay_step
-from tests.integration.trainer.loop_fleet import SmallReplica, running, score_all
-from tests.integration.trainer.loop_trainer import STEPS, Trainer
+from headrace_services.trainer import replay_step
+from tests.support.small_replica import SmallReplica, running, score_all
+from tests.support.trainer_process import STEPS, Trainer
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from services.trainer.telemetry.journal import surviving
-from tests.integration.trainer.loop_fleet import SmallReplica, running, score_all
-from tests.integration.trainer.loop_trainer import Trainer, check_history
+from headrace_services.trainer.telemetry.journal import surviving
+from tests.support.small_replica import SmallReplica, running, score_all
+from tests.support.trainer_process import Trainer, check_history
 
 pytestmark = pytest.mark.slow
 

@@ -15,12 +15,12 @@ import pytest
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.telemetry import tracker_thread
-from services.trainer.telemetry.alarm import picture_path
-from services.trainer.telemetry.journal import Journal
-from services.trainer.telemetry.samples import SampleFiles
-from services.trainer.telemetry.tracker_thread import TrackerThread, tracker_metrics
-from services.trainer.telemetry.trackers import Opener, TrackerEntry, enabled, parameters
+from headrace_services.trainer.telemetry import tracker_thread
+from headrace_services.trainer.telemetry.alarm import picture_path
+from headrace_services.trainer.telemetry.journal import Journal
+from headrace_services.trainer.telemetry.samples import SampleFiles
+from headrace_services.trainer.telemetry.tracker_thread import TrackerThread, tracker_metrics
+from headrace_services.trainer.telemetry.trackers import Opener, TrackerEntry, enabled, parameters
 
 LONG_S = 100.0
 # two red pixels

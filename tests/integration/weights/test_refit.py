@@ -28,7 +28,7 @@ from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.weights.probe import choose_token_ids
 from headrace.weights.rendezvous import Rendezvous
-from services.trainer.control.weight_sender import RefitReport, WeightSender
+from headrace_services.trainer.control.weight_sender import RefitReport, WeightSender
 from tests.support.source_model import SourceModel
 
 ROOT = Path(__file__).parents[3]

@@ -13,17 +13,15 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 
 from headrace.errors import ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
 from headrace.weights.manifest import Manifest
-from services.weight_channel import transport
-from services.weight_channel.transport import Channel, GroupRank, RendezvousStore, send
+from headrace_services.weight_channel import transport
+from headrace_services.weight_channel.transport import Channel, GroupRank, RendezvousStore, send
 
-PEER = Path(__file__).parents[2] / "support" / "weight_peer.py"
 PATIENCE_S = 60.0  # for what must happen and is not what the test is about
 ENDED = (
     "WeightChannelAborted",
@@ -36,7 +34,10 @@ class Peer:
 
     def __init__(self, spec: dict[str, object]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(PEER), json.dumps(spec)], stdout=subprocess.PIPE, text=True, env={**os.environ}
+            [sys.executable, "-m", "tests.support.weight_peer", json.dumps(spec)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ},
         )
         self.said: queue.Queue[dict] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -183,7 +184,7 @@ def test_a_receiver_is_freed_when_the_sender_is_killed(fleet: Fleet) -> None:
     manifest = manifest_of(tensors)
     script = (
         "import sys, time, torch\n"
-        "from services.weight_channel.transport import *\n"
+        "from headrace_services.weight_channel.transport import *\n"
         "store = RendezvousStore('127.0.0.1', 0)\n"
         "print(store.port, flush=True)\n"
         "place = GroupRank('g', 'gloo', '127.0.0.1', store.port, 0, 2, torch.device('cpu'))\n"

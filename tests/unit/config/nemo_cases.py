@@ -8,8 +8,8 @@ import pytest
 
 from headrace.config import Config
 from headrace.config.load import examine
+from headrace.config.nemo_rl import Translation
 from headrace.errors import ConfigError
-from headrace.nemo_rl import Translation
 
 # a base as theirs are written, in our words
 BASE = """

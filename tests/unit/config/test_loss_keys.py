@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import LossFn, ValueLossFn, load
+from headrace.config import LossConfig, ValueLossConfig, load
 from headrace.config.text import dump
 from headrace.errors import ConfigError
 
@@ -95,21 +95,21 @@ def test_published_recipes_and_ours_are_accepted_and_come_back_from_the_file(
 
 
 def test_decoupled_ppo_weighs_by_importance_without_being_told() -> None:
-    assert LossFn(proximal="interpolate").weighs_by_importance
-    assert LossFn(use_importance_sampling_correction=True).weighs_by_importance
-    assert not LossFn().weighs_by_importance
+    assert LossConfig(proximal="interpolate").weighs_by_importance
+    assert LossConfig(use_importance_sampling_correction=True).weighs_by_importance
+    assert not LossConfig().weighs_by_importance
 
 
 def test_the_kl_penalty_is_in_the_loss_or_in_the_reward() -> None:
-    assert LossFn().kl_in_loss
-    assert not LossFn(reference_policy_kl_penalty=0).kl_in_loss
-    assert not LossFn(use_kl_in_reward=True).kl_in_loss
+    assert LossConfig().kl_in_loss
+    assert not LossConfig(reference_policy_kl_penalty=0).kl_in_loss
+    assert not LossConfig(use_kl_in_reward=True).kl_in_loss
 
 
 def test_the_value_loss_can_go_without_a_clip() -> None:
-    assert ValueLossFn(cliprange=None).cliprange is None
+    assert ValueLossConfig(cliprange=None).cliprange is None
     with pytest.raises(ValueError, match="cliprange"):
-        ValueLossFn(cliprange=0)
+        ValueLossConfig(cliprange=0)
 
 
 @pytest.mark.parametrize(

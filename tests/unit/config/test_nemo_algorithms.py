@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nemo_cases import read, refusal
 
 from headrace.config import Config
-from services.trainer.learning.optimizer import LearningRate
+from headrace_services.trainer.learning.optimizer import LearningRate
+from tests.unit.config.nemo_cases import read, refusal
 
 
 def scheduler(config: Config) -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from nemo_cases import read, refusal
+
+from tests.unit.config.nemo_cases import read, refusal
 
 
 def test_an_environment_that_is_not_built_in_has_to_be_served(tmp_path: Path) -> None:

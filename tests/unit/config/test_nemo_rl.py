@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nemo_cases import BASE, read, recipe, refusal
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
 from headrace.config import load
 from headrace.config.load import examine
 from headrace.errors import ConfigError
+from tests.unit.config.nemo_cases import BASE, read, recipe, refusal
 
 
 def test_a_recipe_over_two_levels_loads_as_it_is(tmp_path: Path) -> None:
@@ -157,6 +157,9 @@ def test_unknown_keys_that_ask_for_nothing_are_listed(tmp_path: Path, value: str
         ("policy.dtensor_cfg.tensor_paralel_size", "2", "did you mean policy.dtensor_cfg.tensor_parallel_size?"),
         ("policy.dtensor_cfg.context_parallell_size", "2", "did you mean policy.dtensor_cfg.context_parallel_size?"),
         ("policy.megatron_cfg.tensor_model_paralel_size", "2", "did you mean policy.megatron_cfg.tensor_model_parallel_size?"),
+        # these two fall under families (`*_parallel_*`, `moe_*`) whose members are replaced
+        ("policy.megatron_cfg.tensor_modl_parallel_size", "2", "did you mean policy.megatron_cfg.tensor_model_parallel_size?"),
+        ("policy.megatron_cfg.moe_token_dispatcher_typ", "flex", "did you mean policy.megatron_cfg.moe_token_dispatcher_type?"),
         ("policy.megatron_cfg.optimizer.learning_rate", "1.0e-6", "value 1.0e-06 (command line); policy.megatron_cfg.optimizer has"),
         ("policy.megatron_cfg.optimizer.weigth_decay", "0.1", "did you mean policy.megatron_cfg.optimizer.weight_decay?"),
         ("policy.megatron_cfg.attention_dropout", "0.1", "policy.megatron_cfg.attention_dropout: unknown key, value 0.1"),
@@ -230,8 +233,8 @@ def test_the_translator_is_imported_for_a_file_of_nemo_rl_alone(tmp_path: Path) 
     own.write_text("grpo: {seed: 3}")
     code = (
         "import sys; from headrace.config import load; import headrace.cli.app\n"
-        "load(sys.argv[1], [], {}); assert 'headrace.nemo_rl' not in sys.modules, 'too early'\n"
-        "load(sys.argv[2], [], {}); assert 'headrace.nemo_rl' in sys.modules"
+        "load(sys.argv[1], [], {}); assert 'headrace.config.nemo_rl' not in sys.modules, 'too early'\n"
+        "load(sys.argv[2], [], {}); assert 'headrace.config.nemo_rl' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, own, recipe(tmp_path)], check=True)
 

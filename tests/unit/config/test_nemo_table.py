@@ -10,7 +10,7 @@ import pytest
 
 from headrace.config.explain import known_keys, pattern
 from headrace.config.load import NEMO_RL_KEYS
-from headrace.nemo_rl.translate import IMPLIED, TABLE
+from headrace.config.nemo_rl.translate import IMPLIED, TABLE
 
 ROOT = Path(__file__).resolve().parents[3]
 

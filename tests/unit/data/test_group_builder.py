@@ -7,8 +7,8 @@ import pytest
 from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.trajectory import Group
-from services.trainer.data import GroupBuilder, Problem
-from services.trainer.demo_models import tiny
+from headrace_services.trainer.data import GroupBuilder, Problem
+from headrace_services.trainer.demo_models import tiny
 
 PROBLEM = Problem(7, ({"role": "user", "content": "47+85"},), {"answer": "132"}, "math", "arithmetic")
 

@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 import pytest
 
-from headrace.config.data import Data, HubName
+from headrace.config.data import DataConfig, HubName
 from headrace.errors import ConfigError
-from services.trainer.data import HUB_DATASETS, Problem, load_problems
+from headrace_services.trainer.data import HUB_DATASETS, Problem, load_problems
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +35,8 @@ def publish(
     )
 
 
-def data(**sections: Any) -> Data:
-    return Data(**{"default": {"env_name": "math"}, **sections})
+def data(**sections: Any) -> DataConfig:
+    return DataConfig(**{"default": {"env_name": "math"}, **sections})
 
 
 def asked(problems: Sequence[Problem]) -> list[tuple[str, str]]:

@@ -10,11 +10,11 @@ import pytest
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from headrace.config.data import Data
+from headrace.config.data import DataConfig
 from headrace.errors import ConfigError
 from headrace.tagged_json import from_json
-from services.trainer.data import load_problems
-from services.trainer.data.arithmetic import held_out, training_pairs
+from headrace_services.trainer.data import load_problems
+from headrace_services.trainer.data.arithmetic import held_out, training_pairs
 
 CHAIN_SUM = {
     "dataset_name": "reasoning_gym",
@@ -23,8 +23,8 @@ CHAIN_SUM = {
 }
 
 
-def data(**sections: Any) -> Data:
-    return Data(**{"default": {"env_name": "e"}, **sections})
+def data(**sections: Any) -> DataConfig:
+    return DataConfig(**{"default": {"env_name": "e"}, **sections})
 
 
 def question(problem: Any) -> str:
@@ -146,7 +146,7 @@ def test_an_unusable_source_is_refused_by_name(source: dict[str, Any], message: 
         load_problems(data(train=[source]))
 
 
-def jsonl(tmp_path: Path, *lines: str, **options: Any) -> Data:
+def jsonl(tmp_path: Path, *lines: str, **options: Any) -> DataConfig:
     path = tmp_path / "sums.jsonl"
     path.write_text("\n".join(lines), encoding="utf-8")
     return data(train=[{"data_path": str(path), **options}])

@@ -11,8 +11,8 @@ import pytest
 
 from headrace.config import Config
 from headrace.errors import ConfigError
-from services.trainer.data import Prompts
-from services.trainer.demo_models import tiny
+from headrace_services.trainer.data import Prompts
+from headrace_services.trainer.demo_models import tiny
 
 
 def prompts(tmp_path: Path, *questions: str, longest: int = 6, **data: Any) -> Prompts:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from headrace.config import Config
 from headrace.errors import ConfigError
-from services.trainer.data import PromptOrder, Prompts, RoundRobinOrder
-from services.trainer.demo_models import tiny
+from headrace_services.trainer.data import PromptOrder, Prompts, RoundRobinOrder
+from headrace_services.trainer.demo_models import tiny
 
 SETS = st.lists(st.integers(1, 12), min_size=1, max_size=4)
 

@@ -9,15 +9,15 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from headrace import Sample, Score
-from headrace.config.data import Env
+from headrace.config.data import EnvConfig
 from headrace.tagged_json import to_json
 from headrace.v1.trajectory_pb2 import Trajectory
 from headrace.wire import sample_from_wire, sample_to_wire
-from services.reward.environments import Extract, extract_answer, make
-from services.reward.environments.math import Math
-from services.reward.environments.math_multi_reward import MathMultiReward
-from services.reward.environments.reasoning_gym import ReasoningGym
-from services.reward.worker import score_one
+from headrace_services.reward.environments import Extract, extract_answer, make
+from headrace_services.reward.environments.math import Math
+from headrace_services.reward.environments.math_multi_reward import MathMultiReward
+from headrace_services.reward.environments.reasoning_gym import ReasoningGym
+from headrace_services.reward.worker import score_one
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_extraction(completion: str, how: Extract, answer: str | None) -> None:
 
 
 def mathematics(completion: str, answer: Any, **env: Any) -> Score:
-    environment = Math("math", Env(**env))
+    environment = Math("math", EnvConfig(**env))
     return score_one(environment, sample_to_wire(Sample(completion, {"answer": answer}, environment="math")))
 
 
@@ -92,8 +92,8 @@ def test_math_without_an_answer_to_compare_with_is_invalid(answer: Any) -> None:
 
 def test_a_completion_cut_off_earns_0_where_the_end_is_required() -> None:
     sample = Sample("132", {"answer": "132"}, finish_reason="length", environment="math")
-    assert score_one(Math("math", Env(require_stop=True)), sample_to_wire(sample)).reward == 0
-    assert score_one(Math("math", Env(require_stop=False)), sample_to_wire(sample)).reward == 1
+    assert score_one(Math("math", EnvConfig(require_stop=True)), sample_to_wire(sample)).reward == 0
+    assert score_one(Math("math", EnvConfig(require_stop=False)), sample_to_wire(sample)).reward == 1
 
 
 def entry_of(task: str, **config: Any) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def entry_of(task: str, **config: Any) -> dict[str, Any]:
 
 def gym(completion: str, info: dict[str, Any], **env: Any) -> Score:
     sample = Sample(completion, info, environment="gym")
-    return score_one(ReasoningGym("gym", Env(type="reasoning_gym", **env)), sample_to_wire(sample))
+    return score_one(ReasoningGym("gym", EnvConfig(type="reasoning_gym", **env)), sample_to_wire(sample))
 
 
 # Makes nothing without a list of other tasks.
@@ -117,7 +117,7 @@ def test_every_task_scores_an_entry_from_the_wire_as_it_scores_its_own(task: str
     answer = str(entry["answer"])
     info = {"task": task, "entry": to_json(entry)}
     wire = Trajectory.FromString(sample_to_wire(Sample(answer, info, environment="gym")).SerializeToString())
-    score = score_one(ReasoningGym("gym", Env(type="reasoning_gym")), wire)
+    score = score_one(ReasoningGym("gym", EnvConfig(type="reasoning_gym")), wire)
     assert sample_from_wire(wire).extra_env_info == info
     assert (score.status, score.message) == ("SCORED", "")
     assert score.reward == pytest.approx(dataset.score_answer(answer.strip(), entry))
@@ -163,13 +163,13 @@ def test_a_problem_that_cannot_be_scored_is_invalid(info: dict[str, Any], words:
 
 
 def test_an_environment_is_made_by_its_type_or_else_its_name() -> None:
-    assert isinstance(make("math", Env()), Math)
-    assert isinstance(make("reasoning_gym", Env()), ReasoningGym)
-    assert isinstance(make("sums", Env(type="math")), Math)
+    assert isinstance(make("math", EnvConfig()), Math)
+    assert isinstance(make("reasoning_gym", EnvConfig()), ReasoningGym)
+    assert isinstance(make("sums", EnvConfig(type="math")), Math)
 
 
 def components(completion: str, answer: Any = "132", finish_reason: str = "stop", **env: Any) -> Score:
-    environment = make("sums", Env(type="math_multi_reward", **env))
+    environment = make("sums", EnvConfig(type="math_multi_reward", **env))
     assert isinstance(environment, MathMultiReward)
     sample = Sample(completion, {"answer": answer}, environment="sums", finish_reason=finish_reason)
     return score_one(environment, sample_to_wire(sample))

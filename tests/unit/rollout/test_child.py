@@ -10,7 +10,7 @@ import pytest
 
 SERVICE = """
 import multiprocessing, os
-from services.rollout.child import prepare_engine_process
+from headrace_services.rollout.child import prepare_engine_process
 os.environ["ROLLOUT_ENGINE_PARENT"] = str(os.getpid())
 os.environ["ROLLOUT_ENGINE_REPORT"] = os.devnull
 child = multiprocessing.get_context("spawn").Process(target=prepare_engine_process)
@@ -32,7 +32,7 @@ def test_children_of_a_service_that_is_process_1_of_a_container_live() -> None:
 
 CHILD = """
 import time
-from services.rollout.child import end_with_parent
+from headrace_services.rollout.child import end_with_parent
 time.sleep({before})
 end_with_parent()
 print("lives", flush=True)

@@ -10,8 +10,8 @@ import pytest
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.rollout import child, engine
-from services.rollout.engine import device_problem, engine_arguments, explain, prepare_environment
+from headrace_services.rollout import child, engine
+from headrace_services.rollout.engine import device_problem, engine_arguments, explain, prepare_environment
 
 
 def config(**vllm_cfg: Any) -> Config:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.replay import Epoch, HeartbeatReply
-from services.rollout.decisions import Abort, Acknowledge, LeaseGroups, Reenter, Situation, TakePart, decide
+from headrace_services.rollout.decisions import Abort, Acknowledge, LeaseGroups, Reenter, Situation, TakePart, decide
 
 ME = "rollout-me"
 

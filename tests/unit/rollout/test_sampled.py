@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.replay import Lease
 from headrace.trajectory import Group, Sampling, Span, Trajectory
-from services.rollout.generate import GenerationError, SampledTokens, end_at_stop, joined
+from headrace_services.rollout.generate import GenerationError, SampledTokens, end_at_stop, joined
 
 
 def lease(prefix: Trajectory | None = None) -> Lease:

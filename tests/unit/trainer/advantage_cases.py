@@ -10,36 +10,37 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from headrace.config import Config, LossFn
-from headrace.config.advantages import AdvEstimator, PPOAdvEstimator
+from headrace.config import Config, LossConfig
+from headrace.config.grpo import GRPOAdvEstimatorConfig
+from headrace.config.ppo import PPOAdvEstimatorConfig
 from headrace.trajectory import Trajectory
-from services.trainer.distributed import Ranks
-from services.trainer.learning.algorithms import estimate_advantages
-from services.trainer.learning.batch import Batch, Float64
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms import estimate_advantages
+from headrace_services.trainer.learning.batch import Batch, Float64
 from tests.support.trainer import batch, on_ranks, trajectory
 
 COMPONENTS = ("correct", "format")
 RANKS = 3
 
-NO_KL = LossFn(reference_policy_kl_penalty=0)
+NO_KL = LossConfig(reference_policy_kl_penalty=0)
 KL = {
-    kind: LossFn(use_kl_in_reward=True, reference_policy_kl_penalty=0.3, reference_policy_kl_type=kind)
+    kind: LossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.3, reference_policy_kl_type=kind)
     for kind in ("k1", "k2", "k3")
 }
-OPD = AdvEstimator(name="opd", teacher_model_name="teacher")
+OPD = GRPOAdvEstimatorConfig(name="opd", teacher_model_name="teacher")
 
-Estimator = AdvEstimator | PPOAdvEstimator
+Estimator = GRPOAdvEstimatorConfig | PPOAdvEstimatorConfig
 
 
 def configured(
     estimator: Estimator,
-    loss_fn: LossFn = NO_KL,
+    loss_fn: LossConfig = NO_KL,
     n: int = 1,
     policy: Mapping[str, object] | None = None,
     **algorithm: object,
 ) -> Config:
     """A configuration with groups of `n`, keys of `policy`, and others of `grpo` or `ppo`, whichever the estimator is of."""
-    section = "ppo" if isinstance(estimator, PPOAdvEstimator) else "grpo"
+    section = "ppo" if isinstance(estimator, PPOAdvEstimatorConfig) else "grpo"
     keys = {"num_generations_per_prompt": n, "adv_estimator": estimator, **algorithm}
     return Config.model_validate({section: keys, "loss_fn": loss_fn, "policy": policy or {}})
 

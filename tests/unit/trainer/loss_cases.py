@@ -12,9 +12,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.config import LossFn
-from services.trainer.learning.batch import GlobalCounts, MicroBatch
-from services.trainer.network.policy_model import PolicyOutput
+from headrace.config import LossConfig
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace_services.trainer.network.policy_model import PolicyOutput
 
 EPSILON = 1e-8
 FLOAT32 = float(np.log(np.finfo(np.float32).max))  # exponents above overflow there
@@ -47,11 +47,11 @@ class Case:
         sequences = self.multipliers[self.present.any(1)]
         return GlobalCounts(float(self.counted.sum()), float(sequences.sum()), float(positive.sum()))
 
-    def under(self, config: LossFn) -> Case:
+    def under(self, config: LossConfig) -> Case:
         """The case as a learner would make it: one that forces the ratio to 1 takes one optimizer step a batch."""
         return dataclasses.replace(self, old_logprobs=self.logprobs) if config.force_on_policy_ratio else self
 
-    def prev(self, config: LossFn) -> Tensor:
+    def prev(self, config: LossConfig) -> Tensor:
         return self.rollout_logprobs if config.prev_logprobs_source == "generation" else self.old_logprobs
 
     def flat(self, values: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -114,7 +114,7 @@ cases = st.builds(
 
 
 @st.composite
-def configs(draw: st.DrawFn, **fixed: object) -> LossFn:
+def configs(draw: st.DrawFn, **fixed: object) -> LossConfig:
     """Any configuration that is accepted."""
     keys: dict[str, object] = {
         "ratio_clip_min": draw(st.sampled_from([0.0, 0.2, 1.0])),
@@ -151,7 +151,7 @@ def configs(draw: st.DrawFn, **fixed: object) -> LossFn:
         kind = draw(st.sampled_from(kinds))
         low = draw(st.sampled_from([0.0, 0.5, 0.999] + ([None] if kind == "tis" else [])))
         keys |= truncation(kind, low, draw(st.sampled_from([1.002, 2.0])))
-    return LossFn(**{**keys, **fixed})
+    return LossConfig(**{**keys, **fixed})
 
 
 def truncation(kind: str | None, low: float | None, high: float) -> dict[str, object]:
@@ -173,7 +173,7 @@ def exponential(exponent: Tensor, largest: float) -> Tensor:
     return torch.where(exponent > largest, 0.0, torch.exp(torch.where(exponent > largest, 0.0, exponent)))
 
 
-def reduced(c: LossFn, case: Case, x: Tensor) -> Tensor:
+def reduced(c: LossConfig, case: Case, x: Tensor) -> Tensor:
     m, s, z = case.mask * case.present, case.multipliers, case.counts
     if c.constant_length is not None:
         return (x * case.counted).sum() / (z.sequences * c.constant_length + EPSILON)
@@ -195,7 +195,7 @@ class Written:
     clamped: Tensor
 
 
-def written(c: LossFn, case: Case, logprobs: Tensor, largest: float = 1e9) -> Written:
+def written(c: LossConfig, case: Case, logprobs: Tensor, largest: float = 1e9) -> Written:
     """Loss and metrics of the formulae; `logprobs` [B, S] carries the gradient, weights with an exponent above `largest` are 0."""
     rollout, advantages, fixed = case.rollout_logprobs, case.advantages, logprobs.detach()
     prev = case.prev(c)
@@ -262,7 +262,7 @@ def written(c: LossFn, case: Case, logprobs: Tensor, largest: float = 1e9) -> Wr
     return Written(loss, {name: value.detach() for name, value in sums.items()}, r.detach(), r_c.detach())
 
 
-def importance(c: LossFn, case: Case, difference: Tensor, largest: float) -> tuple[Tensor, Tensor, Tensor]:
+def importance(c: LossConfig, case: Case, difference: Tensor, largest: float) -> tuple[Tensor, Tensor, Tensor]:
     """Weights [B, S] before and after truncation, and where they are out of bounds."""
     exponent = difference
     if c.sequence_level_importance_ratios:
@@ -282,7 +282,7 @@ def importance(c: LossFn, case: Case, difference: Tensor, largest: float) -> tup
     return w, w * kept, 1 - kept
 
 
-def kl_penalty(c: LossFn, case: Case, logprobs: Tensor, largest: float) -> Tensor:
+def kl_penalty(c: LossConfig, case: Case, logprobs: Tensor, largest: float) -> Tensor:
     if c.use_kl_in_reward or c.reference_policy_kl_penalty == 0:
         return logprobs.sum() * 0
     d = case.ref_logprobs - logprobs
@@ -298,7 +298,7 @@ def kl_penalty(c: LossFn, case: Case, logprobs: Tensor, largest: float) -> Tenso
     return reduced(c, case, kl)
 
 
-def divergences(c: LossFn, case: Case) -> dict[str, Tensor]:
+def divergences(c: LossConfig, case: Case) -> dict[str, Tensor]:
     old, rollout = case.old_logprobs, case.rollout_logprobs
     middle = torch.log(0.5 * torch.exp(old) + 0.5 * torch.exp(rollout))
     return {

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from headrace.config.logger import TrainInferenceAlarm
-from services.trainer.learning.batch import Batch
-from services.trainer.telemetry import alarm
-from services.trainer.telemetry.plots import draw_disagreement
+from headrace.config.logger import TrainInferenceAlarmConfig
+from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.telemetry import alarm
+from headrace_services.trainer.telemetry.plots import draw_disagreement
 from tests.support.trainer import batch, trajectory
 
-LIMITS = TrainInferenceAlarm()
+LIMITS = TrainInferenceAlarmConfig()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_an_alarm_is_a_limit_that_was_passed(metrics: dict[str, float], passed: 
 
 
 def test_a_limit_of_null_is_never_passed() -> None:
-    never = TrainInferenceAlarm(token_mult_prob_error=None, gen_kl_error=None)
+    never = TrainInferenceAlarmConfig(token_mult_prob_error=None, gen_kl_error=None)
     assert alarm.excesses({"token_mult_prob_error": 99.0, "gen_kl_error": 99.0}, never) == []
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from headrace.config import Config
 from headrace.errors import CodecError
 from headrace.trajectory import Score
-from services.trainer.control.rank import share_out
-from services.trainer.distributed import Ranks
-from services.trainer.learning.batch import Batch, GlobalCounts, MicroBatch, gather
+from headrace_services.trainer.control.rank import share_out
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.batch import Batch, GlobalCounts, MicroBatch, gather
 from tests.support.trainer import batch, on_ranks, trajectory
 from tests.unit.trainer.advantage_cases import batches, by_trajectory
 from tests.unit.trainer.loop_cases import reservation

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.config.services import Checkpointing
+from headrace.config.services import CheckpointingConfig
 from headrace.errors import ServiceError
-from services.trainer.control.checkpoint import Checkpoints, CheckpointState, superseded
+from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState, superseded
 
 
 def state(version: int, **metrics: float) -> CheckpointState:
@@ -20,7 +20,7 @@ Publish = Callable[..., Path]
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
-    return Checkpoints(tmp_path / "runs" / "checkpoints", Checkpointing(keep_top_k=2))
+    return Checkpoints(tmp_path / "runs" / "checkpoints", CheckpointingConfig(keep_top_k=2))
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_damaged_state_is_an_error_that_says_what_to_do(
 
 def test_an_unwritable_place_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    checkpoints = Checkpoints(tmp_path / "file" / "checkpoints", Checkpointing())
+    checkpoints = Checkpoints(tmp_path / "file" / "checkpoints", CheckpointingConfig())
     with pytest.raises(ServiceError, match=r"can't write a checkpoint .*checkpointing\.checkpoint_dir"):
         checkpoints.begin(1)
 
@@ -109,7 +109,7 @@ histories = st.dictionaries(st.integers(0, 50), st.one_of(st.none(), st.floats(0
 @given(history=histories, k=st.integers(1, 5), higher=st.booleans())
 def test_retention_keeps_the_newest_and_the_best(history: dict[int, float | None], k: int, higher: bool) -> None:
     metrics = {version: {} if value is None else {"val:accuracy": value} for version, value in history.items()}
-    gone = superseded(metrics, Checkpointing(keep_top_k=k, higher_is_better=higher))
+    gone = superseded(metrics, CheckpointingConfig(keep_top_k=k, higher_is_better=higher))
     kept = set(metrics) - set(gone)
     assert min(k, len(metrics)) <= len(kept) <= k + 1
     if not metrics:
@@ -124,5 +124,5 @@ def test_retention_keeps_the_newest_and_the_best(history: dict[int, float | None
 
 def test_without_a_metric_the_newest_are_kept_and_without_a_limit_all() -> None:
     metrics = {version: {"val:accuracy": 1.0 / (version + 1)} for version in range(5)}
-    assert superseded(metrics, Checkpointing(keep_top_k=2, metric_name=None)) == [0, 1, 2]
-    assert superseded(metrics, Checkpointing(keep_top_k=None)) == []
+    assert superseded(metrics, CheckpointingConfig(keep_top_k=2, metric_name=None)) == [0, 1, 2]
+    assert superseded(metrics, CheckpointingConfig(keep_top_k=None)) == []

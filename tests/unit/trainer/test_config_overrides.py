@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.network.backbone import load_model
+from headrace_services.trainer.network.backbone import load_model
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.trainer.network.policy_model import entropy_of
+from headrace_services.trainer.network.policy_model import entropy_of
 
 torch.set_num_threads(1)
 

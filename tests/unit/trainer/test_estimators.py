@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.config.advantages import AdvEstimator, PPOAdvEstimator
-from headrace.config.loss import LossFn
-from services.trainer.learning.batch import Batch, Float64
+from headrace.config.grpo import GRPOAdvEstimatorConfig
+from headrace.config.loss import LossConfig
+from headrace.config.ppo import PPOAdvEstimatorConfig
+from headrace_services.trainer.learning.batch import Batch, Float64
 from tests.unit.trainer.advantage_cases import (
     KL,
     NO_KL,
@@ -47,7 +48,7 @@ def kl(policy: float, ref: float, kind: str) -> float:
     return min(max(value, -10.0), 10.0)
 
 
-def penalties(batch: Batch, loss_fn: LossFn) -> Tokens:
+def penalties(batch: Batch, loss_fn: LossConfig) -> Tokens:
     """beta times the divergence of every token, 0 where rewards do not pay for it."""
     beta = loss_fn.reference_policy_kl_penalty if loss_fn.use_kl_in_reward else 0.0
     return [
@@ -95,7 +96,7 @@ def against_group(values: Sequence[float], i: int, leave_one_out: bool, normaliz
 @given(batch=batches(least=2), leave_one_out=st.booleans(), normalize=st.booleans())
 def test_grpo_gives_every_token_its_trajectory_s_advantage(batch: Batch, leave_one_out: bool, normalize: bool) -> None:
     how = {"use_leave_one_out_baseline": leave_one_out, "normalize_rewards": normalize}
-    found = estimates(batch, configured(AdvEstimator(), n=size_of_groups(batch), **how))
+    found = estimates(batch, configured(GRPOAdvEstimatorConfig(), n=size_of_groups(batch), **how))
     of_trajectory = [
         against_group(group, i, leave_one_out, normalize)
         for group in grouped(batch, [score.reward for score in batch.scores])
@@ -111,7 +112,7 @@ def test_gdpo_weighs_components_in_alphabetical_order_and_normalises_over_the_ba
     batch: Batch, leave_one_out: bool, normalize: bool, weighed: bool
 ) -> None:
     weights = [2.0, -0.5] if weighed else None
-    estimator = AdvEstimator(name="gdpo", reward_weights=weights)
+    estimator = GRPOAdvEstimatorConfig(name="gdpo", reward_weights=weights)
     totals = []
     for group in grouped(batch, [score.components for score in batch.scores]):
         for i in range(len(group)):
@@ -132,7 +133,7 @@ def test_gdpo_weighs_components_in_alphabetical_order_and_normalises_over_the_ba
 
 def test_gdpo_gives_no_advantage_where_no_component_tells_trajectories_apart() -> None:
     batch = made([0.0] * 6, n=3, components={"correct": 0.1, "format": 0.7})
-    found = estimates(batch, configured(AdvEstimator(name="gdpo"), n=3))
+    found = estimates(batch, configured(GRPOAdvEstimatorConfig(name="gdpo"), n=3))
     np.testing.assert_array_equal(np.concatenate(found.advantages), np.zeros(18))
 
 
@@ -140,10 +141,10 @@ def test_gdpo_gives_no_advantage_where_no_component_tells_trajectories_apart() -
 @settings(max_examples=40)
 @given(batch=batches(), minus_baseline=st.booleans(), kl_to_go=st.booleans())
 def test_reinforce_plus_plus_is_the_reward_less_divergence_whitened(
-    loss_fn: LossFn, batch: Batch, minus_baseline: bool, kl_to_go: bool
+    loss_fn: LossConfig, batch: Batch, minus_baseline: bool, kl_to_go: bool
 ) -> None:
     kl_to_go = kl_to_go and loss_fn.kl_in_reward  # without it the configuration is refused
-    estimator = AdvEstimator(name="reinforce_plus_plus", minus_baseline=minus_baseline, kl_to_go=kl_to_go)
+    estimator = GRPOAdvEstimatorConfig(name="reinforce_plus_plus", minus_baseline=minus_baseline, kl_to_go=kl_to_go)
     rewards = [score.reward for score in batch.scores]
     groups = grouped(batch, rewards)
     raw = []
@@ -158,7 +159,7 @@ def test_reinforce_plus_plus_is_the_reward_less_divergence_whitened(
 @given(batch=batches(), normalize=st.booleans())
 def test_raw_reward_is_the_reward_whitened(batch: Batch, normalize: bool) -> None:
     raw = [[score.reward] * length for score, length in zip(batch.scores, lengths(batch), strict=True)]
-    estimator = PPOAdvEstimator(name="raw_reward", normalize_advantages=normalize)
+    estimator = PPOAdvEstimatorConfig(name="raw_reward", normalize_advantages=normalize)
     found = estimates(batch, configured(estimator, n=size_of_groups(batch)))
     check(found.advantages, whitened(batch, raw, biased) if normalize else raw)
     assert found.returns is None
@@ -184,7 +185,7 @@ def discounted_differences(rewards: list[float], values: Float64, gamma: float, 
     normalize=st.booleans(),
 )
 def test_gae_is_the_sum_of_discounted_differences_and_returns_add_the_values(
-    loss_fn: LossFn,
+    loss_fn: LossConfig,
     batch: Batch,
     gamma: float,
     lam: float,
@@ -193,7 +194,7 @@ def test_gae_is_the_sum_of_discounted_differences_and_returns_add_the_values(
     alpha: float,
     normalize: bool,
 ) -> None:
-    estimator = PPOAdvEstimator(
+    estimator = PPOAdvEstimatorConfig(
         gae_gamma=gamma,
         gae_lambda=lam,
         gae_lambda_value=of_value,
@@ -221,15 +222,18 @@ def test_gae_is_the_sum_of_discounted_differences_and_returns_add_the_values(
 def test_what_hardly_varies_is_not_blown_up() -> None:
     """Of ±1e-4: raw rewards take max(var, 1e-8) of the biased variance 1e-8, gae adds 1e-8 to the unbiased one."""
     batch, tiny = (made([reward, -reward], length=1, values=np.zeros(2)) for reward in (1e-4, 1e-6))
-    for estimator, found in ((PPOAdvEstimator(name="raw_reward"), 1.0), (PPOAdvEstimator(), 1 / math.sqrt(3))):
+    for estimator, found in (
+        (PPOAdvEstimatorConfig(name="raw_reward"), 1.0),
+        (PPOAdvEstimatorConfig(), 1 / math.sqrt(3)),
+    ):
         check(estimates(batch, configured(estimator)).advantages, [[found], [-found]])
     for name in ("raw_reward", "gae"):
-        check(estimates(tiny, configured(PPOAdvEstimator(name=name))).advantages, [[0.01], [-0.01]])
+        check(estimates(tiny, configured(PPOAdvEstimatorConfig(name=name))).advantages, [[0.01], [-0.01]])
 
 
 def test_gae_without_discount_and_lambda_1_is_the_reward_less_the_value() -> None:
     values = np.array([0.5, -1.0, 2.0])
-    estimator = PPOAdvEstimator(gae_lambda=1.0, normalize_advantages=False)
+    estimator = PPOAdvEstimatorConfig(gae_lambda=1.0, normalize_advantages=False)
     found = estimates(made([3.0], values=values), configured(estimator))
     np.testing.assert_allclose(found.advantages[0], 3.0 - values)
     np.testing.assert_allclose((found.returns or ())[0], [3.0, 3.0, 3.0])

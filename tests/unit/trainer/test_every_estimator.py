@@ -10,21 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.config import Config, LossFn
-from headrace.config.advantages import KL_IN_REWARD, AdvEstimator, PPOAdvEstimator
+from headrace.config import Config, LossConfig
+from headrace.config.grpo import GRPOAdvEstimatorConfig
+from headrace.config.ppo import PPOAdvEstimatorConfig
 from headrace.errors import ServiceError
-from services.trainer.learning import algorithms
-from services.trainer.learning.batch import Batch
+from headrace_services.trainer.learning import algorithms
+from headrace_services.trainer.learning.batch import Batch
 from tests.unit.trainer.advantage_cases import KL, NO_KL, OPD, Estimator, batches, configured, estimates, grouped, made
 
 ESTIMATORS = [
-    AdvEstimator(),
-    AdvEstimator(name="gdpo", reward_weights=[1.0, 0.3]),
-    AdvEstimator(name="reinforce_plus_plus"),
-    AdvEstimator(name="reinforce_plus_plus", kl_to_go=True),
+    GRPOAdvEstimatorConfig(),
+    GRPOAdvEstimatorConfig(name="gdpo", reward_weights=[1.0, 0.3]),
+    GRPOAdvEstimatorConfig(name="reinforce_plus_plus"),
+    GRPOAdvEstimatorConfig(name="reinforce_plus_plus", kl_to_go=True),
     OPD,
-    PPOAdvEstimator(length_adaptive_alpha=0.5, gae_lambda_value=1.0),
-    PPOAdvEstimator(name="raw_reward"),
+    PPOAdvEstimatorConfig(length_adaptive_alpha=0.5, gae_lambda_value=1.0),
+    PPOAdvEstimatorConfig(name="raw_reward"),
 ]
 EACH = pytest.mark.parametrize("estimator", ESTIMATORS, ids=[f"{i}-{e.name}" for i, e in enumerate(ESTIMATORS)])
 
@@ -35,7 +36,7 @@ COLUMNS = {"old": "old_logprobs", "ref": "ref_logprobs", "teacher": "teacher_log
 
 def with_kl(estimator: Estimator, batch: Batch, **algorithm: float) -> Config:
     """With a KL penalty in the rewards where the estimator takes one, else the configuration is refused."""
-    loss_fn = KL["k3"] if estimator.name in KL_IN_REWARD else NO_KL
+    loss_fn = KL["k3"] if estimator.takes_kl else NO_KL
     n = len(grouped(batch, batch.places.tolist())[0])
     return configured(estimator, loss_fn, n, **algorithm)
 
@@ -96,7 +97,7 @@ def test_the_names_of_metrics_do_not_depend_on_the_data(estimator: Estimator) ->
 
 def test_the_share_of_trivial_baselines_is_measured() -> None:
     rewards = [0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0]
-    config = configured(AdvEstimator(), n=4, use_leave_one_out_baseline=False)
+    config = configured(GRPOAdvEstimatorConfig(), n=4, use_leave_one_out_baseline=False)
     found = estimates(made(rewards, 4), config).metrics
     assert found["baseline_reward/pct_0"] == pytest.approx(100 / 3)
     assert found["baseline_reward/pct_1"] == pytest.approx(100 / 3)
@@ -109,17 +110,17 @@ def test_values_that_are_not_finite_are_an_error_that_every_rank_raises(value: f
     values = np.zeros((4, 3))
     values[3, 1] = value
     with pytest.raises(ServiceError, match=r"^trajectory 'p1'\[1\]: values that are not finite"):
-        estimates(made([0.0] * 4, 2, values=values), configured(PPOAdvEstimator(), n=2), owners)
+        estimates(made([0.0] * 4, 2, values=values), configured(PPOAdvEstimatorConfig(), n=2), owners)
 
 
 @pytest.mark.parametrize("owners", [(), (1, 0, 2, 1), (2, 2, 0, 0)], ids=["one-rank", "three-ranks", "other-order"])
 @pytest.mark.parametrize(
     ("estimator", "loss_fn"),
-    [(OPD, NO_KL), (AdvEstimator(name="reinforce_plus_plus"), KL["k1"])],
+    [(OPD, NO_KL), (GRPOAdvEstimatorConfig(name="reinforce_plus_plus"), KL["k1"])],
     ids=["opd", "kl-in-reward"],
 )
 def test_the_first_of_several_is_named_whichever_rank_holds_it(
-    estimator: AdvEstimator, loss_fn: LossFn, owners: tuple[int, ...]
+    estimator: GRPOAdvEstimatorConfig, loss_fn: LossConfig, owners: tuple[int, ...]
 ) -> None:
     old = np.full((4, 3), -1.0)
     old[[1, 3]] = math.nan
@@ -132,7 +133,7 @@ def test_the_first_of_several_is_named_whichever_rank_holds_it(
 
 
 def test_a_column_that_is_missing_or_of_another_length_is_refused() -> None:
-    config = configured(PPOAdvEstimator())
+    config = configured(PPOAdvEstimatorConfig())
     with pytest.raises(AssertionError):
         estimates(made([0.0]), config)
     with pytest.raises(ValueError, match="same length"):
@@ -142,26 +143,26 @@ def test_a_column_that_is_missing_or_of_another_length_is_refused() -> None:
 @pytest.mark.parametrize(
     ("estimator", "loss_fn", "expected"),
     [
-        (AdvEstimator(), NO_KL, set()),
-        (AdvEstimator(name="gdpo"), NO_KL, set()),
-        (AdvEstimator(name="reinforce_plus_plus"), NO_KL, set()),
-        (AdvEstimator(name="reinforce_plus_plus"), KL["k3"], {"old", "ref"}),
+        (GRPOAdvEstimatorConfig(), NO_KL, set()),
+        (GRPOAdvEstimatorConfig(name="gdpo"), NO_KL, set()),
+        (GRPOAdvEstimatorConfig(name="reinforce_plus_plus"), NO_KL, set()),
+        (GRPOAdvEstimatorConfig(name="reinforce_plus_plus"), KL["k3"], {"old", "ref"}),
         (
-            AdvEstimator(name="reinforce_plus_plus"),
-            LossFn(use_kl_in_reward=True, reference_policy_kl_penalty=0),
+            GRPOAdvEstimatorConfig(name="reinforce_plus_plus"),
+            LossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0),
             set(),
         ),
         (OPD, NO_KL, {"old", "teacher"}),
-        (PPOAdvEstimator(), NO_KL, {"values"}),
-        (PPOAdvEstimator(), KL["k2"], {"old", "ref", "values"}),
-        (PPOAdvEstimator(name="raw_reward"), NO_KL, set()),
+        (PPOAdvEstimatorConfig(), NO_KL, {"values"}),
+        (PPOAdvEstimatorConfig(), KL["k2"], {"old", "ref", "values"}),
+        (PPOAdvEstimatorConfig(name="raw_reward"), NO_KL, set()),
     ],
     ids=["grpo", "gdpo", "reinforce", "reinforce-kl", "reinforce-kl-of-weight-0", "opd", "gae", "gae-kl", "raw"],
 )
 def test_only_what_an_estimator_needs_has_to_be_there(
-    estimator: Estimator, loss_fn: LossFn, expected: set[str]
+    estimator: Estimator, loss_fn: LossConfig, expected: set[str]
 ) -> None:
-    section = {} if isinstance(estimator, PPOAdvEstimator) else {"use_leave_one_out_baseline": False}
+    section = {} if isinstance(estimator, PPOAdvEstimatorConfig) else {"use_leave_one_out_baseline": False}
     config = configured(estimator, loss_fn, n=2, **section)
     assert algorithms.required_passes(config, optimizer_steps=1) == expected
     assert algorithms.needs_unfiltered(config) == ("old" in expected)
@@ -176,10 +177,10 @@ def test_only_what_an_estimator_needs_has_to_be_there(
 
 @pytest.mark.parametrize(
     ("estimator", "loss_fn"),
-    [(OPD, NO_KL), (AdvEstimator(name="reinforce_plus_plus"), KL["k3"]), (PPOAdvEstimator(), KL["k1"])],
+    [(OPD, NO_KL), (GRPOAdvEstimatorConfig(name="reinforce_plus_plus"), KL["k3"]), (PPOAdvEstimatorConfig(), KL["k1"])],
     ids=["opd", "reinforce-kl", "gae-kl"],
 )
-def test_models_are_compared_before_top_k_and_top_p(estimator: Estimator, loss_fn: LossFn) -> None:
+def test_models_are_compared_before_top_k_and_top_p(estimator: Estimator, loss_fn: LossConfig) -> None:
     config = configured(estimator, loss_fn, n=2)
     others = {name: -np.arange(6.0) for name in ("ref_logprobs", "teacher_logprobs", "values")}
     expected = estimates(made([0.0, 1.0], 2, old_logprobs=-np.ones(6), **others), config)
@@ -194,15 +195,15 @@ def test_models_are_compared_before_top_k_and_top_p(estimator: Estimator, loss_f
         (NO_KL, {}, 1, set()),
         (NO_KL, {}, 2, {"old"}),
         (NO_KL, {"seq_logprob_error_threshold": 1.5}, 1, {"old"}),
-        (LossFn(), {}, 1, {"ref"}),
-        (LossFn(), {}, 3, {"old", "ref"}),
+        (LossConfig(), {}, 1, {"ref"}),
+        (LossConfig(), {}, 3, {"old", "ref"}),
     ],
     ids=["one-step", "two-steps", "threshold", "kl-in-loss", "all"],
 )
 def test_loss_and_optimizer_steps_ask_for_passes_of_their_own(
-    loss_fn: LossFn, keys: dict[str, float], optimizer_steps: int, expected: set[str]
+    loss_fn: LossConfig, keys: dict[str, float], optimizer_steps: int, expected: set[str]
 ) -> None:
-    config = configured(AdvEstimator(), loss_fn, n=2, **keys)
+    config = configured(GRPOAdvEstimatorConfig(), loss_fn, n=2, **keys)
     assert algorithms.required_passes(config, optimizer_steps) == expected
 
 
@@ -214,4 +215,4 @@ def test_the_configuration_takes_from_grpo_what_the_estimator_leaves_open() -> N
         assert found is not None
         assert (found.normalizes, found.leaves_one_out) == expected
         assert (found.advantage_clip_low, found.advantage_clip_high) == (None, 3.0)
-    assert Config.model_validate({"ppo": {}}).algorithm.adv_estimator == PPOAdvEstimator()
+    assert Config.model_validate({"ppo": {}}).algorithm.adv_estimator == PPOAdvEstimatorConfig()

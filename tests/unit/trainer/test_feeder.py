@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.trainer.control.feeder import next_orders
+from headrace_services.trainer.control.feeder import next_orders
 from tests.unit.trainer.loop_cases import run_state
 
 DEMAND = {"ahead": 6, "total": 100, "to_train": 20}

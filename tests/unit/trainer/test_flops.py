@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from services.trainer.telemetry.flops import DATA_SHEETS, Architecture, peak_of
+from headrace_services.trainer.telemetry.flops import DATA_SHEETS, Architecture, peak_of
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 97}
 GROUPED = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 112}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.trainer.telemetry.gpus import GPUMonitor, readings
-from services.trainer.telemetry.metric_names import unknown
+from headrace_services.trainer.telemetry.gpus import GPUMonitor, readings
+from headrace_services.trainer.telemetry.metric_names import unknown
 
 
 def test_lines_of_nvidia_smi_are_read_and_what_is_not_supported_is_left_out() -> None:

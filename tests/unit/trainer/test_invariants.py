@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from headrace.errors import ServiceError
 from headrace.replay import ReservedTrajectory
 from headrace.trajectory import Score
-from services.trainer.control.rank import check_reservation
-from services.trainer.learning.batch import check_invariants
+from headrace_services.trainer.control.rank import check_reservation
+from headrace_services.trainer.learning.batch import check_invariants
 from tests.unit.trainer.loop_cases import group, reservation, trajectory
 
 RESERVED = ReservedTrajectory(
@@ -50,7 +49,7 @@ def test_law_3_a_batch_is_complete_groups() -> None:
         (reservation("a"), [group("a")]),
         (reservation("a", "a"), [group("a"), group("a")]),
         (whole, [group("a"), group("b", n=3)]),
-        (dataclasses.replace(whole, trajectories=whole.trajectories[::-1]), [group("a"), group("b")]),
+        (msgspec.structs.replace(whole, trajectories=whole.trajectories[::-1]), [group("a"), group("b")]),
     ):
         with pytest.raises(ServiceError, match="law 3"):
             check_reservation(wrong, groups, 2)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ServiceError
-from services.trainer.telemetry.journal import Journal, Line, surviving
-from services.trainer.telemetry.plots import draw_curve
+from headrace_services.trainer.telemetry.journal import Journal, Line, surviving
+from headrace_services.trainer.telemetry.plots import draw_curve
 
 
 def line(kind: str, step: int, timeline: str = "a") -> Line:

@@ -9,9 +9,9 @@ import torch
 from pydantic import TypeAdapter
 from torch.optim import lr_scheduler
 
-from headrace.config.optimizer import Optimizer, OptimizerArgs, Schedule, Scheduler
+from headrace.config.policy import OptimizerConfig, OptimizerKwargs, SchedulerConfig, SchedulerConfigs
 from headrace.errors import ServiceError
-from services.trainer.learning.optimizer import LearningRate, ModelOptimizer
+from headrace_services.trainer.learning.optimizer import LearningRate, ModelOptimizer
 
 WARM_UP = [
     {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 5}},
@@ -20,8 +20,8 @@ WARM_UP = [
 ]
 
 
-def schedule(items: Any) -> list[Schedule]:
-    return TypeAdapter(Scheduler).validate_python(items)
+def schedule(items: Any) -> list[SchedulerConfig]:
+    return TypeAdapter(SchedulerConfigs).validate_python(items)
 
 
 def rates(items: Any, base: float, steps: int) -> list[float]:
@@ -83,7 +83,7 @@ def test_a_step_takes_the_rate_of_its_place_and_clips() -> None:
     """The first step of AdamW moves every weight by the rate, however long the gradient is."""
     model = torch.nn.Linear(3, 1, bias=False)
     before = model.weight.detach().clone()
-    settings = Optimizer(kwargs=OptimizerArgs(lr=1e-2, weight_decay=0, eps=1e-12))
+    settings = OptimizerConfig(kwargs=OptimizerKwargs(lr=1e-2, weight_decay=0, eps=1e-12))
     halving = {"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"gamma": 0.5}}
     optimizer = ModelOptimizer(model, settings, schedule(halving), 1.0, "policy")
     optimizer.advance_schedule()
@@ -97,8 +97,8 @@ def test_a_step_takes_the_rate_of_its_place_and_clips() -> None:
 
 def test_gradients_longer_than_the_bound_are_scaled_to_it() -> None:
     model = torch.nn.Linear(2, 1, bias=False)
-    settings = Optimizer(
-        kwargs=OptimizerArgs(lr=1.0, weight_decay=0, eps=1e3)
+    settings = OptimizerConfig(
+        kwargs=OptimizerKwargs(lr=1.0, weight_decay=0, eps=1e3)
     )  # this eps makes the move follow the gradient
     before = model.weight.detach().clone()
     optimizer = ModelOptimizer(model, settings, [], 0.5, "policy")

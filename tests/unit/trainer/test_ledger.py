@@ -11,7 +11,7 @@ from pyroaring import BitMap
 
 from headrace.errors import ServiceError
 from headrace.replay import Ended
-from services.trainer.control.checkpoint import Ledger, ended_orders
+from headrace_services.trainer.control.checkpoint import Ledger, ended_orders
 
 
 @given(st.sets(st.integers(0, 60)), st.randoms())

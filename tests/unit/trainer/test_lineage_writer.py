@@ -12,7 +12,7 @@ import pytest
 from headrace.errors import CodecError, ServiceError
 from headrace.lineage import ABANDONED, GroupLineage, LineageFiles, Origin, TokenRange, origin_of
 from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
-from services.trainer.control.lineage_writer import LineageWriter
+from headrace_services.trainer.control.lineage_writer import LineageWriter
 
 
 def group(order: int) -> Group:

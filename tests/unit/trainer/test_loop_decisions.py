@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.replay import End, Replica, Reservation, Waiting
-from services.trainer.control.decisions import (
+from headrace_services.trainer.control.decisions import (
     LAST_BACKOFF_S,
     Action,
     Backoff,

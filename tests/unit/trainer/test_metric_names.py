@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.loss import LossFn, ValueLossFn
-from services.trainer.learning.losses import policy_loss, value_loss
-from services.trainer.telemetry.metric_names import CHAPTERS, tracked_name, unknown
+from headrace.config.loss import LossConfig, ValueLossConfig
+from headrace_services.trainer.learning.losses import policy_loss, value_loss
+from headrace_services.trainer.telemetry.metric_names import CHAPTERS, tracked_name, unknown
 from tests.unit.trainer import loss_cases
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,8 +26,8 @@ def test_the_tables_are_current(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        LossFn(),
-        LossFn(
+        LossConfig(),
+        LossConfig(
             use_importance_sampling_correction=True,
             truncated_importance_sampling_type="tis",
             truncated_importance_sampling_ratio=2.0,
@@ -36,12 +36,12 @@ def test_the_tables_are_current(tmp_path: Path) -> None:
     ],
     ids=["plain", "everything"],
 )
-def test_every_metric_of_the_losses_is_there(config: LossFn) -> None:
+def test_every_metric_of_the_losses_is_there(config: LossConfig) -> None:
     case = loss_cases.made([2, 3], seed=0)
     values = case.flat(case.rewards[:, None].expand_as(case.mask))
     tokens = dataclasses.replace(case.tokens(), values=values, returns=values)
     policy = policy_loss(config, case.output(), tokens, case.counts)
-    value = value_loss(ValueLossFn(), values, tokens, case.counts)
+    value = value_loss(ValueLossConfig(), values, tokens, case.counts)
     assert unknown([*policy.sums, *policy.minima, *policy.maxima]) == []
     assert unknown(f"critic/{name}" for name in (*value.sums, *value.minima, *value.maxima)) == []
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import msgspec
-from loop_cases import group, reservation
 
-from services.trainer.telemetry.http import Gauges
-from services.trainer.telemetry.metrics import batch_metrics, sampling_metrics, total_lengths
+from headrace_services.trainer.telemetry.http import Gauges
+from headrace_services.trainer.telemetry.metrics import batch_metrics, sampling_metrics, total_lengths
+from tests.unit.trainer.loop_cases import group, reservation
 
 
 def test_batch_metrics_say_what_the_batch_was_like() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from services.trainer.control.context import Dependencies
-from services.trainer.main import main
+from headrace_services.trainer.control.context import Dependencies
+from headrace_services.trainer.main import main
 
 OPD = {"adv_estimator": {"name": "opd", "teacher_model_name": "./no-such-teacher"}}
 

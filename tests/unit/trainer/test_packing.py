@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from headrace.config.policy import Policy
+from headrace.config.policy import PolicyConfig
 from headrace.trajectory import Trajectory
-from services.trainer.learning.batch import MicroBatch
-from services.trainer.network.attention import block_mask
-from services.trainer.network.packing import (
+from headrace_services.trainer.learning.batch import MicroBatch
+from headrace_services.trainer.network.attention import block_mask
+from headrace_services.trainer.network.packing import (
     BIN_PACKING,
     PackedRows,
     Packing,
@@ -281,7 +281,7 @@ def test_an_item_larger_than_a_bin_is_refused(fill: Callable[[list[int], int], l
     ],
 )
 def test_packing_is_what_the_policy_s_keys_say(keys: dict[str, Any], training: bool, expected: Any) -> None:
-    packing = Packing.of(Policy.model_validate(keys), training=training)
+    packing = Packing.of(PolicyConfig.model_validate(keys), training=training)
     assert (packing.mode, packing.trajectories, packing.tokens, packing.multiple) == expected
 
 
@@ -304,4 +304,4 @@ def test_packing_is_what_the_policy_s_keys_say(keys: dict[str, Any], training: b
 )
 def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
-        Policy.model_validate(keys)
+        PolicyConfig.model_validate(keys)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.config import LossFn
-from services.trainer.learning.batch import GlobalCounts, MicroBatch
-from services.trainer.learning.losses import LossParts, policy_loss
-from services.trainer.network.policy_model import PolicyOutput
+from headrace.config import LossConfig
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace_services.trainer.learning.losses import LossParts, policy_loss
+from headrace_services.trainer.network.policy_model import PolicyOutput
 from tests.unit.trainer import loss_cases
 from tests.unit.trainer.loss_cases import Case
 
@@ -30,7 +30,7 @@ def row(*values: float) -> Tensor:
 
 
 def run(
-    config: LossFn,
+    config: LossConfig,
     logprobs: Tensor,
     old: Tensor,
     advantages: Tensor,
@@ -79,7 +79,7 @@ def log(*ratios: float) -> Tensor:
 
 def test_ratio_is_clipped_only_where_that_lowers_the_objective() -> None:
     old = row(-1, -1, -1, -1)
-    parts, gradient = run(LossFn(**NO_KL), old + log(1.5, 1.5, 0.5, 0.5), old, row(2, -2, 2, -2))
+    parts, gradient = run(LossConfig(**NO_KL), old + log(1.5, 1.5, 0.5, 0.5), old, row(2, -2, 2, -2))
     # A=2: min(3, 2.4); A=-2: min(-3, -2.4); A=2: min(1, 1.6); A=-2: min(-1, -1.6)
     close(parts.loss, -(2.4 - 3 + 1 - 1.6) / 4)
     close(gradient, 0, 3 / 4, -1 / 4, 0)
@@ -90,13 +90,13 @@ def test_ratio_is_clipped_only_where_that_lowers_the_objective() -> None:
 
 
 def test_the_two_bounds_of_the_clip_are_of_their_own() -> None:
-    config = LossFn(**NO_KL, ratio_clip_min=0.1, ratio_clip_max=0.28)
+    config = LossConfig(**NO_KL, ratio_clip_min=0.1, ratio_clip_max=0.28)
     parts, _ = run(config, row(-1, -3), row(-2, -2), row(1, -1))
     close(parts.loss, (-1.28 + 0.9) / 2)
 
 
 def test_dual_clip_bounds_the_ratio_where_the_advantage_is_negative() -> None:
-    config = LossFn(**NO_KL, ratio_clip_c=3.0)
+    config = LossConfig(**NO_KL, ratio_clip_c=3.0)
     old = row(-3, -3, -3)
     parts, gradient = run(config, old + log(5, 2, 5), old, row(-1, -1, 1))
     close(parts.loss, (3 + 2 - 1.2) / 3)
@@ -106,7 +106,7 @@ def test_dual_clip_bounds_the_ratio_where_the_advantage_is_negative() -> None:
 def test_sequence_ratio_is_the_geometric_mean_and_its_gradient_is_shared_by_the_tokens() -> None:
     old = row(-1, -1, -1)
     logprobs = old + row(0.1, -0.3, 0.05)
-    parts, gradient = run(LossFn(**NO_KL, **GSPO), logprobs, old, row(1, 1, 2), lengths=(2, 1))
+    parts, gradient = run(LossConfig(**NO_KL, **GSPO), logprobs, old, row(1, 1, 2), lengths=(2, 1))
     first, second = math.exp(-0.1), math.exp(0.05)
     close(parts.loss, -(first + 2 * second) / 2)
     close(gradient, -first / 4, -first / 4, -2 * second / 2)
@@ -115,16 +115,16 @@ def test_sequence_ratio_is_the_geometric_mean_and_its_gradient_is_shared_by_the_
 def test_tokens_over_age_stay_in_the_sequence_ratio_and_leave_the_loss() -> None:
     old = row(-1, -1)
     logprobs = old + row(0.1, -0.3)
-    parts, gradient = run(LossFn(**NO_KL, **GSPO), logprobs, old, row(1, 1), mask=row(1, 0))
+    parts, gradient = run(LossConfig(**NO_KL, **GSPO), logprobs, old, row(1, 1), mask=row(1, 0))
     close(parts.loss, -math.exp(-0.1))
     close(gradient, -math.exp(-0.1) / 2, -math.exp(-0.1) / 2)
-    parts, gradient = run(LossFn(**NO_KL), logprobs, old, row(1, 1), mask=row(1, 0))
+    parts, gradient = run(LossConfig(**NO_KL), logprobs, old, row(1, 1), mask=row(1, 0))
     close(parts.loss, -math.exp(0.1))
     close(gradient, -math.exp(0.1), 0)
 
 
 def test_cispo_weighs_the_log_probability_by_the_clipped_ratio_and_drops_no_token() -> None:
-    config = LossFn(**NO_KL, use_cispo=True, ratio_clip_min=1.0, ratio_clip_max=5.0)
+    config = LossConfig(**NO_KL, use_cispo=True, ratio_clip_min=1.0, ratio_clip_max=5.0)
     old = row(-3, -1)
     logprobs = old + log(10, 0.5)
     parts, gradient = run(config, logprobs, old, row(1, -1))
@@ -134,13 +134,13 @@ def test_cispo_weighs_the_log_probability_by_the_clipped_ratio_and_drops_no_toke
 
 
 def test_reinforce_is_the_log_probability_times_the_advantage() -> None:
-    parts, gradient = run(LossFn(**NO_KL, disable_ppo_ratio=True), row(-1, -3), row(-2, -2), row(2, -1))
+    parts, gradient = run(LossConfig(**NO_KL, disable_ppo_ratio=True), row(-1, -3), row(-2, -2), row(2, -1))
     close(parts.loss, (2 - 3) / 2)
     close(gradient, -1, 0.5)
 
 
 def test_a_forced_ratio_is_1_whatever_prev_is() -> None:
-    parts, gradient = run(LossFn(**NO_KL, force_on_policy_ratio=True), row(-1, -3), row(-9, -9), row(2, -1))
+    parts, gradient = run(LossConfig(**NO_KL, force_on_policy_ratio=True), row(-1, -3), row(-9, -9), row(2, -1))
     close(parts.loss, (-2 + 1) / 2)
     close(gradient, -1, 0.5)
 
@@ -156,7 +156,7 @@ def test_a_forced_ratio_is_1_whatever_prev_is() -> None:
 )
 def test_what_the_loss_is_averaged_over(keys: dict[str, object], loss: float) -> None:
     old = row(-1, -2, -3)
-    parts, _ = run(LossFn(**NO_KL, **keys), old, old, row(1, 1, 4), lengths=(2, 1))
+    parts, _ = run(LossConfig(**NO_KL, **keys), old, old, row(1, 1, 4), lengths=(2, 1))
     close(parts.loss, loss)
 
 
@@ -176,7 +176,9 @@ def test_importance_weights_of_tokens(
     keys: dict[str, object], weights: tuple[float, ...], outside: float | None
 ) -> None:
     old, advantages = row(-1, -1, -1), row(1, 2, 3)
-    parts, gradient = run(LossFn(**NO_KL, **IS, **keys), old, old, advantages, old - log(0.25, 1, 4), lengths=(2, 1))
+    parts, gradient = run(
+        LossConfig(**NO_KL, **IS, **keys), old, old, advantages, old - log(0.25, 1, 4), lengths=(2, 1)
+    )
     weighted = row(*weights) * advantages
     close(parts.loss, float(-weighted.sum() / 3))
     close(gradient, *(-weighted / 3).tolist())
@@ -189,7 +191,7 @@ def test_importance_weights_of_tokens(
 @pytest.mark.parametrize(("how", "first"), [("mean", 0.5), ("sum", 0.25)])
 def test_importance_weights_of_sequences(how: str, first: float) -> None:
     """Their metric is the mean over sequences, however many there are."""
-    config = LossFn(**NO_KL, **IS, **GSPO, sequence_is_aggregation=how)
+    config = LossConfig(**NO_KL, **IS, **GSPO, sequence_is_aggregation=how)
     old = row(-1, -1, -1)
     parts, _ = run(config, old, old, row(1, 1, 1), old - log(0.25, 1, 4), lengths=(2, 1))
     close(parts.loss, -(first + 4) / 2)
@@ -197,7 +199,7 @@ def test_importance_weights_of_sequences(how: str, first: float) -> None:
 
 
 def test_decoupled_ppo_clips_against_the_proximal_policy_and_weighs_by_it() -> None:
-    config = LossFn(**NO_KL, proximal="recompute")
+    config = LossConfig(**NO_KL, proximal="recompute")
     old = row(-1, -1)
     parts, gradient = run(config, old + log(1.5, 1.1), old, row(1, 1), old - log(2, 2))
     close(parts.loss, -2 * (1.2 + 1.1) / 2)
@@ -206,7 +208,7 @@ def test_decoupled_ppo_clips_against_the_proximal_policy_and_weighs_by_it() -> N
 
 def test_an_interpolated_proximal_policy_lies_between_by_age() -> None:
     """Of a token sampled by the weights of this very step it is the behaviour policy, of an old one nearly the trainer's."""
-    config = LossFn(**NO_KL, proximal="interpolate", ratio_clip_min=1.0, ratio_clip_max=9.0)
+    config = LossConfig(**NO_KL, proximal="interpolate", ratio_clip_min=1.0, ratio_clip_max=9.0)
     rollout = row(-2, -2, -2)
     logprobs = rollout + log(16, 16, 16)
     parts, gradient = run(config, logprobs, rollout, row(1, 2, 3), ages=row(0, 1, 3))
@@ -218,7 +220,9 @@ def test_an_interpolated_proximal_policy_lies_between_by_age() -> None:
 
 
 def test_probability_difference_drops_what_the_advantage_pushes_further_away() -> None:
-    config = LossFn(**NO_KL, probability_difference_mask=0.1, prev_logprobs_source="generation", disable_ppo_ratio=True)
+    config = LossConfig(
+        **NO_KL, probability_difference_mask=0.1, prev_logprobs_source="generation", disable_ppo_ratio=True
+    )
     rollout = log(0.5, 0.5, 0.5, 0.5, 0.001)
     logprobs = log(0.65, 0.65, 0.35, 0.35, 0.09)
     parts, gradient = run(config, logprobs, rollout, row(1, -1, 1, -1, 1))
@@ -227,7 +231,7 @@ def test_probability_difference_drops_what_the_advantage_pushes_further_away() -
 
 
 def test_kl_penalty_and_its_score_function_gradient() -> None:
-    parts, gradient = run(LossFn(reference_policy_kl_penalty=0.5), row(-1), row(-1), row(0), ref=row(-1.7))
+    parts, gradient = run(LossConfig(reference_policy_kl_penalty=0.5), row(-1), row(-1), row(0), ref=row(-1.7))
     k3 = math.exp(-0.7) - 1 + 0.7
     close(parts.loss, 0.5 * k3)
     close(parts.sums["kl_penalty"], k3)
@@ -236,7 +240,7 @@ def test_kl_penalty_and_its_score_function_gradient() -> None:
 
 
 def test_kl_clamps_leave_nothing_to_push() -> None:
-    config = LossFn(reference_policy_kl_penalty=1, kl_input_clamp_value=2.0, kl_output_clamp_value=3.0)
+    config = LossConfig(reference_policy_kl_penalty=1, kl_input_clamp_value=2.0, kl_output_clamp_value=3.0)
     logprobs = row(-1, -5, -9)
     # d = -4 clamped to -2; d = 4 clamped to 2, its k3 above 3; d = 1 within
     parts, gradient = run(config, logprobs, logprobs, row(0, 0, 0), ref=row(-5, -1, -8))
@@ -245,13 +249,13 @@ def test_kl_clamps_leave_nothing_to_push() -> None:
 
 
 def test_a_kl_penalty_in_the_reward_is_not_in_the_loss_too() -> None:
-    parts, gradient = run(LossFn(use_kl_in_reward=True), row(-1), row(-1), row(0))
+    parts, gradient = run(LossConfig(use_kl_in_reward=True), row(-1), row(-1), row(0))
     close(parts.loss, 0)
     close(gradient, 0)
 
 
 def test_positive_examples_are_those_of_the_whole_batch() -> None:
-    config = LossFn(**NO_KL, positive_example_nll_weight=0.5)
+    config = LossConfig(**NO_KL, positive_example_nll_weight=0.5)
     logprobs = row(-1, -2, -4)
     parts, gradient = run(config, logprobs, logprobs, row(0, 0, 0), lengths=(2, 1), rewards=row(1, -1))
     close(parts.loss, 0.5 * 1.5)
@@ -261,12 +265,12 @@ def test_positive_examples_are_those_of_the_whole_batch() -> None:
 
 def test_a_trainer_and_a_generator_that_disagree() -> None:
     """The worked example of the divergences: log-probabilities -15 (trainer) and -5 (generator), and the other way round."""
-    parts, _ = run(LossFn(**NO_KL), row(-15), row(-15), row(1), row(-5))
+    parts, _ = run(LossConfig(**NO_KL), row(-15), row(-15), row(1), row(-5))
     assert float(parts.sums["gen_kl_error"]) == pytest.approx(9.000, abs=1e-3)
     assert float(parts.sums["policy_kl_error"]) == pytest.approx(22015.47, abs=1e-2)
     assert float(parts.sums["js_divergence_error"]) == pytest.approx(4.307, abs=1e-3)
     assert float(parts.sums["token_mult_prob_error"]) == pytest.approx(math.exp(10))
-    parts, _ = run(LossFn(**NO_KL), row(-5), row(-5), row(1), row(-15))
+    parts, _ = run(LossConfig(**NO_KL), row(-5), row(-5), row(1), row(-15))
     assert float(parts.sums["gen_kl_error"]) == pytest.approx(22015.47, abs=1e-2)
     assert float(parts.sums["policy_kl_error"]) == pytest.approx(9.000, abs=1e-3)
     assert float(parts.sums["js_divergence_error"]) == pytest.approx(4.307, abs=1e-3)
@@ -275,7 +279,7 @@ def test_a_trainer_and_a_generator_that_disagree() -> None:
 
 def test_metrics_show_the_trainer_against_the_generator_whatever_the_ratio_is_taken_against() -> None:
     """With the behaviour policy as the ratio's denominator, ratio and metrics would else agree with it by definition."""
-    config = LossFn(**NO_KL, prev_logprobs_source="generation")
+    config = LossConfig(**NO_KL, prev_logprobs_source="generation")
     rollout, old = row(-1, -2), row(-1.5, -2.25)
     parts, _ = run(config, old, old, torch.ones(2), rollout, ages=torch.ones(2))
     close(parts.sums["token_mult_prob_error"], (math.exp(0.5) + math.exp(0.25)) / 2)
@@ -285,7 +289,7 @@ def test_metrics_show_the_trainer_against_the_generator_whatever_the_ratio_is_ta
 
 @settings(max_examples=50)
 @given(config=loss_cases.configs(), case=loss_cases.cases)
-def test_without_old_log_probabilities_they_are_those_of_the_only_pass(config: LossFn, case: Case) -> None:
+def test_without_old_log_probabilities_they_are_those_of_the_only_pass(config: LossConfig, case: Case) -> None:
     given = dataclasses.replace(case, old_logprobs=case.logprobs).tokens()
     expected = policy_loss(config, case.output(), given, case.counts)
     found = policy_loss(config, case.output(), dataclasses.replace(given, old_logprobs=None), case.counts)
@@ -296,7 +300,9 @@ def test_without_old_log_probabilities_they_are_those_of_the_only_pass(config: L
 # -- how a batch is split and ordered ----------------------------------------------------------------------------------
 
 
-def shares(config: LossFn, case: Case, micro_batches: list[list[int]]) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
+def shares(
+    config: LossConfig, case: Case, micro_batches: list[list[int]]
+) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
     """Metrics of the micro-batches together; gradients by sequence."""
     every: list[LossParts] = []
     gradients: dict[int, Tensor] = {}
@@ -317,7 +323,7 @@ def shares(config: LossFn, case: Case, micro_batches: list[list[int]]) -> tuple[
 @settings(max_examples=100)
 @given(config=loss_cases.configs(), case=loss_cases.cases, data=st.data())
 def test_the_split_into_micro_batches_and_the_order_of_sequences_change_nothing(
-    config: LossFn, case: Case, data: st.DataObject
+    config: LossConfig, case: Case, data: st.DataObject
 ) -> None:
     case = case.under(config)
     places = list(range(len(case.rewards)))

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.config import LossFn
-from services.trainer.learning.batch import GlobalCounts, MicroBatch
-from services.trainer.learning.losses import LossParts, policy_loss
-from services.trainer.network.policy_model import PolicyOutput
+from headrace.config import LossConfig
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace_services.trainer.learning.losses import LossParts, policy_loss
+from headrace_services.trainer.network.policy_model import PolicyOutput
 from tests.unit.trainer import loss_cases
 from tests.unit.trainer.loss_cases import Case
 
@@ -25,7 +25,7 @@ LOGPROBS = (-1e-7, -1.0, -2.5, -20.0, -80.0, -200.0, -600.0)
 HUGE = 1e30  # beyond what is compared; float32 ends at 3e38
 
 
-def run(config: LossFn, case: Case) -> tuple[LossParts, Tensor]:
+def run(config: LossConfig, case: Case) -> tuple[LossParts, Tensor]:
     output = case.output(torch.float32)
     parts = policy_loss(config, output, case.tokens(torch.float32), case.counts)
     parts.loss.backward()
@@ -55,7 +55,7 @@ def extreme_cases(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=150)
 @given(config=loss_cases.configs(kl_input_clamp_value=20.0), case=extreme_cases())
-def test_extremes_are_the_formula_where_float32_can_hold_it(config: LossFn, case: Case) -> None:
+def test_extremes_are_the_formula_where_float32_can_hold_it(config: LossConfig, case: Case) -> None:
     case = case.under(config)
     parts, gradient = run(config, case)
     logprobs = case.logprobs.clone().requires_grad_()
@@ -105,7 +105,7 @@ def counts(n: float, sequences: float = 1.0) -> GlobalCounts:
     return GlobalCounts(n, sequences, n)
 
 
-def gradient_of(config: LossFn, logprobs: list[float], batch: MicroBatch) -> tuple[float, list[float]]:
+def gradient_of(config: LossConfig, logprobs: list[float], batch: MicroBatch) -> tuple[float, list[float]]:
     leaf = torch.tensor(logprobs, dtype=torch.float32, requires_grad=True)
     parts = policy_loss(config, PolicyOutput(leaf), batch, counts(len(logprobs)))
     parts.loss.backward()
@@ -119,25 +119,25 @@ def finite(parts: LossParts) -> bool:
 
 def test_a_ratio_that_overflows_and_is_clipped_leaves_a_gradient_of_0() -> None:
     batch = tokens([1.0, 1.0], **logprobs_of([-1e30, -1]))
-    loss, gradient = gradient_of(LossFn(**NO_KL), [-1, -1], batch)
+    loss, gradient = gradient_of(LossConfig(**NO_KL), [-1, -1], batch)
     assert loss == pytest.approx((-1.2 - 1) / 2)
     assert gradient == pytest.approx([0, -0.5])
 
 
 def test_a_ratio_that_overflows_is_cut_by_the_dual_clip() -> None:
-    config = LossFn(**NO_KL, ratio_clip_c=3.0)
+    config = LossConfig(**NO_KL, ratio_clip_c=3.0)
     loss, gradient = gradient_of(config, [-1, -1], tokens([-1.0, 1.0], **logprobs_of([-1e30, -1])))
     assert loss == pytest.approx((3 - 1) / 2)
     assert gradient == pytest.approx([0, -0.5])
 
 
 def test_a_ratio_that_overflows_and_is_not_clipped_makes_the_loss_infinite() -> None:
-    loss, _ = gradient_of(LossFn(**NO_KL), [-1], tokens([-1.0], **logprobs_of([-1e30])))
+    loss, _ = gradient_of(LossConfig(**NO_KL), [-1], tokens([-1.0], **logprobs_of([-1e30])))
     assert loss == math.inf
 
 
 def test_a_ratio_that_overflows_times_an_advantage_of_0_is_0() -> None:
-    loss, gradient = gradient_of(LossFn(**NO_KL), [-1, -1], tokens([0.0, 1.0], **logprobs_of([-1e30, -1])))
+    loss, gradient = gradient_of(LossConfig(**NO_KL), [-1, -1], tokens([0.0, 1.0], **logprobs_of([-1e30, -1])))
     assert loss == pytest.approx(-0.5)
     assert gradient == pytest.approx([0, -0.5])
 
@@ -146,7 +146,7 @@ def test_a_ratio_that_overflows_times_an_advantage_of_0_is_0() -> None:
 def test_an_importance_weight_that_overflows_counts_nothing(level: str) -> None:
     """Nor does the ratio it would multiply, be that as large as it may."""
     keys = {} if level == "token" else {"token_level_loss": False, "sequence_level_importance_ratios": True}
-    config = LossFn(
+    config = LossConfig(
         **NO_KL,
         **keys,
         use_importance_sampling_correction=True,
@@ -160,7 +160,7 @@ def test_an_importance_weight_that_overflows_counts_nothing(level: str) -> None:
 
 
 def test_kl_that_overflows_is_what_the_output_clamp_says() -> None:
-    config = LossFn(reference_policy_kl_penalty=1.0, kl_input_clamp_value=None)
+    config = LossConfig(reference_policy_kl_penalty=1.0, kl_input_clamp_value=None)
     batch = tokens([0.0, 0.0], **logprobs_of([-1e4, -1], ref=[-1.0, -1.0]))
     loss, gradient = gradient_of(config, [-1e4, -1], batch)
     assert loss == pytest.approx(5.0)
@@ -168,7 +168,7 @@ def test_kl_that_overflows_is_what_the_output_clamp_says() -> None:
 
 
 def test_a_kl_weight_that_overflows_counts_nothing() -> None:
-    config = LossFn(reference_policy_kl_penalty=1.0, use_on_policy_kl_approximation=True)
+    config = LossConfig(reference_policy_kl_penalty=1.0, use_on_policy_kl_approximation=True)
     batch = tokens([0.0, 0.0], **logprobs_of([-1, -1], [-1e4, -1], ref=[-2.0, -2.0]))
     loss, gradient = gradient_of(config, [-1, -1], batch)
     assert loss == pytest.approx(math.exp(-1) / 2)
@@ -184,15 +184,15 @@ def test_a_log_probability_that_is_not_a_number_makes_the_loss_none(
     columns = {key: -torch.ones(2) for key in ("logprobs", "old_logprobs", "ref_logprobs")}
     columns[name] = torch.tensor([math.nan, -1.0])
     output = PolicyOutput(columns.pop("logprobs"))
-    config = LossFn(use_importance_sampling_correction=corrected)
+    config = LossConfig(use_importance_sampling_correction=corrected)
     assert math.isnan(policy_loss(config, output, tokens([advantage, 1.0], **columns), counts(2)).loss)
 
 
 def test_minus_infinity_without_top_k_or_top_p_is_a_log_probability_as_any_other() -> None:
     gone, batch = [-math.inf, -1], tokens([1.0, 1.0])
-    reinforce = LossFn(**NO_KL, disable_ppo_ratio=True)
+    reinforce = LossConfig(**NO_KL, disable_ppo_ratio=True)
     assert policy_loss(reinforce, PolicyOutput(torch.tensor(gone)), batch, counts(2)).loss == math.inf
-    loss, gradient = gradient_of(LossFn(**NO_KL), gone, batch)
+    loss, gradient = gradient_of(LossConfig(**NO_KL), gone, batch)
     assert loss == pytest.approx(-0.5)
     assert gradient == pytest.approx([0, -0.5])
 
@@ -216,7 +216,7 @@ AGAINST_THE_GENERATOR = {"prev_logprobs_source": "generation"}
 def test_a_token_that_top_k_or_top_p_left_out_has_no_policy_term(
     left_out: str, source: dict[str, object], keys: dict[str, bool]
 ) -> None:
-    config = LossFn(**NO_KL, **keys, **source)
+    config = LossConfig(**NO_KL, **keys, **source)
     columns = {key: torch.tensor([-1.0, -2.0]) for key in ("logprobs", "old_logprobs", "rollout_logprobs")}
     columns[left_out] = torch.tensor([-math.inf, -2.0])
     leaf = columns.pop("logprobs").requires_grad_()
@@ -234,7 +234,7 @@ def test_a_token_that_top_k_or_top_p_left_out_has_no_policy_term(
 
 
 def test_a_token_that_was_left_out_keeps_its_kl_term() -> None:
-    config = LossFn(reference_policy_kl_penalty=1.0)
+    config = LossConfig(reference_policy_kl_penalty=1.0)
     unfiltered = torch.tensor([-1.0], requires_grad=True)
     output = PolicyOutput(torch.tensor([-math.inf]), unfiltered)
     parts = policy_loss(config, output, tokens([1.0], ref_logprobs=torch.tensor([-2.0])), counts(1))
@@ -254,7 +254,7 @@ NOTHING = (math.nan, math.inf, -math.inf, 1e30)
     ids=lambda keys: "+".join(keys) or "default",
 )  # fmt: skip
 def test_tokens_of_trajectories_that_count_nothing_are_never_looked_at(keys: dict[str, object]) -> None:
-    config = LossFn(**keys, positive_example_nll_weight=0.1)
+    config = LossConfig(**keys, positive_example_nll_weight=0.1)
     nothing = torch.tensor([-1.0, *NOTHING])
     leaf = nothing.clone().requires_grad_()
     batch = tokens(
@@ -279,7 +279,7 @@ def test_masked_tokens_are_never_looked_at_by_a_loss_of_tokens() -> None:
     nothing = torch.tensor([-1.0, *NOTHING])
     leaf = nothing.clone().requires_grad_()
     columns = {key: nothing for key in ("rollout_logprobs", "old_logprobs", "ref_logprobs")}
-    parts = policy_loss(LossFn(), PolicyOutput(leaf), tokens([1.0] * 5, [1, 0, 0, 0, 0], **columns), counts(1))
+    parts = policy_loss(LossConfig(), PolicyOutput(leaf), tokens([1.0] * 5, [1, 0, 0, 0, 0], **columns), counts(1))
     assert float(parts.loss.detach()) == pytest.approx(-1.0)
     parts.loss.backward()
     assert leaf.grad is not None
@@ -304,12 +304,12 @@ def test_a_micro_batch_without_tokens_has_a_loss_of_0_with_a_gradient(trajectori
     other = tokens([1.0], ref_logprobs=-torch.ones(1))
     for keys in ({}, {"use_cispo": True}, {"token_level_loss": False, "sequence_level_importance_ratios": True}):
         leaf = torch.zeros(0, requires_grad=True)
-        parts = policy_loss(LossFn(**keys), PolicyOutput(leaf), batch, GlobalCounts(0, 0, 0))
+        parts = policy_loss(LossConfig(**keys), PolicyOutput(leaf), batch, GlobalCounts(0, 0, 0))
         parts.loss.backward()
         assert float(parts.loss.detach()) == 0.0
         assert set(map(float, parts.sums.values())) == {0.0}
         assert set(map(float, parts.minima.values())) == {math.inf}
         assert set(map(float, parts.maxima.values())) == {-math.inf}
-        full = policy_loss(LossFn(**keys), PolicyOutput(-torch.ones(1)), other, counts(1))
+        full = policy_loss(LossConfig(**keys), PolicyOutput(-torch.ones(1)), other, counts(1))
         for found, expected in ((parts.sums, full.sums), (parts.minima, full.minima), (parts.maxima, full.maxima)):
             assert found.keys() == expected.keys()

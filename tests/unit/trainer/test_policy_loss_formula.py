@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from pydantic import ValidationError
 
-from headrace.config import LossFn
-from services.trainer.learning.losses import policy_loss
+from headrace.config import LossConfig
+from headrace_services.trainer.learning.losses import policy_loss
 from tests.unit.trainer import loss_cases
 from tests.unit.trainer.loss_cases import Case
 
 torch.set_num_threads(1)
 
 
-def compare(config: LossFn, case: Case) -> None:
+def compare(config: LossConfig, case: Case) -> None:
     case = case.under(config)
     output = case.output()
     parts = policy_loss(config, output, case.tokens(), case.counts)
@@ -51,7 +51,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 @settings(max_examples=300)
 @given(config=loss_cases.configs(), case=loss_cases.cases)
-def test_loss_gradient_and_metrics_are_those_of_the_formulae(config: LossFn, case: Case) -> None:
+def test_loss_gradient_and_metrics_are_those_of_the_formulae(config: LossConfig, case: Case) -> None:
     compare(config, case)
 
 
@@ -91,12 +91,12 @@ PENALTIES: tuple[dict[str, object], ...] = tuple(
 )  # fmt: skip
 
 
-def combinations() -> Iterator[LossFn]:
+def combinations() -> Iterator[LossConfig]:
     """Every combination of the policy term's options that is accepted, the other terms' in turn."""
     other = itertools.cycle(PENALTIES)
     for keys in itertools.product(FORMS, REDUCTIONS, DENOMINATORS, TRUNCATIONS):
         try:
-            yield LossFn(**{key: value for part in (*keys, next(other)) for key, value in part.items()})
+            yield LossConfig(**{key: value for part in (*keys, next(other)) for key, value in part.items()})
         except ValidationError:
             continue
 
@@ -114,4 +114,4 @@ def test_a_kl_term_needs_a_reference_policy() -> None:
     case = loss_cases.made([2], seed=1)
     without = dataclasses.replace(case.tokens(), ref_logprobs=None)
     with pytest.raises(ValueError, match="reference_policy_kl_penalty"):
-        policy_loss(LossFn(), case.output(), without, case.counts)
+        policy_loss(LossConfig(), case.output(), without, case.counts)

@@ -6,8 +6,8 @@ import pytest
 from pyroaring import BitMap
 
 from headrace.errors import ServiceError
-from services.trainer.control.checkpoint import CheckpointState, Ledger
-from services.trainer.control.resume import ResumeState, lost_writes, restore_reason
+from headrace_services.trainer.control.checkpoint import CheckpointState, Ledger
+from headrace_services.trainer.control.resume import ResumeState, lost_writes, restore_reason
 from tests.unit.trainer.loop_cases import run_state
 
 CHECKPOINT = CheckpointState(version=4, timeline="line", incarnation="home", cursor=8, run_id="r")

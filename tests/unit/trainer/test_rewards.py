@@ -9,19 +9,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.config.advantages import AdvEstimator, RewardScaling, RewardShaping
+from headrace.config.algorithm import RewardScalingConfig, RewardShapingConfig
+from headrace.config.grpo import GRPOAdvEstimatorConfig
 from headrace.errors import ServiceError
-from services.trainer.distributed import Ranks
-from services.trainer.learning.algorithms.gdpo import scaled_components
-from services.trainer.learning.batch import Batch
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.rewards import leave_out_disagreeing, leave_out_truncated, scale_rewards, shape_rewards
-from services.trainer.learning.step import train_step
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms.gdpo import scaled_components
+from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.rewards import (
+    leave_out_disagreeing,
+    leave_out_truncated,
+    scale_rewards,
+    shape_rewards,
+)
+from headrace_services.trainer.learning.step import train_step
 from tests.support.trainer import batch, on_ranks
 from tests.unit.trainer.advantage_cases import batches, by_trajectory, configured, estimates, made, of_length
 
 NONE = np.zeros(1, dtype=bool)
-TO_1 = RewardScaling(enabled=True, source_min=0.0, source_max=2.0, target_min=-1.0, target_max=1.0)
+TO_1 = RewardScalingConfig(enabled=True, source_min=0.0, source_max=2.0, target_min=-1.0, target_max=1.0)
 
 
 def test_rewards_are_scaled_as_nemo_rl_does() -> None:
@@ -31,7 +37,7 @@ def test_rewards_are_scaled_as_nemo_rl_does() -> None:
 
 def test_rewards_stay_as_they_are_unless_scaling_is_turned_on() -> None:
     rewards = np.array([[-5.0, 7.0]])
-    assert scale_rewards(rewards, RewardScaling(source_max=2.0)) is rewards
+    assert scale_rewards(rewards, RewardScalingConfig(source_max=2.0)) is rewards
 
 
 @pytest.mark.parametrize(
@@ -40,7 +46,7 @@ def test_rewards_stay_as_they_are_unless_scaling_is_turned_on() -> None:
 )
 def test_the_overlong_penalty_grows_over_the_buffer_and_is_floored(length: int, penalty: float) -> None:
     """Without a floor a completion of 130 tokens would lose 2.5."""
-    shaping = RewardShaping(enabled=True, overlong_buffer_length=20)
+    shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=20)
     found = shape_rewards(np.array([0.25]), np.array([length]), ~NONE, shaping, 100)
     np.testing.assert_allclose(found, [0.25 - penalty])
 
@@ -54,7 +60,7 @@ def test_the_overlong_penalty_grows_over_the_buffer_and_is_floored(length: int, 
     reward=st.floats(-3, 3),
 )
 def test_the_overlong_penalty_is_dapo_s(length: int, longest: int, buffer: int, penalty: float, reward: float) -> None:
-    shaping = RewardShaping(enabled=True, overlong_buffer_length=buffer, overlong_buffer_penalty=penalty)
+    shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=buffer, overlong_buffer_penalty=penalty)
     if length <= longest - buffer:
         punishment = 0.0
     elif length <= longest:
@@ -66,7 +72,7 @@ def test_the_overlong_penalty_is_dapo_s(length: int, longest: int, buffer: int, 
 
 
 def test_stopping_properly_takes_the_place_of_the_overlong_buffer() -> None:
-    shaping = RewardShaping(enabled=True, overlong_buffer_length=20, stop_properly_penalty_coef=0.25)
+    shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=20, stop_properly_penalty_coef=0.25)
     truncated = np.array([True, False, True])
     found = shape_rewards(np.array([1.0, 1.0, -2.0]), np.array([130, 130, 1]), truncated, shaping, 100)
     np.testing.assert_array_equal(found, [0.25, 1.0, -0.5])
@@ -74,7 +80,7 @@ def test_stopping_properly_takes_the_place_of_the_overlong_buffer() -> None:
 
 def test_rewards_stay_as_they_are_unless_shaping_is_turned_on() -> None:
     rewards = np.array([1.0])
-    shaping = RewardShaping(stop_properly_penalty_coef=0.0)
+    shaping = RewardShapingConfig(stop_properly_penalty_coef=0.0)
     assert shape_rewards(rewards, np.array([999]), ~NONE, shaping, 10) is rewards
 
 
@@ -96,7 +102,7 @@ def test_rewards_are_measured_as_they_are_trained_on_and_before_shaping(
     tiny_model: Path, shaping: dict[str, object], expected: dict[str, float]
 ) -> None:
     config = configured(
-        AdvEstimator(),
+        GRPOAdvEstimatorConfig(),
         n=2,
         reward_scaling={"enabled": True, "source_max": 2.0},
         reward_shaping=shaping,
@@ -110,7 +116,7 @@ def test_rewards_are_measured_as_they_are_trained_on_and_before_shaping(
 
 def test_a_truncated_completion_stays_in_the_baseline_of_the_others() -> None:
     rewards, out = [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0]
-    config = configured(AdvEstimator(), n=4)
+    config = configured(GRPOAdvEstimatorConfig(), n=4)
     found = [estimates(made(rewards, 4, multipliers=of_batch), config).advantages for of_batch in (None, out)]
     np.testing.assert_array_equal(found[0], found[1])
 
@@ -209,6 +215,12 @@ def test_a_trajectory_whose_log_probabilities_are_not_numbers_leaves_the_loss() 
     np.testing.assert_array_equal(batch.multipliers, [0.0, 1.0])
     assert metrics["num_masked_seqs_by_logprob_error"] == 1
     assert metrics["max_seq_mult_prob_error_after_mask"] == 1.0
+
+
+def test_a_trajectory_whose_mean_error_is_the_threshold_stays() -> None:
+    batch = made([0.0], old_logprobs=-np.ones(3))
+    leave_out_disagreeing(batch, 1.0, Ranks())
+    np.testing.assert_array_equal(batch.multipliers, [1.0])
 
 
 def test_a_token_that_top_k_or_top_p_leaves_out_says_nothing_of_the_disagreement() -> None:

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from headrace.errors import ServiceError
 from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
-from services.trainer.learning.batch import Batch
-from services.trainer.telemetry.samples import (
+from headrace_services.trainer.learning.batch import Batch
+from headrace_services.trainer.telemetry.samples import (
     SampleFiles,
     as_markdown,
     choose,

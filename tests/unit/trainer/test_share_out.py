@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import Config
-from services.trainer.control.rank import share_out, split_evenly, split_groups
+from headrace_services.trainer.control.rank import share_out, split_evenly, split_groups
 from tests.unit.trainer.loop_cases import reservation
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.trainer.control.decisions import Action
-from services.trainer.control.loop import step_times
-from services.trainer.telemetry.throughput import StepTimes
+from headrace_services.trainer.control.decisions import Action
+from headrace_services.trainer.control.loop import step_times
+from headrace_services.trainer.telemetry.throughput import StepTimes
 
 # Training is timed by itself, and after the other three there is no next step.
 BETWEEN = [a for a in Action if a not in (Action.TRAIN, Action.STOP, Action.FINISH, Action.FAIL)]

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import Config
-from services.trainer.telemetry.flops import Architecture, Peak
-from services.trainer.telemetry.metric_names import unknown
-from services.trainer.telemetry.throughput import Devices, StepTimes, ThroughputMeter, efficiency_metrics
+from headrace_services.trainer.telemetry.flops import Architecture, Peak
+from headrace_services.trainer.telemetry.metric_names import unknown
+from headrace_services.trainer.telemetry.throughput import Devices, StepTimes, ThroughputMeter, efficiency_metrics
 
 SECONDS = st.floats(0, 1e4)
 

@@ -8,9 +8,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from headrace.config import Config
-from services.trainer.telemetry import http
-from services.trainer.telemetry.http import build_app
-from services.trainer.telemetry.journal import Journal
+from headrace_services.trainer.telemetry import http
+from headrace_services.trainer.telemetry.http import build_app
+from headrace_services.trainer.telemetry.journal import Journal
 
 
 async def ready() -> str | None:

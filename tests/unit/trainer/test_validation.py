@@ -8,7 +8,7 @@ import pytest
 
 from headrace.replay import Evaluated
 from headrace.trajectory import Score, Span
-from services.trainer.control.validation import reaches_target, summarize
+from headrace_services.trainer.control.validation import reaches_target, summarize
 from tests.unit.trainer.loop_cases import group, trajectory
 
 

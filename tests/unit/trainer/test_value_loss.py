@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.config import ValueLossFn
-from services.trainer.learning.batch import GlobalCounts, MicroBatch
-from services.trainer.learning.losses import LossParts, explained_variance, value_loss
+from headrace.config import ValueLossConfig
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace_services.trainer.learning.losses import LossParts, explained_variance, value_loss
 from tests.unit.trainer import loss_cases
 from tests.unit.trainer.loss_cases import Case
 
@@ -22,7 +22,11 @@ torch.set_num_threads(1)
 
 
 def run(
-    config: ValueLossFn, values: list[float], old: list[float], returns: list[float], mask: list[float] | None = None
+    config: ValueLossConfig,
+    values: list[float],
+    old: list[float],
+    returns: list[float],
+    mask: list[float] | None = None,
 ) -> tuple[LossParts, list[float]]:
     """Loss and gradient of one trajectory."""
     n = len(values)
@@ -46,7 +50,7 @@ def run(
 
 
 def test_half_the_squared_error_over_tokens_times_the_scale() -> None:
-    parts, gradient = run(ValueLossFn(scale=0.4, cliprange=None), [1.0, 3.0], [0.0, 0.0], [0.0, 1.0])
+    parts, gradient = run(ValueLossConfig(scale=0.4, cliprange=None), [1.0, 3.0], [0.0, 0.0], [0.0, 1.0])
     assert float(parts.loss.detach()) == pytest.approx(0.5 * 0.4 * (1 + 4) / 2)
     assert gradient == pytest.approx([0.4 * 1 / 2, 0.4 * 2 / 2])
     assert float(parts.sums["vf_clipfrac"]) == 0
@@ -54,7 +58,7 @@ def test_half_the_squared_error_over_tokens_times_the_scale() -> None:
 
 def test_the_clip_takes_the_larger_error_and_then_pushes_nothing() -> None:
     # clipped to 0.2, an error of 0.8 in place of 0.1; to 0.2, 1.2 against 2, the larger one stays; within
-    parts, gradient = run(ValueLossFn(scale=1.0, cliprange=0.2), [0.9, 1.0, 0.1], [0.0, 0.0, 0.0], [1.0, -1.0, 1.0])
+    parts, gradient = run(ValueLossConfig(scale=1.0, cliprange=0.2), [0.9, 1.0, 0.1], [0.0, 0.0, 0.0], [1.0, -1.0, 1.0])
     assert float(parts.loss.detach()) == pytest.approx(0.5 * (0.64 + 4 + 0.81) / 3)
     assert gradient == pytest.approx([0, 2 / 3, -0.9 / 3])
     assert float(parts.sums["vf_clipfrac"]) == pytest.approx(1 / 3)
@@ -62,7 +66,7 @@ def test_the_clip_takes_the_larger_error_and_then_pushes_nothing() -> None:
 
 def test_tokens_that_do_not_count_are_never_looked_at() -> None:
     parts, gradient = run(
-        ValueLossFn(), [1.0, math.nan, math.inf], [1.0, math.nan, -math.inf], [0.0, math.nan, 1e30], [1, 0, 0]
+        ValueLossConfig(), [1.0, math.nan, math.inf], [1.0, math.nan, -math.inf], [0.0, math.nan, 1e30], [1, 0, 0]
     )
     assert gradient[1:] == [0, 0]
     assert all(math.isfinite(x) for x in (*parts.sums.values(), *parts.minima.values(), *parts.maxima.values()))
@@ -70,17 +74,17 @@ def test_tokens_that_do_not_count_are_never_looked_at() -> None:
 
 
 def test_a_value_that_is_not_a_number_makes_the_loss_none() -> None:
-    assert math.isnan(run(ValueLossFn(), [math.nan, 1.0], [0.0, 0.0], [0.0, 0.0])[0].loss.detach())
+    assert math.isnan(run(ValueLossConfig(), [math.nan, 1.0], [0.0, 0.0], [0.0, 0.0])[0].loss.detach())
 
 
 def test_no_tokens_leave_a_loss_of_0_with_a_gradient() -> None:
-    parts, gradient = run(ValueLossFn(), [], [], [])
+    parts, gradient = run(ValueLossConfig(), [], [], [])
     assert float(parts.loss.detach()) == 0
     assert gradient == []
     assert (float(parts.minima["values_min"]), float(parts.maxima["values_max"])) == (math.inf, -math.inf)
 
 
-def written(config: ValueLossFn, case: Case, values: Tensor, old: Tensor, returns: Tensor) -> tuple[Tensor, Tensor]:
+def written(config: ValueLossConfig, case: Case, values: Tensor, old: Tensor, returns: Tensor) -> tuple[Tensor, Tensor]:
     """Loss and share clipped, padded [B, S]."""
     total = case.counts.tokens + loss_cases.EPSILON
     error = (values - returns) ** 2
@@ -92,13 +96,15 @@ def written(config: ValueLossFn, case: Case, values: Tensor, old: Tensor, return
     return 0.5 * config.scale * (error * case.counted).sum() / total, (clipped * case.counted).sum() / total
 
 
-configs = st.builds(ValueLossFn, scale=st.sampled_from([0.4, 1.0]), cliprange=st.sampled_from([None, 0.05, 0.2, 1.0]))
+configs = st.builds(
+    ValueLossConfig, scale=st.sampled_from([0.4, 1.0]), cliprange=st.sampled_from([None, 0.05, 0.2, 1.0])
+)
 
 
 @settings(max_examples=150)
 @given(config=configs, case=loss_cases.cases, seed=st.integers(0, 2**32 - 1), cut=st.integers(0, 4))
 def test_loss_gradient_and_metrics_are_those_of_the_formula_under_any_split(
-    config: ValueLossFn, case: Case, seed: int, cut: int
+    config: ValueLossConfig, case: Case, seed: int, cut: int
 ) -> None:
     rng = np.random.default_rng(seed)
     values, old, returns = (torch.from_numpy(rng.normal(size=case.logprobs.shape)) for _ in range(3))
@@ -142,7 +148,9 @@ def test_explained_variance() -> None:
     returns = [0.0, 1.0, 2.0, 5.0]
 
     def of(values: list[float]) -> float:
-        return explained_variance({k: float(v) for k, v in run(ValueLossFn(), values, values, returns)[0].sums.items()})
+        return explained_variance(
+            {k: float(v) for k, v in run(ValueLossConfig(), values, values, returns)[0].sums.items()}
+        )
 
     assert of(returns) == pytest.approx(1, abs=1e-6)
     assert of([2.0] * 4) == pytest.approx(0, abs=1e-6)

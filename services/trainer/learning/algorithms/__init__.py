@@ -1,7 +1,7 @@
 """Turns rewards into the advantage of each token: one module per family of algorithms, selected here by the name in the configuration.
 
-Each module says which passes without gradients it requires (`required_passes`) and adds `advantages` (and `returns`) to the batch. Its
-settings are in `headrace.config.advantages`. Everything is float64, and bit-equal for any number of ranks.
+Each says which passes without gradients it reads (`required_passes`) and adds `advantages` (and `returns`) to the batch. Its settings are
+`headrace.config`'. Everything is float64, and the same numbers to the last bit for any number of ranks.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Protocol
 import numpy as np
 
 from headrace.config import Config
-from services.trainer.distributed import Ranks
-from services.trainer.learning.algorithms import gdpo, grpo, opd, ppo, reinforce
-from services.trainer.learning.algorithms.statistics import token_metrics
-from services.trainer.learning.batch import Batch
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms import gdpo, grpo, opd, ppo, reinforce
+from headrace_services.trainer.learning.algorithms.statistics import token_metrics
+from headrace_services.trainer.learning.batch import Batch
 
 
 class AdvantageEstimator(Protocol):

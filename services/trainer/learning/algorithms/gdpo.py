@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from headrace.config import Config
-from headrace.config.advantages import RewardScaling
+from headrace.config.algorithm import RewardScalingConfig
 from headrace.errors import ServiceError
-from services.trainer.distributed import Ranks
-from services.trainer.learning.algorithms.grpo import baseline_metrics, group_advantages, mean_and_std
-from services.trainer.learning.batch import Batch, Float64
-from services.trainer.learning.rewards import scale_rewards
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms.grpo import baseline_metrics, group_advantages, mean_and_std
+from headrace_services.trainer.learning.batch import Batch, Float64
+from headrace_services.trainer.learning.rewards import scale_rewards
 
 
 def required_passes(config: Config) -> set[str]:
@@ -51,7 +51,7 @@ def scaled_components(
     scores: Sequence[Mapping[str, float]],
     environments: Sequence[str],
     weights: Sequence[float] | None,
-    scaling: RewardScaling,
+    scaling: RewardScalingConfig,
 ) -> dict[str, Float64]:
     """The scaled reward components of a batch, [B] each, in alphabetical order of their names.
 

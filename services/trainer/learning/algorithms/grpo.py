@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.config import Config
-from services.trainer.distributed import Ranks
-from services.trainer.learning.batch import Batch, Float64
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.batch import Batch, Float64
 
 
 def required_passes(config: Config) -> set[str]:

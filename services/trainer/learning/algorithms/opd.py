@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.config import Config
-from services.trainer.distributed import Ranks
-from services.trainer.learning.algorithms.grpo import baseline_metrics
-from services.trainer.learning.algorithms.statistics import finite, token_metrics, unfiltered_logprobs
-from services.trainer.learning.batch import Batch
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms.grpo import baseline_metrics
+from headrace_services.trainer.learning.algorithms.statistics import finite, token_metrics, unfiltered_logprobs
+from headrace_services.trainer.learning.batch import Batch
 
 
 def required_passes(config: Config) -> set[str]:

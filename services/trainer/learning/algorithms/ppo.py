@@ -13,10 +13,10 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.config import Config
-from headrace.config.advantages import PPOAdvEstimator
-from services.trainer.distributed import Ranks
-from services.trainer.learning.algorithms.statistics import finite, kl_penalty, sums_to_go, whiten
-from services.trainer.learning.batch import Batch, Float64
+from headrace.config.ppo import PPOAdvEstimatorConfig
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms.statistics import finite, kl_penalty, sums_to_go, whiten
+from headrace_services.trainer.learning.batch import Batch, Float64
 
 
 def required_passes(config: Config) -> set[str]:
@@ -58,9 +58,9 @@ def generalized_advantages(batch: Batch, rewards: Float64, values: Float64, gamm
     return sums_to_go(batch, rewards + gamma * following - values, gamma * lambdas)
 
 
-def lambdas(estimator: PPOAdvEstimator, batch: Batch) -> tuple[Float64, Float64]:
-    """λ of the value model and of the policy, [B] each. The length-adaptive λ is `1 - 1 / max(alpha · length, 1)`: the longer a
-    trajectory, the further credit reaches."""
+def lambdas(estimator: PPOAdvEstimatorConfig, batch: Batch) -> tuple[Float64, Float64]:
+    """λ of the value model and of the policy, [B] each. Length-adaptive: `1 - 1 / max(alpha · length, 1)`: the longer a trajectory, the
+    further credit reaches."""
 
     def constant(own: float | None) -> Float64:
         return np.full(len(batch), estimator.gae_lambda if own is None else own)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.config import Config
-from services.trainer.distributed import Ranks
-from services.trainer.learning.algorithms.grpo import baseline_metrics, group_advantages
-from services.trainer.learning.algorithms.statistics import kl_penalty, sums_to_go, whiten
-from services.trainer.learning.batch import Batch
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.algorithms.grpo import baseline_metrics, group_advantages
+from headrace_services.trainer.learning.algorithms.statistics import kl_penalty, sums_to_go, whiten
+from headrace_services.trainer.learning.batch import Batch
 
 
 def required_passes(config: Config) -> set[str]:

@@ -10,10 +10,10 @@ import math
 
 import numpy as np
 
-from headrace.config.loss import LossFn
+from headrace.config.loss import LossConfig
 from headrace.errors import ServiceError
-from services.trainer.distributed import Ranks
-from services.trainer.learning.batch import Batch, Float32, Float64
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.learning.batch import Batch, Float32, Float64
 
 SMALLEST_VARIANCE = 1e-8
 # NeMo RL's clamps for the penalty in rewards, independent of those in the loss
@@ -54,9 +54,9 @@ def sums_to_go(batch: Batch, tokens: Float64, factors: Float64) -> Float64:
     return table[to_go, batch.trajectory]
 
 
-def kl_penalty(batch: Batch, loss_fn: LossFn, ranks: Ranks) -> Float64:
-    """A collective. The KL penalty of each token, [N]: `loss_fn.reference_policy_kl_penalty` times an estimate of
-    KL(policy || reference) (Schulman, "Approximating KL Divergence").
+def kl_penalty(batch: Batch, loss_fn: LossConfig, ranks: Ranks) -> Float64:
+    """A collective. [N]: `loss_fn.reference_policy_kl_penalty` times an estimate of KL(policy || reference) of each token (Schulman,
+    "Approximating KL Divergence").
 
     With `d = clamp(ref - old, ±20)`, before top-k and top-p: k1 `-d`, k2 `d²/2`, k3 `exp(d) - 1 - d`; then clamped to ±10.
     """

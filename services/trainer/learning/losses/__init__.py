@@ -5,8 +5,8 @@ divided by counts over the whole mini-batch, so that losses, gradients and metri
 those of the whole.
 """
 
-from services.trainer.learning.losses.policy_loss import policy_loss
-from services.trainer.learning.losses.reduction import LossParts
-from services.trainer.learning.losses.value_loss import explained_variance, value_loss
+from headrace_services.trainer.learning.losses.policy_loss import policy_loss
+from headrace_services.trainer.learning.losses.reduction import LossParts
+from headrace_services.trainer.learning.losses.value_loss import explained_variance, value_loss
 
 __all__ = ["LossParts", "explained_variance", "policy_loss", "value_loss"]

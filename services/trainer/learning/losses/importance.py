@@ -21,9 +21,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from headrace.config.loss import LossFn
-from services.trainer.learning.batch import GlobalCounts, MicroBatch
-from services.trainer.learning.losses.reduction import (
+from headrace.config.loss import LossConfig
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace_services.trainer.learning.losses.reduction import (
     mean_by_trajectory,
     sequence_weights,
     sum_by_trajectory,
@@ -50,7 +50,7 @@ class ImportanceWeights:
 
 
 def importance_weights(
-    config: LossFn, prev: Tensor, rollout_logprobs: Tensor, inside: Tensor, tokens: MicroBatch
+    config: LossConfig, prev: Tensor, rollout_logprobs: Tensor, inside: Tensor, tokens: MicroBatch
 ) -> ImportanceWeights:
     """Importance weights of `prev` [N] against `rollout_logprobs` [N], before and after truncation.
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headrace.config.loss import LossFn
+from headrace.config.loss import LossConfig
 
 
 def kl_estimate(kind: Literal["k1", "k2", "k3"], difference: Tensor) -> Tensor:
@@ -23,8 +23,8 @@ def kl_estimate(kind: Literal["k1", "k2", "k3"], difference: Tensor) -> Tensor:
     return torch.expm1(difference) - difference
 
 
-def reference_kl(config: LossFn, logprobs: Tensor, ref_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """Per-token penalty [N] that keeps the policy near the reference policy; the gradient flows through `logprobs`.
+def reference_kl(config: LossConfig, logprobs: Tensor, ref_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
+    """Per-token penalty [N] that holds the policy near the reference policy; the gradient is that of `logprobs`.
 
         d  = clamp(ref - logprobs, ± kl_input_clamp_value)       k = k1, k2 or k3 of d
         u  = exp(logprobs - sg(logprobs)), or exp(logprobs - rollout) with use_on_policy_kl_approximation; 0 if not finite
@@ -50,7 +50,9 @@ def reference_kl(config: LossFn, logprobs: Tensor, ref_logprobs: Tensor, rollout
     return torch.where(constant, value, kl)
 
 
-def divergences(config: LossFn, old_logprobs: Tensor, rollout_logprobs: Tensor, counted: Tensor) -> dict[str, Tensor]:
+def divergences(
+    config: LossConfig, old_logprobs: Tensor, rollout_logprobs: Tensor, counted: Tensor
+) -> dict[str, Tensor]:
     """How far the trainer's log-probabilities are from the generator's on the same tokens: metrics [N] float64 without a gradient.
 
     token_mult_prob_error   exp(|rollout - old| M), `M` being `counted`; below 1.05 on average is healthy

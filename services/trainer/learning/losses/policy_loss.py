@@ -31,11 +31,11 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from headrace.config.loss import LossFn
-from services.trainer.learning.batch import GlobalCounts, MicroBatch
-from services.trainer.learning.losses.importance import importance_metrics, importance_weights
-from services.trainer.learning.losses.kl import divergences, reference_kl
-from services.trainer.learning.losses.reduction import (
+from headrace.config.loss import LossConfig
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace_services.trainer.learning.losses.importance import importance_metrics, importance_weights
+from headrace_services.trainer.learning.losses.kl import divergences, reference_kl
+from headrace_services.trainer.learning.losses.reduction import (
     EPSILON,
     LossParts,
     extremes,
@@ -47,11 +47,11 @@ from services.trainer.learning.losses.reduction import (
     token_weights,
     weighted_sum,
 )
-from services.trainer.network.policy_model import PolicyOutput
+from headrace_services.trainer.network.policy_model import PolicyOutput
 
 
-def policy_loss(config: LossFn, output: PolicyOutput, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
-    """The loss of a micro-batch and its metrics, as shares of those of the whole mini-batch, whose counts are `counts`.
+def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
+    """The loss of a micro-batch and its metrics, as shares of those of the global batch that `counts` is of.
 
     `output` is the policy's current output for the N tokens in `tokens`, its log-probabilities with a gradient. If `tokens` has no
     `old_logprobs`, this is the only optimizer step of the trainer step, and the two are equal.
@@ -166,7 +166,7 @@ class Surrogate:
     high: Tensor
 
 
-def surrogate(config: LossFn, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, live: Tensor) -> Surrogate:
+def surrogate(config: LossConfig, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, live: Tensor) -> Surrogate:
     """The policy terms of tokens [N]; `log_ratio` is logprobs - prev, of the token or the mean over its trajectory.
 
     Tokens that are not `live` [N] bool have a term of 0. No gradient comes from a ratio that the clip cuts, however large.
@@ -189,7 +189,7 @@ def surrogate(config: LossFn, logprobs: Tensor, log_ratio: Tensor, advantages: T
     return Surrogate(torch.where(live, -advantages * used, 0.0), ratio, clamped, below, above)
 
 
-def _used_ratio(config: LossFn, log_ratio: Tensor, ratio: Tensor, advantages: Tensor, live: Tensor) -> Tensor:
+def _used_ratio(config: LossConfig, log_ratio: Tensor, ratio: Tensor, advantages: Tensor, live: Tensor) -> Tensor:
     """The ratio, or the bound that cuts it: `max(-A r, -A r_c)` is `-A min(r, high)` for A > 0 and `-A max(r, low)` for A < 0.
 
     Where a bound applies, or the term doesn't depend on the ratio, the ratio is replaced before the exponential: its derivative may be

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headrace.config.loss import LossFn
-from services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace.config.loss import LossConfig
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
 
 EPSILON = 1e-8  # avoids division by zero for empty sums, as in NeMo RL
 
@@ -59,8 +59,8 @@ def sequence_weights(tokens: MicroBatch, counts: GlobalCounts) -> Tensor:
     return sequence_counts(tokens) / (counts.sequences + EPSILON)
 
 
-def loss_weights(config: LossFn, tokens: MicroBatch, kept: Tensor, counts: GlobalCounts) -> Tensor:
-    """The weights [N] float64 of the mean in a term of the loss; 0 on tokens that are not `kept` [N] bool.
+def loss_weights(config: LossConfig, tokens: MicroBatch, kept: Tensor, counts: GlobalCounts) -> Tensor:
+    """[N] float64, of the mean that a term of the loss is; 0 on tokens that `kept` [N] bool leaves out.
 
     Token level: `M / T` (DAPO, arXiv 2503.14476). Sequence level: `m / Σ m · s / N` (GRPO, arXiv 2402.03300). With a
     constant length L: `M / (N L)` (Dr. GRPO, arXiv 2503.20783). Tokens left out don't count in the sequence's own `Σ m`, but still in `T`.

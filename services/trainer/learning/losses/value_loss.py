@@ -14,13 +14,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headrace.config.loss import ValueLossFn
-from services.trainer.learning.batch import GlobalCounts, MicroBatch
-from services.trainer.learning.losses.reduction import LossParts, extremes, token_weights, weighted_sum
+from headrace.config.loss import ValueLossConfig
+from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
+from headrace_services.trainer.learning.losses.reduction import LossParts, extremes, token_weights, weighted_sum
 
 
-def value_loss(config: ValueLossFn, values: Tensor, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
-    """The loss of a micro-batch and its metrics, as shares of those of the whole mini-batch, whose counts are `counts`.
+def value_loss(config: ValueLossConfig, values: Tensor, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
+    """The loss of a micro-batch and its metrics, as shares of those of the global batch that `counts` is of.
 
     `values` [N] float32, with a gradient, are the model's current ones; those at the start of the step and the returns are columns of
     `tokens`. They are ignored on tokens that don't count. `vf_clipfrac` is the share of tokens whose clipped error is the larger one.

@@ -23,10 +23,10 @@ from headrace.errors import HeadraceError
 from headrace.replay import ReplayClient, Reservation
 from headrace.service import die_with_parent
 from headrace.trajectory import Group
-from services.trainer.control.checkpoint import Checkpoints, CheckpointState
-from services.trainer.control.context import Dependencies
-from services.trainer.control.weight_sender import WeightSender
-from services.trainer.main import main
+from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
+from headrace_services.trainer.control.context import Dependencies
+from headrace_services.trainer.control.weight_sender import WeightSender
+from headrace_services.trainer.main import main
 
 
 def die() -> None:

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from headrace.config.explain import known_keys, nearest, pattern
+from headrace.config.nemo_rl.algorithm_rules import ALGORITHM
+from headrace.config.nemo_rl.gathered import GATHERERS
+from headrace.config.nemo_rl.in_force import leave_out_what_is_not_in_force, modernise
+from headrace.config.nemo_rl.model_rules import GENERATION, POLICY, VALUE
+from headrace.config.nemo_rl.rules import Keys, Rule, Table, look, off, sources
+from headrace.config.nemo_rl.run_rules import CHECKPOINTING, CLUSTER, DATA, ENV, LOGGER
 from headrace.config.text import in_yaml
-from headrace.nemo_rl.algorithm_rules import ALGORITHM
-from headrace.nemo_rl.gathered import GATHERERS
-from headrace.nemo_rl.in_force import leave_out_what_is_not_in_force, modernise
-from headrace.nemo_rl.model_rules import GENERATION, POLICY, VALUE
-from headrace.nemo_rl.rules import Keys, Rule, Table, look, off, sources
-from headrace.nemo_rl.run_rules import CHECKPOINTING, CLUSTER, DATA, ENV, LOGGER
 
 TABLE = Table([*ALGORITHM, *POLICY, *GENERATION, *VALUE, *DATA, *ENV, *LOGGER, *CHECKPOINTING, *CLUSTER])
 
@@ -36,7 +36,7 @@ _OTHERS = ("sft", "dpo", "rm", "distillation", "critic_pretraining", "eval")
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Refusal:
     """A key that can't be honoured; the file that gave it is named between `what` and `remedy`."""
 
     keys: Keys
@@ -59,7 +59,7 @@ class Translation:
 
     values: dict[str, Any]
     came_from: Mapping[Keys, Keys]
-    problems: tuple[Problem, ...]
+    problems: tuple[Refusal, ...]
     replaced: Mapping[str, tuple[str, ...]]
     nothing: tuple[str, ...]
     renamed: tuple[tuple[str, str], ...]
@@ -125,9 +125,9 @@ class _Builder:
         self.theirs = values
         self.ours: dict[str, Any] = {}
         self.came_from: dict[Keys, Keys] = {}
-        self.parts_refused: list[Problem] = []
-        self.values_refused: list[Problem] = []
-        self.unknown: list[Problem] = []
+        self.parts_refused: list[Refusal] = []
+        self.values_refused: list[Refusal] = []
+        self.unknown: list[Refusal] = []
         self.replaced: dict[str, list[str]] = {}
         self.nothing: list[str] = []
         self.renamed: list[tuple[str, str]] = []
@@ -191,13 +191,13 @@ class _Builder:
 
     def _refuse(self, rule: Rule, key: str, value: Any) -> None:
         if rule.once:
-            self.parts_refused.append(Problem(tuple(rule.key.removesuffix(".**").split(".")), rule.says))
+            self.parts_refused.append(Refusal(tuple(rule.key.removesuffix(".**").split(".")), rule.says))
             return
         problems = self.parts_refused if value is True else self.values_refused
-        problems.append(Problem(tuple(key.split(".")), in_yaml(value), f": {rule.says}"))
+        problems.append(Refusal(tuple(key.split(".")), in_yaml(value), f": {rule.says}"))
 
     def _refuse_value(self, key: str, says: str) -> None:
-        self.values_refused.append(Problem(tuple(key.split(".")), says))
+        self.values_refused.append(Refusal(tuple(key.split(".")), says))
 
     def _carry(self, rule: Rule, keys: Keys, value: Any) -> None:
         target = rule.target(keys)
@@ -244,13 +244,13 @@ class _Builder:
                     self._decide(rule, ("env", name), environments[name])
 
 
-def _of_another_kind(values: dict[str, Any]) -> Problem | None:
+def _of_another_kind(values: dict[str, Any]) -> Refusal | None:
     """Why this file has nothing for Headrace to train; None if it has."""
     if values.get("grpo") is not None or values.get("ppo") is not None:
         return None
     for section in _OTHERS:
         if values.get(section) is not None:
-            return Problem(
+            return Refusal(
                 (section,), "Headrace trains by reinforcement learning", ": give a file with a section grpo or ppo"
             )
     return None
@@ -269,9 +269,9 @@ def _has_keys_below(path: Keys) -> bool:
     return any(len(key) > len(path) and key[: len(path)] == path for key in known_keys())
 
 
-def _unknown(keys: Keys, value: Any) -> Problem:
+def _unknown(keys: Keys, value: Any) -> Refusal:
     section = ".".join(keys[:-1])
-    said = functools.partial(Problem, keys, f"unknown key, value {in_yaml(value)}")
+    said = functools.partial(Refusal, keys, f"unknown key, value {in_yaml(value)}")
     beside = sorted({*TABLE.beside(keys), *(known[-1] for known in known_keys() if known[:-1] == pattern(keys[:-1]))})
     if close := difflib.get_close_matches(keys[-1], beside, 1, 0.6):
         return said(f"; did you mean {section}{'.' if section else ''}{close[0]}?")

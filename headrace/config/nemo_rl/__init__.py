@@ -3,6 +3,6 @@
 Imported only when such a file is loaded.
 """
 
-from headrace.nemo_rl.translate import Translation, translate
+from headrace.config.nemo_rl.translate import Translation, translate
 
 __all__ = ["Translation", "translate"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.nemo_rl.rules import Rule, Whole, look, off, only, refused, renamed, replaced, used
+from headrace.config.nemo_rl.rules import Rule, Whole, look, off, only, refused, renamed, replaced, used
 
 _GYM = "environments of NeMo Gym can't be used; serve your own with headrace.serve() or attach it, and name it in env.<name>.target"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
-from headrace.nemo_rl.rules import look
+from headrace.config.nemo_rl.rules import look
 
 Refuse = Callable[[str, str], None]  # of a key there, and what is wrong with it
 # each takes the whole file and yields (key of Headrace, value, key there)

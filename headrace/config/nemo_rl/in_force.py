@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from headrace.nemo_rl.rules import look, sources
+from headrace.config.nemo_rl.rules import look, sources
 
 Said = tuple[str, str]
 

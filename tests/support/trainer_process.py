@@ -17,15 +17,15 @@ import pytest
 from headrace.config import Config
 from headrace.lineage import FOLDER, LineageFiles, timeline_of
 from headrace.replay import ReplayClient
-from services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
-from services.trainer.telemetry.journal import Journal, Line, surviving
-from services.trainer.telemetry.samples import SampleFiles
-from tests.integration.trainer import loop_process
-from tests.integration.trainer.loop_fleet import repeated
+from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
+from headrace_services.trainer.telemetry.journal import Journal, Line, surviving
+from headrace_services.trainer.telemetry.samples import SampleFiles
+from tests.support import dying_trainer
+from tests.support.small_replica import repeated
 
 STEPS, PROMPTS = 4, 2
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["services.trainer.main", "transformers.models.qwen2.modeling_qwen2"])
+FORKS.set_forkserver_preload(["headrace_services.trainer.main", "transformers.models.qwen2.modeling_qwen2"])
 
 
 class Trainer:
@@ -44,7 +44,7 @@ class Trainer:
 
     def start(self, fault: str = "none") -> BaseProcess:
         arguments = (json.dumps(self.settings), fault, str(self.log))
-        process = FORKS.Process(target=loop_process.run_forked, args=arguments, daemon=True)
+        process = FORKS.Process(target=dying_trainer.run_forked, args=arguments, daemon=True)
         process.start()
         self.processes.append(process)
         return process
@@ -55,7 +55,7 @@ class Trainer:
     async def run_ranks(self, ranks: int, fault: str = "none") -> int:
         """Under torchrun."""
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-        arguments = (loop_process.__file__, json.dumps(self.settings), fault)
+        arguments = (dying_trainer.__file__, json.dumps(self.settings), fault)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with self.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(

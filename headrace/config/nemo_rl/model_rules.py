@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.nemo_rl.rules import Rule, Whole, look, names, off, only, refused, renamed, replaced, used
+from headrace.config.nemo_rl.rules import Rule, Whole, look, names, off, only, refused, renamed, replaced, used
 
 PARALLEL = (
     "FSDP2 shards the model over trainer.num_processes ranks (torchrun); how it is sharded does not change the numbers"

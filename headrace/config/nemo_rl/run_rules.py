@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from headrace.config.data import Generator, HubName
-from headrace.nemo_rl.rules import Rule, Whole, look, names, off, only, refused, replaced, used
+from headrace.config.nemo_rl.rules import Rule, Whole, look, names, off, only, refused, replaced, used
 
 _BRING = "bring it as a JSONL file: data_path, with the question under input_key and the answer under output_key"
 

@@ -25,7 +25,7 @@ from headrace.replay import Epoch, Lease, ReplayClient
 from headrace.trajectory import Float32, Score, Span, Trajectory
 from headrace.weights.probe import largest_difference
 from headrace.weights.rendezvous import Rendezvous
-from services.weight_channel.transport import Channel, GroupRank, receive
+from headrace_services.weight_channel.transport import Channel, GroupRank, receive
 
 TOKENS = 4
 

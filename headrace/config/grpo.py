@@ -1,0 +1,94 @@
+"""`grpo`: group-relative policy optimization, and the estimators that need no value model; keys as users of NeMo RL know them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from headrace.config.algorithm import ESTIMATORS, AdvEstimatorConfig, AlgorithmConfig, AsyncConfig
+
+
+class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
+    """How rewards become advantages; formulae in `services/trainer/learning/algorithms/`."""
+
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = Field(
+        "grpo",
+        description="grpo: against the group; gdpo: each reward component against the group, then weighed together; "
+        "reinforce_plus_plus: whitened over the batch; opd: the teacher's log-probability minus the policy's",
+    )
+    normalize_rewards: bool | None = Field(None, description="grpo and gdpo; null takes grpo.normalize_rewards")
+    use_leave_one_out_baseline: bool | None = Field(
+        None, description="grpo and gdpo; null takes grpo.use_leave_one_out_baseline"
+    )
+    teacher_model_name: str | None = Field(
+        None, description="opd: directory or name of the teacher, a causal language model of the policy's vocabulary"
+    )
+    minus_baseline: bool = Field(True, description="reinforce_plus_plus: subtract the group's mean reward")
+    reward_weights: list[float] | None = Field(
+        None, description="gdpo: of each reward component, in alphabetical order of their names; null weighs all alike"
+    )
+    kl_to_go: bool = Field(
+        False,
+        description="reinforce_plus_plus with loss_fn.use_kl_in_reward: a token pays for the divergence from itself to the end, as in "
+        "the paper, not for its own alone",
+    )
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _of_grpo(cls, name: Any) -> Any:
+        if name in ESTIMATORS["ppo"]:
+            own = ", ".join(ESTIMATORS["grpo"])
+            raise ValueError(f"{name} is an estimator of ppo; write a `ppo` section, or choose {own}")
+        return name
+
+    @model_validator(mode="after")
+    def _keys_are_of_this_estimator(self) -> GRPOAdvEstimatorConfig:
+        if self.reward_weights is not None and self.name != "gdpo":
+            raise ValueError(
+                f"reward_weights {self.reward_weights} with name {self.name}: only gdpo weighs components; leave it out, or "
+                "set name: gdpo"
+            )
+        if not all(map(math.isfinite, self.reward_weights or ())):
+            raise ValueError(f"reward_weights {self.reward_weights} are not all finite numbers")
+        for key, given in (("minus_baseline", not self.minus_baseline), ("kl_to_go", self.kl_to_go)):
+            if given and self.name != "reinforce_plus_plus":
+                raise ValueError(
+                    f"{key} {str(getattr(self, key)).lower()} with name {self.name}: it is of reinforce_plus_plus alone; "
+                    "leave it out, or set name: reinforce_plus_plus"
+                )
+        return self
+
+    @property
+    def takes_kl(self) -> bool:
+        return self.name == "reinforce_plus_plus"
+
+
+class GRPOConfig(AlgorithmConfig):
+    """Group-relative policy optimization: no value model, advantages from the other trajectories of a prompt."""
+
+    name: ClassVar[str] = "grpo"
+
+    normalize_rewards: bool = Field(True, description="divide advantages by the group's standard deviation")
+    use_leave_one_out_baseline: bool = Field(
+        True, description="baseline and deviation from the group's other trajectories"
+    )
+    adv_estimator: GRPOAdvEstimatorConfig = GRPOAdvEstimatorConfig()
+    async_grpo: AsyncConfig = AsyncConfig()
+
+    @property
+    def asynchrony(self) -> AsyncConfig:
+        return self.async_grpo
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether the estimators `grpo` and `gdpo` divide by the group's standard deviation."""
+        own = self.adv_estimator.normalize_rewards
+        return self.normalize_rewards if own is None else own
+
+    @property
+    def leaves_one_out(self) -> bool:
+        """Whether the estimators `grpo` and `gdpo` compare a trajectory with the others of its group alone."""
+        own = self.adv_estimator.use_leave_one_out_baseline
+        return self.use_leave_one_out_baseline if own is None else own

@@ -1,0 +1,85 @@
+"""What the wheel installs, and that it gets along with whatever a user calls `services`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPORT_BOTH = """
+import sys, services, headrace, headrace_services, headrace_services.replay.library
+print(list(services.__path__)[0], headrace_services.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of the tracked sources: a build leaves folders behind."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z", "headrace", "services", "pyproject.toml", "setup.py", "README.md", "LICENSE"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in tracked.stdout.strip("\0").split("\0"):
+        copy = source / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_file():  # else: removed, and not yet committed
+            copy.write_bytes((ROOT / name).read_bytes())
+    build = [
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder),
+        str(source),
+    ]
+    done = subprocess.run([sys.executable, *build], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return next(folder.glob("headrace-*.whl"))
+
+
+def installed_files(wheel: Path) -> set[str]:
+    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+
+
+def test_the_wheel_installs_two_packages_and_none_is_called_services(wheel: Path) -> None:
+    assert {name.partition("/")[0] for name in installed_files(wheel)} == {"headrace", "headrace_services"}
+
+
+def test_the_wheel_has_every_module_and_every_function_of_the_buffer(wheel: Path) -> None:
+    modules = {str(path.relative_to(ROOT)) for path in ROOT.glob("headrace/**/*.py")}
+    for pattern in ("**/*.py", "**/*.lua"):
+        modules |= {f"headrace_{path.relative_to(ROOT)}" for path in ROOT.glob(f"services/{pattern}")}
+    assert modules <= installed_files(wheel)
+    assert any(name.endswith(".lua") for name in modules)
+
+
+@pytest.mark.parametrize("regular", [True, False], ids=["regular package", "namespace package"])
+def test_a_package_of_the_users_called_services_and_ours_do_not_shadow_each_other(
+    wheel: Path, tmp_path: Path, regular: bool
+) -> None:
+    site, mine = tmp_path / "site", tmp_path / "mine" / "services"
+    zipfile.ZipFile(wheel).extractall(site)
+    mine.mkdir(parents=True)
+    (mine / ("__init__.py" if regular else "shop.py")).write_text("")
+    # the wheel's copy comes before that of the checkout; the user's directory comes first, as it does for `python script.py`
+    environ = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_BOTH], cwd=mine.parent, env=environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    users, ours = done.stdout.split()
+    assert Path(users) == mine
+    assert Path(ours) == site / "headrace_services" / "__init__.py"
