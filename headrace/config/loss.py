@@ -14,7 +14,7 @@ from headrace.config.base import Section
 
 
 class LossConfig(Section):
-    """The policy's loss; formulae in `services/trainer/learning/losses`."""
+    """The policy's loss; formulae in `services/trainer/learning/losses/`."""
 
     # what the loss is averaged over
     token_level_loss: bool = Field(

@@ -137,7 +137,7 @@ class Library:
 
 @cache
 def built_in() -> Library:
-    """The buffer's own."""
+    """The buffer's own library."""
     return Library(resources.files("headrace_services.replay") / "functions")
 
 

@@ -71,7 +71,7 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
 
 
 def _reachable_as(rollout: RolloutConfig) -> str:
-    """A replica that listens everywhere (one of many containers) is reached by the name of its machine."""
+    """The host name under which others reach this replica: the machine's name if it listens on all interfaces (as in a container)."""
     if rollout.advertise_host is None and rollout.host in ("0.0.0.0", "::"):
         return socket.gethostname()
     return rollout.advertise_host or rollout.host

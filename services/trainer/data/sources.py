@@ -72,7 +72,7 @@ HUB_DATASETS: Mapping[str, HubDataset] = {
 
 
 def read(source: DataSourceConfig, key: str, *, held_out: bool) -> Iterator[Problem]:
-    """The problems of `source` in its own order, duplicates included; `index` and the prompts around them are still to come.
+    """The problems of `source` in its own order, duplicates included; `index` and templates are set later.
 
     Raises `ConfigError` naming `key`, the value and the remedy.
     """
@@ -91,12 +91,12 @@ def read(source: DataSourceConfig, key: str, *, held_out: bool) -> Iterator[Prob
 
 
 def repeats(source: DataSourceConfig) -> int:
-    """How often each problem of `source` is asked."""
+    """How often each problem of `source` is repeated."""
     return source.repeat or _hub_dataset(source).repeat
 
 
 def _problem(source: DataSourceConfig, question: Any, info: dict[str, Any], task: str) -> Problem:
-    """`question` is text or a list of messages; raises `ValueError` saying what is wrong with it."""
+    """The problem with `question`, text or a list of messages. Raises `ValueError` saying what is wrong with it."""
     wrong = (
         f"field {source.input_key!r} is {question!r:.80}, not text or a list of messages with role and content as text"
     )

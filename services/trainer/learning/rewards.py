@@ -14,7 +14,7 @@ from headrace_services.trainer.learning.batch import Batch, Bool, Float64, Int
 
 
 def scale_rewards(rewards: Float64, scaling: RewardScalingConfig) -> Float64:
-    """Rewards of any shape, clamped to the source range and mapped to the target range; as they are where that is turned off."""
+    """Rewards of any shape, clamped to the source range and mapped to the target range; unchanged if scaling is off."""
     if not scaling.enabled:
         return rewards
     share = (np.clip(rewards, scaling.source_min, scaling.source_max) - scaling.source_min) / (

@@ -32,7 +32,7 @@ _SHARED = {"full_attention"}
 
 
 def prepare_attention(model: Any, policy: PolicyConfig, device: torch.device) -> None:
-    """Choose an attention for rows of several trajectories: on a CPU ours, on a GPU flex attention, where the model has it.
+    """Choose the attention for rows of several trajectories: `tree_attention` on a CPU, flex attention on a GPU if the model has it.
 
     Raises `ServiceError` for a model that would let the trajectories of a row see each other.
     """

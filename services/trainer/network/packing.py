@@ -51,7 +51,7 @@ class Packing:
 
     @classmethod
     def of(cls, policy: PolicyConfig, *, training: bool) -> Packing:
-        """As `policy` says, for passes with (`training`) or without gradients."""
+        """The settings in `policy`, for passes with (`training`) or without gradients."""
         size = policy.train_micro_batch_size if training else policy.logprob_batch_size or policy.train_micro_batch_size
         packing, batching = policy.sequence_packing, policy.dynamic_batching
         chosen = packing if packing.enabled else batching if batching.enabled else None

@@ -45,7 +45,7 @@ class LogitsWarper:
 
     @classmethod
     def of(cls, generation: GenerationConfig) -> LogitsWarper:
-        """As tokens are sampled for training."""
+        """The warper with which tokens are sampled for training."""
         return cls(generation.temperature, generation.top_k, generation.top_p)
 
     @property

@@ -59,8 +59,8 @@ def generalized_advantages(batch: Batch, rewards: Float64, values: Float64, gamm
 
 
 def lambdas(estimator: PPOAdvEstimatorConfig, batch: Batch) -> tuple[Float64, Float64]:
-    """λ of the value model and of the policy, [B] each. Length-adaptive: `1 - 1 / max(alpha · length, 1)`: the longer a trajectory, the
-    further credit reaches."""
+    """λ of the value model and of the policy, [B] each. The length-adaptive λ is `1 - 1 / max(alpha · length, 1)`: the longer a
+    trajectory, the further credit reaches."""
 
     def constant(own: float | None) -> Float64:
         return np.full(len(batch), estimator.gae_lambda if own is None else own)

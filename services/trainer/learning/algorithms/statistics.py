@@ -55,8 +55,8 @@ def sums_to_go(batch: Batch, tokens: Float64, factors: Float64) -> Float64:
 
 
 def kl_penalty(batch: Batch, loss_fn: LossConfig, ranks: Ranks) -> Float64:
-    """A collective. [N]: `loss_fn.reference_policy_kl_penalty` times an estimate of KL(policy || reference) of each token (Schulman,
-    "Approximating KL Divergence").
+    """A collective. The KL penalty of each token, [N]: `loss_fn.reference_policy_kl_penalty` times an estimate of
+    KL(policy || reference) (Schulman, "Approximating KL Divergence").
 
     With `d = clamp(ref - old, ±20)`, before top-k and top-p: k1 `-d`, k2 `d²/2`, k3 `exp(d) - 1 - d`; then clamped to ±10.
     """

@@ -60,7 +60,7 @@ def sequence_weights(tokens: MicroBatch, counts: GlobalCounts) -> Tensor:
 
 
 def loss_weights(config: LossConfig, tokens: MicroBatch, kept: Tensor, counts: GlobalCounts) -> Tensor:
-    """[N] float64, of the mean that a term of the loss is; 0 on tokens that `kept` [N] bool leaves out.
+    """The weights [N] float64 of the mean in a term of the loss; 0 on tokens that are not `kept` [N] bool.
 
     Token level: `M / T` (DAPO, arXiv 2503.14476). Sequence level: `m / Σ m · s / N` (GRPO, arXiv 2402.03300). With a
     constant length L: `M / (N L)` (Dr. GRPO, arXiv 2503.20783). Tokens left out don't count in the sequence's own `Σ m`, but still in `T`.
