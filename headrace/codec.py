@@ -21,7 +21,7 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 UInt8 = npt.NDArray[np.uint8]
 
-# What the elements of an array field are written as.
+# How the elements of an array field are encoded.
 _DTYPES: dict[Any, np.dtype[Any]] = {Int32: np.dtype("<i4"), Float32: np.dtype("<f4"), UInt8: np.dtype("u1")}
 _WRITTEN = frozenset(_DTYPES.values())
 
@@ -29,10 +29,10 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class Codec(Generic[R]):
-    """Bytes of the records of one Struct, and back.
+    """Encodes and decodes the records of one Struct.
 
-    Its fields are declared once, in the Struct; those with an array type travel as bytes. What is read must have every field, those that
-    have a default when a record is made included.
+    Its fields are declared once, in the Struct; those with an array type travel as bytes. Decoding requires every field, including those
+    with a default.
     """
 
     def __init__(self, record: type[R]) -> None:
@@ -40,7 +40,7 @@ class Codec(Generic[R]):
         self._record = record
         self._what = record.__name__.lower()
         self._encode = msgspec.msgpack.Encoder(enc_hook=_written).encode
-        # which place in the record holds an array, its name, and of what
+        # (position in the record, name, dtype) of each array field
         self._arrays = [(i, f.name, _DTYPES[f.type]) for i, f in enumerate(fields) if f.type in _DTYPES]
         stored = msgspec.defstruct(
             record.__name__,
@@ -50,18 +50,18 @@ class Codec(Generic[R]):
 
     @property
     def dtypes(self) -> dict[str, np.dtype[Any]]:
-        """Of the fields that hold arrays, by their names."""
+        """The dtypes of the array fields, by name."""
         return {name: dtype for _, name, dtype in self._arrays}
 
     def encode(self, record: R) -> bytes:
-        """Raises `CodecError` on a value that msgpack can't carry."""
+        """The encoded record. Raises `CodecError` on a value that msgpack can't carry."""
         try:
             return self._encode(record)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CodecError(f"a {self._what} can't be packed: {error}") from error
 
     def decode(self, data: bytes) -> R:
-        """The arrays can't be written to. Raises `CodecError` naming the field."""
+        """The decoded record; its arrays are read-only. Raises `CodecError` naming the field."""
         try:
             _, *values = msgspec.structs.astuple(self._decode(data))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -77,7 +77,7 @@ class Codec(Generic[R]):
 
 
 def _written(value: Any) -> Any:
-    """An array as its elements in order, little-endian."""
+    """The elements of an array in order, little-endian."""
     if type(value) is not np.ndarray:
         raise TypeError(f"a {type(value).__name__}, {value!r:.80}")
     if value.dtype in _WRITTEN:
@@ -89,7 +89,7 @@ def _written(value: Any) -> Any:
 
 
 def _schema_problem(data: bytes) -> str | None:
-    """What is wrong with the schema of a map that has one, if so."""
+    """What is wrong with the schema of an encoded map; None if it is right or missing."""
     try:
         fields = msgspec.msgpack.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

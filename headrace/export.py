@@ -1,7 +1,7 @@
-"""Trajectories as JSON lines and back: one object a line, with its group, its score and its lineage.
+"""Converts trajectories to JSON lines and back: one object per line, with its group, its score and its lineage.
 
-`group`, `trajectory` and `score` hold the fields of the records of `headrace.trajectory` (`score` null before there is one), arrays as
-lists; what is read is, to the last bit, what was written. `state` is the group's. `lineage` is `headrace.lineage.Origin`, for people.
+`group`, `trajectory` and `score` have the fields of the records of `headrace.trajectory` (`score` is null before there is one), with arrays
+as lists; the round trip is exact. `state` is the group's. `lineage` is a `headrace.lineage.Origin`, for readers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Exported:
 
 
 def to_line(exported: Exported, origin: Origin) -> str:
-    """Without the newline. Raises `CodecError` for what an environment said that JSON can't carry (bytes)."""
+    """The JSON line, without the newline. Raises `CodecError` for a value of an environment that JSON can't carry (bytes)."""
     line = {
         "state": exported.state,
         "group": _plain(exported.group),
@@ -48,7 +48,7 @@ def to_line(exported: Exported, origin: Origin) -> str:
 
 
 def from_line(text: str) -> Exported:
-    """Raises `CodecError` for anything but a line of `to_line`."""
+    """The trajectory in a line of `to_line`. Raises `CodecError` for anything else."""
     try:
         line: dict[str, Any] = json.loads(text)
         score = line["score"]
@@ -63,7 +63,7 @@ def from_line(text: str) -> Exported:
 
 
 async def lines(replay: ReplayClient, states: Collection[str]) -> AsyncIterator[str]:
-    """A line for each trajectory that the buffer holds of groups in one of `states`."""
+    """Yield a line for each trajectory of a group in one of `states` that the buffer holds."""
     run = await replay.state()
     async for group_id, _ in replay.groups(states):
         held = await replay.held(group_id)
@@ -75,7 +75,7 @@ async def lines(replay: ReplayClient, states: Collection[str]) -> AsyncIterator[
 
 
 def read(path: Path) -> Iterator[Exported]:
-    """The trajectories of a file of JSON lines. Raises `CodecError` naming the first line that is none."""
+    """Yield the trajectories of a file of JSON lines. Raises `CodecError` naming the first invalid line."""
     with path.open(encoding="utf-8") as file:
         for number, text in enumerate(file, start=1):
             try:
@@ -85,7 +85,7 @@ def read(path: Path) -> Iterator[Exported]:
 
 
 def _plain(record: Group | Trajectory | Score) -> Any:
-    """The record's fields in JSON types, but for bytes that an environment said."""
+    """The record's fields in JSON types, except for bytes in an environment's values."""
     return msgspec.to_builtins(record, builtin_types=(bytes,), enc_hook=np.ndarray.tolist)
 
 

@@ -1,12 +1,12 @@
-"""Where trajectories come from: which replica wrote which tokens under which weights, what scored them, which step trained on them.
+"""The lineage of trajectories: which replica wrote which tokens under which weights, what scored them, which step trained on them.
 
-Of what is waiting, the buffer knows. Of what was trained, one gzip'd file a step does (`step_12-<timeline>.jsonl.gz`, in the folder
-`lineage` beside the checkpoints): a line that names the step and its groups, then a line for each group, so that `zcat` reads it and
-a group is found by the first lines alone. The folder holds the history of the newest weights: what a rewind abandons is moved to
-`abandoned` beneath it.
+The buffer has the lineage of waiting groups. That of trained groups is in one gzip file per step (`step_12-<timeline>.jsonl.gz`, in the
+folder `lineage` beside the checkpoints): a line that names the step and its groups, then a line for each group, so that `zcat` reads it
+and a group is found by the first lines alone. The folder holds the history of the newest weights; a rewind moves the files of abandoned
+steps to the subfolder `abandoned`.
 
-Weights are named (timeline, version): version v > 0 was made by step v - 1, on the timeline which that step ran on in the history that
-the weights descend from. Version 0 is the initial model, of no timeline.
+Weights are named (timeline, version): step v - 1 made version v > 0, on the timeline of that step in the history that
+the weights descend from. Version 0 is the initial model and has no timeline.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAME = re.compile(r"step_(0|[1-9][0-9]*)-([A-Za-z0-9_-]+)\.jsonl\.gz")
 
 @dataclasses.dataclass(frozen=True)
 class TokenRange:
-    """Completion tokens `[start, end)`: the replica that sampled them, and the weights it held then. Tokens that the environment wrote
+    """Completion tokens `[start, end)`, the replica that sampled them, and its weights at the time. Tokens that the environment wrote
     between turns are in no range."""
 
     start: int
@@ -47,7 +47,7 @@ class TokenRange:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Of one trajectory. `environment`, `build` and `reward` are there once it is scored, `advantage` once it is trained."""
+    """The origin of one trajectory. `environment`, `build` and `reward` are set once it is scored, `advantage` once it is trained."""
 
     index: int
     attempt: int
@@ -62,8 +62,8 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class GroupLineage:
-    """Of one group: where it stands, and the origin of each of its trajectories. `step` and `timeline` (the trainer's) once trained,
-    `reason` if it failed."""
+    """The lineage of one group: its state, and the origin of each of its trajectories. `step` and `timeline` (the trainer's) are set once
+    it is trained, `reason` if it failed."""
 
     group: str
     state: str
@@ -77,7 +77,7 @@ class GroupLineage:
 
 
 class Header(msgspec.Struct):
-    """First line of a file; the others are `GroupLineage`."""
+    """The first line of a file; the others are `GroupLineage`."""
 
     schema: Literal[1]
     step: int
@@ -87,7 +87,7 @@ class Header(msgspec.Struct):
 
 
 def origin_of(trajectory: Trajectory, score: Score | None, advantage: float | None = None) -> Origin:
-    """Weights by their version alone; `with_timelines` gives them their names."""
+    """The origin of a trajectory, with weights by version only; `with_timelines` adds their timelines."""
     return Origin(
         index=trajectory.index,
         attempt=trajectory.attempt,
@@ -102,7 +102,7 @@ def origin_of(trajectory: Trajectory, score: Score | None, advantage: float | No
 
 
 def _ranges(trajectory: Trajectory) -> Iterator[TokenRange]:
-    """Where writer and weights stay the same; of several turns, without what the environment wrote between them."""
+    """The ranges of tokens with the same writer and weights, without what the environment wrote between turns."""
     turns = trajectory.turns or ((0, trajectory.completion_token_ids.size),)
     for replica, begun, left in trajectory.written:
         for span in trajectory.spans:
@@ -118,20 +118,20 @@ def with_timelines(origin: Origin, timeline_of: TimelineOf) -> Origin:
 
 
 class LineageFiles:
-    """The files of one run, for readers: the trainer may be writing meanwhile."""
+    """The lineage files of one run, for readers; the trainer may be writing meanwhile."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def files(self) -> list[tuple[int, Path]]:
-        """Steps that the newest weights descend from, in order, and their files."""
+        """The steps that the newest weights descend from, in order, with their files."""
         if not self.folder.is_dir():
             return []
         matches = ((NAME.fullmatch(path.name), path) for path in self.folder.iterdir())
         return sorted((int(match[1]), path) for match, path in matches if match)
 
     def timelines(self) -> list[tuple[int, str]]:
-        """(step, timeline) wherever the timeline changes, in order: that step and those after it ran on it."""
+        """(step, timeline) wherever the timeline changes, in order: that step and the following ones ran on that timeline."""
         changes: list[tuple[int, str]] = []
         for step, path in self.files():
             match = NAME.fullmatch(path.name)
@@ -152,24 +152,24 @@ class LineageFiles:
         return None
 
     def read(self, step: int) -> list[GroupLineage]:
-        """The groups of one step, in the order they were trained; none if there is no file of it. Raises `CodecError`."""
+        """The groups of one step, in the order they were trained; none if the step has no file. Raises `CodecError`."""
         return [group for number, path in self.files() if number == step for group in _read(path)]
 
 
 def timeline_of(changes: Sequence[tuple[int, str]], version: int) -> str | None:
-    """The timeline that made weights `version`, by `LineageFiles.timelines`; None for the initial model, and for steps from before there
-    were such files."""
+    """The timeline that made weights `version`, given `LineageFiles.timelines`; None for the initial model, and for steps older than the
+    first file."""
     return next((timeline for step, timeline in reversed(changes) if step < version), None)
 
 
 def _read(path: Path, wanted: Callable[[Header], bool] = lambda header: True) -> Iterator[GroupLineage]:
-    """The groups of a file, unless its first line is not wanted."""
+    """Yield the groups of a file if its first line is `wanted`."""
     try:
         with gzip.open(path, "rb") as file:
             if wanted(msgspec.json.decode(file.readline(), type=Header)):
                 for line in file:
                     yield msgspec.json.decode(line, type=GroupLineage)
     except FileNotFoundError:
-        return  # a rewind has moved it away since we looked
+        return  # a rewind has moved it away meanwhile
     except (OSError, EOFError, zlib.error, msgspec.MsgspecError) as error:
         raise CodecError(f"{path}: not a lineage file of schema {SCHEMA} ({error}); move it away") from error

@@ -30,7 +30,7 @@ class Span(NamedTuple):
 class Sampling(msgspec.Struct, frozen=True):
     """How the completions of a group are sampled. `temperature` 0 is greedy; `seed` makes trajectory i use `seed + i`.
 
-    Of the probabilities at that temperature, `top_k` (None: all) keeps the largest, and `top_p` of those the fewest that sum to it.
+    `top_k` (None: all) keeps the largest probabilities at that temperature, and `top_p` the fewest of those that sum to at least it.
     """
 
     temperature: float
@@ -99,8 +99,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
     `spans` cover [0, T) in order, without gaps. `turns` are `(start, end)` of each turn the policy wrote. `timings` are seconds.
 
     `replica` finished it. `writers` are `(replica, start, end)` of the tokens that each replica sampled, in order, without gaps; empty
-    where it was one from beginning to end. An unfinished trajectory, saved for another replica to go on from, is one that was cut off
-    ("length") where it was saved.
+    if one replica sampled all. An unfinished trajectory, saved for another replica to continue, has the finish reason "length".
     """
 
     group_id: str
@@ -120,13 +119,13 @@ class Trajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 
     @property
     def written(self) -> tuple[tuple[str, int, int], ...]:
-        """Which replica sampled which tokens: `writers`, also where it was one alone."""
+        """`writers`, filled in if one replica sampled all tokens."""
         return self.writers or ((self.replica, 0, self.completion_token_ids.size),)
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest token: what age is counted from (law 2)."""
-        return min(self.spans).version  # it is what spans compare by first
+        """Version of the oldest token, from which age is counted (law 2)."""
+        return min(self.spans).version  # spans compare by version first
 
     @property
     def newest_version(self) -> int:
@@ -134,7 +133,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays: nearly all of what it takes encoded."""
+        """Bytes of its arrays: nearly all of its encoded size."""
         arrays = self.prompt_token_ids, self.completion_token_ids, self.logprobs, self.loss_mask
         return sum(array.nbytes for array in arrays)
 
@@ -162,7 +161,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
         for name, array in (("logprobs", logprobs), ("loss_mask", mask)):
             if array.size != length:
                 return f"{name} has {array.size} entries for {length} tokens"
-        # not the methods of arrays, which take twice the time of a short one; nan fails both comparisons
+        # not the methods of arrays, which take twice as long for a short one; nan fails both comparisons
         if not (np.maximum.reduce(logprobs) <= 0 and np.minimum.reduce(logprobs) > -math.inf):
             return "a log-probability is not finite or above 0"
         if np.maximum.reduce(mask) > 1:
@@ -191,7 +190,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 
 
 class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
-    """What an environment said of one trajectory. Law 7: only `SCORED` carries a reward; a failure is never a number."""
+    """An environment's result for one trajectory. Law 7: only `SCORED` carries a reward; a failure is never a number."""
 
     status: Literal["SCORED", "FAILED", "TIMED_OUT", "INVALID"]
     reward: float | None = None
@@ -219,5 +218,5 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 
 _GROUP, _TRAJECTORY, _SCORE = Codec(Group), Codec(Trajectory), Codec(Score)
 
-# Fields that hold arrays, and what their elements are written as.
+# The array fields, and how their elements are encoded.
 ARRAYS = {**_GROUP.dtypes, **_TRAJECTORY.dtypes}

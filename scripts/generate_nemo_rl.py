@@ -24,20 +24,20 @@ HEAD = """\
 Headrace reads the configuration files of [NeMo RL](https://github.com/NVIDIA-NeMo/RL) as they are:
 
 ```
-headrace config check examples/configs/recipes/llm/RECIPE.yaml   # what is used, what takes the place of what, what can't be
+headrace config check examples/configs/recipes/llm/RECIPE.yaml   # which keys are used, replaced or refused
 headrace config show  examples/configs/recipes/llm/RECIPE.yaml   # the same run in Headrace's keys
 headrace up           examples/configs/recipes/llm/RECIPE.yaml
 ```
 
-A file is read as one of NeMo RL's if it, or a file it builds on, has one of {marks}: each of its files has, and
-Headrace has none of these keys. `check`, `show` and `up` say so when they read it so.
+A file is read as a NeMo RL file if it, or a file it builds on, has one of {marks}: every NeMo RL file has one, and
+Headrace has none of these keys. `check`, `show` and `up` then say that they read it as a NeMo RL file.
 
-## Bring your configuration
+## Use your configuration
 
-1. `headrace config check FILE`. A line of the error names a key that can't be honoured, its value, the file that gives
-   it and what to do: what matters most first, at most ten lines at a time. Nothing is left out silently: keys that are
-   not used are listed as not applicable, with what takes their place.
-2. Write what differs into a file of your own, so that NeMo RL's stays as it is. Keys of both may stand in it:
+1. `headrace config check FILE`. Each line of the error names a key that can't be honoured, its value, the file that sets
+   it and the remedy: the most important first, at most ten lines at a time. Nothing is dropped silently: keys that are
+   not used are listed as not applicable, with what replaces them.
+2. Write your changes into a file of your own, so that NeMo RL's stays unchanged. It may contain keys of both:
 
    ```yaml
    defaults: nemo-rl/examples/configs/grpo_math_1B.yaml
@@ -47,46 +47,46 @@ Headrace has none of these keys. `check`, `show` and `up` say so when they read 
    trainer: {{num_processes: 1}}
    ```
 
-3. `headrace up MINE.yaml`. Paths of data and prompts are relative to where it is started, as in NeMo RL; those of
-   `defaults` to the file.
+3. `headrace up MINE.yaml`. Paths of data and prompts are relative to the working directory, as in NeMo RL; those in
+   `defaults` are relative to the file.
 
-`defaults`, `_override_`, `${{section.key}}`, `${{mul:…}}` and the others mean what they mean there;
-[configuration.md](configuration.md) says how they work. On the command line, keys have no `+` or `++` before them.
+`defaults`, `_override_`, `${{section.key}}`, `${{mul:…}}` and the others mean the same as in NeMo RL;
+[configuration.md](configuration.md) explains them. On the command line, keys have no `+` or `++` before them.
 
 ## The rules
 
-Each key of the file, with interpolations resolved, goes by the first of these that applies:
+After interpolations are resolved, the first of these rules that applies decides about each key of the file:
 
-1. **The table below** says that the key is used, used by another name, replaced (listed, with what takes its place) or
-   refused. Where several rows match, the most exact one counts: a key before `moe_*`, and that before `**`, which is
-   everything below. A key that is nearly another one of its section but falls under `*` is taken for a misspelling, and
-   refused with the key that was meant.
-2. **A key of Headrace's** is used. It may stand in the file of NeMo RL or in yours.
+1. **The table below** says that the key is used, used under another name, replaced (listed, with its replacement) or
+   refused. If several rows match, the most exact one counts: a full key before `moe_*`, and that before `**`, which matches
+   everything below. A key that matches only a `*` but is nearly the same as another key of its section is treated as a
+   misspelling, and refused with the key that was probably meant.
+2. **A key of Headrace** is used. It may be in NeMo RL's file or in yours.
 3. **An unknown key that asks for nothing** (null, false, empty) is listed, and never refused.
 4. **An unknown key that asks for something** is refused, with its value and the nearest key that there is.
 
-Parts that NeMo RL itself leaves out of force are listed as such and not looked at: without `megatron_cfg.enabled` all
-of `megatron_cfg`; with it `dtensor_cfg`, `optimizer` and `scheduler`, in whose places `megatron_cfg.optimizer` and
-`megatron_cfg.scheduler` are in force; `async_rl` where `async_grpo` (`async_ppo`) is given; environments that no data
+Parts that NeMo RL itself ignores are listed as such and not checked: without `megatron_cfg.enabled` all
+of `megatron_cfg`; with it `dtensor_cfg`, `optimizer` and `scheduler`, which `megatron_cfg.optimizer` and
+`megatron_cfg.scheduler` replace; `async_rl` if `async_grpo` (`async_ppo`) is given; environments that no data
 set names; a type of truncated importance sampling without a ratio.
 
 Sections of engines that Headrace replaces (Megatron's parallelism and kernels, SGLang, TensorRT-LLM, Dynamo, the ports
-and transports of refits, the data plane) are listed: rollouts are vLLM's whatever `policy.generation.backend` says.
+and transports of refits, the data plane) are listed: vLLM generates whatever `policy.generation.backend` says.
 
-What such a file means without saying it, unless it gives these keys itself:
+A NeMo RL file implies the following values, unless it sets these keys itself:
 
 | key | value |
 | --- | --- |
 {implied}
 
-`loss_fn.sequence_is_aggregation` is the sum over a sequence there; Headrace's own default, the mean, does not shrink
-the update of long completions. A prompt longer than `data.max_input_seq_length` is cut there and left out of the loss,
-in its place in the batch; here its problem is left out from the start. Schedules count calls of `train()` there, of
-which a step of PPO has `ppo_epochs`.
+In NeMo RL, `loss_fn.sequence_is_aggregation` is the sum over a sequence; Headrace's own default, the mean, does not shrink
+the update of long completions. NeMo RL cuts a prompt longer than `data.max_input_seq_length` and leaves it out of the loss,
+but keeps its place in the batch; Headrace leaves its problem out from the start. NeMo RL's schedules count calls of `train()`,
+of which a step of PPO makes `ppo_epochs`.
 
-A null where Headrace's key has none means Headrace's default. Megatron's schedules (linear warm-up, then constant,
-linear or cosine, which stays at `min_lr` after `lr_decay_iters`) become torch's; its weight decay is the scheduler's,
-which must not change during the run. `freeze_moe_router` is in force where Megatron trains. Older releases:
+A null for a key that can't be null in Headrace means Headrace's default. Megatron's schedules (linear warm-up, then constant,
+linear or cosine, which stays at `min_lr` after `lr_decay_iters`) become torch's. Weight decay comes from Megatron's scheduler
+and must not change during the run. `freeze_moe_router` applies if Megatron is enabled. Older releases:
 `dtensor_cfg` is `automodel_cfg`; a `data` section without `train` is the flat form, with the validation set that came
 with its data set; `checkpointing.metric_name: val_reward` is `val:accuracy`; `ratio_eps_min` and `ratio_eps_max` are
 `ratio_clip_min` and `ratio_clip_max`.
@@ -98,9 +98,9 @@ with its data set; `checkpointing.metric_name: val_reward` is `val:accuracy`; `r
 
 TITLES = {
     "used": ("Used", "key", "remark"),
-    "renamed": ("Used by another name", "key there", "key here"),
-    "replaced": ("Replaced", "key there", "what takes its place"),
-    "refused": ("Refused", "key there", "why, and what to do"),
+    "renamed": ("Used under another name", "key in NeMo RL", "key in Headrace"),
+    "replaced": ("Replaced", "key in NeMo RL", "replacement"),
+    "refused": ("Refused", "key in NeMo RL", "reason and remedy"),
 }
 
 

@@ -81,12 +81,13 @@ def replay_step(
     step: Annotated[int, typer.Argument(metavar="N", min=0, help="The step.", show_default=False)],
     run: RunOption,
     tolerance: Annotated[
-        float, typer.Option(min=0.0, help="Of the logged value, or of 0.01 where that is more: what may differ.")
+        float,
+        typer.Option(min=0.0, help="Largest difference, relative to the logged value or to 0.01, whichever is more."),
     ] = 1e-3,
 ) -> None:
     """Recompute loss, gradient norm and reward of a step that the buffer retained (replay.retain_steps), from its checkpoint.
 
-    Leaves with 1 if one of them differs from what was logged by more than the tolerance.
+    Exits with 1 if one of them differs from the logged value by more than the tolerance.
     """
     config = runs.find(run)
     recompute = common.load_entry_point("headrace.tools", "replay-step", extra="trainer")

@@ -1,4 +1,4 @@
-"""`headrace config show|check`: what a run would be given, before anything starts."""
+"""`headrace config show|check`: the configuration that a run would use, before anything starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
 
 @app.command()
 def show(config: ConfigArgument, overrides: Overrides = None) -> None:
-    """Print the resolved whole as YAML: defaults, file, HEADRACE_* variables and overrides."""
+    """Print the complete configuration as YAML, resolved from defaults, file, HEADRACE_* variables and overrides."""
     examined = examine(config, overrides or ())
     typer.echo(f"# {age_bound(examined.config)}")
     typer.echo(f"# {optimizer_steps(examined.config)}")
@@ -25,7 +25,7 @@ def show(config: ConfigArgument, overrides: Overrides = None) -> None:
 
 @app.command()
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
-    """Exit with 0 if the configuration can be used, else say what is wrong with it. Of a file of NeMo RL, say what became of it."""
+    """Exit with 0 if the configuration is valid, else say what is wrong. For a NeMo RL file, also say how it was translated."""
     examined = examine(config, overrides or ())
     for warning in examined.config.warnings:
         typer.echo(f"warning: {warning}", err=True)
@@ -35,7 +35,7 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
 
 
 def age_bound(config: Config) -> str:
-    """What the age policy bounds and promises, in one line."""
+    """What the age policy guarantees, in one line."""
     algorithm = config.algorithm
     age, policy = algorithm.max_age, algorithm.asynchrony.staleness_policy
     ahead = f"at most {(algorithm.ahead_steps + 1) * algorithm.num_prompts_per_step} groups ahead of the trainer"
@@ -53,7 +53,7 @@ def age_bound(config: Config) -> str:
 
 
 def optimizer_steps(config: Config) -> str:
-    """What a trainer step does to the weights, in one line."""
+    """The optimizer steps of a trainer step, in one line."""
     algorithm = config.algorithm
     batch = f"{algorithm.num_prompts_per_step} x {algorithm.num_generations_per_prompt} trajectories"
 

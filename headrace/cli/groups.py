@@ -1,4 +1,4 @@
-"""`headrace groups show|list|export`: what became of prompts and their trajectories, whether the run is up or down."""
+"""`headrace groups show|list|export`: groups and the lineage of their trajectories, whether the run is up or down."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def show(
     run: RunOption,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Say of each trajectory which replica and weights wrote which tokens, what scored it, and which step trained on it."""
+    """Show which replica and weights wrote which tokens of each trajectory, what scored it, and which step trained on it."""
     found = _find(runs.find(run), group)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
@@ -114,7 +114,7 @@ def _find(config: Config, group: str) -> GroupLineage:
 
 
 def describe(found: GroupLineage) -> Iterator[str]:
-    """As text: the group, then a table of its trajectories with a line for each range of tokens."""
+    """Yield the lines of a text: the group, then a table of its trajectories with a line for each range of tokens."""
     yield f"group       {found.group} ({found.state})"
     yield f"prompt      {found.order} of the run's order, task {found.task}, environment {found.env}"
     if found.step is not None:

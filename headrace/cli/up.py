@@ -42,7 +42,7 @@ def up(
 ) -> None:
     """Start every service as a local process, show the run, and stop everything when it ends or on Ctrl-C.
 
-    With run.id=NAME of an earlier run, goes on with it from its last checkpoint.
+    With run.id=NAME of an earlier run, continue it from its last checkpoint.
     """
     given = [*(overrides or ()), *([] if rollouts is None else [f"rollout.replicas={rollouts}"])]
     translation = examine(config, given).nemo_rl

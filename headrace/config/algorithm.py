@@ -78,7 +78,7 @@ class RewardScalingConfig(Section):
 
 
 class RewardShapingConfig(Section):
-    """What length costs a completion; formulae in `services/trainer/learning/advantages/rewards.py`. It comes after `reward_scaling`."""
+    """Penalties on long or truncated completions, applied after `reward_scaling`; formulae in `services/trainer/learning/rewards.py`."""
 
     enabled: bool = False
     overlong_buffer_length: int = Field(

@@ -80,12 +80,12 @@ class DataConfig(Section):
     )
     overlong_prompts: Literal["refuse", "leave_out"] = Field(
         "refuse",
-        description="what becomes of a longer one: it ends the run by its name, or its problem is left out from the start",
+        description="what happens to a longer prompt: the run ends and names it, or its problem is left out from the start",
     )
     use_multiple_dataloader: bool = Field(
         False,
         description="draw from every set of `train` in turn, each in an order and with epochs of its own; false makes one set of them. "
-        "A set that is through begins again, until all are through max_num_epochs times",
+        "A set that is used up starts again, until all have been used max_num_epochs times",
     )
     num_prompts_per_dataloader: int | None = Field(
         None,

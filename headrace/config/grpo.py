@@ -11,7 +11,7 @@ from headrace.config.algorithm import ESTIMATORS, AdvEstimatorConfig, AlgorithmC
 
 
 class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
-    """Formulae in `services/trainer/learning/advantages/estimators.py`."""
+    """How rewards become advantages; formulae in `services/trainer/learning/algorithms/`."""
 
     name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = Field(
         "grpo",

@@ -43,7 +43,7 @@ NEMO_RL_KEYS = (
     "data_plane",
     "async_rl",
 )
-# lines of an error about such a file: who mends the first ones sees the others
+# lines of an error about such a file: after fixing the first ones, the user sees the others
 _NEMO_RL_LINES = 10
 
 

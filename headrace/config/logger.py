@@ -11,7 +11,7 @@ class WandbConfig(Section):
     """Weights & Biases. Its own variables hold too: `WANDB_API_KEY`, `WANDB_BASE_URL`, and `WANDB_MODE=offline` for no network at all."""
 
     project: str = Field("headrace", min_length=1)
-    name: str | None = Field(None, description="what the run is called there; null takes run.id")
+    name: str | None = Field(None, description="name of the run there; null takes run.id")
     entity: str | None = Field(None, description="user or team; null takes the one that you are logged in as")
 
 
@@ -21,7 +21,7 @@ class TensorboardConfig(Section):
 
 class MLflowConfig(Section):
     experiment_name: str = Field("headrace", min_length=1)
-    run_name: str | None = Field(None, description="what the run is called there; null takes run.id")
+    run_name: str | None = Field(None, description="name of the run there; null takes run.id")
     run_id: str | None = Field(None, description="go on with this run of MLflow's; null makes one and remembers it")
     tracking_uri: str | None = Field(
         None, description="server or store; null takes MLFLOW_TRACKING_URI, else a SQLite file <log_dir>/mlflow.db"

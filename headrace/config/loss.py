@@ -1,6 +1,6 @@
 """`loss_fn` and `value_loss_fn`: keys, meanings and defaults as users of NeMo RL know them.
 
-The formulae are in `services/trainer/learning/losses`.
+The formulae are in `services/trainer/learning/losses/`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headrace.config.base import Section
 
 
 class LossConfig(Section):
-    """The policy's loss; formulae in `services/trainer/learning/losses`."""
+    """The policy's loss; formulae in `services/trainer/learning/losses/`."""
 
     # what the loss is averaged over
     token_level_loss: bool = Field(
@@ -32,7 +32,7 @@ class LossConfig(Section):
     )
     proximal: Literal["recompute", "interpolate"] | None = Field(
         None,
-        description="decoupled PPO: clip against a proximal policy and weigh tokens by exp(proximal - behaviour log-probability); "
+        description="decoupled PPO: clip against a proximal policy and weight tokens by exp(proximal - behaviour log-probability); "
         "the proximal policy is the trainer's at the start of the step, or is interpolated by age without a pass for it",
     )
     sequence_level_importance_ratios: bool = Field(
@@ -43,7 +43,7 @@ class LossConfig(Section):
     )
     disable_ppo_ratio: bool = Field(False, description="log-probabilities in place of ratios (REINFORCE, RLOO)")
     use_cispo: bool = Field(
-        False, description="the clipped ratio weighs the log-probability, without a gradient (CISPO)"
+        False, description="the clipped ratio weights the log-probability, without a gradient (CISPO)"
     )
     ratio_clip_min: float = Field(0.2, ge=0, le=1, description="the ratio is clipped below at 1 - this")
     ratio_clip_max: float = Field(0.2, ge=0, description="the ratio is clipped above at 1 + this")
@@ -61,7 +61,7 @@ class LossConfig(Section):
 
     # what corrects for the policy that sampled
     use_importance_sampling_correction: bool = Field(
-        False, description="weigh each token by exp(prev - behaviour log-probability)"
+        False, description="weight each token by exp(prev - behaviour log-probability)"
     )
     sequence_is_aggregation: Literal["mean", "sum"] = Field(
         "mean", description="a sequence's importance weight is exp of the mean, or of the sum, over its tokens"
@@ -85,11 +85,11 @@ class LossConfig(Section):
     kl_input_clamp_value: float | None = Field(20.0, gt=0, description="bound on |d| inside the KL term")
     kl_output_clamp_value: float | None = Field(10.0, gt=0, description="bound on a token's KL term")
     use_on_policy_kl_approximation: bool = Field(
-        False, description="weigh the KL term by exp(policy - behaviour log-probability)"
+        False, description="weight the KL term by exp(policy - behaviour log-probability)"
     )
     use_kl_in_reward: bool = Field(
         False,
-        description="the KL penalty is taken from the rewards of tokens (Reinforce++, PPO), not added to the loss",
+        description="the KL penalty is subtracted from the rewards of tokens (Reinforce++, PPO), not added to the loss",
     )
 
     positive_example_nll_weight: float = Field(
@@ -186,7 +186,7 @@ class LossConfig(Section):
 
 
 class ValueLossConfig(Section):
-    """The value model's loss: half the squared error, clipped as in PPO; formula in `services/trainer/learning/losses/value.py`."""
+    """The value model's loss: half the squared error, clipped as in PPO; formula in `services/trainer/learning/losses/value_loss.py`."""
 
     scale: float = Field(0.4, gt=0, description="factor of the whole loss")
     cliprange: float | None = Field(

@@ -10,7 +10,7 @@ from headrace.config.algorithm import ESTIMATORS, AdvEstimatorConfig, AlgorithmC
 
 
 class PPOAdvEstimatorConfig(AdvEstimatorConfig):
-    """Formulae in `services/trainer/learning/advantages/estimators.py`."""
+    """How rewards become advantages; formulae in `services/trainer/learning/algorithms/ppo.py`."""
 
     name: Literal["gae", "raw_reward"] = Field(
         "gae",
@@ -59,7 +59,7 @@ class PPOAdvEstimatorConfig(AdvEstimatorConfig):
 
 
 class PPOConfig(AlgorithmConfig):
-    """In the place of `grpo`: a file gives one of the two."""
+    """PPO with a value model, in place of `grpo`: a configuration has one of the two sections."""
 
     name: ClassVar[str] = "ppo"
 

@@ -15,7 +15,7 @@ class RunConfig(Section):
     id: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-        description="name of the run; `up` with an earlier one goes on with it; null makes one",
+        description="name of the run; `up` with the id of an earlier run continues it; null makes one",
     )
     dir: str = Field("runs", description="holds one folder a run: logs, metrics, checkpoints, the buffer's files")
 

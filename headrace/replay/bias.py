@@ -1,5 +1,5 @@
-"""What trajectories were like at each end they came to, as the buffer metered them, and whether what is trained differs from what was
-generated (selection bias). The buffer's part is `services/replay/functions/_meter.lua`."""
+"""Statistics of trajectories at each moment that the buffer meters, and the selection bias: how much what is trained differs from what was
+generated. The buffer's part is `services/replay/functions/_meter.lua`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _HIGHEST_BUCKET = 60  # and all above it (_meter.lua)
 
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """Of one quantity: `length` in tokens, `reward`, `latency` from lease to push in seconds, or `age` in steps.
+    """The distribution of one quantity: `length` in tokens, `reward`, `latency` from lease to push in seconds, or `age` in steps.
 
-    `buckets` are (upper bound, values at or below it and above the bound before), ascending, those with a value alone; bounds are two an
-    octave, the last may be infinite.
+    `buckets` are the non-empty ones, ascending, as (upper bound, number of values at or below it and above the previous bound); there are
+    two bounds per octave, and the last may be infinite.
     """
 
     count: int = 0
@@ -44,8 +44,8 @@ class Distribution:
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryMeter:
-    """Trajectories that came to one end. A distribution counts those of them of which the quantity is known: one that failed has no
-    reward, one that was never handed in has nothing. `tokens`: those over age, where the trajectories are the masked ones."""
+    """The trajectories metered at one moment. A distribution counts those whose quantity is known: one that failed has no
+    reward, one that was never pushed has nothing. `tokens`: the number of tokens over age, for the moment `masked`."""
 
     trajectories: int = 0
     tokens: int = 0
@@ -72,7 +72,7 @@ class Skew:
 
 
 def skews(meters: Mapping[Moment, TrajectoryMeter]) -> list[Skew]:
-    """For length and reward, once `LEAST` trajectories were generated and as many trained; values that do not vary can't be skewed."""
+    """The skew of length and reward, once `LEAST` trajectories were generated and as many trained; values without variance have none."""
     found = []
     for quantity in ("length", "reward"):
         trained: Distribution = getattr(meters["trained"], quantity)
@@ -84,12 +84,12 @@ def skews(meters: Mapping[Moment, TrajectoryMeter]) -> list[Skew]:
 
 
 def beyond(found: Sequence[Skew], limit: float | None) -> list[Skew]:
-    """Those to warn of: more than `limit` standard deviations (`replay.bias_warning`); none without a limit."""
+    """The skews to warn about: more than `limit` standard deviations (`replay.bias_warning`); none without a limit."""
     return [] if limit is None else [skew for skew in found if abs(skew.deviations) > limit]
 
 
 def meters_of(fields: Mapping[str, Mapping[str, float]]) -> dict[Moment, TrajectoryMeter]:
-    """Every moment's meter, from the fields that `hr_bias` gives of each moment at which there was something."""
+    """Every moment's meter, from the fields that `hr_bias` returns for each moment with any trajectory."""
     return {moment: _meter(fields.get(moment, {})) for moment in MOMENTS}
 
 

@@ -1,4 +1,4 @@
-"""What the parts of the client share: payloads in batches, where the run stands, the fleet and its newest epoch."""
+"""The base of the client's parts: payloads in batches, the run's state, the fleet and its newest epoch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from headrace.replay.records import Epoch, Replica, RunState, decode_run_state, 
 # Entries in one call of a batched function (BATCH in _args.lua); payloads that are read in one round trip.
 BATCH = 256
 PAYLOADS = 64
-# Payloads that are written in one round trip, and their bytes. With fewer the round trips cost more, with more the server has nothing to
-# do until the first are encoded, and they wait in the client's memory for the socket (`benchmarks.replay`).
+# Payloads that are written in one round trip, and their bytes. With fewer, round trips cost more; with more, the server is idle
+# until the first are encoded, and they wait in the client's memory for the socket (`benchmarks.replay`).
 WRITTEN = 32
 WRITTEN_BYTES = 4 << 20
 # Round trips with payloads under way at a time.
@@ -61,7 +61,7 @@ class BufferClient:
         return await self._connection.command("MGET", *keys) if keys else []
 
     async def _held(self, keys: Sequence[Any]) -> list[bytes]:
-        """Values that must be there. Raises `InvalidCall` if one was freed since its key was asked for."""
+        """Values that must exist. Raises `InvalidCall` if one was freed since its key was read."""
         values = await self._fetch(keys)
         for key, value in zip(keys, values, strict=True):
             if value is None:
@@ -79,7 +79,7 @@ class BufferClient:
         return await _each(write, of_bounded_size(items, size), self._writes)
 
     async def _until_done(self, function: str, **arguments: Any) -> None:
-        """A function that does a bounded part of its work in a call and returns how much is left."""
+        """Call a function that does a bounded part of its work per call and returns how much is left, until nothing is."""
         while await self._connection.call(function, **arguments):
             pass
 
@@ -89,7 +89,7 @@ class BufferClient:
         return state
 
     async def _sweep_old_incarnations(self) -> None:
-        """Delete what a restore has put out of reach."""
+        """Delete the keys of incarnations that a restore has ended."""
         for old in await self._connection.command("SMEMBERS", f"{self._connection.key}:old"):
             pattern = f"{self._connection.key}:{old.decode()}:*"
             async for keys in self._scan(pattern):

@@ -1,8 +1,8 @@
 """Async client of the replay buffer: each method is one call of a server-side function (`services/replay/functions/`).
 
-The buffer's state machine and its seven laws live in Redis, so whoever calls gets the same answer; the client encodes
-arguments, decodes replies and turns refusals into the types of `headrace.errors`. Payloads are values of their own, written
-before the function that makes them visible: a function moves ids, never megabytes.
+The buffer's state machine and its seven laws are in Redis, so every caller gets the same answer; the client encodes
+arguments, decodes replies and turns refusals into the types of `headrace.errors`. Large payloads are values of their own, written
+before the call that makes them visible: a function moves ids, never megabytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace.replay.rollout import RolloutClient
 from headrace.replay.scoring import ScoringClient
 from headrace.replay.trainer import TrainerClient
 
-# Where the server keeps the id of the run it serves now.
+# The key with the id of the server's current run.
 CURRENT_RUN = "headrace:run"
 
 
@@ -34,14 +34,14 @@ class ReplayClient(TrainerClient, RolloutClient, ScoringClient, InspectionClient
     """
 
     def __init__(self, redis: Redis, run_id: str) -> None:
-        """A client of run `run_id` on `redis`, made if need be by `open_run`; `connect` is the ordinary way to one."""
+        """A client of run `run_id` on `redis`; `open_run` creates the run if necessary. Normally use `connect`."""
         super().__init__(redis, run_id)
 
     @classmethod
     async def connect(cls, url: str, run_id: str | None = None, timeout_s: float = 30.0) -> ReplayClient:
-        """Connect, waiting up to `timeout_s` for server, function library and run. `run_id` None takes the server's current run.
+        """Connect, waiting up to `timeout_s` for server, function library and run. `run_id` None means the server's current run.
 
-        Raises `ReplayUnavailable` with the remedy: unreachable, older than 7.0, no such run.
+        Raises `ReplayUnavailable` with the remedy if the server is unreachable, older than 7.0, or has no such run.
         """
         redis = open_redis(url, retries=0)
         retry = BufferRetry(timeout_s, first_pause_s=0.1, last_pause_s=0.1, log_level=logging.DEBUG)
@@ -72,7 +72,7 @@ class ReplayClient(TrainerClient, RolloutClient, ScoringClient, InspectionClient
         return client
 
     async def open_run(self, limits: Limits) -> RunState:
-        """Make the run if it is not there, else give it these limits. Called by the replay service; makes it the current run."""
+        """Create the run, or update the limits of an existing one, and make it the current run. Called by the replay service."""
         low, high = limits.reward_min, limits.reward_max
         bounds = f"{-math.inf if low is None else low} {math.inf if high is None else high}"
         bounds += " components" if limits.filter_components else ""

@@ -54,13 +54,13 @@ from headrace.errors import (
 )
 
 CONNECTIONS = 32
-# Replies are megabytes of payloads; what asyncio takes from the socket at a time.
+# How much asyncio reads from the socket at a time: replies contain megabytes of payloads.
 READ_BYTES = 256 * 1024
 _TIMEOUTS = {"socket_connect_timeout": 5.0, "socket_timeout": 30.0}
 _TLS_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 _SENTINEL = re.compile(r"sentinel://(?P<login>[^@/]*@)?(?P<hosts>[^/?]+)/(?P<service>[^/?]+)(?P<rest>.*)")
 _SENTINEL_PORT = 26379
-# What OpenSSL calls a refused handshake; a connection that breaks off has other words.
+# OpenSSL's reasons for a refused handshake; a connection that breaks off has others.
 _NO_TLS = re.compile("_ALERT_|WRONG_VERSION|UNSUPPORTED|NO_SHARED|RECORD_LAYER")
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ _BY_CODE = {
         NotVerified,
     )
 }
-# A restart of the server on its append-only file is bridged; each function is safe to call again.
+# Retries bridge a restart of the server on its append-only file; each function is safe to call again.
 _RETRIES = 10
 # Fallback for a wake-up that was lost with its connection.
 _POLL_S = 1.0
@@ -102,7 +102,7 @@ def pool_of(url: str, retries: int) -> BlockingConnectionPool:
     """Connections to `url`. Raises `ConfigError` for an address or a certificate file that can't be used."""
     try:
         pool = _sentinel_pool(url, retries) if url.startswith("sentinel:") else _pool(parse_url(url), retries)
-        # a wrong option or file is told now, not by the first call
+        # report a wrong option or file now, not at the first call
         probe = pool.connection_class(**pool.connection_kwargs)
         if isinstance(probe, SSLConnection):
             probe.ssl_context.get()
@@ -112,7 +112,7 @@ def pool_of(url: str, retries: int) -> BlockingConnectionPool:
 
 
 class _FollowPrimary(Connection):
-    """Leaves a server that has become a replica: writes would be refused there for ever."""
+    """A connection that closes if its server has become a replica, which would refuse all writes."""
 
     async def read_response(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -127,7 +127,7 @@ class _TLS(_FollowPrimary, SSLConnection):
 
 
 class _AskSentinels(_FollowPrimary):
-    """Goes where the sentinels say the primary is, whenever it connects."""
+    """A connection that asks the sentinels for the primary whenever it connects."""
 
     def __init__(self, *, primary: Callable[[], Awaitable[tuple[str, int]]], **options: Any) -> None:
         super().__init__(**options)
@@ -143,7 +143,7 @@ class _SentinelTLS(_AskSentinels, SSLConnection):
 
 
 class _Retry(Retry):
-    """Tries again what may pass; a refused login or certificate stays refused."""
+    """Retries errors that may be temporary, but not a refused login or certificate."""
 
     async def call_with_retry(
         self,
@@ -159,7 +159,7 @@ class _Retry(Retry):
 
 
 def denial(error: BaseException, user: str | None = None) -> ReplayDenied | None:
-    """What a person must mend if `error` is a refused login or certificate; None if it may pass by itself."""
+    """The error for the user to fix if `error` is a refused login or certificate; None if it may be temporary."""
     for cause in _causes(error):
         if isinstance(cause, AuthenticationError | AuthorizationError):
             return ReplayDenied(
@@ -212,7 +212,7 @@ def _sentinel_pool(url: str, retries: int) -> BlockingConnectionPool:
 
 
 def _settings(retries: int) -> dict[str, Any]:
-    # a restart of the server on its append-only file, or a failover, is bridged; each function is safe to call again
+    # retries bridge a restart of the server on its append-only file, or a failover; each function is safe to call again
     retry = _Retry(ExponentialWithJitterBackoff(base=0.05, cap=1.0), retries)
     # a call beyond the pool waits for a connection: hundreds of trajectories can finish at the same moment
     return {
@@ -227,7 +227,7 @@ def _settings(retries: int) -> dict[str, Any]:
 
 def _unusable(url: str, error: Exception) -> str:
     reason = str(error)
-    if isinstance(error, OSError):  # of a certificate; the message of the ssl module names no file
+    if isinstance(error, OSError):  # from a certificate file, which the ssl module's message does not name
         files = re.findall(rf"(?:{'|'.join(_TLS_FILES)})=[^&]+", url)
         reason = f"{error.strerror or error}: {', '.join(files)}"
     return (
@@ -237,12 +237,12 @@ def _unusable(url: str, error: Exception) -> str:
 
 
 def open_redis(url: str, retries: int = _RETRIES) -> Redis:
-    """A client with a connection pool for `url` (the forms above). Raises `ConfigError` on one that can't be used."""
+    """A client with a connection pool for `url` (in one of the forms above). Raises `ConfigError` if it can't be used."""
     return Redis.from_pool(pool_of(url, retries))
 
 
 def refusal(text: str) -> ReplayError:
-    """The exception that `<code> <message>`, as the functions refuse, stands for."""
+    """The exception for `<code> <message>`, the text with which the functions refuse a call."""
     code, _, message = text.partition(" ")
     kind = _BY_CODE.get(code)
     if kind is not None:
@@ -261,10 +261,10 @@ def unavailable(error: BaseException, user: str | None = None) -> ReplayError:
 
 @contextlib.contextmanager
 def keeping_cancellation() -> Iterator[None]:
-    """A cancellation that comes while the body runs is never lost.
+    """Never lose a cancellation that comes while the body runs.
 
-    redis-py sends under `asyncio.wait_for`, which before Python 3.12 drops a cancellation that arrives together with the end of what it
-    waits for; the task that was to stop would go on.
+    redis-py sends under `asyncio.wait_for`, which before Python 3.12 drops a cancellation that arrives together with the result that it
+    waits for; the cancelled task would keep running.
     """
     task = asyncio.current_task()
     before = task.cancelling() if task else 0
@@ -304,7 +304,7 @@ class BufferConnection:
             raise unavailable(error, self._user) from error
 
     async def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
-        """Replies in order, of commands sent together; the first refusal is raised once all are through."""
+        """Send commands together; returns their replies in order. The first refusal is raised after all have run."""
         pipe = self.redis.pipeline(transaction=False)
         for command in commands:
             pipe.execute_command(*command)
@@ -333,7 +333,7 @@ class BufferConnection:
 
 
 class Wakeups:
-    """One subscription of a client to its run's wake-ups; opened at the first wait."""
+    """A client's subscription to its run's wake-ups, opened at the first wait."""
 
     def __init__(self, connection: BufferConnection) -> None:
         self._connection = connection
@@ -346,7 +346,7 @@ class Wakeups:
             self._reader = asyncio.create_task(self._read())
         event = self._events[channel]
         with contextlib.suppress(TimeoutError):
-            # not wait_for: before Python 3.12 it loses a cancellation that comes with the wake-up
+            # not wait_for: before Python 3.12 it loses a cancellation that arrives with the wake-up
             async with asyncio.timeout(min(timeout_s, _POLL_S)):
                 await event.wait()
         event.clear()
@@ -358,14 +358,14 @@ class Wakeups:
                 await self._reader
 
     async def _read(self) -> None:
-        """Follow the channels; while the server is away, waits fall back to polling and their callers meet the error."""
+        """Read wake-ups from the channels. While the server is away, waits fall back to polling, and their callers get the error."""
         prefix = f"{self._connection.key}:wake:"
         while True:
             async with self._connection.redis.pubsub() as pubsub:
                 with contextlib.suppress(*Unreachable):
                     with keeping_cancellation():
                         await pubsub.subscribe(*(prefix + channel for channel in self._events))
-                    # what happened before the subscription stood went unheard
+                    # events before the subscription was active were missed
                     for event in self._events.values():
                         event.set()
                     while True:

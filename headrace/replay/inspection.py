@@ -1,4 +1,4 @@
-"""Calls for people and their tools: statistics, metrics, events, and what the buffer holds of a group."""
+"""Calls for inspection by users and tools: statistics, metrics, events, groups and their trajectories."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.trajectory import Group, Score, Trajectory
 _METRICS_KEPT = 100_000
 _EVENTS_KEPT = 10_000
 
-# Where the buffer keeps groups, and the states it keeps there (groups.lua).
+# The indices in which the buffer keeps groups, and the states in each (groups.lua).
 _PLACES = {
     "queue": {"queued"},
     "line": {"open", "scoring", "ready"},
@@ -29,7 +29,7 @@ _PLACES = {
 
 class InspectionClient(BufferClient):
     async def stats(self) -> dict[str, Any]:
-        """Everything people look at: RunState fields, counts by lane and state, refusals by code, bytes, ages, replicas, scoring line."""
+        """Statistics of the run: RunState fields, counts by lane and state, refusals by code, bytes, ages, replicas, scoring line."""
         empty: dict[str, Any] = {"counts": {}, "refusals": {}, "requeues": {}}
         stats = empty | unpack(await self._connection.call("stats"))
         return {
@@ -63,7 +63,7 @@ class InspectionClient(BufferClient):
         )
 
     async def events(self, after: str, block_s: float, count: int = 1000) -> list[tuple[str, dict[str, str]]]:
-        """What happened after id `after`, waiting up to `block_s` seconds for the first: (id, fields with the `kind` of event)."""
+        """Events after id `after`, waiting up to `block_s` seconds for the first: (id, fields with the `kind` of event)."""
         key = f"{self._connection.key}:events"
         milliseconds = max(1, round(block_s * 1000))
         reply = await self._connection.command("XREAD", "COUNT", count, "BLOCK", milliseconds, "STREAMS", key, after)
@@ -74,19 +74,19 @@ class InspectionClient(BufferClient):
         ]
 
     async def append_event(self, kind: str, fields: Mapping[str, str]) -> None:
-        """Append to the run's events, which people follow."""
+        """Append an event to the run's stream of events."""
         flat = [word for pair in fields.items() for word in pair]
         await self._connection.command(
             "XADD", f"{self._connection.key}:events", "MAXLEN", "~", _EVENTS_KEPT, "*", "kind", kind, *flat
         )
 
     async def newest_event(self) -> str:
-        """Id of the newest event, to follow from here on."""
+        """Id of the newest event, from which to follow the stream."""
         newest = await self._connection.command("XREVRANGE", f"{self._connection.key}:events", "+", "-", "COUNT", 1)
         return newest[0][0].decode() if newest else "0"
 
     async def group(self, group_id: str) -> dict[str, Any] | None:
-        """One group for people: its record, state, fields, and trajectories pushed so far; None if the buffer does not hold it."""
+        """One group as plain fields: its record, state, and trajectories pushed so far; None if the buffer does not hold it."""
         reply = await self._connection.call("group", group=group_id)
         if reply is None:
             return None
@@ -110,16 +110,16 @@ class InspectionClient(BufferClient):
         return None if payload is None else (Trajectory.decode(payload), Score.decode(score) if score else None)
 
     async def bias(self) -> dict[Moment, TrajectoryMeter]:
-        """What trajectories of the train lane were like at each end they came to, since the run began."""
+        """The meters of the train lane's trajectories at each moment, since the run began."""
         return meters_of(dict(unpack(await self._connection.call("bias"))))
 
     async def groups(self, states: Collection[str]) -> AsyncIterator[tuple[str, str]]:
-        """Id and state of every group the buffer holds in one of `states`, both lanes. One that moves meanwhile may be missed, or seen
-        twice."""
+        """Id and state of every group in one of `states` that the buffer holds, in both lanes. A group that changes state meanwhile may be
+        missed or yielded twice."""
         for place, kept in _PLACES.items():
             if not kept & set(states):
                 continue
-            seen: set[str] = set()  # a set is scanned, which may show a member twice
+            seen: set[str] = set()  # scanning a Redis set may return a member twice
             cursor = 0
             while cursor >= 0:
                 page = unpack(await self._connection.call("groups", place=place, cursor=cursor))
@@ -151,7 +151,7 @@ class InspectionClient(BufferClient):
         )
 
     async def lineage(self, group_id: str) -> GroupLineage | None:
-        """Where a group that the buffer holds comes from, as far as it is; None if it holds no such group."""
+        """The lineage of a group that the buffer holds, as far as it has got; None if it holds no such group."""
         found = await self.held(group_id)
         if found is None:
             return None
@@ -170,7 +170,7 @@ class InspectionClient(BufferClient):
         )
 
     async def held_batch(self, step: int) -> tuple[list[int], Reservation | None]:
-        """(the steps whose batches were handed out and are still held, the batch of `step` if it is one of them)."""
+        """The reserved steps whose batches are still held, and the batch of `step` if it is one of them."""
         reply = unpack(await self._connection.call("step", step=step))
         batch = reply.get("batch")
         return reply["held"], None if batch is None else msgspec.convert(batch, BatchReply).reservation()

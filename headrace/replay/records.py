@@ -1,7 +1,7 @@
-"""What the replay buffer's calls take and give: plain records, no I/O.
+"""The records of the replay buffer's calls: plain data, no I/O.
 
-The buffer's functions answer with msgpack maps of these fields (`services/replay/functions/`), so that most records are decoded as they
-come; `*_of` make those that are put together from more.
+The buffer's functions answer with msgpack maps of these fields (`services/replay/functions/`), so most records are decoded
+directly; `*_of` functions build those that have several sources.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ GroupState = Literal[
 ]
 
 
-# A dataclass, since it is configuration and no reply.
+# A dataclass, because it is configuration and not a reply.
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the run's configuration says to the state machine. Times in seconds, counted on the server's clock."""
+    """The run's settings for the state machine. Times are in seconds on the server's clock."""
 
     prompts_per_step: int
     generations_per_prompt: int
@@ -36,7 +36,7 @@ class Limits:
     scoring_deadline_s: float
     replica_dead_s: float
     max_bytes: int
-    ahead_steps: int | None = None  # of `drop` and `mask`; None takes max_age
+    ahead_steps: int | None = None  # for `drop` and `mask`; None means max_age
     redundant: int = 0  # trajectories started beyond n; the first n scored complete a group
     filter_equal: bool = False  # dynamic sampling: filter groups whose rewards, clamped to the next two, are all equal
     filter_components: bool = False  # with it: whose reward components are, each by itself
@@ -47,12 +47,12 @@ class Limits:
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """Where the run stands.
+    """The state of the run.
 
     `timeline` and `incarnation` are nonces (random hex). `next_step` is the step the next `reserve` must name; `committed`
     the newest published checkpoint's version (-1 before the first); `enqueued` the highest `order` taken so far (-1: none).
-    `refill`: prompts up to `enqueued` are missing, neither trained nor held, until the trainer has enqueued them again and said
-    `refilled`. `timelines`: those the weights descend from, each with the version it began at, oldest first.
+    `refill`: prompts up to `enqueued` are missing (neither trained nor held) until the trainer has enqueued them again and called
+    `refilled`. `timelines`: those that the weights descend from, each with the version it began at, oldest first.
     """
 
     run_id: str
@@ -92,8 +92,8 @@ class Lease(msgspec.Struct, frozen=True):
     incarnation: str
     expires_in_s: float
     count: int  # trajectories of the group, with indices from 0: the first n of them that are scored are the group
-    missing: tuple[int, ...]  # indices to generate: the others are in, or can't be had
-    # what another replica has sampled of those, cut off where it was saved; to be gone on from
+    missing: tuple[int, ...]  # indices to generate: the others are pushed, or were given up
+    # saved prefixes of those, by index, which another replica has sampled and this one continues
     prefixes: Mapping[int, Trajectory] = {}
 
 
@@ -112,9 +112,9 @@ class Epoch(msgspec.Struct, frozen=True):
     members: tuple[str, ...]
     acknowledged: tuple[str, ...]
     verified: tuple[str, ...]  # members whose probe agreed
-    refused: dict[str, str]  # member -> why it did not complete (its own words)
+    refused: dict[str, str]  # member -> why it did not complete, as it reported
     rendezvous: dict[str, Any]
-    interrupted: tuple[str, ...] = ()  # those of `refused` under whom the collective broke through no fault of theirs
+    interrupted: tuple[str, ...] = ()  # members in `refused` whose collective failed through no fault of theirs
 
 
 class Replica(msgspec.Struct, frozen=True):
@@ -124,14 +124,14 @@ class Replica(msgspec.Struct, frozen=True):
     state: ReplicaState
     version: int
     timeline: str
-    info: dict[str, Any]  # host, pid, url, device, …: for people
+    info: dict[str, Any]  # host, pid, url, device, …, for display
     leases: int
     seen_s_ago: float
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
-    """`lost` are tokens of the caller that are no longer valid: abort their generations. Of these, `complete` are of groups that have
-    their n trajectories. `epoch` is the newest, if any."""
+    """The answer to a heartbeat. `lost` are the caller's lease tokens that are no longer valid: abort their generations. `complete` are
+    those of them whose groups have their n trajectories. `epoch` is the newest, if any."""
 
     state: ReplicaState
     timeline: str
@@ -148,7 +148,7 @@ class ScoringJob(msgspec.Struct, frozen=True):
 
 
 class ReservedTrajectory(msgspec.Struct, frozen=True):
-    """What rank 0 plans with: kilobytes, not payloads. `key` reads the payload."""
+    """A reserved trajectory without its payload, for rank 0 to plan with. `key` is the key of the payload."""
 
     group_id: str
     index: int
@@ -160,9 +160,9 @@ class ReservedTrajectory(msgspec.Struct, frozen=True):
 
 
 class Reservation(msgspec.Struct, frozen=True, eq=False):
-    """Batch of step `step`: `P` complete groups in ticket order, n trajectories each in index order (which indices is for chance to say).
+    """The batch of `step`: `P` complete groups in ticket order, each with n trajectories in index order (any n under over-sampling).
 
-    `scored` groups got all their scores since the batch before, `filtered` of them by dynamic sampling (they are in no batch).
+    `scored` groups got all their scores since the previous batch; dynamic sampling filtered `filtered` of them (they are in no batch).
     """
 
     step: int
@@ -172,21 +172,21 @@ class Reservation(msgspec.Struct, frozen=True, eq=False):
     filtered: int = 0
 
     def __eq__(self, other: object) -> bool:
-        """The same batch, whatever was scored before it was handed out."""
+        """Whether both are the same batch, regardless of `scored` and `filtered`."""
         if not isinstance(other, Reservation):
             return NotImplemented
         return (self.step, self.groups, self.trajectories) == (other.step, other.groups, other.trajectories)
 
 
 class Waiting(msgspec.Struct, frozen=True, tag_field="reply", tag="waiting"):
-    """`reserve` can't be served yet. `ready` of `needed` lowest tickets are ready."""
+    """The answer of `reserve` while the batch is incomplete: `ready` of the `needed` lowest tickets are ready."""
 
     ready: int
     needed: int
 
 
 class End(msgspec.Struct, frozen=True, tag_field="reply", tag="end"):
-    """The queue is closed and fewer than `P` groups are left; they became `unused`."""
+    """The answer of `reserve` when the queue is closed and fewer than `P` groups are left; they became `unused`."""
 
     unused: int
 
@@ -199,8 +199,8 @@ class Evaluated(msgspec.Struct, frozen=True):
 
 
 class HeldGroup(msgspec.Struct, frozen=True):
-    """A group as the buffer holds it, for people: `step` it is kept for, reserved for or was trained at, the trajectories pushed so far
-    in index order, with their scores once they have one."""
+    """A group as the buffer holds it: the `step` that it is kept or reserved for or was trained at, and the trajectories pushed so far in
+    index order, with their scores if they have one."""
 
     group: Group
     state: str
@@ -251,7 +251,7 @@ unpack = msgspec.msgpack.Decoder().decode
 
 
 def epoch_of(reply: Sequence[bytes]) -> Epoch:
-    """From the reply of `hr_epoch` and the like: the epoch, then its rendezvous."""
+    """The epoch in a reply of `hr_epoch` and similar functions: its fields, then its rendezvous."""
     fields = unpack(reply[0])
     announced = fields["state"] == "announced"
     did = dict(pairs(fields["members"]))

@@ -1,4 +1,4 @@
-"""Trying a call of the buffer again while its server is away (a restart, a failover)."""
+"""Retries calls of the buffer while its server is away (a restart, a failover)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LAST_PAUSE_S = 2.0
 
 
 class BufferRetry:
-    """Repeats a call that found the buffer's server away, for up to `deadline_s` from the first failure; then the error stands.
+    """Repeats a call while the buffer's server is away, for up to `deadline_s` from the first failure; then the error is raised.
 
         retry = BufferRetry(deadline_s=60.0)
         state = await retry(lambda: replay.state())
 
-    Every call of the buffer may be repeated: an answer lost on the way back changes nothing. Pauses double from `first_pause_s` to
-    `last_pause_s`. `errors` are those that may pass; all others are raised at once.
+    Every call of the buffer may be repeated: if only the answer was lost, the repetition changes nothing. Pauses double from
+    `first_pause_s` to `last_pause_s`. `errors` are those that may be temporary; all others are raised at once.
     """
 
     def __init__(

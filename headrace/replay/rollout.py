@@ -18,28 +18,29 @@ from headrace.trajectory import Group, Trajectory
 
 log = logging.getLogger(__name__)
 
-# A payload that no call made visible is gone after this many seconds.
+# A payload that no call has made visible expires after this many seconds.
 STAGED = b"60"
-# A payload of up to so many bytes travels in the call that makes it visible, which spares client and server a command each. A larger one
-# would cost more there, and keep the server from others for longer.
+# A payload of up to this many bytes travels in the call that makes it visible, which saves client and server a command. A larger one
+# would cost more there, and block the server for longer.
 CARRIED_BYTES = 32 << 10
 
 
-# What `push` and `save` are told of trajectories, in columns (_payload.lua).
+# The columns of `push` and `save`, one entry per trajectory (_payload.lua).
 _COLUMNS = ("group", "index", "token", "nonce", "bytes", "length", "oldest", "newest")
 
 
 class RolloutClient(BufferClient):
     async def register(self, replica: str, info: Mapping[str, Any]) -> None:
-        """Enter the fleet as STALE. `replica` is a nonce made at process start: a restarted replica is a new one."""
+        """Enter the fleet as STALE. `replica` is a nonce made when the process starts: a restarted replica is a new one."""
         await self._connection.call("register", msgspec.msgpack.encode(info), replica=replica)
 
     async def deregister(self, replica: str) -> None:
-        """Leave the fleet; groups still held are passed on at once, without costing an attempt."""
+        """Leave the fleet; the leases that it still holds are passed on at once, without costing an attempt."""
         await self._until_done("deregister", replica=replica)
 
     async def heartbeat(self, replica: str, tokens: Sequence[str]) -> HeartbeatReply:
-        """Renew the replica and these leases (never past a group's absolute deadline, law 6). A DEAD or unknown replica is told so."""
+        """Renew the replica and these leases (never past a group's absolute deadline, law 6). The reply tells a replica that it
+        is DEAD or unknown."""
         known = f"{self._epoch.id} {self._epoch.state}" if self._epoch else ""
         reply = await self._connection.call("heartbeat", replica=replica, epoch=known, tokens=tokens)
         fields = unpack(reply)
@@ -48,12 +49,12 @@ class RolloutClient(BufferClient):
         return msgspec.convert({**fields, "epoch": self._epoch}, HeartbeatReply)
 
     async def wait_work(self, timeout_s: float) -> None:
-        """Return when a lease may be had or an epoch changed, or after `timeout_s`."""
+        """Return when a lease may be available or an epoch has changed, or after `timeout_s`."""
         await self._wakeups.wait("work", timeout_s)
 
     async def lease(self, replica: str, max_groups: int) -> list[Lease]:
-        """Up to `max_groups` groups: those that another replica has begun, validation, then training prompts as admission
-        allows. Empty: wait.
+        """Lease up to `max_groups` groups: first those that another replica has begun, then validation, then training prompts as admission
+        allows. If the result is empty, wait.
 
         Raises `NotVerified` unless the replica is HEALTHY.
         """
@@ -74,7 +75,7 @@ class RolloutClient(BufferClient):
             group_id, token = lease.pop("group"), lease["token"]
             try:
                 group = Group.decode(record)
-            except CodecError as error:  # no replica can ever generate it
+            except CodecError as error:  # no replica can ever generate this group
                 await self._release(reply["timeline"], reply["incarnation"], group_id, token, "rejected", str(error))
                 continue
             lease["missing"] = tuple(lease.get("missing") or range(lease["count"]))
@@ -83,8 +84,8 @@ class RolloutClient(BufferClient):
         return leases
 
     async def _prefixes(self, granted: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Trajectory]]:
-        """By token and index, what other replicas have begun of these leases. One that was freed or can't be read is left out: it
-        starts over."""
+        """The saved prefixes of these leases, by token and index. One that was freed or can't be read is left out: its trajectory starts
+        over."""
         begun: dict[str, dict[int, Trajectory]] = {}
         saved = [(lease, index, key) for lease in granted for index, key in lease.get("prefixes", ())]
         payloads = await self._read_batches(self._fetch, [key for _, _, key in saved])
@@ -94,7 +95,7 @@ class RolloutClient(BufferClient):
             try:
                 prefix = Trajectory.decode(payload)
             except CodecError as error:
-                log.warning("a saved trajectory (%r) can't be gone on from: %s", key, error)
+                log.warning("a saved trajectory (%r) can't be continued: %s", key, error)
                 continue
             if (prefix.group_id, prefix.index) == (lease["group"], index):
                 begun.setdefault(lease["token"], {})[index] = prefix
@@ -110,29 +111,29 @@ class RolloutClient(BufferClient):
             raise error
 
     async def push_many(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | CodecError | None]:
-        """`push` of many at once: for each None, or the error that `push` would raise."""
+        """`push` many at once; returns, for each, None or the error that `push` would raise."""
         return await self._write_batches(partial(self._hand_in, "push"), items, _size)
 
     async def save(self, lease: Lease, trajectory: Trajectory) -> None:
-        """What there is of an unfinished trajectory, so that another replica can go on from there should the lease be lost. Each is longer
-        than the one before; raises as `push` does."""
+        """Save an unfinished trajectory, so that another replica can continue it if the lease is lost. Each save must be longer
+        than the previous one; raises as `push` does."""
         (error,) = await self.save_many([(lease, trajectory)])
         if error is not None:
             raise error
 
     async def save_many(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | CodecError | None]:
-        """`save` of many at once: for each None, or the error that `save` would raise."""
+        """`save` many at once; returns, for each, None or the error that `save` would raise."""
         return await self._write_batches(partial(self._hand_in, "save"), items, _size)
 
     async def _hand_in(
         self, function: str, items: Sequence[tuple[Lease, Trajectory]]
     ) -> list[ReplayError | CodecError | None]:
-        """One round trip: large payloads staged under nonces, then a call for each timeline that makes them permanent or deletes them,
-        and carries the small ones."""
+        """Push or save in one round trip: large payloads are staged under nonces, then one call per timeline makes them permanent or
+        deletes them, and carries the small ones."""
         errors: list[ReplayError | CodecError | None] = [None] * len(items)
-        nonces = secrets.token_hex(8 * len(items))  # one call of the system for all
+        nonces = secrets.token_hex(8 * len(items))  # one system call for all
         commands: list[tuple[Any, ...]] = []
-        # of each timeline: what is told of trajectories, their payloads, and where they are in `items`
+        # for each timeline: the columns, the payloads, and their positions in `items`
         calls: dict[tuple[str, str], tuple[list[tuple[Any, ...]], list[bytes], list[int]]] = {}
         for position, (lease, trajectory) in enumerate(items):
             try:
@@ -163,13 +164,13 @@ class RolloutClient(BufferClient):
         return errors
 
     async def release(self, lease: Lease, reason: str, *, failed: bool) -> None:
-        """Give the group back: `failed` counts an attempt (after `max_attempts` the group ends as failed with `reason`), and the
-        next starts over; otherwise (shutdown, refit) another replica goes on with it."""
+        """Return the lease. With `failed` it costs an attempt (after `max_attempts` the group ends as failed with `reason`), and the
+        next attempt starts over; otherwise (shutdown, refit) another replica continues it."""
         await self._release_lease(lease, "failed" if failed else "returned", reason)
 
     async def abandon(self, lease: Lease, index: int, reason: str) -> bool:
-        """Trajectory `index` can't be generated. True: the group does without it. False: too few are left, and the whole group was given
-        back as failed."""
+        """Report that trajectory `index` can't be generated. Returns True if the group can do without it; False if too few are left, and
+        the whole group was released as failed."""
         kept = await self._connection.call(
             "abandon",
             timeline=lease.timeline,
@@ -182,7 +183,7 @@ class RolloutClient(BufferClient):
         return bool(kept)
 
     async def reject(self, lease: Lease, reason: str) -> None:
-        """The group can never succeed (prompt longer than the context, …): it ends as failed with `reason`, without further attempts."""
+        """End the group as failed with `reason`, without further attempts, because it can never succeed (its prompt is too long, …)."""
         await self._release_lease(lease, "rejected", reason)
 
     async def _release_lease(self, lease: Lease, how: str, reason: str) -> None:
@@ -195,18 +196,18 @@ class RolloutClient(BufferClient):
     # -- epochs of the weight channel --------------------------------------------------------------------------------------
 
     async def acknowledge(self, replica: str, epoch: str) -> None:
-        """The replica is able to take part. Raises `Fenced` if the epoch is no longer announced."""
+        """Tell the buffer that the replica can take part. Raises `Fenced` if the epoch is no longer announced."""
         await self._connection.call("acknowledge", replica=replica, epoch=epoch)
 
     async def verify(self, replica: str, epoch: str, difference: float, tolerance: float) -> bool:
-        """The only way to HEALTHY: the probe's largest |log-probability difference| under the epoch's weights, in nats.
-        False (and STALE, with the figure as reason) unless difference <= tolerance."""
+        """Report the probe's largest |log-probability difference| under the epoch's weights, in nats: the only way to HEALTHY.
+        Returns False (and the replica is STALE, with the figure as the reason) unless difference <= tolerance."""
         proof = {"difference": float(difference), "tolerance": float(tolerance)}
         return bool(await self._connection.call("verify", replica=replica, epoch=epoch, **proof))
 
     async def refuse(self, replica: str, epoch: str, reason: str, *, interrupted: bool = False) -> None:
-        """The replica could not complete the epoch: it is STALE, for this reason. `interrupted`: the collective broke under it, and the
-        replica is not at fault."""
+        """Report that the replica could not complete the epoch; it becomes STALE for this reason. `interrupted`: the collective failed, and
+        the replica is not at fault."""
         await self._connection.call("refuse", replica=replica, epoch=epoch, reason=reason, interrupted=interrupted)
 
 
@@ -215,7 +216,7 @@ def _size(item: tuple[Lease, Trajectory]) -> int:
 
 
 def _payload(lease: Lease, trajectory: Trajectory) -> bytes:
-    """What is stored of a trajectory. Raises `CodecError` for one that is none, `InvalidCall` for one of another group or attempt."""
+    """The encoded trajectory. Raises `CodecError` if it is not valid, `InvalidCall` if it is of another group or attempt."""
     trajectory.check()
     if (trajectory.group_id, trajectory.attempt) != (lease.group.id, lease.attempt):
         raise InvalidCall(

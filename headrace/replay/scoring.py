@@ -35,7 +35,7 @@ class ScoringClient(BufferClient):
         payloads = await self._read_batches(self._fetch, [key for _, _, _, key, _ in entries])
         jobs = []
         for (group, group_id, index, _, attempt), payload in zip(entries, payloads, strict=True):
-            if payload is None or group is None:  # discarded since: the token is void
+            if payload is None or group is None:  # discarded meanwhile: the token is void
                 continue
             try:
                 jobs.append(ScoringJob(group, _trajectory_of(group_id, index, payload), token, attempt))
@@ -44,21 +44,21 @@ class ScoringClient(BufferClient):
         return jobs
 
     async def _score_unreadable(self, group_id: str, index: int, token: str, problem: str) -> None:
-        """Bytes that are no trajectory of this group can't be scored by anyone: law 7, the group fails with the reason."""
+        """Score bytes that are not a trajectory of this group as INVALID (law 7): the group fails with the reason."""
         (error,) = await self._score_batch([(group_id, index, token, Score("INVALID", message=problem))])
         if error is not None and not isinstance(error, LeaseLost):
             raise error
 
     async def release_scoring(self) -> None:
-        """A scorer starts: what an earlier one had taken waits again at once, without costing an attempt."""
+        """Return what an earlier scorer had taken to the line at once, without costing an attempt. Called when a scorer starts."""
         await self._until_done("release_scoring")
 
     async def wait_scoring(self, timeout_s: float) -> None:
         await self._wakeups.wait("scoring", timeout_s)
 
     async def score(self, job: ScoringJob, score: Score) -> None:
-        """Write a score back. `SCORED` counts towards the group's completeness. Law 7: `FAILED` and `TIMED_OUT` are tried again up to
-        `max_scoring_attempts` and then fail the group with the message; `INVALID` fails it at once."""
+        """Write a score back. `SCORED` counts towards the group's completeness. Law 7: `FAILED` and `TIMED_OUT` are retried up to
+        `max_scoring_attempts` times and then fail the group with the message; `INVALID` fails it at once."""
         (error,) = await self.score_many([(job, score)])
         if error is not None:
             raise error

@@ -26,17 +26,17 @@ from headrace.replay.records import (
 )
 from headrace.trajectory import Group, Score, Trajectory
 
-# Of a token in a payload: id, log-probability, mask, and text. Of a trajectory: field names, spans, timings, score.
+# Bytes per token of a payload (id, log-probability, mask, text), and per trajectory (field names, spans, timings, score).
 _TOKEN_BYTES, _OVERHEAD_BYTES = 15, 2048
 
 
 class TrainerClient(BufferClient):
     async def rewind(self, version: int, timeline: str) -> RunState:
-        """The trainer goes on from checkpoint `version` on the new `timeline` (a nonce of the caller: a repeat is a no-op).
+        """Take the buffer back to checkpoint `version`, on the new `timeline` (a nonce of the caller: a repetition is a no-op).
 
-        Commits reserved steps < version, or takes back what was committed from a checkpoint older than the newest (the state then says
-        `refill`). Reopens steps >= version for `reserve` unchanged where all trajectories survive, voids
-        all leases, drops the validation lane, discards every trajectory with a token newer than `version`, marks every replica STALE.
+        Commits reserved steps < version; if the checkpoint is older than the newest, takes back what was committed since (the state then
+        says `refill`). Reopens steps >= version, unchanged if all their trajectories survive. Voids all leases, drops the validation
+        lane, discards every trajectory with a token newer than `version`, and marks every replica STALE.
         """
         state = self._note(await self._connection.call("rewind", version=version, timeline=timeline))
         await self._until_done("commit", version=version, timeline=timeline)
@@ -45,9 +45,9 @@ class TrainerClient(BufferClient):
     async def restore(
         self, version: int, timeline: str, incarnation: str, enqueued: int, ended: Ended | None = None
     ) -> RunState:
-        """The store lost writes: install a new incarnation that knows of nothing but checkpoint `version`, of the prompts up to order
-        `enqueued` as already taken, and of those that `ended`. The state says `refill`: the caller enqueues again those among them that
-        its ledger does not hold.
+        """Rebuild the buffer after lost writes: install a new incarnation that knows only checkpoint `version`, that the prompts up to
+        order `enqueued` were taken, and which of them `ended`. The state then says `refill`: the caller enqueues again those that are not
+        in its ledger.
         """
         ended = ended or Ended()
         state = self._note(
@@ -66,17 +66,17 @@ class TrainerClient(BufferClient):
         return state
 
     async def refilled(self, timeline: str) -> None:
-        """Every prompt that the state's `refill` asked for is enqueued again (idempotent)."""
+        """Tell the buffer that the refill is complete (idempotent)."""
         await self._connection.call("refilled", timeline=timeline)
 
     async def ended(self) -> Ended:
-        """The train groups that ended without being trained, for `restore`: an order among them is never enqueued again."""
+        """The train groups that ended without being trained, for `restore`: their orders are never enqueued again."""
         counts, bitmap = await self._connection.call("ended")
         return Ended(**unpack(counts), bitmap=bitmap)
 
     async def enqueue(self, groups: Sequence[Group], timeline: str, refill: bool = False) -> int:
-        """Append to the queue of each group's lane; returns how many were new. A group at or below `enqueued` order, or known
-        by id, or among those that ended, is not new (idempotent). `refill` takes groups at or below `enqueued` as well,
+        """Append groups to the queues of their lanes; returns how many were new. A group at or below `enqueued` order, or with a known
+        id, or among those that ended, is not new (idempotent). `refill` also takes groups at or below `enqueued`,
         while the state says `refill`. Raises
         `WrongTimeline`, and `WrongStep` for groups beyond the next order: the server lost the writes of those in between."""
         if self._incarnation is None:
@@ -95,19 +95,19 @@ class TrainerClient(BufferClient):
         return new
 
     async def close(self, timeline: str) -> None:
-        """No more training prompts will come (idempotent); a rewind opens the queue again."""
+        """Close the queue: no more training prompts will come (idempotent). A rewind opens it again."""
         await self._connection.call("close", timeline=timeline)
 
     async def reserve(self, step: int, timeline: str) -> Reservation | Waiting | End:
-        """Laws 2, 3 and 5: the batch of `step`, which must be `next_step` (repeating the last reserve gives the same batch).
+        """Reserve the batch of `step` by laws 2, 3 and 5; `step` must be `next_step` (repeating the last reserve returns the same batch).
 
-        Raises `WrongStep`, `WrongTimeline`, and `SamplingStarved` where it would wait, but dynamic sampling has had its share.
+        Raises `WrongStep`, `WrongTimeline`, and `SamplingStarved` if it would have to wait, but dynamic sampling has reached its limit.
         """
         reply = decode_reserve(await self._connection.call("reserve", step=step, timeline=timeline))
         return reply.reservation() if isinstance(reply, BatchReply) else reply
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Return when something that `reserve` waits for may have changed, or after `timeout_s`."""
+        """Return when the answer of `reserve` may have changed, or after `timeout_s`."""
         await self._wakeups.wait("ready", timeout_s)
 
     async def read(self, keys: Sequence[str]) -> list[tuple[Trajectory, Score]]:
@@ -131,16 +131,16 @@ class TrainerClient(BufferClient):
         return [Group.decode(record) for record in await self._held(records)]
 
     async def commit(self, version: int, timeline: str) -> None:
-        """Checkpoint `version` is published: steps < version are trained, and the payloads of all but the newest `retain_steps` of them
-        are freed (idempotent)."""
+        """Commit steps < version, because checkpoint `version` is published: their groups are trained, and the payloads of all but the
+        newest `retain_steps` steps are freed (idempotent)."""
         await self._until_done("commit", version=version, timeline=timeline)
 
     async def masked(self, step: int, timeline: str, tokens: int) -> None:
-        """Of the policy loss of `step`, `tokens` > 0 tokens were left out for their age: metered, once a step."""
+        """Meter that `tokens` > 0 tokens over age were left out of the policy loss of `step`; counted once per step."""
         await self._connection.call("masked", step=step, timeline=timeline, tokens=tokens)
 
     async def evaluated(self, ids: Sequence[str]) -> tuple[list[Evaluated], dict[str, str], int]:
-        """Of these validation groups: (those evaluated, reasons of those failed, number still pending)."""
+        """The state of these validation groups: (those evaluated, reasons of those failed by id, number still pending)."""
         replies: list[Any] = []
         for batch in chunks(ids, BATCH):
             replies += unpack(await self._connection.call("evaluated", groups=batch))
@@ -168,11 +168,11 @@ class TrainerClient(BufferClient):
         )
 
     async def begin_epoch(self, epoch: str, rendezvous: Mapping[str, Any]) -> Epoch:
-        """announced -> transfer with the members that acknowledged; replicas left out become STALE."""
+        """Move the epoch from announced to transfer, with the members that acknowledged; replicas left out become STALE."""
         return epoch_of(await self._connection.call("begin_epoch", msgspec.msgpack.encode(rendezvous), epoch=epoch))
 
     async def end_epoch(self, epoch: str, *, aborted: bool) -> Epoch:
-        """transfer -> done or aborted. Members that did not verify are STALE."""
+        """Move the epoch from transfer to done or aborted. Members that did not verify are STALE."""
         return epoch_of(await self._connection.call("end_epoch", epoch=epoch, aborted=aborted))
 
     async def wait_epoch(self, timeout_s: float) -> None:
@@ -181,7 +181,7 @@ class TrainerClient(BufferClient):
 
 
 def _queued(group: Group) -> dict[str, Any]:
-    """What the buffer knows of a group besides its record (enqueue.lua)."""
+    """The fields of a group that the buffer reads, besides its opaque record (enqueue.lua)."""
     return {
         "id": group.id,
         "lane": group.lane,
@@ -193,5 +193,5 @@ def _queued(group: Group) -> dict[str, Any]:
 
 
 def worst_case_bytes(n: int, prompt_tokens: int, max_new_tokens: int) -> int:
-    """What a group of `n` trajectories may take in the buffer: what a lease reserves of `Limits.max_bytes`."""
+    """The most bytes that a group of `n` trajectories may take in the buffer; a lease reserves them of `Limits.max_bytes`."""
     return n * (max_new_tokens * _TOKEN_BYTES + prompt_tokens * 4 + _OVERHEAD_BYTES)

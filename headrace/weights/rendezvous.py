@@ -1,4 +1,4 @@
-"""What the trainer tells the members of an epoch: first which are excluded, then where to connect, what is sent, and the probe.
+"""The trainer's messages to the members of an epoch: first who is excluded, then where to connect, what is sent, and the probe.
 
 The buffer carries both as opaque msgpack maps (`Epoch.rendezvous`).
 """

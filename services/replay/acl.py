@@ -1,8 +1,8 @@
-"""Redis users, one a role: each reaches the keys and channels of one run alone, by the functions and commands that its role calls.
+"""Redis users, one per role: each can reach the keys and channels of one run only, through the functions and commands of its role.
 
 Redis checks the commands inside a function against the rights of its caller. So a user also needs the commands that its functions
-are made of, and could send those by itself, to keys of its run. What the users keep apart are runs, roles by mistake, and people who
-only read; they do not make a replica that wants to do harm harmless to its own run.
+use, and could send those directly, to keys of its run. The users isolate runs, prevent calls by the wrong role, and limit
+readers to reading; they do not protect a run from a malicious replica of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# Of the commands inside functions, those that change nothing.
+# Commands inside functions that change nothing.
 _READS = _names(
     "exists get getbit hexists hget hgetall hmget lindex llen lrange scard sismember smembers "
     "srandmember sscan time zcard zcount zrange zrangebyscore zrevrange zscore"
@@ -34,7 +34,7 @@ _SWEEP = ("smembers", "srem", "scan", "unlink")
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """`functions` that change something (all roles may call those that don't), `commands` sent outside functions."""
+    """The rights of a role: `functions` that change something (all roles may call the others), `commands` sent outside functions."""
 
     functions: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
@@ -57,8 +57,8 @@ ROLES = {
 
 
 def users(run_id: str, passwords: Mapping[str, str]) -> list[str]:
-    """Lines of an ACL file: `<run>-<role>` for each role, `<run>-up` for all of them in one (`headrace up`), `headrace-admin` for people
-    who run the server; nobody else gets in. `passwords` by role, kept as their SHA-256."""
+    """Lines of an ACL file: `<run>-<role>` for each role, `<run>-up` with all roles (`headrace up`), `headrace-admin` for the server's
+    administrator; no other user can log in. `passwords` are by role and stored as SHA-256."""
     lines = ["user default off resetpass resetchannels -@all"]
     for role in role_names():
         digest = hashlib.sha256(passwords[role].encode()).hexdigest()
@@ -91,7 +91,7 @@ def _rights(run_id: str, role: str) -> Iterable[str]:
     others = "%R~" if role == "reader" else "~"
     current = "~" if role in ("replay", "up") else "%R~"
     return [
-        f"~hr:{{{run_id}}}",  # of an FCALL's key Redis can't know that it is only read
+        f"~hr:{{{run_id}}}",  # Redis can't know that the key of an FCALL is only read
         f"{others}hr:{{{run_id}}}:*",
         f"{current}{CURRENT_RUN}",
         "resetchannels",

@@ -1,4 +1,4 @@
-"""The embedded server: a real Valkey, started and stopped with the run, its append-only file in the run's folder."""
+"""The embedded server: a real Valkey that starts and stops with the run, with its append-only file in the run's folder."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from headrace.replay.connection import keeping_cancellation
 
 _log = logging.getLogger("headrace.replay")
 _STOP_S, _REPAIR_S = 10.0, 600.0
-# Becomes the server, which then dies with its parent. Not a preexec_fn: that runs in a forked copy of a process whose gRPC threads are
-# at work, and their libraries may crash there.
+# Executes the server, which then dies with its parent. Not a preexec_fn: that would run in a fork of a process with active gRPC threads,
+# where their libraries may crash.
 _LAUNCHER = """
 import os, sys
 from headrace.service import die_with_parent
@@ -40,15 +40,16 @@ def _bundled() -> str:
 
 
 class EmbeddedServer:
-    """One server process on `host`:`port`, with its files in `folder`; starting it again on the same folder goes on with the data.
+    """One server process on `host`:`port`, with its files in `folder`; when it is started again on the same folder, the data is there.
 
-    It dies with the process that started it, by SIGKILL too; start it from the main thread, whose end is what the kernel watches.
+    It dies with the process that started it, even by SIGKILL. Start it from the main thread: the kernel watches the end of the thread that
+    starts it.
     """
 
     def __init__(
         self, folder: Path, host: str, port: int, appendfsync: str = "everysec", binary: str | None = None
     ) -> None:
-        """`binary` None takes the Valkey that comes with the package."""
+        """`binary` None uses the Valkey that comes with the package."""
         self.folder = folder
         self.host = host
         self.port = port
@@ -64,8 +65,8 @@ class EmbeddedServer:
         return self._process.pid
 
     async def start(self) -> None:
-        """Return once the server answers and has loaded its data, without the end of it that can't be read. Raises `ServiceError` with
-        the server's own words."""
+        """Start the server; return once it answers and has loaded its data, after cutting off an unreadable end. Raises `ServiceError` with
+        the server's own message."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             await self._launch()
@@ -136,7 +137,7 @@ class EmbeddedServer:
         redis = Redis(host=self.host, port=self.port, socket_connect_timeout=1.0)
         async with redis:
             while process.poll() is None:
-                # another server may hold the port: only the answer of this process counts
+                # another server may hold the port: only an answer of this process counts
                 with contextlib.suppress(BusyLoadingError, RedisError, OSError), keeping_cancellation():
                     if (await redis.info("server"))["process_id"] == process.pid:
                         await redis.ping()
@@ -145,13 +146,13 @@ class EmbeddedServer:
         raise ServiceError(self._last_words())
 
     def _mend(self) -> bool:
-        """Cut off the append-only file from where it can't be read, after keeping a copy; whether there was something to cut.
+        """Keep a copy of the append-only file and truncate it where it becomes unreadable; returns whether there was anything to cut.
 
-        A power cut can leave zeros at its end; and a server that rewrote the file leaves a gap of zeros in it where its disk was full.
-        What is cut off are the newest writes, which the trainer makes good as after a failover.
+        A power cut can leave zeros at its end, and a server that has rewritten the file leaves a gap of zeros where its disk was full.
+        The newest writes are cut off; the trainer restores them as after a failover.
         """
         if _UNREADABLE not in "".join(self._log_tail()[-1:]):
-            return False  # nor may the file be touched: another server may have it open
+            return False  # don't touch the file: another server may have it open
         newest = max(
             self.folder.glob("appendonlydir/*.incr.aof"), key=lambda path: path.stat().st_mtime_ns, default=None
         )
@@ -159,9 +160,9 @@ class EmbeddedServer:
             return False
         size = newest.stat().st_size
         kept = self.folder / f"damaged-{time.time_ns()}.aof"
-        # the server's program is its own repairer, by the name that it is called by
+        # the server's binary is also the repair tool, under another program name
         repair = ["redis-check-aof", "--fix", str(newest)]
-        # where there is no room for a copy, the server's own words stand
+        # if there is no room for a copy, report the server's own message
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             shutil.copy2(newest, kept)
             subprocess.run(

@@ -14,7 +14,7 @@ from headrace.replay.bias import Distribution, Moment, Quantity, TrajectoryMeter
 
 
 class Snapshot:
-    """The newest statistics; None while the buffer can't be reached, so that no gauge shows a figure that is not so."""
+    """The newest statistics; None while the buffer can't be reached, so that no gauge shows a stale figure."""
 
     stats: dict[str, Any] | None = None
     meters: Mapping[Moment, TrajectoryMeter] | None = None
@@ -24,7 +24,7 @@ def _powers(first: int, last: int) -> list[float]:
     return [2.0**place for place in range(first, last + 1)]
 
 
-# Upper bounds of the histograms: those of the meters' buckets, one an octave (latency is metered in milliseconds).
+# Upper bounds of the histograms: those of the meters' buckets, one per octave (latency is metered in milliseconds).
 _HISTOGRAMS: dict[Quantity, tuple[str, str, list[float]]] = {
     "length": ("length_tokens", "completion tokens of trajectories", _powers(0, 17)),
     "reward": (
@@ -111,14 +111,14 @@ def _bias(meters: Mapping[Moment, TrajectoryMeter]) -> Iterable[Metric]:
 
 def _cumulative(distribution: Distribution, bounds: list[float]) -> list[tuple[str, float]]:
     """(upper bound, values at or below it), the last bound infinite."""
-    # a bound and a bucket's are computed alike, but for a rounding
+    # a bound and a bucket's bound may differ by rounding
     counts = [sum(n for upper, n in distribution.buckets if upper <= bound + 1e-9 * abs(bound)) for bound in bounds]
     return [*zip(map(str, bounds), map(float, counts), strict=True), ("+Inf", float(distribution.count))]
 
 
 @contextlib.contextmanager
 def exported(snapshot: Snapshot) -> Iterator[None]:
-    """`/metrics` shows the buffer while the context is open."""
+    """Show the buffer on `/metrics` while the context is open."""
     gauges = _Gauges(snapshot)
     REGISTRY.register(gauges)
     try:

@@ -1,4 +1,4 @@
-"""The buffer over HTTP, for people and their tools: the run, its groups and trajectories, metrics, and events as they happen."""
+"""The buffer's HTTP API for inspection: the run, its groups and trajectories, metrics, and events as they happen."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ States = Annotated[
 
 
 def build_app(client: ReplayClient, ready: Ready, lineage: LineageFiles) -> FastAPI:
-    """`lineage`: the files that the trainer writes; of a trainer on another machine they may not be there."""
+    """The replay service's application. `lineage` are the trainer's files; if it runs on another machine, they may not be there."""
     app = create_app("Headrace replay", ready)
     _answer_errors(app)
     _add_run(app, client)
@@ -52,7 +52,7 @@ def _add_run(app: FastAPI, client: ReplayClient) -> None:
 
     @app.get(
         "/v1/bias",
-        summary="What trajectories were like at each end they came to, and how far what is trained is from the rest",
+        summary="Statistics of trajectories at each moment that is metered, and the selection bias",
     )
     async def bias() -> dict[str, Any]:
         meters = await client.bias()
@@ -109,7 +109,7 @@ def _add_groups(app: FastAPI, client: ReplayClient, files: LineageFiles) -> None
 
     @app.get(
         "/v1/groups/{group_id}/lineage",
-        summary="Who wrote which tokens of a trained or waiting group, and what became of them",
+        summary="The lineage of a trained or waiting group: which replica wrote which tokens under which weights, and its end",
     )
     async def lineage(group_id: str) -> dict[str, Any]:
         found = await asyncio.to_thread(files.find, group_id) or await client.lineage(group_id)
@@ -149,7 +149,8 @@ def _answer_errors(app: FastAPI) -> None:
 
 
 def _meter(meter: TrajectoryMeter) -> dict[str, Any]:
-    """`mean` and `deviation` null of nothing; a bucket is [upper bound, count], the bound null where it is infinite."""
+    """A meter as JSON types: `mean` and `deviation` are null without values; a bucket is [upper bound, count], the bound null if it is
+    infinite."""
     plain: dict[str, Any] = {"trajectories": meter.trajectories, "tokens": meter.tokens}
     for quantity in QUANTITIES:
         distribution: Distribution = getattr(meter, quantity)

@@ -1,8 +1,8 @@
-"""The buffer's state machine in a Redis server: whether the server can carry it, and files of Lua joined into one library of functions.
+"""The buffer's library of Redis functions: checks the server, and joins and loads the Lua files.
 
-`functions/` holds a file for each transition, and shared files (`_name.lua`). A file says in its header which shared files it takes names
-from: `-- uses: _args, _group`. From that the order follows in which the shared files are joined; transitions come after them, each in a
-scope of its own.
+`functions/` contains one file per transition, and shared files (`_name.lua`). The header of a file says from which shared files it takes
+names: `-- uses: _args, _group`. That determines the order in which the shared files are joined; transitions come after them, each in its
+own scope.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _log = logging.getLogger("headrace.replay")
 _USES = re.compile(r"^-- uses: (.*)$", re.MULTILINE)
 _DEFINED = re.compile(r"^local (?:function (\w+)|(\w+(?:, \w+)*))", re.MULTILINE)
 _COMMENT_OR_STRING = re.compile(r"--[^\n]*|'(?:\\.|[^'\\\n])*'|\"(?:\\.|[^\"\\\n])*\"")
-# not a field of something, nor the key of a table or an assignment
+# a name that is not a field, nor the key of a table or an assignment
 _NAMED = re.compile(r"(?<![\w.:])[A-Za-z_]\w*(?!\w)(?!\s*=[^=])")
 
 
 class LibraryError(Exception):
-    """A file of Lua that does not fit the others; names the file and the line."""
+    """An inconsistency between Lua files; the message names the file and the line."""
 
 
 class _File:
-    """One file of Lua: the shared files it says it uses, the names that it defines for others, and those that it takes."""
+    """One Lua file: the shared files in its `uses` line, the names that it defines for others, and those that it takes."""
 
     def __init__(self, file: Traversable) -> None:
         self.name = file.name.removesuffix(".lua")
@@ -90,7 +90,7 @@ class _File:
 
 
 class Library:
-    """The files of a folder, checked and in order. Raises `LibraryError`."""
+    """The Lua files of a folder, checked and in order. Raises `LibraryError`."""
 
     def __init__(self, folder: Traversable) -> None:
         paths = sorted((path for path in folder.iterdir() if path.name.endswith(".lua")), key=lambda path: path.name)
@@ -119,13 +119,13 @@ class Library:
         return self._transitions[transition].text
 
     def source(self) -> str:
-        """As `FUNCTION LOAD` takes it."""
+        """The joined source for `FUNCTION LOAD`."""
         parts = [f"#!lua name={NAME}\n", *self.shared_texts()]
         parts += [f"do\n{file.text}\nend\n" for file in self._transitions.values()]
         return "\n".join(parts)
 
     def _add(self, name: str, users: list[str]) -> None:
-        """Append a shared file after those that it uses. `users` lead to it."""
+        """Append a shared file after those that it uses. `users` is the chain of files that led to it."""
         if name in users:
             circle = " -> ".join([*users[users.index(name) :], name])
             raise LibraryError(f"{self._shared[users[-1]].place()}: a circle of shared files: {circle}")
@@ -137,7 +137,7 @@ class Library:
 
 @cache
 def built_in() -> Library:
-    """The buffer's own."""
+    """The buffer's own library."""
     return Library(resources.files("headrace_services.replay") / "functions")
 
 
@@ -150,8 +150,8 @@ async def load(redis: Redis) -> None:
 
 
 async def check_server(redis: Redis, url: str, max_bytes: int) -> None:
-    """Say in the log what the server may lose. Raises `ServiceError` for one that can't carry the buffer, `ReplayUnavailable` if it
-    does not answer, `ReplayDenied` if it lets nobody in. `max_bytes` is the bound of the payloads."""
+    """Check that the server can hold the buffer, and log what it may lose. Raises `ServiceError` if it can't, `ReplayUnavailable` if it
+    does not answer, `ReplayDenied` if it refuses the login. `max_bytes` is the bound of the payloads."""
     info = await BufferConnection(redis, "none").command("INFO", "everything")
     where = f"replay.redis_url {shown(url)}"
     problem = incompatibility(info)
@@ -162,7 +162,7 @@ async def check_server(redis: Redis, url: str, max_bytes: int) -> None:
 
 
 def incompatibility(info: dict[str, Any]) -> str | None:
-    """What rules a server with this INFO out, and the remedy."""
+    """Why a server with this INFO can't hold the buffer, with the remedy; None if it can."""
     version = str(info["redis_version"])
     if int(version.split(".")[0]) < 7:
         return f"Redis {version} has no functions; run Redis 7.0 or later, or Valkey"

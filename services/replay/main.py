@@ -1,4 +1,4 @@
-"""The replay service: the buffer's server (embedded, unless there is one), its functions, the scorer, and the HTTP API."""
+"""The replay service: the buffer's server (embedded unless `replay.redis_url` names one), its functions, the scorer, and the HTTP API."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from headrace_services.replay.http import build_app
 from headrace_services.replay.scorer import run_scorer
 
 _log = logging.getLogger("headrace.replay")
-# An embedded server that ends this often in a row, each time within a minute, can't be kept up.
+# Give up on an embedded server that ends this often in a row, each time within a minute.
 _DEATHS, _DEATH_WINDOW_S = 3, 60.0
 _LOOK_S = 1.0
 
 
 def main(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT. Raises `HeadraceError`: a busy port, an unreachable server, or one that can't carry the buffer."""
+    """Serve until SIGTERM or SIGINT. Raises `HeadraceError` for a busy port, an unreachable server, or one that can't hold the buffer."""
     limits = limits_of(config)
     asyncio.run(_serve(config, limits))
 
 
 def limits_of(config: Config) -> Limits:
-    """What the configuration says to the state machine. Raises `ConfigError` if no two batches fit into `replay.max_bytes`."""
+    """The limits that the configuration sets for the state machine. Raises `ConfigError` if two batches don't fit into
+    `replay.max_bytes`."""
     algorithm, replay, generation = config.algorithm, config.replay, config.policy.generation
     new = min(generation.max_new_tokens, config.policy.max_total_sequence_length - 1)
     longest = config.policy.max_total_sequence_length - new
@@ -69,7 +70,7 @@ def limits_of(config: Config) -> Limits:
 
 
 def most_scored(config: Config) -> int:
-    """Groups that dynamic sampling may score for one step: `dynamic_sampling_max_gen_batches` batches."""
+    """The number of groups that dynamic sampling may score for one step: `dynamic_sampling_max_gen_batches` batches."""
     algorithm = config.algorithm
     return int(algorithm.dynamic_sampling_max_gen_batches * algorithm.generation_batch)
 
@@ -84,7 +85,7 @@ async def _serve(config: Config, limits: Limits) -> None:
 async def running(
     config: Config, limits: Limits, stop: asyncio.Event
 ) -> AsyncIterator[tuple[int, Callable[[], Awaitable[None]]]]:
-    """The service ready for work: (port of the HTTP API, what to await: returns after `stop`, raises what ends the service)."""
+    """Start the service; yields the port of the HTTP API, and an awaitable that returns after `stop` or raises what ends the service."""
     if config.run.id is None:
         raise ServiceError("run.id is not set; give `run.id=NAME`, or start the pipeline with `headrace up`")
     async with contextlib.AsyncExitStack() as stack:
@@ -114,7 +115,7 @@ async def running(
 
 
 async def _until_stopped(stop: asyncio.Event, scorer: Coroutine[Any, Any, None], helpers: list[Any]) -> None:
-    """Run `scorer`, which ends at `stop`, and its endless `helpers`; the first that raises ends them all."""
+    """Run `scorer`, which ends at `stop`, beside endless `helpers`; the first that raises ends them all."""
     scoring = asyncio.create_task(scorer)
     helping = [asyncio.create_task(helper) for helper in helpers]
     try:
@@ -130,7 +131,7 @@ async def _until_stopped(stop: asyncio.Event, scorer: Coroutine[Any, Any, None],
 
 
 class _Buffer:
-    """The run on its server, made again with the functions should the server come back without them."""
+    """The run on its server; functions and run are created again if the server comes back without them."""
 
     def __init__(self, client: ReplayClient, limits: Limits, url: str, bias_warning: float | None = None) -> None:
         """`bias_warning`: standard deviations of selection bias to warn of (`replay.bias_warning`)."""
@@ -169,7 +170,7 @@ class _Buffer:
             await asyncio.sleep(_LOOK_S)
 
     async def _warn_of_bias(self, meters: Mapping[Moment, TrajectoryMeter]) -> None:
-        """Say so, once, when the bias of a quantity goes beyond the limit."""
+        """Log a warning and append an event each time the bias of a quantity exceeds the limit."""
         found = beyond(skews(meters), self._bias_warning)
         for skew in found:
             if skew.quantity not in self._warned:
@@ -179,7 +180,7 @@ class _Buffer:
 
 
 async def _keep_up(server: EmbeddedServer) -> None:
-    """Start the embedded server again on its append-only file whenever it ends."""
+    """Restart the embedded server on its append-only file whenever it ends."""
     deaths: list[float] = []
     clock = asyncio.get_running_loop().time
     while True:

@@ -1,7 +1,7 @@
-"""The scorer: takes pushed trajectories to the reward hub in batches, several in flight, and writes the scores back.
+"""The scorer: sends pushed trajectories to the reward hub in batches, several in flight, and writes the scores back.
 
-Law 7: what an environment did not score is written as what it is, never as a number. A hub that can't be reached costs no
-scoring attempt: what was taken is given back to the line and taken again when the hub answers.
+Law 7: a failure of an environment is written as a failure, never as a number. A hub that can't be reached costs no
+scoring attempt: trajectories return to the line and are taken again when the hub answers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BATCH = 64
 _MOST_IN_FLIGHT = 1024
 _POLL_S = 5.0
 _LONGEST_PAUSE_S = 5.0
-# Of the scoring deadline: the rest is for writing the scores back.
+# Share of the scoring deadline for the hub's answer; the rest is for writing the scores back.
 _SHARE_OF_DEADLINE = 0.8
 _TOO_LARGE_OR_MALFORMED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
 
@@ -53,16 +53,16 @@ Item = tuple[ScoringJob, Trajectory]
 
 
 class _HubUnreachable(HeadraceError):
-    """The hub is away, or silent past a deadline that it always answers within."""
+    """The hub is unreachable, or silent past a deadline within which it always answers."""
 
 
 _LOSSES = (_HubUnreachable, ReplayUnavailable)
 
 
 async def run_scorer(config: Config, client: ReplayClient, stop: asyncio.Event) -> None:
-    """Score until `stop`; what is being scored then goes back to the line without costing an attempt.
+    """Score until `stop`; trajectories being scored then return to the line without costing an attempt.
 
-    Raises only what no retry can mend (`InvalidCall`). One scorer serves a run.
+    Raises only errors that no retry can fix (`InvalidCall`). One scorer serves a run.
     """
     scoring = asyncio.create_task(_Scorer(config, client).run())
     stopping = asyncio.create_task(stop.wait())
@@ -94,7 +94,7 @@ class _Scorer:
         self._progress = False  # this round has scored something
 
     async def run(self) -> None:
-        """Round after round: each ends when the hub or the buffer is lost, and gives back what it held."""
+        """Work in rounds: each ends when the hub or the buffer is lost, and returns the trajectories that it held."""
         retry = BufferRetry(last_pause_s=_LONGEST_PAUSE_S, errors=_LOSSES)
         async with rpc.channel(self._address, self._max_message_bytes) as channel:
             while True:
@@ -112,7 +112,7 @@ class _Scorer:
             ) from None
 
     async def _round(self, channel: grpc.aio.Channel) -> None:
-        """Returns if the hub or the buffer was lost after some scores, raises if it was before any."""
+        """Score until the hub or the buffer is lost: returns if that is after some scores, raises if it is before any."""
         self._in_flight, self._progress = 0, False
         await self._reach(channel)
         await self._client.release_scoring()
@@ -140,7 +140,7 @@ class _Scorer:
             _log.warning("scoring waits: %s", loss)
 
     async def _prepare(self, jobs: Sequence[ScoringJob]) -> list[Item]:
-        """Each job with its message; one that can't be sent at all is INVALID at once."""
+        """The jobs with their messages; a job that can't be sent at all is scored INVALID at once."""
         items: list[Item] = []
         for job in jobs:
             try:
@@ -212,13 +212,13 @@ class _Scorer:
             task_name=group.task_name,
             group_id=group.id,
             index=trajectory.index,
-            # The tokens are part of it: an attempt made again after a rewind may have the same number.
+            # The tokens are part of the key: after a rewind another attempt may have the same number.
             idempotency_key=f"{self._client.run_id}/{group.id}/{trajectory.attempt}/{trajectory.index}/{digest}",
         )
 
 
 def storable(score: Score) -> Score:
-    """`score`, or FAILED if the buffer's codec can't hold it (an integer of more than 64 bits in its metadata)."""
+    """`score`, or FAILED if the buffer's codec can't encode it (an integer of more than 64 bits in its metadata)."""
     try:
         score.encode()
     except CodecError as error:
@@ -228,7 +228,7 @@ def storable(score: Score) -> Score:
 
 
 def in_batches(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Batches of one environment each, so that a slow one holds up no other, within 64 trajectories and 1 MB (but at least one)."""
+    """Batches with one environment each, so that a slow one delays no other, of at most 64 trajectories and 1 MB (but at least one)."""
     by_environment: dict[str, list[Item]] = {}
     for item in items:
         by_environment.setdefault(item[1].environment, []).append(item)

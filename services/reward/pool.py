@@ -171,4 +171,4 @@ class WorkerProcess:
             return "it closed its output but did not end"
         if code < 0:
             return f"ended by {signal.Signals(-code).name}"
-        return f"ended with status {code}, its own words are in the log"
+        return f"ended with status {code}; the log has its error"

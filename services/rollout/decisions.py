@@ -1,7 +1,7 @@
-"""What a replica does next: a pure function of what the buffer last said and of what the replica holds.
+"""Decides what a replica does next: a pure function of the buffer's last reply and the replica's own state.
 
-The way to a lease is registered → acknowledged → transfer → verified, HEALTHY. There is no other: from the announcement of
-an epoch that names it, a replica leases nothing until it has verified the epoch, or the epoch is over and it is HEALTHY still.
+The only way to a lease is registered → acknowledged → transfer → verified, HEALTHY. From the announcement of
+an epoch that names it, a replica leases nothing until it has verified the epoch, or until the epoch is over and it is still HEALTHY.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from headrace.replay import Epoch, HeartbeatReply
 
 @dataclasses.dataclass(frozen=True)
 class Abort:
-    """Stop generating under these tokens; the leases are void already, so nothing is handed back. The groups of `complete` among them have
-    their trajectories."""
+    """Stop generating under these lease tokens; the leases are already void, so nothing is returned. Those in `complete` are of groups that
+    have all their trajectories."""
 
     tokens: frozenset[str]
     complete: frozenset[str] = frozenset()
@@ -22,7 +22,7 @@ class Abort:
 
 @dataclasses.dataclass(frozen=True)
 class Reenter:
-    """What the fleet counts this replica as, it is not (or no longer): leave, and enter again under a new id, as STALE."""
+    """Leave the fleet and re-enter it under a new id, as STALE, because the buffer's record of this replica is wrong."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +47,13 @@ Action = Abort | Reenter | Acknowledge | TakePart | LeaseGroups
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """`reply` answers the newest heartbeat; it may be older than what this replica did since. `held`: tokens of leases being
-    generated. `answered`: the last epoch it acknowledged (or was told not to come to). `attempted`: the last one whose transfer it
-    joined, whatever came of it; `refitting`: that still runs, `torn`: it failed. `holds_weights`: it computes with the announced
-    weights already."""
+    """The input of a decision.
+
+    `reply` answers the newest heartbeat; it may be older than the replica's last action. `held`: tokens of the leases being
+    generated. `answered`: the last epoch that the replica acknowledged, or that excluded it. `attempted`: the last epoch whose transfer
+    it joined, whatever the outcome; `refitting`: that refit is still running; `torn`: it failed. `holds_weights`: the replica already
+    computes with the announced weights.
+    """
 
     replica: str
     reply: HeartbeatReply
@@ -65,7 +68,7 @@ class Situation:
 
 
 def decide(now: Situation) -> list[Action]:
-    """Actions in the order in which to take them."""
+    """The next actions, in the order in which to take them."""
     if now.reply.state == "DEAD":
         # a refit that still runs belongs to the old id; it ends by its own deadline, or because the trainer went on without it
         return [Abort(now.held)] if now.refitting else [Abort(now.held), Reenter()]
@@ -80,7 +83,7 @@ def decide(now: Situation) -> list[Action]:
     if epoch is not None:
         return [*actions, *_join(now, epoch, held)]
     if now.reply.state == "HEALTHY" and now.torn:
-        # the buffer took the proof, but its answer was lost: the engine is paused, and would keep for ever what it leases
+        # the buffer accepted the verification, but its answer was lost: the engine is paused, and would hold its leases forever
         return [*actions, Reenter()]
     if now.reply.state == "HEALTHY" and len(held) < now.max_groups:
         actions.append(LeaseGroups(now.max_groups - len(held)))
@@ -88,7 +91,7 @@ def decide(now: Situation) -> list[Action]:
 
 
 def _open_epoch(now: Situation) -> Epoch | None:
-    """The newest epoch, if it is open and this replica has a part in it still to come."""
+    """The newest epoch, if it is open and this replica still has a part in it."""
     epoch = now.reply.epoch
     if epoch is None or epoch.state not in ("announced", "transfer") or now.replica not in epoch.members:
         return None

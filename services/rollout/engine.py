@@ -1,7 +1,7 @@
-"""The generator: a vLLM `AsyncLLM` made from the run's configuration, the same way on a CPU and on a GPU.
+"""The inference engine: a vLLM `AsyncLLM` made from the run's configuration, in the same way on CPU and GPU.
 
-vLLM is imported inside functions: its environment must be set first, and the rest of the service (decisions, tests of
-configuration) does without it.
+vLLM is imported inside functions, because its environment must be set first, and because the rest of the service (decisions, tests of
+configuration) doesn't need it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -> Iterator[AsyncLLM]:
     """Start the engine; shut it down, with its processes, when the context closes. Blocks for the 10 to 20 s of the start.
 
-    `overrides` replace vLLM's engine arguments one by one. Call it from the main thread: the engine's processes end when the
-    thread that started them does.
+    `overrides` replace single engine arguments of vLLM. Call it from the main thread: the engine's processes end with the
+    thread that started them.
 
-    Raises `ServiceError`, in one line with the remedy: not a generating model, too little memory, no such device; and
-    for vLLM's `EngineDeadError` inside the context, with what the engine's process said last.
+    Raises `ServiceError`, in one line with the remedy, if the model can't generate, memory is too small, or the device doesn't exist;
+    also in place of vLLM's `EngineDeadError` inside the context, with the first error of the engine's processes.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-engine-") as folder:
         report = Path(folder) / "errors"
@@ -56,7 +56,7 @@ def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -
 
 
 def prepare_environment(config: Config, report: Path) -> None:
-    """What vLLM and its child processes read from the environment; a variable that is already set stays as it is."""
+    """Set the variables that vLLM and its child processes read; variables that are already set stay unchanged."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.num_threads))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -64,14 +64,14 @@ def prepare_environment(config: Config, report: Path) -> None:
     if Path(config.policy.model_name).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     _hook_into_children()
-    # a forked child inherits that plugins are loaded, and calls none
+    # a forked child would believe that plugins are already loaded, and call none
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ[child.PARENT] = str(os.getpid())
     os.environ[child.REPORT] = str(report)
 
 
 def _hook_into_children() -> None:
-    """Make sure that vLLM's processes will call `child`: without it they would outlive a killed service, silently."""
+    """Check that vLLM's processes will load the plugins in `child`: without them they would silently outlive a killed service."""
     for group in child.GROUPS:
         if not entry_points(group=group, name=child.PLUGIN):
             raise ServiceError(
@@ -95,9 +95,9 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
         "kv_cache_memory_bytes": vllm_cfg.kv_cache_memory_bytes,
         "enforce_eager": vllm_cfg.enforce_eager,
         "max_num_seqs": vllm_cfg.max_num_seqs,
-        # the distribution that tokens are drawn from, after temperature: what the loss calls behaviour log-probabilities
+        # log-probabilities of the sampling distribution, after temperature: those of the behaviour policy in the loss
         "logprobs_mode": "processed_logprobs",
-        # replicas must not draw the same numbers; a group that wants repeatable samples has a seed of its own
+        # replicas must not draw the same random numbers; a group that needs repeatable samples has its own seed
         "seed": secrets.randbits(31),
         "disable_log_stats": True,
     }
@@ -133,7 +133,7 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
 
 
 def first_failure(report: Path) -> str | None:
-    """What the first child process to fail said (`child.prepare_engine_process`): the cause of all that follows."""
+    """The error of the first child process that failed (`child.prepare_engine_process`), which causes all later ones."""
     return report.read_text().splitlines()[0] if report.exists() else None
 
 
@@ -155,7 +155,7 @@ def device_problem(device: str, *, on_cpu: bool) -> str | None:
 
 
 def explain(config: Config, reason: str) -> str:
-    """One line for a person: the configuration key behind vLLM's `reason`, and what to do about it."""
+    """One line for the user: the configuration key behind vLLM's `reason`, and the remedy."""
     reason = " ".join(reason.split())
     said = f"vLLM said: {reason[:400]}"
     low = reason.lower()

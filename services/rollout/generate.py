@@ -1,5 +1,5 @@
-"""One trajectory: from a lease to the tokens, log-probabilities and weight-version spans that the engine sampled, after those that
-another replica may have sampled before."""
+"""Generates one trajectory of a lease: tokens, log-probabilities and weight-version spans from the engine, after the prefix that another
+replica may have sampled."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _CONTEXT_TOKENS = 5  # vLLM's own detokenizer looks back as far
-# (version, first token) of each run of tokens of this request that were sampled from the same weights
+# (version, first token) of each run of this request's tokens that were sampled from the same weights
 Labels = Sequence[tuple[str, int]]
 # The text of a completion's first tokens.
 Text = Callable[[Sequence[int]], str]
 
 
 class GenerationError(HeadraceError):
-    """The engine gave something that is no trajectory; the attempt at it has failed."""
+    """The engine's output is not a valid trajectory; the attempt at it has failed."""
 
 
 class Interrupted(GenerationError):
-    """The request was aborted by its own side; what it had sampled is saved."""
+    """This replica aborted the request; its tokens so far are saved."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Saver:
-    """Where an unfinished trajectory is saved: each time it has grown by `every` tokens (None: never), and when it is aborted."""
+    """Saves an unfinished trajectory with `save`: each time it has grown by `every` tokens (None: never), and when it is aborted."""
 
     every: int | None
     save: Callable[[Trajectory], Awaitable[None]]
 
 
 def prompt_problem(group: Group, context: int) -> str | None:
-    """Why no replica can ever generate this group, if so. `context` is the engine's, in tokens."""
+    """Why no replica can ever generate this group, or None. `context` is the engine's context length in tokens."""
     length = group.prompt_token_ids.size
     if length >= context:
         return (
@@ -55,13 +55,13 @@ def prompt_problem(group: Group, context: int) -> str | None:
 
 
 def request_id(lease: Lease, index: int) -> str:
-    """What the engine knows the trajectory by."""
+    """The trajectory's request id in the engine."""
     return f"{lease.token}-{index}"
 
 
 async def generate(engine: AsyncLLM, lease: Lease, index: int, replica: str, saver: Saver | None = None) -> Trajectory:
-    """Sample trajectory `index` of the lease's group, going on from what another replica has sampled of it (`lease.prefixes`).
-    Cancelling it aborts the request in the engine.
+    """Sample trajectory `index` of the lease's group, continuing the prefix that another replica has sampled, if any (`lease.prefixes`).
+    Cancellation aborts the request in the engine.
 
     Raises `GenerationError` if the request ended without being finished or its tokens are not from known weights (`Interrupted` if it
     was aborted and there is a `saver`), what `saver.save` raises, and vLLM's own errors (`EngineDeadError`, or a `VLLMClientError` for
@@ -80,7 +80,7 @@ async def generate(engine: AsyncLLM, lease: Lease, index: int, replica: str, sav
     def record(labels: Labels, finish: FinishReason, text: str, length: int) -> Trajectory:
         return sampled.record(labels, finish, text, time.monotonic() - began, length)
 
-    # closed at once when saving fails, so that the request does not run on
+    # closed at once if saving fails, so that the request does not keep running
     async with contextlib.aclosing(engine.generate(tokens_input(prompt), params, request)) as outputs:
         async for output in outputs:
             completion = output.outputs[0]
@@ -94,14 +94,14 @@ async def generate(engine: AsyncLLM, lease: Lease, index: int, replica: str, sav
                 return _finished(engine, lease, index, sampled, completion, labels, record)
             if saver is not None and every is not None and sampled.new - saved >= every:
                 labels = _labels(engine, request)
-                if labels:  # none: it has ended meanwhile
+                if labels:  # none: the request has ended meanwhile
                     saved = sampled.new
                     await saver.save(record(labels, "length", "", sampled.begun + sampled.new))
     raise GenerationError(f"trajectory {index}: the engine gave no output")
 
 
 def _labels(engine: AsyncLLM, request: str) -> Labels:
-    """The weights of a running request's tokens, as the engine will report them in the end."""
+    """The weight versions of a running request's tokens, as the engine will report them at the end."""
     processor = engine.output_processor
     return [
         label
@@ -120,7 +120,7 @@ def _finished(
     labels: Labels,
     record: Callable[[Labels, FinishReason, str, int], Trajectory],
 ) -> Trajectory:
-    """The end token belongs to the completion's ids, not to its text."""
+    """The finished trajectory. The end token belongs to the completion's ids, but not to its text."""
     finish = output.finish_reason
     if finish != "stop" and finish != "length":
         raise GenerationError(f"trajectory {index}: the engine ended it with {finish!r}")
@@ -134,8 +134,8 @@ def _finished(
 
 
 def sampling_params(sampling: Sampling, index: int, *, begun: int = 0, every: int | None = None) -> SamplingParams:
-    """vLLM's parameters for trajectory `index`, of which `begun` tokens are there: the sampled token's log-probability alone, and one
-    output at the end, or one for each `every` tokens."""
+    """vLLM's parameters for trajectory `index`, of which `begun` tokens exist already: log-probabilities of sampled tokens only, and one
+    output at the end, or one every `every` tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -149,7 +149,7 @@ def sampling_params(sampling: Sampling, index: int, *, begun: int = 0, every: in
         seed=_seed(sampling.seed, index, begun),
         logprobs=0,
         flat_logprobs=True,
-        # text token by token, at twice the cost of all else in this process, is needed only to find stop strings in it
+        # detokenizing token by token costs twice as much as everything else in this process, and only stop strings need it
         detokenize=bool(sampling.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY if every is None else RequestOutputKind.DELTA,
         stream_interval=every,
@@ -157,7 +157,7 @@ def sampling_params(sampling: Sampling, index: int, *, begun: int = 0, every: in
 
 
 def _seed(seed: int | None, index: int, begun: int) -> int | None:
-    """What goes on draws other numbers than what was there began with."""
+    """The seed of a request; a continuation draws other random numbers than its prefix did."""
     if seed is None or not begun:
         return None if seed is None else seed + index
     return int(np.random.SeedSequence([seed + index, begun]).generate_state(1)[0])
@@ -166,7 +166,7 @@ def _seed(seed: int | None, index: int, begun: int) -> int | None:
 def detokenize(tokenizer: Any, prompt: Sequence[int], completion: Sequence[int]) -> str:
     """The completion's text as it continues the prompt, without special tokens.
 
-    Decoded alone, a completion loses a leading space with some tokenizers, so a few tokens of the prompt lead the way.
+    With some tokenizers a completion decoded alone loses a leading space, so the last few tokens of the prompt are decoded with it.
     """
     context = list(prompt[-_CONTEXT_TOKENS:])
     lead, whole = (
@@ -177,7 +177,7 @@ def detokenize(tokenizer: Any, prompt: Sequence[int], completion: Sequence[int])
 
 
 class SampledTokens:
-    """Grows with the engine's outputs. `begun` tokens of another replica come first in every record made of it."""
+    """The tokens of a trajectory, collected from the engine's outputs. Every record of it starts with the `begun` tokens of its prefix."""
 
     def __init__(self, lease: Lease, index: int, replica: str) -> None:
         self._lease = lease
@@ -191,7 +191,7 @@ class SampledTokens:
 
     @property
     def new(self) -> int:
-        """Tokens sampled here."""
+        """The number of tokens sampled by this replica."""
         return len(self._ids)
 
     @property
@@ -204,11 +204,11 @@ class SampledTokens:
         return [*self._begun, *self._ids]
 
     def add(self, output: CompletionOutput) -> None:
-        """The tokens since the last output. Raises `GenerationError` if they come without their log-probabilities."""
+        """Add the tokens since the last output. Raises `GenerationError` if their log-probabilities are missing."""
         ids = list(output.token_ids)
         if not ids:
             return
-        # one sampled token a position, so the flat lists are in step with the ids
+        # one sampled token per position, so the flat lists match the ids
         if output.logprobs is None or list(output.logprobs.token_ids) != ids:
             raise GenerationError(
                 f"trajectory {self._index}: log-probabilities are not of the {len(ids)} sampled tokens"
@@ -245,7 +245,7 @@ class SampledTokens:
         return record
 
     def _spans(self, labels: Labels) -> list[Span]:
-        """Law 2 counts age by these, so a token whose weights have no version never leaves the replica."""
+        """The weight-version spans. Law 2 computes age from them, so a token whose weights have no version never leaves the replica."""
         if not labels or not all(version.isdecimal() for version, _ in labels):
             raise GenerationError(
                 f"trajectory {self._index}: sampled from weights that no refit has named ({list(labels)})"
@@ -258,7 +258,7 @@ class SampledTokens:
 
 
 def joined(spans: Sequence[Span], length: int) -> tuple[Span, ...]:
-    """The spans of the first `length` tokens, neighbours of one version as one."""
+    """The spans of the first `length` tokens, with neighbours of the same version merged."""
     whole: list[Span] = []
     for span in spans:
         end = min(span.end, length)
@@ -272,9 +272,9 @@ def joined(spans: Sequence[Span], length: int) -> tuple[Span, ...]:
 
 
 def end_at_stop(text_of: Text, ids: Sequence[int], begun: int, stops: Sequence[str]) -> tuple[int, str]:
-    """Length and text of a completion that was gone on from `begun` tokens, as its stop strings end it.
+    """Length and text of a completion that continues a prefix of `begun` tokens, cut off at its first stop string.
 
-    The engine looks for them in what it has sampled itself; one that begins in the tokens before is found here. The text ends where
+    The engine searches only the tokens that it sampled itself; this finds a stop string that begins in the prefix. The text ends where
     the stop string begins.
     """
     longest = max(len(stop.encode()) for stop in stops)

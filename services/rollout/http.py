@@ -1,4 +1,4 @@
-"""The replica's HTTP side: vLLM's own OpenAI-compatible endpoints on the same engine, what the replica is doing, and its metrics."""
+"""The replica's HTTP API: vLLM's own OpenAI-compatible endpoints on the same engine, the replica's state, and its metrics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build_app(config: Config, engine: AsyncLLM, worker: RolloutWorker) -> FastAP
             "state": status.state,
             "version": status.version,
             "timeline": status.timeline,
-            # JSON has no infinity, which is what a probe with a NaN differs by
+            # JSON has no infinity, which is the difference of a probe with a NaN
             "difference": difference if difference is None or math.isfinite(difference) else str(difference),
             "tolerance": config.weight_channel.verify_tolerance,
             "problem": status.problem(),
@@ -62,7 +62,7 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
     from vllm.renderers.online_renderer import OnlineRenderer
 
     async def whole_weights() -> None:
-        """After a failed refit the engine is paused: a request would wait for as long as that lasts."""
+        """Refuse requests while the engine is paused after a failed refit: they would wait until another succeeds."""
         if worker.status.torn is not None:
             raise HTTPException(503, f"no whole weights: {worker.status.torn}")
 
@@ -73,7 +73,7 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
     served = OpenAIServingModels(engine, [BaseModelPath(name=name, model_path=name)])
     shared = {"online_renderer": renderer, "request_logger": None}
     app.state.args = Namespace(log_error_stack=False)
-    # vLLM's handlers ask a server to exit when the engine is dead; here the worker sees that and ends the service
+    # when the engine is dead, vLLM's handlers ask the server to exit; here the worker notices and ends the service
     app.state.server = Namespace(should_exit=False)
     app.state.engine_client = engine
     app.state.openai_serving_models = served
@@ -87,7 +87,7 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
 
 
 class RolloutMetrics(Collector):
-    """Read from the worker's status when they are scraped."""
+    """Prometheus metrics, read from the worker's status at each scrape."""
 
     def __init__(self, worker: RolloutWorker, engine: AsyncLLM) -> None:
         self.worker = worker

@@ -1,4 +1,4 @@
-"""`headrace rollout`: one replica. It joins the fleet by itself, waits for weights, and generates until it is told to stop."""
+"""`headrace rollout`: one replica. It joins the fleet by itself, waits for weights, and generates until a signal stops it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def main(config: Config) -> None:
-    """Returns on SIGTERM or SIGINT, its leases handed back. Raises `HeadraceError` for what a person must mend."""
+    """Run a replica until SIGTERM or SIGINT, then return its leases. Raises `HeadraceError` for an error that the user must fix."""
     _leave_on_signals()
     check_model_name("policy.model_name", config.policy.model_name)
     if config.policy.tokenizer.name is not None:
@@ -35,7 +35,7 @@ def main(config: Config) -> None:
             _generate(config, sock, replay, runner)
         finally:
             runner.run(replay.aclose())
-            # collected only at the very end of the interpreter, vLLM's engine complains on stderr
+            # vLLM's engine prints errors if it is collected only when the interpreter exits
             gc.collect()
 
 
@@ -45,7 +45,7 @@ def _generate(config: Config, sock: socket.socket, replay: ReplayClient, runner:
 
 
 def _leave_on_signals() -> None:
-    """The start of the engine blocks this thread for many seconds: until `_serve` takes over, a signal just ends the process."""
+    """Exit on a signal until `_serve` takes over: starting the engine blocks this thread for many seconds."""
 
     def leave(signum: int, frame: object) -> None:
         raise SystemExit(0)
@@ -71,7 +71,7 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
 
 
 def _reachable_as(rollout: RolloutConfig) -> str:
-    """A replica that listens everywhere (one of many containers) is reached by the name of its machine."""
+    """The host name under which others reach this replica: the machine's name if it listens on all interfaces (as in a container)."""
     if rollout.advertise_host is None and rollout.host in ("0.0.0.0", "::"):
         return socket.gethostname()
     return rollout.advertise_host or rollout.host

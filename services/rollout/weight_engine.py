@@ -1,7 +1,7 @@
-"""The worker's end of the weight channel: an engine for vLLM's weight-transfer API, imported by every worker process.
+"""The receiving end of the weight channel in vLLM's workers: an engine for vLLM's weight-transfer API.
 
-vLLM imports `WeightChannelExtension` before it loads the model (`worker_extension_cls`), which registers the engine in time;
-one engine serves `gloo` and `nccl`, which differ only in how the communicator is made.
+vLLM imports `WeightChannelExtension` in every worker before it loads the model (`worker_extension_cls`), which registers the engine in
+time. One engine serves `gloo` and `nccl`, which differ only in how the communicator is made.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class JoinGroup(WeightTransferInitInfo):
 
 @dataclass
 class WeightUpdate(WeightTransferUpdateInfo):
-    """What is broadcast (an encoded `Manifest`), and in how many seconds it must be there."""
+    """The contents of a broadcast (an encoded `Manifest`), and its timeout in seconds."""
 
     manifest: dict[str, Any]
     timeout_s: float
@@ -55,9 +55,9 @@ class WeightUpdate(WeightTransferUpdateInfo):
 class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
     """Receives checkpoint-format weights bucket by bucket and loads them by vLLM's layerwise reload.
 
-    The model is on the meta device between the reload's beginning and end, and a step then would kill the engine. So the
-    whole reload happens inside `update_weights`, one call that nothing can come between; `start_weight_update` and
-    `finish_weight_update` only mark vLLM's session. When the call fails the model is whole again in form, but a mixture of
+    The model is on the meta device during a reload, and a generation step then would kill the engine. So the
+    whole reload happens inside `update_weights`, a single uninterrupted call; `start_weight_update` and
+    `finish_weight_update` only mark vLLM's session. If the call fails, the model is structurally complete again, but contains a mixture of
     old and new weights: it must not generate until an update succeeds.
     """
 
@@ -66,8 +66,8 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # at every reload it says "failed to load weights" of layers that have none of their own (a tied head, rotary tables);
-        # whether all weights were loaded is for the probe to say
+        # each reload logs "failed to load weights" for layers without weights of their own (a tied head, rotary tables);
+        # the probe shows whether all weights were loaded
         logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
         self._channel: Channel | None = None
 
@@ -86,10 +86,10 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
             self._channel = Channel.follow(membership, time.monotonic() + init_info.timeout_s)
 
     def start_weight_update(self) -> None:
-        """Nothing: see the class."""
+        """Do nothing: see the class."""
 
     def finish_weight_update(self) -> None:
-        """Nothing: see the class."""
+        """Do nothing: see the class."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # the base class ends with torch.accelerator.synchronize(), which raises on a CPU; `receive` has synchronised
@@ -111,17 +111,17 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
             raise
 
     def discard_weights(self, update_info: dict[str, Any]) -> None:
-        """Take part in a broadcast for the others' sake: the weights are those this worker already holds."""
+        """Take part in a broadcast without loading it, because this worker already holds the weights."""
         channel, manifest, deadline = self._transfer(self.parse_update_info(update_info))
         buckets = receive(channel, manifest, deadline)
         while self._next(buckets):
             pass
 
     def renew_copies(self) -> None:
-        """Pack a tied head again.
+        """Repack a tied head.
 
         On a CPU, vLLM multiplies by a packed copy of the head. A tied head is loaded as the embedding, so a reload does not
-        touch that copy, and the head would go on computing with the old weights, names and checksums agreeing all the while.
+        update that copy, and the head would silently keep computing with the old weights, although names and checksums agree.
         """
         if not getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
             return
@@ -144,9 +144,9 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
             return next(buckets, None)
 
     def _abandon_reload(self) -> None:
-        """Put the parameters of layers that are not complete back in place, and forget what they had received.
+        """Put the parameters of incomplete layers back in place, and forget what they had received.
 
-        Otherwise the next reload would go on with half-filled layers.
+        Otherwise the next reload would continue with half-filled layers.
         """
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
@@ -157,7 +157,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
 
 
 class WeightChannelExtension:
-    """Mixed into vLLM's worker class: what the API has no call for."""
+    """A mixin for vLLM's worker class, for what the weight-transfer API has no call for."""
 
     weight_transfer_engine: WeightChannelEngine
 
@@ -167,7 +167,8 @@ class WeightChannelExtension:
 
 @contextlib.contextmanager
 def _saying_interrupted() -> Iterator[None]:
-    """Only an exception's text reaches the service from here, and the trainer must know whose fault it was."""
+    """Mark errors of the collective in their text: only the text reaches the service, and the trainer must know whether this replica is at
+    fault."""
     try:
         yield
     except WeightChannelError as error:

@@ -1,4 +1,4 @@
-"""A replica's part in a refit: acknowledge, receive, and prove that it computes with the new weights.
+"""The replica's side of a refit: acknowledge the epoch, receive the weights, and verify them on the probe.
 
 vLLM is imported inside functions, after the service has set its environment.
 """
@@ -28,30 +28,30 @@ logger = logging.getLogger(__name__)
 
 EXTENSION = "headrace_services.rollout.weight_engine.WeightChannelExtension"
 BACKEND = "headrace"
-# the worker ends by its own deadline; an engine that is silent for this much longer hangs
+# a worker gives up at its own deadline; an engine that is silent for this much longer hangs
 ANSWER_S = 30.0
-# What `weight_engine` says where the collective broke under it. A worker of vLLM hands on the text of its errors alone.
+# How `weight_engine` marks an error of the collective: vLLM passes on only the text of a worker's errors.
 INTERRUPTED = "transfer interrupted"
 
 T = TypeVar("T")
 
 
 class TransferInterrupted(WeightChannelError):
-    """The collective broke under this replica, which is not at fault: it may take part in the next."""
+    """The collective failed through no fault of this replica, which may take part in the next."""
 
 
 def keeps_stale_kv(config: Config) -> bool:
-    """Whether running requests go on with the KV cache of older weights after a refit."""
+    """Whether running requests keep the KV cache of older weights after a refit."""
     asynchrony = config.algorithm.asynchrony
     return asynchrony.in_flight_weight_updates and not asynchrony.recompute_kv_cache_after_weight_updates
 
 
 def engine_arguments(config: Config) -> dict[str, Any]:
-    """What the weight channel needs of `AsyncEngineArgs`.
+    """The `AsyncEngineArgs` that the weight channel needs.
 
-    vLLM can forget the prefix cache only together with the KV cache of running requests. Where those keep theirs over a
-    refit there is no prefix cache, so that a new request never attends to keys and values of older weights.
-    Priority scheduling lets the probe pass the requests that wait.
+    vLLM can drop the prefix cache only together with the KV cache of running requests. If those keep theirs across a
+    refit, the prefix cache is off, so that a new request never attends to keys and values of older weights.
+    Priority scheduling lets the probe overtake waiting requests.
     """
     from vllm.config.weight_transfer import WeightTransferConfig
 
@@ -66,8 +66,8 @@ def engine_arguments(config: Config) -> dict[str, Any]:
 class WeightReceiver:
     """One replica's receiver. Its calls must not overlap.
 
-    While `take_part` runs, requests that were running are frozen, then go on under weights that are not yet verified: whoever
-    drives them must hold back what finishes meanwhile, and throw it away with everything still running if the answer is False.
+    During `take_part`, running requests are paused and then continue under weights that are not yet verified. The caller
+    must hold back what finishes meanwhile, and discard it together with everything still running if the result is False.
     """
 
     def __init__(self, config: Config, engine: AsyncLLM, replay: ReplayClient, replica: str) -> None:
@@ -77,21 +77,21 @@ class WeightReceiver:
         self._clear_cache = not keeps_stale_kv(config)
         self._group: str | None = None
         self._held: tuple[str, int] | None = None
-        # of the last `take_part`, by what was done, in its order
+        # durations of the parts of the last `take_part`, in order
         self.seconds: dict[str, float] = {}
-        self.difference: float | None = None  # of the last probe to the trainer's, in nats
+        self.difference: float | None = None  # largest difference of the last probe from the trainer's, in nats
 
     @property
     def weights(self) -> tuple[str, int] | None:
-        """(timeline, version) of what the engine computes with, if it was verified."""
+        """(timeline, version) of the engine's weights if they are verified, else None."""
         return self._held
 
     def holds(self, epoch: Epoch) -> bool:
-        """Whether the engine already computes with the epoch's weights, verified: no need to drain or to pause."""
+        """Whether the engine already computes with the epoch's weights, verified: then it need not drain or pause."""
         return self._held == (epoch.timeline, epoch.version)
 
     async def acknowledge(self, epoch: Epoch) -> None:
-        """Say that this replica is able to take part, unless the epoch excludes it or is no longer announced."""
+        """Tell the buffer that this replica can take part, unless the epoch excludes it or is no longer announced."""
         if self._replica in Announcement.decode(epoch.rendezvous).excluded:
             logger.info("epoch %s goes on without this replica, which broke an earlier attempt", epoch.id)
             return
@@ -99,11 +99,11 @@ class WeightReceiver:
             await self._replay.acknowledge(self._replica, epoch.id)
 
     async def take_part(self, epoch: Epoch) -> bool:
-        """Receive the epoch's weights, compute the probe with them and report it. True if the replica is HEALTHY by it.
+        """Receive the epoch's weights, compute the probe with them and report the difference. True if that makes the replica HEALTHY.
 
-        On failure the replica refuses with the reason and is STALE. If the weights are then no whole version, or not proved,
+        On failure the replica refuses with the reason and is STALE. If its weights are then incomplete or not verified,
         the engine stays paused until a later epoch succeeds. Raises `ServiceError` if the engine hangs, vLLM's
-        `EngineDeadError` if it died, `ReplayUnavailable`.
+        `EngineDeadError` if it died, and `ReplayUnavailable`.
         """
         self.seconds = {}
         try:
@@ -167,7 +167,7 @@ class WeightReceiver:
         self._group = group
 
     async def _install(self, epoch: Epoch, rendezvous: Rendezvous) -> None:
-        """Pause, receive, resume. Left in the middle, the engine stays paused: its weights are no whole version."""
+        """Pause, receive, resume. On an error in between the engine stays paused, because its weights are a mixture of versions."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         self._held = None
@@ -191,7 +191,7 @@ class WeightReceiver:
         self._group = group  # a group that lost a transfer is never used again
 
     async def _freeze(self) -> None:
-        """No token is generated until an update has succeeded. Freezing twice is freezing once."""
+        """Pause the engine until an update has succeeded (idempotent)."""
         await self._call("pausing", self._engine.pause_generation(mode="keep", clear_cache=self._clear_cache), 0.0)
 
     async def _probe(self, epoch: Epoch, rendezvous: Rendezvous) -> Float32:
@@ -199,7 +199,7 @@ class WeightReceiver:
         return await self._call("computing the probe", logprobs, rendezvous.timeout_s)
 
     async def _prompt_logprobs(self, request_id: str, token_ids: Int32) -> Float32:
-        """[len - 1] log-probabilities of tokens 1.., as the engine computes them; never read from the prefix cache."""
+        """Log-probabilities [len - 1] of tokens 1.., computed by the engine, never read from the prefix cache."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
 
@@ -221,7 +221,7 @@ class WeightReceiver:
             raise ServiceError(f"{what}: the engine does not answer; restart this replica") from error
         except EngineDeadError:
             raise
-        except Exception as error:  # vLLM hands a worker's failure on as a bare Exception
+        except Exception as error:  # vLLM passes a worker's failure on as a bare Exception
             kind = TransferInterrupted if INTERRUPTED in str(error) else WeightChannelError
             raise kind(f"{what}: {error}") from error
         finally:

@@ -1,6 +1,6 @@
-"""The replica's loop: heartbeat, decide, act. Decisions are `decisions.decide`; this module carries them out.
+"""The replica's loop: heartbeat, decide, act. `decisions.decide` decides; this module acts.
 
-One task talks to the buffer. Generations and a refit run beside it, and wake it when they end.
+One task calls the buffer. Generations and refits run in tasks beside it, and wake it when they end.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# For a replica that leaves to save what it has begun: well within the time that a process is given to stop.
+# Time for a leaving replica to save unfinished trajectories: well within the grace period of a process that is stopped.
 _PARTING_S = 5.0
 
 
 class _GaveUp(HeadraceError):
-    """A trajectory could not be generated, and the group can't do without it: the buffer has taken it back."""
+    """A trajectory could not be generated and the group needs it, so the buffer has taken the group back."""
 
 
 @dataclasses.dataclass
 class Status:
-    """What the HTTP pages and the metrics show. `version` and `timeline` are of the weights verified last, -1 and "" before any."""
+    """The state shown by the HTTP pages and the metrics. `version` and `timeline` are of the weights verified last, -1 and "" at first."""
 
     state: ReplicaState = "STALE"
     version: int = -1
     timeline: str = ""
     unreachable: str | None = None
     refused: str | None = None
-    torn: str | None = None  # why the engine is paused without whole, proved weights
+    torn: str | None = None  # why the engine is paused without complete, verified weights
     tokens: int = 0
     trajectories: int = 0
     saves: int = 0
@@ -55,7 +55,7 @@ class Status:
     refits: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def problem(self) -> str | None:
-        """Why the replica does not generate, if so."""
+        """Why the replica does not generate, or None if it does."""
         if self.unreachable is not None:
             return f"the buffer is not reachable: {self.unreachable}"
         if self.state == "HEALTHY":
@@ -76,7 +76,7 @@ class RolloutWorker:
         self._engine = engine
         self._replay = replay
         self._info = info
-        # until the buffer answers; should the lease run out meanwhile, it answers `LeaseLost`
+        # retries until the buffer answers; if the lease has expired by then, the answer is `LeaseLost`
         pause_s = config.rollout.heartbeat_s
         self._retry = BufferRetry(first_pause_s=pause_s, last_pause_s=pause_s, log_level=logging.DEBUG)
         self._context = config.policy.max_total_sequence_length
@@ -85,7 +85,7 @@ class RolloutWorker:
         self._answered: str | None = None
         self._attempted: str | None = None
         self._changed = asyncio.Event()
-        # closed while the engine may compute with weights that are not verified: nothing that it samples then is pushed
+        # cleared while the engine may compute with weights that are not verified: nothing is pushed then
         self._proved = asyncio.Event()
         self._proved.set()
         self._leaving = False
@@ -95,9 +95,9 @@ class RolloutWorker:
         return frozenset(self._groups)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop`: then leave the fleet and hand every lease back, with what was begun, without costing it an attempt.
+        """Run until `stop`, then save unfinished trajectories, return every lease without costing an attempt, and leave the fleet.
 
-        Raises vLLM's `EngineDeadError`, and `ServiceError` when the engine hangs. An unreachable buffer is waited for.
+        Raises vLLM's `EngineDeadError`, and `ServiceError` if the engine hangs. Waits for an unreachable buffer.
         """
         await self._replay.register(self.replica, self._info)
         try:
@@ -122,11 +122,11 @@ class RolloutWorker:
                 log.warning("the buffer is not reachable, generation goes on: %s", error)
             self.status.unreachable = str(error)
         except Fenced as refusal:
-            # the state moved on between the heartbeat and the action: the next turn sees where to
+            # the state changed between the heartbeat and the action: the next turn sees the new one
             log.info("refused: %s", refusal)
 
     async def _wait(self, stop: asyncio.Event) -> None:
-        """Until there may be something to do, at most one heartbeat's time."""
+        """Wait until there may be something to do, at most one heartbeat period."""
         period = self._config.rollout.heartbeat_s
         waits = [
             asyncio.create_task(event) for event in (self._replay.wait_work(period), self._changed.wait(), stop.wait())
@@ -193,14 +193,17 @@ class RolloutWorker:
                     self._groups[lease.token] = (lease, asyncio.create_task(self._generate_group(lease)))
 
     def _distrust(self, reason: str) -> None:
-        """What the buffer says of this replica's weights is not so: its server lost writes (a failover, a power cut). Nothing of theirs
-        could be handed in; the next turn enters the fleet again, which passes the leases on and costs no group an attempt."""
+        """Handle a buffer that is wrong about this replica's weights, because its server lost writes (a failover, a power cut).
+
+        No trajectory of these weights could be pushed. The next turn re-enters the fleet, which passes the leases on without costing any
+        group an attempt.
+        """
         self.status.torn = f"{reason}, which holds {self.receiver.weights}: the buffer lost writes"
         log.warning("replica %s: %s", self.replica, self.status.torn)
         self._changed.set()
 
     def _reap(self) -> None:
-        """Forget what has ended; what ended by an error that the replica can't outlive is raised here."""
+        """Remove finished tasks; raise the error of one that failed fatally."""
         for token, (_, task) in list(self._groups.items()):
             if task.done():
                 del self._groups[token]
@@ -230,7 +233,7 @@ class RolloutWorker:
         self._proved.set()
 
     async def _give_back(self, reason: str) -> None:
-        """Abort everything that runs: part of it may come from weights that nobody vouches for."""
+        """Abort all generations and release their leases: some tokens may come from weights that are not verified."""
         leases = [lease for lease, _ in self._groups.values()]
         await self._stop_generating(self.held)
         for lease in leases:
@@ -262,7 +265,7 @@ class RolloutWorker:
         self.status.groups[outcome] += 1
 
     async def _hand_back(self, lease: Lease, cause: Exception) -> str:
-        """The group goes back, with `cause` as its reason. Returns the outcome; raises what the replica can't outlive."""
+        """Release the group with `cause` as the reason. Returns the outcome; raises a fatal cause."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -280,7 +283,7 @@ class RolloutWorker:
             return "returned"
         log.error("group %s: no trajectory", lease.group.id, exc_info=cause)
         reason = f"{type(cause).__name__}: {cause}"
-        # what vLLM refuses before it tries (a token outside the vocabulary, …) no replica can generate
+        # no replica can generate what vLLM refuses outright (a token outside the vocabulary, …)
         refused = isinstance(cause, VLLMClientError)
         with contextlib.suppress(Fenced):
             if refused:
@@ -290,7 +293,7 @@ class RolloutWorker:
         return "rejected" if refused else "failed"
 
     async def _is_ahead(self) -> bool:
-        """Whether this replica holds weights of which the buffer does not know the step that made them."""
+        """Whether this replica's weights are newer than any step that the buffer knows."""
         weights = self.receiver.weights
         return weights is not None and weights[1] > (await self._retry(self._replay.state)).next_step
 
@@ -315,7 +318,7 @@ class RolloutWorker:
         self.status.tokens_taken_over += taken_over
 
     async def _save(self, lease: Lease, trajectory: Trajectory) -> None:
-        """What is not saved now is part of what is saved next."""
+        """Save an unfinished trajectory. A save that fails or is skipped is made up for by the next one, which contains it."""
         if not self._proved.is_set():
             return
         with contextlib.suppress(ReplayUnavailable):
@@ -334,10 +337,10 @@ class RolloutWorker:
         try:
             await self._replay.deregister(self.replica)
         except ReplayUnavailable as error:
-            log.warning("left without a word, leases run out by themselves: %s", error)
+            log.warning("could not deregister; the leases will expire by themselves: %s", error)
 
     async def _save_all(self) -> None:
-        """Cut off what runs: each trajectory saves itself as it is, for another replica to go on from."""
+        """Abort all generations: each saves its unfinished trajectory, so that another replica can continue it."""
         self._leaving = True
         requests = [request_id(lease, index) for lease, _ in self._groups.values() for index in lease.missing]
         with contextlib.suppress(TimeoutError):

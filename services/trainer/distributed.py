@@ -1,9 +1,9 @@
-"""The trainer's ranks: one wrapper of `torch.distributed`.
+"""The trainer's ranks: a wrapper of `torch.distributed`.
 
 `torchrun` sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them there is one rank and no process group. Numbers,
-objects and rank 0's commands travel over gloo on the CPU; FSDP2's own collectives take the backend of the device. Commands have a group of
-their own, which may be silent for as long as rank 0 waits for a batch, while collectives of the work keep torch's time limit. A rank that
-ends closes its connections, and whoever waits for it gets a `ServiceError` then.
+objects and rank 0's commands travel over gloo on the CPU; FSDP2's own collectives use the backend of the device. Commands have their
+own process group, which may be silent for as long as rank 0 waits for a batch; all other collectives keep torch's timeout. When a rank
+ends, its connections close, and ranks that wait for it get a `ServiceError`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ COMMAND_TIMEOUT = datetime.timedelta(days=30)
 
 
 class Ranks:
-    """This process among the ranks. Every method but `send` and `receive` is a collective: all ranks call it alike.
+    """This process among the ranks. Every method except `send` and `receive` is a collective: all ranks must call it.
 
-    With one rank nothing is sent, and a collective returns what it was given.
+    With one rank nothing is sent, and a collective returns its argument.
     """
 
     def __init__(self, commands: dist.ProcessGroup | None = None) -> None:
-        """Of the process group as it is now; `commands` is the one that `send` and `receive` use."""
+        """Wrap the current process group; `commands` is the group that `send` and `receive` use."""
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self._commands = commands
@@ -60,7 +60,7 @@ class Ranks:
         return data.numpy().tobytes()
 
     def raise_any(self, problems: Sequence[str]) -> None:
-        """Raise `ServiceError` on every rank for what any rank found: one that went on alone would wait for the others for ever."""
+        """Raise `ServiceError` on every rank if any rank found a problem: a rank that went on alone would wait for the others forever."""
         found = [problem for of_rank in self.all_gather(list(problems)) for problem in of_rank]
         if found:
             raise ServiceError("; ".join(found))
@@ -75,7 +75,7 @@ class Ranks:
         return values
 
     def gather(self, value: T) -> list[T]:
-        """On rank 0 every rank's value, in order of rank; on the others their own alone."""
+        """Every rank's value, in order of rank, on rank 0; on the others only their own."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size if self.rank == 0 else [value]
@@ -103,7 +103,7 @@ class Ranks:
     def combine(
         self, sums: Mapping[str, float], minima: Mapping[str, float], maxima: Mapping[str, float]
     ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """Metrics over all ranks from each rank's; all ranks bring the same names."""
+        """Combine each rank's sums, minima and maxima over all ranks; all ranks pass the same names."""
         operations = ((sums, dist.ReduceOp.SUM), (minima, dist.ReduceOp.MIN), (maxima, dist.ReduceOp.MAX))
         whole = []
         for values, operation in operations:
@@ -122,7 +122,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def join_ranks(config: Config) -> Iterator[Ranks]:
-    """Take this process's place among the ranks; leave it at the end.
+    """Join the ranks while the context is open.
 
     Raises `ServiceError` if `trainer.num_processes` and the environment disagree, or the others can't be reached.
     """
@@ -148,7 +148,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """The ranks' own process group, or one of this process alone for as long as the context is open: without any,
+    """The ranks' process group, or a temporary one of this process alone while the context is open: without any,
     `torch.distributed.checkpoint` warns each time."""
     if dist.is_initialized():
         yield
@@ -161,7 +161,7 @@ def process_group() -> Iterator[None]:
 
 
 def shard(root: nn.Module, layers: Sequence[nn.Module], device: torch.device) -> None:
-    """Move `root` to `device`; with several ranks shard it by FSDP2: one unit a layer and one for the rest, so that a tied embedding
+    """Move `root` to `device`; with several ranks shard it by FSDP2, with one unit per layer and one for the rest, so that a tied embedding
     and head stay together."""
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         root.to(device)
@@ -172,12 +172,12 @@ def shard(root: nn.Module, layers: Sequence[nn.Module], device: torch.device) ->
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded. A collective if it is."""
+    """The unsharded tensor. A collective if `tensor` is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def is_first_rank() -> bool:
-    """Whether this rank is the one that writes what all of them hold."""
+    """Whether this is rank 0, which writes what all ranks hold."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -188,5 +188,5 @@ def _lost_rank_named() -> Iterator[None]:
     except RuntimeError as error:
         reason = str(error).splitlines()[0].split(". ")[0]
         raise ServiceError(
-            f"another rank of the trainer failed or can't be reached ({reason}); its own last words say why"
+            f"another rank of the trainer failed or can't be reached ({reason}); see the end of its log"
         ) from error

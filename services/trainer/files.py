@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and bytes that survive a power cut."""
+"""Atomic writes, and data that survives a power cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def fsync(path: Path) -> None:
-    """When this returns, the content of this file, or the names in this folder, survive a power cut."""
+    """Flush the content of a file, or the names in a folder, to disk: they survive a power cut once this has returned."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

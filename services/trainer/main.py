@@ -1,4 +1,4 @@
-"""`headrace trainer`: rank 0 runs the loop and makes all calls of the buffer but reads; the other ranks follow it."""
+"""`headrace trainer`: rank 0 runs the loop and makes all calls of the buffer except reads of payloads; the other ranks follow it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 
 def main(config: Config, dependencies: Dependencies | None = None) -> None:
-    """Train until the last step or the last prompt. Raises `HeadraceError` for what a person has to fix, and `SystemExit` with
-    `EXIT_STOPPED` when a signal came first: a stopped run must not look like a finished one."""
+    """Train until the last step or the last prompt. Raises `HeadraceError` for an error that the user must fix, and `SystemExit` with
+    `EXIT_STOPPED` after a signal: a stopped run must not look like a finished one."""
     dependencies = dependencies or Dependencies()
     for key, name in _models(config):
         check_model_name(key, name)
@@ -64,7 +64,7 @@ def _models(config: Config) -> Iterator[tuple[str, str]]:
 
 
 async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> bool:
-    """Rank 0: put the trainer together, run its loop, and take it down in reverse order. False if it was stopped."""
+    """Rank 0: assemble the trainer, run its loop, and shut it down in reverse order. False if it was stopped."""
     began, stop = time.monotonic(), stop_on_signals()
     readiness, gauges = Readiness(), Gauges()
     finished = False
@@ -133,7 +133,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
         await asyncio.to_thread(dismiss, ranks)
     except (WrongTimeline, WrongStep) as error:
         raise ServiceError(
-            f"the buffer is not where this trainer left it ({error}): another trainer has taken the run over. "
+            f"the buffer is not in the state this trainer left it in ({error}): another trainer has taken over the run. "
             "Stop the other, or start this one again: it resumes from its last checkpoint"
         ) from error
     return finished
@@ -142,7 +142,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
 async def _connect_unless_stopped(
     config: Config, dependencies: Dependencies, stop: asyncio.Event
 ) -> ReplayClient | None:
-    """The buffer's client, or None if the stop came first."""
+    """Connect to the buffer; None if the stop comes first."""
     connecting, stopped = asyncio.create_task(dependencies.connect(config)), asyncio.create_task(stop.wait())
     await asyncio.wait((connecting, stopped), return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -154,7 +154,7 @@ async def _connect_unless_stopped(
 
 
 def _follow(config: Config, ranks: Ranks, dependencies: Dependencies) -> None:
-    """Ranks above 0: do what rank 0 says, reading trajectories from the buffer by a connection of their own."""
+    """Ranks above 0: carry out rank 0's commands, reading trajectories over a connection of their own."""
     # rank 0 gets the signal too and dismisses this rank when its step is done
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
@@ -163,7 +163,7 @@ def _follow(config: Config, ranks: Ranks, dependencies: Dependencies) -> None:
         clients: list[ReplayClient] = []
 
         def read(keys: Sequence[str]) -> list[tuple[Trajectory, Score]]:
-            if not clients:  # not before there is something to read: until then rank 0 may dismiss this rank
+            if not clients:  # connect only when there is something to read: until then rank 0 may dismiss this rank
                 clients.append(runner.run(dependencies.connect(config)))
                 stack.callback(lambda: runner.run(clients[0].aclose()))
             return runner.run(retry(lambda: clients[0].read(keys)))

@@ -24,7 +24,7 @@ SMALLEST = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class ReplayedStep:
-    """`values`: of each of `COMPARED` that the step has, its name, the logged and the recomputed value."""
+    """The result of a replay. `values`: (name, logged value, recomputed value) of each of `COMPARED` that the step has."""
 
     step: int
     weights: str

@@ -5,7 +5,7 @@ as long as it runs, and each group of ranks meets there under an id of its own. 
 `_process_group`.
 
 Neither backend reliably notices a peer that died or hangs. So every blocking call runs on a thread, which the caller
-abandons at the deadline or as soon as the trainer closes the group; the thread itself ends by the timeout of its operation.
+abandons at the deadline or as soon as the trainer closes the group; the thread itself ends at the timeout of its operation.
 A group in which a call failed is never used again.
 """
 
@@ -40,7 +40,7 @@ _STORE_TIMEOUT = timedelta(seconds=30)
 
 
 class RendezvousStore:
-    """The trainer's TCPStore, where the ranks of every group find each other.
+    """The trainer's TCPStore, through which the ranks of every group find each other.
 
     Raises `ServiceError` if the port is busy or the trainer can't reach the store under `host` itself.
     """
@@ -139,7 +139,7 @@ class Channel:
         return channel
 
     def broadcast(self, tensor: torch.Tensor, deadline: float) -> None:
-        """Copy rank 0's `tensor` (contiguous, on this rank's device) into that of every other rank. Blocks until it is there.
+        """Copy rank 0's `tensor` (contiguous, on this rank's device) into that of every other rank. Blocks until it has arrived.
 
         Raises `WeightChannelTimeout` at `deadline`, `WeightChannelAborted` once `close` was called here or by rank 0.
         """
@@ -208,7 +208,7 @@ class Channel:
         return self._store.get(keys[0]) if keys else b""
 
     def _watch(self) -> None:
-        """End a running call as soon as rank 0 closes the group or is gone, on a connection of its own."""
+        """Watch the group on a separate connection, to end a running call as soon as rank 0 closes the group or is gone."""
 
         def watch() -> None:
             # whatever ends this wait (the key, a lost connection), the group is over
@@ -310,7 +310,7 @@ def _left(deadline: float, what: str) -> float:
 
 
 def _listen_address(host: str) -> str:
-    """`host` if it is a loopback address, else all interfaces: it may be a name that this machine doesn't know as its own."""
+    """`host` if it is a loopback address, else all interfaces, because `host` may be a name that this machine can't bind to."""
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_loopback:
             return host

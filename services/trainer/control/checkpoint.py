@@ -1,7 +1,7 @@
-"""Checkpoints on disk (a folder `step_{version}` is there whole or not at all), and the ledger of trained prompts that each carries.
+"""Checkpoints on disk (a folder `step_{version}` exists completely or not at all), each with its ledger of trained prompts.
 
-A checkpoint is written under a name that no reader looks at, flushed to the disk file by file, and renamed. Whatever stops the
-writer (SIGKILL, a full disk, a power cut) leaves the earlier checkpoints as they were; the next writer removes the remains. Layout:
+A checkpoint is written under a name that no reader looks at, flushed to disk file by file, and renamed. Whatever stops the
+writer (SIGKILL, a full disk, a power cut) leaves the earlier checkpoints intact; the next writer removes the remains. Layout:
 
     step_12/policy/       Hugging Face checkpoint: config, safetensors, tokenizer
     step_12/value/        of ppo: the value model's backbone as a Hugging Face checkpoint, and its head (value_head.safetensors)
@@ -11,9 +11,9 @@ writer (SIGKILL, a full disk, a power cut) leaves the earlier checkpoints as the
     step_12/ended.bitmap  `order` of every group that ended failed or filtered (`headrace.replay.Ended`)
     step_12/state.json    `CheckpointState`; the last file to be written
 
-The buffer knows what the ledger knows while it keeps its data. If it loses writes (an empty volume, a power cut, a failover), or is
-rewound to an older checkpoint, that checkpoint's ledger says which prompts its weights have seen: every other one is queued again, and
-none is trained twice.
+As long as the buffer keeps its data, it knows what the ledger knows. If it loses writes (an empty volume, a power cut, a failover), or is
+rewound to an older checkpoint, that checkpoint's ledger says which prompts its weights have seen: every other prompt is enqueued again,
+and none is trained twice.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _UNFINISHED = ".unfinished-"
 
 
 class Ledger:
-    """What the weights were trained on: the `order` of every prompt so far (`trained`), and, step by step, the groups since the last
-    published checkpoint (`steps`). A roaring bitmap takes at most about two bytes a prompt, and much less where they are dense."""
+    """The prompts that the weights were trained on: the `order` of each so far (`trained`), and, step by step, the groups since the last
+    published checkpoint (`steps`). A roaring bitmap takes at most about two bytes per prompt, and much less where they are dense."""
 
     def __init__(self, trained: Iterable[int] = ()) -> None:
         self.trained = BitMap(trained)
@@ -68,8 +68,8 @@ class Ledger:
         return data
 
     def record(self, step: int, groups: Sequence[str], orders: Sequence[int]) -> None:
-        """Step `step` was trained on these groups, whose prompts have these orders. Raises `ServiceError` for a prompt that is there
-        already: in the history of the weights none is trained twice (law 1)."""
+        """Record that `step` was trained on these groups, whose prompts have these orders. Raises `ServiceError` for a prompt that is
+        already recorded: none is trained twice in the history of the weights (law 1)."""
         for order in orders:
             if order < 0 or order in self.trained:
                 raise ServiceError(f"prompt {order} of the run's order came to the trainer a second time (law 1)")
@@ -77,7 +77,7 @@ class Ledger:
         self.steps[step] = list(groups)
 
     def published(self) -> None:
-        """The checkpoint that holds `steps` is safe on disk."""
+        """Forget `steps`, because the checkpoint that contains them is safe on disk."""
         self.steps = {}
 
     @property
@@ -91,8 +91,8 @@ class Ledger:
 
 
 def ended_orders(ended: Ended) -> BitMap:
-    """The `order` of every group that ended without being trained: bits of `ended.bitmap`, most significant first. Raises `ServiceError`
-    if they are not as many as were counted."""
+    """The `order` of every group that ended without being trained, from the bits of `ended.bitmap`, most significant first. Raises
+    `ServiceError` if their number differs from the counts."""
     orders = np.flatnonzero(np.unpackbits(np.frombuffer(ended.bitmap, dtype=np.uint8)))
     if len(orders) != ended.failed + ended.filtered:
         raise ServiceError(
@@ -102,7 +102,7 @@ def ended_orders(ended: Ended) -> BitMap:
 
 
 class CheckpointState(BaseModel):
-    """Where the run stood when the weights of `version` were published.
+    """The state of the run when the weights of `version` were published.
 
     `ancestors` are the timelines that the weights descend from, oldest first, without `timeline` itself; `incarnation` is the buffer's;
     `cursor` is one more than the highest `order` trained; `failed` and `filtered` count the groups that ended without being trained;
@@ -158,7 +158,7 @@ class Checkpoints:
         return self._folder / f"step_{version}"
 
     def state(self, version: int) -> CheckpointState:
-        """Raises `ServiceError` for a state file that is not what `publish` writes."""
+        """The state file. Raises `ServiceError` if it is not what `publish` writes."""
         return self._read(version, "state.json", CheckpointState.model_validate_json)
 
     def ledger(self, version: int) -> dict[int, list[str]]:
@@ -166,7 +166,7 @@ class Checkpoints:
         return self._read(version, "ledger.json", _GROUPS_BY_STEP.validate_json)
 
     def file(self, version: int, name: str) -> bytes:
-        """Content of one of the `files` it was published with. Raises `ServiceError` as `state` does."""
+        """The content of one of the `files` that it was published with. Raises `ServiceError` as `state` does."""
         return self._read(version, name, bytes)
 
     def begin(self, version: int) -> Path:
@@ -188,7 +188,7 @@ class Checkpoints:
         return unfinished
 
     def unfinished(self, version: int) -> Path:
-        """The folder that `begin(version)` makes: where every rank saves to."""
+        """The folder that `begin(version)` makes, into which every rank saves."""
         return self._folder / f"{_UNFINISHED}step_{version}"
 
     def publish(
@@ -198,10 +198,10 @@ class Checkpoints:
         keep: Collection[int] = (),
         files: Mapping[str, bytes] | None = None,
     ) -> Path:
-        """Turn the folder that `begin` gave, now full, into a checkpoint; then remove those that retention no longer keeps.
+        """Turn the folder from `begin`, now complete, into a checkpoint; then remove those that retention no longer keeps.
 
-        `files` (contents by name) are part of it. Versions in `keep` stay: their metrics are still to come.
-        When this returns, the checkpoint survives a power cut. Raises `ServiceError` for a full disk.
+        `files` (contents by name) become part of it. Versions in `keep` stay: their metrics are still to come.
+        Once this returns, the checkpoint survives a power cut. Raises `ServiceError` for a full disk.
         """
         unfinished, final = self.unfinished(state.version), self.path(state.version)
         with _disk_errors(self._folder):
@@ -241,7 +241,7 @@ class Checkpoints:
             ) from error
 
     def _retain(self, keep: Collection[int] = ()) -> None:
-        """Law: the newest always stays."""
+        """Remove checkpoints by `superseded`; the newest always stays."""
         metrics = {version: self.state(version).metrics for version in self.published()}
         for version in set(superseded(metrics, self._settings)) - set(keep):
             removed = self._folder / f"{_UNFINISHED}removed-{version}"
@@ -252,7 +252,7 @@ class Checkpoints:
 def superseded(metrics: Mapping[int, Mapping[str, float]], settings: CheckpointingConfig) -> list[int]:
     """Versions that retention removes, oldest first: all but the newest and the `keep_top_k` best by `metric_name`.
 
-    Of two equal ones the newer is better, and any metric is better than none. Without a name, newer is better.
+    Of two equal ones the newer is better, and any metric is better than none. Without `metric_name`, newer is better.
     """
     if settings.keep_top_k is None:
         return []

@@ -1,4 +1,4 @@
-"""What the loop on rank 0 works with, and how the parts that tests replace are made."""
+"""The objects that the loop on rank 0 works with, and factories for those that tests replace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Dependencies:
-    """How the trainer gets the collaborators that a test may replace."""
+    """Factories of the collaborators that a test may replace."""
 
     replay: Callable[[str, str | None, float], Awaitable[ReplayClient]] = ReplayClient.connect
     sender: Callable[[Config, ReplayClient], WeightSender] = WeightSender
@@ -51,9 +51,10 @@ class Readiness:
 
 @dataclasses.dataclass(frozen=True)
 class TrainerContext:
-    """One of each. `stop` is set when the run is to end; `clock` is in seconds and stood at `began` when the trainer started.
+    """The collaborators of one trainer.
 
-    Everything of torch runs in the one thread of `torch_thread`, so that the event loop stays free for health pages and the buffer.
+    `stop` is set to end the run. `clock` is in seconds; its value was `began` when the trainer started. All work with torch runs in
+    the one thread of `torch_thread`, so that the event loop stays free for health pages and the buffer.
     """
 
     replay: ReplayClient

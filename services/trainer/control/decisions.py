@@ -1,7 +1,7 @@
-"""What the trainer does next: a pure function of `LoopState`, so that every turn of the loop can be tested without running it.
+"""Decides what the trainer does next: a pure function of `LoopState`, so that every turn of the loop can be tested without running it.
 
-The order is the law. A checkpoint is published before the fleet gets its weights; the fleet gets a version before that version is
-validated or trained on; a validation of older weights is waited for before they are replaced; and while `reserve` has nothing,
+The order of actions matters. A checkpoint is published before the fleet gets its weights. The fleet gets a version before that version is
+validated or trained on. A validation of older weights ends before they are replaced. While `reserve` has nothing,
 replicas that are not at this version (late joiners, a fleet that died and came back) are refitted.
 """
 
@@ -87,14 +87,14 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class LoopState:
-    """What a decision depends on. Times are seconds of one monotonic clock.
+    """The input of a decision. Times are seconds of one monotonic clock.
 
     `refitted`: a refit to this version has been carried out, successful or not. `validated`: a validation of this version has begun.
-    `validating`: the version of a validation that lacks results, `awaited_since` when the loop began to wait for it, if it has.
-    `members` counts the living replicas, `healthy` those of them that hold verified weights, `healthy_at` is when one was last seen (or
-    the wait for one began). `refit_due`: a replica that is not at this version may be tried now. `reply`: the last answer of `reserve`,
-    None if it has to be asked again. `target_reached`: a validation has reached what ends the run. `must_save`: the time by which a
-    checkpoint must be saved would pass in the next step, and none has been saved for it.
+    `validating`: the version under validation while results are missing; `awaited_since`: when the loop began to wait for it, if it has.
+    `members` counts the living replicas, `healthy` those of them that hold verified weights; `healthy_at` is when one was last seen (or
+    the wait for one began). `refit_due`: some replica that is not at this version may be tried now. `reply`: the last answer of
+    `reserve`, None if it must be called again. `target_reached`: a validation reached `stop_at_validation_threshold`. `must_save`: another
+    step would end after `checkpoint_must_save_by`, and no checkpoint has been saved for it yet.
     """
 
     now: float
@@ -115,7 +115,7 @@ class LoopState:
 
 
 def decide(plan: Plan, state: LoopState) -> Decision:
-    """The next thing to do."""
+    """The next action of the loop."""
     if state.stop:
         return Decision(Action.STOP)
     final = state.version >= plan.last_version or isinstance(state.reply, End) or state.target_reached
@@ -150,7 +150,7 @@ def _await_fleet(plan: Plan, state: LoopState) -> Decision:
 
 
 def _await_validation(plan: Plan, state: LoopState) -> Decision | None:
-    """What a running validation needs before the fleet may get other weights or the run may end; None: nothing."""
+    """The action that a running validation needs before the fleet may get other weights or the run may end; None if it needs none."""
     if state.validating is None:
         return None
     if not state.healthy:
@@ -167,7 +167,7 @@ def _await_validation(plan: Plan, state: LoopState) -> Decision | None:
 
 @dataclasses.dataclass(frozen=True)
 class Backoff:
-    """A replica that was sent the weights `tries` times without becoming verified; not again before `until`."""
+    """A replica that was sent the weights `tries` times without becoming verified; it is not tried again before `until`."""
 
     tries: int
     until: float
@@ -195,8 +195,8 @@ def refit_due(behind_ids: Iterable[str], backoffs: Mapping[str, Backoff], now: f
 
 
 def next_backoffs(behind_ids: Iterable[str], backoffs: Mapping[str, Backoff], now: float) -> dict[str, Backoff]:
-    """After a refit: per replica, doubling from `FIRST_BACKOFF_S` to `LAST_BACKOFF_S`, so that one that always refuses does not pause
-    the others again and again. A replica that became verified, or is gone, is forgotten."""
+    """Backoffs after a refit, by replica id. They double from `FIRST_BACKOFF_S` to `LAST_BACKOFF_S`, so that a replica that always refuses
+    does not pause the others again and again. A replica that became verified, or is gone, is dropped."""
     renewed = {}
     for id_ in behind_ids:
         tries = backoffs[id_].tries + 1 if id_ in backoffs else 1

@@ -19,11 +19,11 @@ BATCH = 256
 
 
 def next_orders(state: RunState, *, ahead: int, total: int, to_train: int) -> tuple[range, bool]:
-    """Which prompts to enqueue now, by their `order`, and whether to close the queue after them.
+    """The prompts to enqueue now, by their `order`, and whether to close the queue after them.
 
     `ahead` groups are kept queued ahead of the fleet; there are `total` prompts in all epochs; the run trains `to_train` groups. A
-    group that failed or was filtered trains nothing, so another prompt takes its place: the run needs `to_train` prompts, and one more
-    for each of those. The queue is closed only after the last prompt of the last epoch; until then a late failure can be made good.
+    group that failed or was filtered trains nothing, so another prompt takes its place: the run needs `to_train` prompts, plus one
+    for each of those. The queue is closed only after the last prompt of the last epoch; until then a late failure can be replaced.
     """
     lost = state.counts.get("failed", 0) + state.counts.get("filtered", 0)
     start = state.enqueued + 1
@@ -33,9 +33,9 @@ def next_orders(state: RunState, *, ahead: int, total: int, to_train: int) -> tu
 
 
 class Feeder:
-    """One task: enqueue, wait for a second or for `wake`, look again. Ends when it has closed the queue.
+    """Enqueues prompts in one task: enqueue, wait for a second or for `wake`, look again. It ends when it has closed the queue.
 
-    Making groups tokenizes, so it runs in a thread of its own.
+    Groups are made in another thread, because that tokenizes.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Feeder:
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
-        """Groups have left the queue: look at once."""
+        """Look at once, because groups have left the queue."""
         self._wake.set()
 
     async def refill(self, orders: Iterable[int]) -> int:
-        """Queue again prompts that the buffer counts as enqueued, no longer holds, and nothing was trained on; returns how many.
+        """Enqueue again the prompts that a rewind or restore left missing; returns how many were new to the buffer.
 
-        The buffer asks for it until it hears that all are in, so that a trainer killed in the middle does it again.
+        The buffer asks for a refill until `refilled` tells it that all are in, so a trainer killed in the middle repeats it.
         """
         new, rest = 0, iter(orders)
         while batch := list(itertools.islice(rest, BATCH)):

@@ -1,4 +1,4 @@
-"""Writes what each step was trained on beside the checkpoints; `headrace.lineage` describes the files and reads them."""
+"""Writes the lineage of each step beside the checkpoints; `headrace.lineage` describes the files and reads them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from headrace_services.trainer.files import atomic_write, fsync
 class LineageWriter:
     """The one writer of a run's lineage files.
 
-    A file is there whole or not at all. It survives a power cut once `fsync` has returned, which is called before the checkpoint that
-    its step led to: nothing has to survive of steps that no checkpoint holds.
+    A file exists completely or not at all. It survives a power cut once `fsync` has returned, which is called before the checkpoint that
+    its step led to is published. The files of steps that no checkpoint contains don't have to survive.
     """
 
     def __init__(self, folder: Path, timeline: str) -> None:
@@ -30,7 +30,7 @@ class LineageWriter:
         self._changes: list[tuple[int, str]] = []
 
     def supersede(self, version: int) -> None:
-        """The run resumes from `version`: the files of steps >= version are moved aside (idempotent)."""
+        """Move the files of steps >= version aside, because the run resumes from `version` (idempotent)."""
         files = LineageFiles(self._folder)
         with self._disk_errors():
             for step, path in files.files():
@@ -40,7 +40,8 @@ class LineageWriter:
         self._changes = files.timelines()
 
     def write(self, step: int, groups: Sequence[Group], origins: Mapping[str, Sequence[Origin]]) -> None:
-        """Step `step` was trained on `groups`; `origins`: of their trajectories, by group id. Raises `ServiceError` for a full disk."""
+        """Write the file of `step`, which trained on `groups`. `origins`: those of their trajectories, by group id. Raises `ServiceError`
+        for a full disk."""
         records = [
             GroupLineage(
                 group=group.id,
@@ -69,7 +70,7 @@ class LineageWriter:
             self._changes.append((step, self._timeline))
 
     def fsync(self) -> None:
-        """When this returns, what was written so far survives a power cut."""
+        """Flush to disk: everything written so far survives a power cut once this has returned."""
         if not self._unsynced:
             return
         with self._disk_errors():

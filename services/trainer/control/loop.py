@@ -1,7 +1,7 @@
 """The trainer's loop on rank 0: look, decide, act, and look again.
 
-What to do next is `decisions.decide`; this module carries it out. All calls of the buffer are made from the event loop, all work with
-torch in one thread beside it. A step whose batch was dropped by a restart is done again with the same number.
+`decisions.decide` decides what to do next; this module does it. All calls of the buffer are made from the event loop, and all work with
+torch in one thread beside it. A step whose batch a restart dropped is taken again under the same number.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Loop:
         self._timeline = resumed.timeline
         self._ledger = resumed.ledger
         self._plan = Plan.of(config, can_validate=context.prompts.can_validate)
-        # the weights: their version, and what has become of it
+        # the weights: their version, and the progress made with it
         self._version = resumed.version
         self._saved = resumed.version if resumed.version > 0 else None  # the newest checkpoint
         self._saved_in_time = False
@@ -59,8 +59,8 @@ class Loop:
         self._refitted = False
         self._backoffs: dict[str, Backoff] = {}
         self._probe: tuple[Int32, Float32] | None = None
-        self._alive = 0  # replicas, when they were last looked at
-        # the validation that runs, if one does, and since when; since when the loop has waited for it
+        self._alive = 0  # living replicas at the last look
+        # the running validation, if any; when it began, and when the loop began to wait for it
         self._validation: Validation | None = None
         self._validating_since = 0.0
         self._awaited_since: float | None = None
@@ -76,8 +76,8 @@ class Loop:
     async def run(self) -> bool:
         """Train until the last step or the last prompt (True), or until a stop (False).
 
-        Raises `ServiceError` when the run can't go on, `ReplayUnavailable` where the buffer's server lost writes: a new start makes them
-        good.
+        Raises `ServiceError` when the run can't go on, and `ReplayUnavailable` if the buffer's server lost writes: a restart restores the
+        buffer.
         """
         feeding: asyncio.Task[None] | None = None
         try:
@@ -93,7 +93,7 @@ class Loop:
             if lost_writes(self._resumed, await self._call(self._replay.state), reserved):
                 raise ReplayUnavailable(
                     f"the buffer's server lost writes ({error}); start this trainer again: it resumes from its last checkpoint and "
-                    "makes them good"
+                    "restores the buffer"
                 ) from error
             raise
         finally:
@@ -155,7 +155,7 @@ class Loop:
     def _look(self, fleet: Sequence[Replica]) -> LoopState:
         now, running = self._clock(), self._validation
         self._alive = len(decisions.alive(fleet))
-        # while older weights are evaluated, the replicas that hold those are the ones that count
+        # while older weights are being evaluated, the replicas that hold those weights count
         held = self._version if self._refitted or running is None else running.version
         healthy = decisions.count_verified(fleet, held, self._timeline)
         if healthy:
@@ -227,7 +227,7 @@ class Loop:
         await self._publish("train", step, metrics)
 
     def _end_step(self, began: float, lengths: Sequence[int]) -> dict[str, float]:
-        """Where the time since the last step went, if this one's training began at `began`; the next step begins here."""
+        """End the step whose training began at `began`, and begin the next: metrics of where the time since the last step went."""
         now, lead = self._clock(), self._context.lead
         times = step_times(self._seconds, now - self._step_began, now - began, lead.learner.seconds)
         self._step_began, self._step_s = now, times.total
@@ -238,7 +238,7 @@ class Loop:
         return init_metrics | self._context.meter.metrics(times, lengths, Devices(lead.ranks.size, generating), epochs)
 
     async def _checkpoint(self) -> None:
-        """Publish, then let the buffer forget what led here: in this order nothing is lost, whatever dies in between."""
+        """Publish a checkpoint, then commit it to the buffer: in this order nothing is lost, whatever dies in between."""
         context, ended = self._context, await self._call(self._replay.ended)
         counters = context.lead.learner.counters
         state = CheckpointState(
@@ -324,7 +324,7 @@ class Loop:
         algorithm = self._config.algorithm
         return reaches_target(metrics, algorithm.stop_at_validation_metric, algorithm.stop_at_validation_threshold)
 
-    # -- what people see -------------------------------------------------------------------------------------------------
+    # -- metrics and curves ----------------------------------------------------------------------------------------------
 
     async def _publish(self, kind: Literal["train", "validation"], step: int, metrics: Mapping[str, float]) -> None:
         self._context.journal.append(kind, step, self._timeline, metrics)
@@ -339,7 +339,7 @@ class Loop:
         log.info("the run is complete: version %d, curves in %s", self._version, folder / CURVES)
 
     def _draw_curves(self) -> list[Line]:
-        """Write the page of the surviving history, whose lines are returned."""
+        """Draw the page of curves from the surviving lines of the journal; returns those lines."""
         lines = surviving(self._context.journal.read())
         write_page(lines, self._config.run_folder / CURVES, f"Headrace, run {self._config.run.id}")
         return lines
@@ -352,8 +352,8 @@ class Loop:
 
 
 def step_times(spent: Mapping[Action, float], total: float, training: float, learner: Mapping[str, float]) -> StepTimes:
-    """Where the `total` seconds of a step went: `training` took so many, of which `learner` has the parts, and each of the loop's
-    other actions what `spent` says."""
+    """Split the `total` seconds of a step: `training` of them were training, whose parts `learner` gives; `spent` gives those of each
+    other action of the loop."""
 
     def over(*actions: Action) -> float:
         return sum(spent.get(action, 0.0) for action in actions)

@@ -1,7 +1,7 @@
-"""What every rank of the trainer does: load, step, probe, give its part of the weights, save.
+"""The work of each trainer rank: load, step, probe, gather weights, save.
 
-Rank 0's `LeadRank` tells the others before it does a thing itself, so that all ranks enter the same collective; each rank reads its own
-trajectories from the buffer.
+Rank 0's `LeadRank` sends each command to the others before it acts itself, so that all ranks enter the same collective. Each rank reads
+its own trajectories from the buffer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TrainerRank:
 
     @property
     def batch(self) -> Batch:
-        """This rank's trajectories of the newest step, with all that the step computed of them."""
+        """This rank's trajectories of the newest step, with all columns that the step added."""
         assert self._batch is not None
         return self._batch
 
@@ -58,8 +58,8 @@ class TrainerRank:
     ) -> dict[str, float]:
         """Train on the reserved batch. `multipliers` are the groups' weights in the loss, `shares` each rank's places in the batch.
 
-        The metrics of `train_step`, and `truncated`: completions that were cut off at the length limit, `masked_tokens`: tokens of
-        the policy that were over age.
+        Returns the metrics of `train_step`, plus `truncated`, the number of completions cut off at the length limit, and
+        `masked_tokens`, the number of policy tokens over age.
         """
         algorithm, step, places = self._config.algorithm, reservation.step, shares[self.ranks.rank]
         reserved = [reservation.trajectories[place] for place in places]
@@ -95,9 +95,9 @@ class TrainerRank:
         return {**metrics, "truncated": truncated, "masked_tokens": masked}
 
     def origins(self) -> dict[str, list[Origin]]:
-        """Where the trajectories of the newest step come from, by group; on rank 0 those of all ranks, elsewhere the rank's own.
+        """The origins of the newest step's trajectories, by group id: on rank 0 those of all ranks, elsewhere the rank's own.
 
-        The advantage of one is the mean over its tokens.
+        The advantage of a trajectory is the mean over its tokens.
         """
         batch = self.batch
         own = [
@@ -126,7 +126,7 @@ class TrainerRank:
 
 
 class LeadRank(TrainerRank):
-    """Rank 0: every method has the other ranks do the same. Blocking; call it from one thread at a time."""
+    """Rank 0: each method first makes the other ranks do the same. It blocks; call it from one thread at a time."""
 
     def load(self, checkpoint: str | None) -> None:
         self._send("load", checkpoint)
@@ -163,7 +163,7 @@ class LeadRank(TrainerRank):
 
 
 class Weights:
-    """The policy's weights as the weight channel takes them: run to the end each time, all ranks taking part."""
+    """The policy's weights as a source for the weight channel. Each iteration is a collective and must run to its end."""
 
     def __init__(self, lead: LeadRank) -> None:
         self._lead = lead
@@ -176,12 +176,12 @@ class Weights:
 
 
 def dismiss(ranks: Ranks) -> None:
-    """Rank 0: the other ranks' work is over."""
+    """Rank 0: end the work of the other ranks."""
     ranks.send(msgspec.msgpack.encode(["dismiss"]))
 
 
 def follow(rank: TrainerRank) -> None:
-    """Ranks above 0: do what rank 0 tells until it dismisses them."""
+    """Ranks above 0: carry out rank 0's commands until it dismisses them."""
     while True:
         match msgspec.msgpack.decode(rank.ranks.receive()):
             case ["step", reservation, multipliers, shares]:
@@ -200,7 +200,7 @@ def follow(rank: TrainerRank) -> None:
 
 
 def check_reservation(reservation: Reservation, groups: Sequence[Group], prompts_per_step: int) -> None:
-    """Law 3 on what was reserved: P groups, each with n trajectories of distinct indices, in order. Raises `ServiceError`."""
+    """Check law 3 on a reservation: P groups, each with n trajectories of distinct indices, in order. Raises `ServiceError`."""
     if len(reservation.groups) != prompts_per_step or len(set(reservation.groups)) != prompts_per_step:
         raise ServiceError(
             f"step {reservation.step}: {len(reservation.groups)} groups were reserved, not {prompts_per_step} different ones "
@@ -215,9 +215,9 @@ def check_reservation(reservation: Reservation, groups: Sequence[Group], prompts
 
 
 def share_out(reservation: Reservation, config: Config, ranks: int) -> list[list[int]]:
-    """Places in the batch for each rank: of the trajectories of every optimizer step, about equally many tokens.
+    """The places in the batch that each rank gets: in every optimizer step, about equally many tokens.
 
-    With `policy.share_prompts` the trajectories of a group in an optimizer step go to one rank, so that they can share its prompt.
+    With `policy.share_prompts` the trajectories of a group in an optimizer step go to one rank, so that they can share their prompt.
     """
     batch, size = reservation.trajectories, config.policy_batch
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -234,7 +234,7 @@ def share_out(reservation: Reservation, config: Config, ranks: int) -> list[list
 
 
 def split_groups(lengths: Sequence[int], groups: Sequence[str], ranks: int) -> list[list[int]]:
-    """Indices for each rank, all of one of the `groups` on the same: the longest first, each to the rank that has least."""
+    """Indices for each rank, with each of the `groups` on one rank: the longest group first, each to the rank with the fewest tokens."""
     members: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
@@ -248,7 +248,7 @@ def split_groups(lengths: Sequence[int], groups: Sequence[str], ranks: int) -> l
 
 
 def split_evenly(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices for each rank: counts differ by at most one, lengths are dealt longest first, back and forth."""
+    """Indices for each rank, dealt longest first, back and forth; the counts differ by at most one."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for place, index in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
         turn, seat = divmod(place, ranks)

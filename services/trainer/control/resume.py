@@ -1,4 +1,4 @@
-"""Where a trainer resumes: at its newest checkpoint, with what the buffer still knows of the run."""
+"""Resumes a run: from its newest checkpoint, with what the buffer still holds."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ log = logging.getLogger(__name__)
 
 
 def restore_reason(checkpoint: CheckpointState | None, run: RunState) -> str | None:
-    """Why the buffer has to be rebuilt from the checkpoint's ledger (`restore`): it does not know what led to the checkpoint. None if it
-    does, or if there is no checkpoint yet: then it is rewound, and keeps every generation that is still of use; the checkpoint may be
-    older than the newest that the buffer has seen.
+    """Why the buffer must be rebuilt from the checkpoint's ledger (`restore`), or None if a rewind is enough.
 
-    Raises `ServiceError` where weights that the buffer knows to be published are gone: there is nothing to resume from.
+    It must be rebuilt if it does not know the history that led to the checkpoint. A rewind keeps every trajectory that is still usable;
+    the checkpoint may be older than the newest one that the buffer has seen, or there may be none yet.
+
+    Raises `ServiceError` if the buffer knows of published weights but no checkpoint is there to resume from.
     """
     if checkpoint is None:
         if run.committed > 0:
@@ -48,8 +49,11 @@ def restore_reason(checkpoint: CheckpointState | None, run: RunState) -> str | N
 
 @dataclasses.dataclass(frozen=True)
 class ResumeState:
-    """Where the run stands once the buffer has agreed to it. `refill`: the buffer lacks prompts up to `order` `enqueued`, which must be
-    queued again before anything else; `ended`: those that failed or were filtered before the checkpoint."""
+    """The state that a trainer resumes from, agreed with the buffer.
+
+    `refill`: prompts up to order `enqueued` are missing in the buffer and must be enqueued again before anything else. `ended`: the orders
+    that failed or were filtered before the checkpoint.
+    """
 
     version: int
     timeline: str
@@ -59,10 +63,10 @@ class ResumeState:
     ended: BitMap
     enqueued: int
     refill: bool
-    previous_timeline: str  # the buffer's, until then
+    previous_timeline: str  # the buffer's before this start
 
     def missing(self) -> Iterator[int]:
-        """The prompts that a refill queues again, by their `order`; those that the buffer holds after all change nothing."""
+        """The prompts to refill, by their `order`; enqueuing one that the buffer still holds changes nothing."""
         return self.ledger.missing(self.enqueued, self.ended)
 
 
@@ -106,10 +110,12 @@ async def resume(replay: ReplayClient, retry: BufferRetry, checkpoints: Checkpoi
 
 
 def lost_writes(resumed: ResumeState, run: RunState, reserved: int) -> bool:
-    """Whether a buffer that refuses this trainer, or lacks what it was to train on, is in an earlier state of this run or empty: the
-    server lost writes (a failover, a power cut, an empty volume), which a new start makes good. Otherwise another trainer has taken the
-    run over, or something is wrong. `reserved`: steps that the buffer has handed out to this trainer's weights."""
+    """Whether the server lost writes (a failover, a power cut, an empty volume): the buffer is empty or in an earlier state of this run.
+
+    Called when the buffer refuses this trainer or lacks a payload of its batch. After lost writes a restart restores the buffer; otherwise
+    another trainer has taken over the run, or there is a bug. `reserved`: the number of steps handed out to this trainer so far.
+    """
     if run.timeline == resumed.timeline:
         return run.next_step < reserved
-    untouched = run.committed < 0  # by any trainer: the first thing that each does commits version 0
+    untouched = run.committed < 0  # by any trainer: each begins by committing version 0
     return untouched or run.timeline in (resumed.previous_timeline, *resumed.ancestors)

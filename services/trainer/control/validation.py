@@ -1,4 +1,4 @@
-"""Evaluating a version of the weights on held-out prompts, through the buffer's validation lane, while training goes on."""
+"""Evaluates a version of the weights on held-out prompts, through the buffer's validation lane, while training goes on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from headrace.trajectory import Group
 
 
 def summarize(evaluated: Sequence[Evaluated], failed: int, pending: int) -> dict[str, float]:
-    """Metrics of a validation. Failed and pending groups are counted apart and never enter a mean; where none was evaluated, there is
-    no accuracy at all. `pass_k` is the share of prompts with a reward above 0 among their several completions. `version_min` and
-    `version_max` are those of the tokens."""
+    """Metrics of a validation.
+
+    Failed and pending groups are counted separately and never enter a mean; if no group was evaluated, there is no accuracy.
+    `pass_k`, with several completions per prompt, is the share of prompts with at least one reward above 0. `version_min` and
+    `version_max` are the oldest and newest weight versions of the tokens.
+    """
     metrics: dict[str, float] = {"evaluated": len(evaluated), "failed": failed, "pending": pending}
     if not evaluated:
         return metrics
@@ -38,7 +41,7 @@ def summarize(evaluated: Sequence[Evaluated], failed: int, pending: int) -> dict
 
 
 def reaches_target(metrics: Mapping[str, float], metric: str | None, threshold: float | None) -> bool:
-    """Whether a validation ends the run: its `metric` (with or without `val:`) is there and at least `threshold`."""
+    """Whether a validation ends the run: it has `metric` (with or without `val:`), with a value of at least `threshold`."""
     if metric is None or threshold is None:
         return False
     return metrics.get(metric.removeprefix("val:"), -math.inf) >= threshold
@@ -57,13 +60,13 @@ class Validation:
         self._failed: dict[str, str] = {}
 
     async def start(self, groups: Sequence[Group]) -> None:
-        """Enqueue `groups`; what the validation before this one left behind is dropped."""
+        """Enqueue `groups`, after dropping what the previous validation left behind."""
         await self.abandon()
         self._pending = tuple(group.id for group in groups)
         await self._retry(lambda: self._replay.enqueue(groups, self._timeline))
 
     async def poll(self) -> bool:
-        """Fetch what was finished since the last call; True when nothing is pending."""
+        """Fetch the groups finished since the last call; True when none is pending."""
         if self._pending:
             done, failed, _ = await self._retry(lambda: self._replay.evaluated(self._pending))
             self.evaluated.extend(done)
@@ -73,12 +76,12 @@ class Validation:
         return not self._pending
 
     async def abandon(self) -> None:
-        """Give up what is pending; it stays counted as pending."""
+        """Drop the pending groups from the buffer; they stay counted as pending."""
         await self._retry(lambda: self._replay.drop_validation(self._timeline))
 
     def metrics(self) -> dict[str, float]:
         return summarize(self.evaluated, len(self._failed), len(self._pending))
 
     def failures(self) -> Mapping[str, int]:
-        """Reasons of failed groups and how often each was given."""
+        """The reasons of failed groups, and how many groups each has."""
         return Counter(self._failed.values())

@@ -1,9 +1,9 @@
 """The trainer's end of a refit: announce an epoch, gather its members, broadcast the weights, wait for the proofs, end the epoch.
 
-A replica is never waited for past a deadline: one that does not acknowledge is left out, one that dies in the middle costs
-another attempt without it. Every live replica takes part, those included that already hold the version: the buffer knows one
-membership at a time, and a replica left out of it may not lease. One that holds the version only lets the bytes pass by, and is
-neither drained nor paused for it.
+The sender never waits for a replica past a deadline: one that does not acknowledge is left out, and one that dies in the middle costs
+another attempt without it. Every live replica takes part, even if it already holds the version, because the buffer knows one
+membership at a time, and a replica outside it may not lease. A replica that holds the version discards the bytes, and is
+neither drained nor paused.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from headrace_services.weight_channel.transport import Backend, Channel, GroupRa
 
 logger = logging.getLogger(__name__)
 
-# how often the members are looked at during a transfer: only the clock tells that one of them has died
+# how often the members are checked during a transfer: only their silence shows that one of them has died
 POLL_S = 0.25
 
 
 class WeightSource(Protocol):
-    """What is sent. Iterated at most once per attempt, then always to its end, on another thread than the event loop's."""
+    """The weights to send. Iterated at most once per attempt, always to its end, on a thread other than the event loop's."""
 
     def metadata(self) -> Sequence[tuple[str, str, Sequence[int]]]:
         """(checkpoint name, type by torch's name, full shape) of what iteration yields, in its order."""
@@ -55,10 +55,10 @@ class WeightSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RefitReport:
-    """What became of a refit. `seconds` by phase (acknowledge, transfer, verify), over all attempts.
+    """The outcome of a refit. `seconds` are by phase (acknowledge, transfer, verify), over all attempts.
 
-    `members` are those of the last attempt; no members: no live replica came. `refused` holds each failed member's reason,
-    of every attempt.
+    `members` are those of the last attempt, empty if no live replica came. `refused` has the reason of each member that failed in any
+    attempt.
     """
 
     version: int
@@ -71,8 +71,8 @@ class RefitReport:
 
 
 class _Outcome(enum.Enum):
-    """Of one attempt. SETTLED: every member has verified, refused or died, or its time was up. INTERRUPTED: the transfer did not reach
-    all members through no fault of their own, so that another attempt is worth it. NO_MEMBERS: no live replica came."""
+    """The outcome of one attempt. SETTLED: every member has verified, refused or died, or ran out of time. INTERRUPTED: the transfer did
+    not reach all members, through no fault of theirs, so another attempt is worthwhile. NO_MEMBERS: no live replica came."""
 
     SETTLED = enum.auto()
     INTERRUPTED = enum.auto()
@@ -81,7 +81,7 @@ class _Outcome(enum.Enum):
 
 @dataclasses.dataclass
 class _Refit:
-    """What the attempts at one refit have in common; `refused` and `excluded` grow from attempt to attempt."""
+    """The state that the attempts at one refit share; `refused` and `excluded` grow from attempt to attempt."""
 
     version: int
     timeline: str
@@ -104,7 +104,7 @@ class _Refit:
 
 
 class WeightSender:
-    """Holds the meeting point and the process group for as long as the trainer runs. Refits must not overlap.
+    """Sends weights to the fleet; holds the rendezvous store and the process group while the trainer runs. Refits must not overlap.
 
     Raises `ServiceError` if `weight_channel.port` is busy.
     """
@@ -117,8 +117,8 @@ class WeightSender:
         self._replay = replay
         self._meeting = RendezvousStore(self._config.host, self._config.port)
         self._channel: Channel | None = None
-        self._closed: list[Channel] = []  # whose last calls may still run
-        self._group: tuple[str, tuple[str, ...]] = ("", ())  # id and members of the channel's
+        self._closed: list[Channel] = []  # their last calls may still be running
+        self._group: tuple[str, tuple[str, ...]] = ("", ())  # id and members of the channel's group
 
     @property
     def port(self) -> int:
@@ -127,12 +127,12 @@ class WeightSender:
     async def refit(
         self, version: int, timeline: str, source: WeightSource, probe_ids: Int32, probe_logprobs: Float32
     ) -> RefitReport:
-        """Send `version` to every live replica; they prove it on `probe_ids` [L] with `probe_logprobs` [L - 1] (temperature 1).
+        """Send `version` to every live replica, which verifies it on `probe_ids` [L] against `probe_logprobs` [L - 1] (temperature 1).
 
-        Returns when each member has verified, refused or died, or a deadline has passed; whether that is good enough is the
-        caller's to decide. Also the way to bring late replicas to the current version. Raises `WrongTimeline` and
-        `ReplayUnavailable` from the buffer, the latter too if the buffer's server lost the epoch (another refit opens a new one),
-        `ServiceError` if the backend can't be had here, `ValueError` if `source` does not yield what its metadata says.
+        Returns when each member has verified, refused or died, or a deadline has passed; the caller decides whether that is good
+        enough. It also brings late replicas to the current version. Raises `WrongTimeline` and
+        `ReplayUnavailable` from the buffer, the latter also if the buffer's server lost the epoch (another refit opens a new one),
+        `ServiceError` if the backend is not available here, `ValueError` if `source` does not yield what its metadata says.
         """
         manifest = Manifest.of(source.metadata(), self._config.bucket_bytes)
         refit = _Refit(version, timeline, source, manifest, probe_ids, probe_logprobs)
@@ -157,7 +157,7 @@ class WeightSender:
             await asyncio.to_thread(channel.join, self._config.timeout_s)
 
     async def _attempt(self, refit: _Refit) -> tuple[Epoch, _Outcome]:
-        """One epoch from its announcement to its end; the epoch as it ended."""
+        """Run one epoch from its announcement to its end; returns its final state and the outcome."""
         epoch = await self._announce(refit)
         if not epoch.acknowledged:
             with _server_lost(epoch.id):
@@ -191,7 +191,7 @@ class WeightSender:
         return epoch
 
     async def _rendezvous(self, epoch: Epoch, refit: _Refit) -> Rendezvous:
-        """What the members need to know to meet: those who acknowledged keep the group of the last refit if nobody came or went."""
+        """What the members need in order to meet. If the members are those of the last refit, they keep its group."""
         fleet = [replica for replica in await self._replay.replicas() if replica.id in epoch.acknowledged]
         devices = [str(replica.info.get("device", "cpu")) for replica in fleet]
         previous_group, previous_members = self._group if self._channel is not None else ("", ())
@@ -213,7 +213,7 @@ class WeightSender:
         )
 
     async def _transfer(self, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit) -> _Outcome:
-        """Broadcast on a thread while watching the members. INTERRUPTED (and the channel is closed) if it did not reach them all."""
+        """Broadcast on a thread while watching the members. INTERRUPTED, with the channel closed, if it did not reach them all."""
         with refit.timed("transfer"):
             broadcast = asyncio.create_task(asyncio.to_thread(self._broadcast, epoch.members, rendezvous, refit))
             try:
@@ -231,11 +231,11 @@ class WeightSender:
                 self._close_channel()
                 return _Outcome.INTERRUPTED
             except BaseException:
-                # the thread has to end before the next attempt, which makes a channel of its own: there is room for one
+                # the thread must end before the next attempt, which opens a channel of its own: there can be only one
                 while not broadcast.done():
                     self._close_channel()  # again, if it was not open yet
                     await asyncio.wait((broadcast,), timeout=POLL_S)
-                broadcast.exception()  # retrieved, so that nobody warns of it
+                broadcast.exception()  # retrieved, so that asyncio does not warn about it
                 self._close_channel()
                 raise
         return _Outcome.SETTLED
@@ -301,8 +301,8 @@ class WeightSender:
 
 @contextlib.contextmanager
 def _server_lost(epoch_id: str) -> Iterator[None]:
-    """The body moves this epoch on. A buffer that knows the epoch refuses only another timeline; any other refusal says that its server
-    lost it."""
+    """Turn refusals of calls that advance this epoch into `ReplayUnavailable`. A buffer that knows the epoch refuses only another
+    timeline; any other refusal means that its server lost the epoch."""
     try:
         yield
     except WrongTimeline:
@@ -312,5 +312,6 @@ def _server_lost(epoch_id: str) -> Iterator[None]:
 
 
 def _lost(epoch_id: str) -> ReplayUnavailable:
-    """Nobody but this trainer opens epochs of its timeline. Where another has taken the run over, the next call names the timeline."""
-    return ReplayUnavailable(f"its server lost what it was told of epoch {epoch_id}; the weights are sent again")
+    """The error for an epoch that the buffer no longer has: only this trainer opens epochs of its timeline, so the server lost it. If
+    another trainer has taken over the run, the next call is refused for its timeline."""
+    return ReplayUnavailable(f"the buffer's server lost epoch {epoch_id}; the weights are sent again")

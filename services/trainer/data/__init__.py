@@ -1,4 +1,4 @@
-"""Where prompts come from: problems, their order, and the groups made of them."""
+"""The source of prompts: problems, their order, and the groups made of them."""
 
 from headrace_services.trainer.data.problems import load_problems
 from headrace_services.trainer.data.prompts import GroupBuilder, PromptOrder, Prompts, RoundRobinOrder

@@ -1,7 +1,7 @@
-"""Addition of two numbers of at most `digits` digits, and the one split of its problems that everything here shares.
+"""Addition of two numbers of at most `digits` digits, and the split of its problems into training and validation.
 
-Which unordered pairs are held out is a function of `digits` alone. The warm-up of the tiny model, training and validation
-all ask this module, so that a validation problem was never trained on by any of them, in either order of its numbers.
+The held-out unordered pairs are a function of `digits` alone. The warm-up of the tiny model, training and validation
+all use this module, so none of them ever trains on a validation problem, in either order of its numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def training_pairs(digits: int, rng: random.Random) -> Iterator[Pair]:
 
 
 def validation_pairs(digits: int, rng: random.Random) -> Iterator[Pair]:
-    """Every held-out pair once, its numbers in an order drawn from `rng`."""
+    """Every held-out pair once, with its two numbers in an order drawn from `rng`."""
     for a, b in held_out(digits):
         yield (a, b) if rng.random() < 0.5 else (b, a)
 

@@ -1,4 +1,4 @@
-"""The problems of a run: what `data.train` and `data.validation` name, without duplicates and without overlap."""
+"""The problems of a run: those of `data.train` and `data.validation`, without duplicates or overlap."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 def load_problems(data: DataConfig) -> tuple[list[Problem], list[Problem]]:
     """The training problems and the validation problems.
 
-    Two problems are the same if their messages are, whatever the system prompt or prompt file. Each is kept once, where it comes first
-    (unless `remove_duplicates` is false); one that is in validation is never in training. Raises `ConfigError` where a source or one
-    of its files is unusable or nothing is left to train on.
+    Two problems are the same if their messages are, whatever the system prompt or prompt file. Only the first of equal problems is kept
+    (unless `remove_duplicates` is false), and a validation problem is never in training. Raises `ConfigError` if a source or one
+    of its files can't be used, or if nothing is left to train on.
     """
     validation: list[tuple[_Template, list[Problem]]] = []
     train: list[tuple[_Template, list[Problem]]] = []
@@ -52,8 +52,8 @@ def _read(source: DataSourceConfig, key: str, *, held_out: bool) -> list[Problem
 
 
 def _assemble(parts: Iterable[tuple[_Template, list[Problem]]], taken: Set[str], *, once: bool) -> list[Problem]:
-    """The problems of all parts that are not `taken`, each kept once if `once`, in their templates, as often as their source says (one
-    round of a source after the other)."""
+    """The problems of all parts that are not `taken`, each kept once if `once`, in their templates, repeated as often as their source
+    says (a source is repeated as a whole)."""
     seen = set(taken)
     assembled: list[Problem] = []
     for template, problems in parts:
@@ -74,7 +74,7 @@ def _question(problem: Problem) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Template:
-    """What a data set adds to each of its problems: a system prompt, the text of `prompt_file` (with `{}` for the problem)."""
+    """The text that a data set adds to each of its problems: a system prompt, and that of `prompt_file` (with `{}` for the problem)."""
 
     source: DataSourceConfig
     number: int
@@ -101,7 +101,7 @@ class _Template:
         return cls(source, number, system, prompt)
 
     def apply(self, problem: Problem) -> Problem:
-        """The problem with the prompt around its last message, and the system prompt before it unless it has one of its own."""
+        """The problem with the prompt around its last message, and with the system prompt first unless it has its own."""
         if self.source.env_name is None:
             raise ConfigError(f"data: task {problem.task_name!r} has no env_name; set data.default.env_name")
         messages: tuple[Message, ...] = problem.messages

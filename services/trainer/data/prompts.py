@@ -1,4 +1,4 @@
-"""The prompts of a run: which problem comes when (law 5), and the group that the buffer gets for it."""
+"""The prompts of a run: the order of its problems (law 5), and the groups that are made of them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class Prompts:
-    """The groups that a run asks for: training prompts by their `order`, held-out prompts by the version that they evaluate.
+    """The groups of a run: training prompts by their `order`, held-out prompts by the version that they evaluate.
 
-    Making one loads the data sets, which blocks. Safe to use from several threads: tokenizers are not, so one gets in at a time.
+    The constructor loads the data sets, which blocks. Safe to use from several threads: a lock protects the tokenizer, which is not.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -72,10 +72,10 @@ class Prompts:
 
 
 class GroupBuilder:
-    """Makes a problem's group with the policy's tokenizer (of transformers, with a chat template): tokens, stop ids and sampling.
+    """Turns a problem into a group with the policy's tokenizer (a transformers one with a chat template): tokens, stop ids and sampling.
 
     Raises `ConfigError` if the tokenizer has no chat template, and for a prompt that is longer than
-    `data.max_input_seq_length`, or that fills `policy.max_total_sequence_length`.
+    `data.max_input_seq_length` or leaves no room in `policy.max_total_sequence_length`.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -110,14 +110,14 @@ class GroupBuilder:
         return self._group(problem, f"e{epoch}-train-{problem.index}", "train", order, n, self._sampling)
 
     def validation_group(self, problem: Problem, version: int, position: int) -> Group:
-        """The group that asks weights of `version` for `problem`, which is at `position` of that validation."""
+        """The group that evaluates `version` on `problem`, which is at `position` of that validation."""
         n = self._config.algorithm.val_num_generations_per_prompt
         name = f"v{version}-validation-{problem.index}"
         return self._group(problem, name, "validation", position, n, self._val_sampling)
 
     def fits(self, problem: Problem) -> bool:
         """Whether a group can be made of `problem`."""
-        # no text has more tokens than bytes: most problems are seen to fit without being tokenized
+        # no text has more tokens than bytes, so most problems are known to fit without being tokenized
         context, limit = self._config.policy.max_total_sequence_length - 1, self._config.data.max_input_seq_length
         longest = context if limit is None else min(context, limit)
         if len(json.dumps(problem.messages).encode()) + self._overhead * len(problem.messages) <= longest:
@@ -159,7 +159,7 @@ class GroupBuilder:
         return len(self._encode(Problem(0, ({"role": "user", "content": "."},), {}, "", "")))
 
     def _too_long(self, problem: Problem, length: int) -> str | None:
-        """What is wrong with a prompt of `length` tokens, None if it fits."""
+        """Why a prompt of `length` tokens does not fit, or None if it does."""
         context, limit = self._config.policy.max_total_sequence_length, self._config.data.max_input_seq_length
         where = f"the prompt of {problem.task_name} problem {problem.index} has {length} tokens"
         remedy = "raise it, leave the problem out, or leave all such out by data.overlong_prompts=leave_out"
@@ -171,11 +171,12 @@ class GroupBuilder:
 
 
 class PromptOrder:
-    """`order` of a prompt -> (epoch, index of the problem). It counts from 0 across epochs; each epoch has every problem once.
+    """A sequence that maps the `order` of a prompt to (epoch, index of the problem). The order counts from 0 across epochs; each epoch has
+    every problem once.
 
-    With `shuffle` every epoch has a permutation of its own, a function of (`seed`, epoch, `count`, `name`) alone: a trainer that
-    resumes at `order` k sees what an undisturbed one would have seen there, whatever the number of epochs. No entry needs those before
-    it.
+    With `shuffle` every epoch has its own permutation, a function of (`seed`, epoch, `count`, `name`) alone. So a trainer that
+    resumes at `order` k gets the prompts that an uninterrupted one would have got, whatever the number of epochs. Entries can be computed
+    in any order.
     """
 
     def __init__(self, count: int, seed: int, shuffle: bool, epochs: int, name: str = "") -> None:
@@ -203,12 +204,13 @@ class PromptOrder:
 
 
 class RoundRobinOrder:
-    """`order` of a prompt -> (epoch of its data set, index of the problem): `each` prompts of every data set in turn.
+    """A sequence that maps the `order` of a prompt to (epoch of its data set, index of the problem): `each` prompts of every data set in
+    turn.
 
-    `counts` are the numbers of problems of the data sets, which follow one another in the list that the index is of. Every data set has
-    an order and epochs of its own (`PromptOrder`) and starts over when it is through. The line ends with the round in which the last
-    of them completes all its `epochs`; smaller ones are then asked more often. As for one data set, an entry is a function of `counts`,
-    `each`, `seed` and `shuffle` alone.
+    `counts` are the numbers of problems of the data sets; the index is into the concatenation of their lists. Every data set has
+    its own order and epochs (`PromptOrder`) and starts again when it is used up. The sequence ends with the round in which the last
+    data set completes all its `epochs`; smaller ones are then repeated more often. As for one data set, an entry is a function of
+    `counts`, `each`, `seed` and `shuffle` alone.
     """
 
     def __init__(self, counts: Sequence[int], each: int, seed: int, shuffle: bool, epochs: int) -> None:
@@ -234,7 +236,7 @@ class RoundRobinOrder:
 
 
 def _order_of(train: Sequence[Problem], config: Config) -> PromptOrder | RoundRobinOrder:
-    """One line through all problems, or one that takes its prompts from each data set in turn."""
+    """The order of training prompts: over all problems at once, or from each data set in turn."""
     data, how = config.data, (config.algorithm.seed, config.data.shuffle, config.algorithm.max_num_epochs)
     if not data.use_multiple_dataloader:
         return PromptOrder(len(train), *how)

@@ -27,8 +27,8 @@ _AS_JSONL = "or give the data set as a JSONL file, by data_path, input_key and o
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One problem of a run. `index` is its position among all problems of its kind (training or validation), `extra_env_info` what the
-    environment scores it by, `source` the position of its data set in `data.train` or `data.validation`."""
+    """One problem of a run. `index` is its position among all problems of its kind (training or validation), `extra_env_info` the data
+    that the environment scores by, `source` the position of its data set in `data.train` or `data.validation`."""
 
     index: int
     messages: tuple[Message, ...]
@@ -41,7 +41,7 @@ class Problem:
 @dataclasses.dataclass(frozen=True)
 class HubDataset:
     """A data set of the hub and the fields of its rows. `question` and `answer` are field names; dots lead into nested fields. With
-    `after`, the answer is the text that follows it in its field. `subsets` are read one after the other."""
+    `after`, the answer is the text that follows `after` in its field. `subsets` are read one after the other."""
 
     path: str
     question: str
@@ -72,7 +72,7 @@ HUB_DATASETS: Mapping[str, HubDataset] = {
 
 
 def read(source: DataSourceConfig, key: str, *, held_out: bool) -> Iterator[Problem]:
-    """The problems of `source` in its own order, duplicates included; `index` and the prompts around them are still to come.
+    """The problems of `source` in its own order, duplicates included; `index` and templates are set later.
 
     Raises `ConfigError` naming `key`, the value and the remedy.
     """
@@ -91,12 +91,12 @@ def read(source: DataSourceConfig, key: str, *, held_out: bool) -> Iterator[Prob
 
 
 def repeats(source: DataSourceConfig) -> int:
-    """How often each problem of `source` is asked."""
+    """How often each problem of `source` is repeated."""
     return source.repeat or _hub_dataset(source).repeat
 
 
 def _problem(source: DataSourceConfig, question: Any, info: dict[str, Any], task: str) -> Problem:
-    """`question` is text or a list of messages; raises `ValueError` saying what is wrong with it."""
+    """The problem with `question`, text or a list of messages. Raises `ValueError` saying what is wrong with it."""
     wrong = (
         f"field {source.input_key!r} is {question!r:.80}, not text or a list of messages with role and content as text"
     )
@@ -180,7 +180,7 @@ def _problem_of_line(fields: Any, source: DataSourceConfig, task_name: str) -> P
 
 
 def _on_the_hub(path: str | None) -> bool:
-    """A path of the form owner/name is one on the hub unless there is such a file."""
+    """Whether `path` names a data set on the hub: it has the form owner/name, and there is no such file."""
     return path is not None and _HUB_PATH.match(path) is not None and not Path(path).is_file()
 
 

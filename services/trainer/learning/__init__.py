@@ -1,1 +1,1 @@
-"""What a trainer step computes: rewards to advantages to losses to optimizer steps. No queue, no network but torch.distributed."""
+"""The computation of a trainer step: from rewards to advantages to losses to optimizer steps. No buffer, no I/O but torch.distributed."""

@@ -1,7 +1,7 @@
-"""What a trainer step works on: one rank's trajectories of a batch, in columns.
+"""The batch of a trainer step: one rank's trajectories, in columns.
 
-A batch is made once, from what the buffer gave. Passes through the models and estimators add columns; losses, estimators, metrics,
-lineage and samples read them. Tokens that the environment wrote are nowhere in the columns, so that nothing depends on padding, packing or
+A batch is made once, from the buffer's records. Passes through the models and estimators add columns; losses, estimators, metrics,
+lineage and samples read them. The columns contain policy tokens only, so nothing depends on padding, packing or
 the split into micro-batches. A trajectory is never divided.
 """
 
@@ -33,15 +33,15 @@ _BY_TRAJECTORY = {"places", "groups", "rewards", "multipliers"}
 class Batch:
     """B trajectories with N policy tokens, one trajectory after the other; `size` is the number of trajectories of all ranks.
 
-    By trajectory: `trajectories` and `scores` as the buffer gave them. [B]: `places` in the whole batch (groups one after the other),
-    `groups`, the place of each one's group, `rewards` (float64; the environment's, once the step began scaled and shaped), and
-    `multipliers` (float64), each one's weight in the loss, 0 where it has left the loss.
+    Per trajectory: `trajectories` and `scores`, the buffer's records. [B]: `places` in the whole batch (groups one after the other),
+    `groups`, the places of their groups, `rewards` (float64; the environments' own, which the step scales and shapes), and
+    `multipliers` (float64), the weights in the loss, 0 for a trajectory that has left the loss.
 
-    By policy token, [N]: `trajectory`, the trajectory that it belongs to (0 to B - 1, ascending), `rollout_logprobs` (float32) of the
-    generator when it sampled them, `mask` (bool), False where a token is over age, and `ages` (float32), how many versions the weights that
+    Per policy token, [N]: `trajectory`, the trajectory that it belongs to (0 to B - 1, ascending), `rollout_logprobs` (float32) of the
+    behaviour policy, `mask` (bool), False where a token is over age, and `ages` (float32), how many versions the weights that
     sampled it are behind those of the step.
 
-    Columns [N] that a step adds, None until then and where the configuration doesn't ask for them: `old_logprobs`, the trainer's at
+    Columns [N] that a step adds, None until then and if the configuration doesn't need them: `old_logprobs`, the trainer's at
     the start of the step (-inf where top-k or top-p leaves a token out, NaN in a trajectory that needed no pass), and
     `old_logprobs_unfiltered` before top-k and top-p; `ref_logprobs` of the reference policy, `teacher_logprobs` of the teacher, `values`
     of the value model before each token (all float32); `advantages`, and `returns` for the value model (float64).
@@ -79,9 +79,9 @@ class Batch:
         max_age: int,
         size: int | None = None,
     ) -> Batch:
-        """Scored trajectories at `step`; all of the batch, unless it has `size`.
+        """Make a batch of scored trajectories for `step`. They are the whole batch unless `size` says that it has more.
 
-        Tokens that are over `max_age` there don't count; under most age policies none is.
+        Tokens over `max_age` don't count; under most age policies there are none.
         """
         lengths = [np.count_nonzero(t.loss_mask) for t in trajectories]
         versions = np.zeros(sum(t.loss_mask.size for t in trajectories), np.float32)
@@ -118,7 +118,7 @@ class Batch:
 
     @functools.cached_property
     def _ends(self) -> Int:
-        """[B]: where among the N each trajectory's tokens end."""
+        """[B]: the end of each trajectory's tokens among the N."""
         return np.cumsum(self.lengths)
 
     @property
@@ -128,20 +128,20 @@ class Batch:
 
     @property
     def to_go(self) -> Int:
-        """[N]: how many policy tokens of the same trajectory come after each."""
+        """[N]: the number of policy tokens that follow in the same trajectory."""
         return self._ends[self.trajectory] - 1 - np.arange(self.trajectory.size)
 
     def name(self, i: int) -> str:
-        """What errors call trajectory `i`."""
+        """The name of trajectory `i` in errors."""
         return f"trajectory {self.trajectories[i].group_id!r}[{self.trajectories[i].index}]"
 
     def tokens_of(self, order: Sequence[int]) -> Int:
-        """Where the policy tokens of these trajectories, one after the other, are among the N."""
+        """The indices among the N of the policy tokens of these trajectories, one trajectory after the other."""
         ends, lengths = self._ends, self.lengths
         return np.concatenate([np.empty(0, np.intp), *(np.arange(ends[i] - lengths[i], ends[i]) for i in order)])
 
     def per_token(self, of_batch: Float64) -> Float64:
-        """Of values [size] of the whole batch, at each token [N] that of its trajectory."""
+        """Spread values [size] of the whole batch over this rank's tokens [N]: each token gets that of its trajectory."""
         return of_batch[self.places][self.trajectory]
 
     def sums(self, tokens: npt.ArrayLike) -> Float64:
@@ -153,10 +153,10 @@ class Batch:
         return np.split(tokens, self._ends[:-1]) if len(self) else []
 
     def of_all_ranks(self, rows: Float64, ranks: Ranks) -> Float64:
-        """A collective. From every rank's rows [B, ...] those of the whole batch, [size, ...], in its order.
+        """A collective. Gather every rank's rows [B, ...] into those of the whole batch, [size, ...], in its order.
 
-        A row's other addends are zeros, so that every rank ends up with the same bits whoever held what, and what is computed from
-        the result is the same for any number of ranks.
+        Each row is summed with zeros only, so every rank gets the same bits however the batch is shared out, and results computed from
+        them are the same for any number of ranks.
         """
         table = np.zeros((self.size, *rows.shape[1:]))
         table[self.places] = rows
@@ -175,15 +175,15 @@ class Batch:
         return Batch(**columns)
 
     def mini_batches(self, size: int) -> list[list[int]]:
-        """This rank's trajectories of each mini-batch: those of the whole batch by their place, `size` after `size`, so that which
-        trajectory is in which optimizer step depends on nothing but the batch."""
+        """This rank's trajectories of each mini-batch. The whole batch is cut by place into mini-batches of `size`, so the optimizer step
+        of a trajectory depends on the batch alone."""
         shares: list[list[int]] = [[] for _ in range(-(-self.size // size) or 1)]
         for i, place in enumerate(self.places):
             shares[place // size].append(i)
         return shares
 
     def mean_advantages(self) -> list[float]:
-        """[B]: over each trajectory's tokens, to the last bit where all have the same; 0 without any."""
+        """[B]: the mean advantage over each trajectory's tokens: bit-exact where all are equal, 0 without any token."""
         assert self.advantages is not None
         return [
             float(own[0]) + float((own - own[0]).mean()) if own.size else 0.0 for own in self.split(self.advantages)
@@ -210,7 +210,7 @@ class Batch:
 
 
 def gather(batch: Batch, ranks: Ranks) -> Batch:
-    """A collective. On rank 0 the whole batch with all its columns, in its order; on the other ranks their own."""
+    """A collective. Returns the whole batch with all its columns, in its order, on rank 0; their own part on the other ranks."""
     parts = ranks.gather(batch)
     if len(parts) == 1:
         return batch
@@ -232,7 +232,7 @@ def gather(batch: Batch, ranks: Ranks) -> Batch:
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """Columns of a batch as tensors, for the loss: n tokens of b trajectories, those of one micro-batch in its order.
+    """The columns of one micro-batch as tensors, for the loss: n tokens of b trajectories, in its order.
 
     Per token [n]: `trajectory` int64, ascending, the place of its trajectory among the b; `rollout_logprobs`, `old_logprobs`,
     `ref_logprobs`, `values`, `returns`, `advantages` and `ages` float32 as in `Batch`; `mask` float32, 1 where it counts and 0
@@ -253,7 +253,7 @@ class MicroBatch:
 
     @classmethod
     def of(cls, batch: Batch, order: Sequence[int], device: torch.device) -> MicroBatch:
-        """Those of the trajectories in `order`, on `device`."""
+        """The columns of the trajectories in `order`, on `device`."""
         tokens = batch.tokens_of(order)
 
         def column(values: npt.NDArray[Any]) -> Tensor:
@@ -281,7 +281,7 @@ class MicroBatch:
 
 @dataclasses.dataclass(frozen=True)
 class GlobalCounts:
-    """What losses and metrics are divided by, over all micro-batches and ranks of one optimizer step.
+    """The divisors of losses and metrics: counts over all micro-batches and ranks of one optimizer step.
 
     `tokens` is T, the sum of mask times multiplier; `sequences` is N, the sum of the multipliers of trajectories with at least one policy
     token; `positive_tokens` is T over the trajectories whose reward is above 0.
@@ -293,7 +293,7 @@ class GlobalCounts:
 
     @classmethod
     def of(cls, batch: Batch, mini_batches: Sequence[Sequence[int]], ranks: Ranks) -> list[GlobalCounts]:
-        """A collective: of each mini-batch, over all ranks."""
+        """A collective: the counts of each mini-batch, over all ranks."""
         counted, lengths = batch.sums(batch.mask) * batch.multipliers, batch.lengths
         own: list[float] = []
         for mini_batch in mini_batches:
@@ -308,9 +308,9 @@ class GlobalCounts:
 def check_invariants(
     reserved: ReservedTrajectory, trajectory: Trajectory, score: Score, *, step: int, max_age: int, policy: str
 ) -> str | None:
-    """Laws 2, 3 and 7 on what was read from the buffer, checked where it is used: what is wrong, or None.
+    """Check laws 2, 3 and 7 on what was read from the buffer, where it is used; returns the violation, or None.
 
-    Under the age policy `mask` law 2 is kept token by token, by what goes into the loss.
+    Under the age policy `mask`, law 2 applies to each token that enters the loss.
     """
     where = f"step {step}: trajectory {reserved.group_id!r}[{reserved.index}]"
     if (trajectory.group_id, trajectory.index) != (reserved.group_id, reserved.index):

@@ -1,9 +1,8 @@
-"""What a trainer rank holds: the models, their optimizers, and how far the run is. `step.train_step` trains it.
+"""The state of a trainer rank: the models, their optimizers and the run's counters. `step.train_step` trains it.
 
-Torch only: no queue, no network but the ranks' own. One `Learner` a rank; with several ranks every method is a collective that all of them
-call alike. Weights leave the learner between trainer steps alone, so that a step is whole or not at all, as seen from outside. A copy of
-weights and moments from the start of each step would take three times the model's memory, and a copy a step, to save a process that has to
-end anyway: a step that fails half-way leaves a `broken` learner instead.
+There is one `Learner` per rank; with several ranks every method is a collective. Weights leave the learner only between trainer steps, so
+a step is seen from outside completely or not at all. A step that fails half-way leaves a `broken` learner: keeping a copy of weights and
+moments from the start of each step would take three times the model's memory, only to save a process that has to end anyway.
 """
 
 from __future__ import annotations
@@ -30,15 +29,14 @@ from headrace_services.trainer.network.value_model import ValueModel
 
 
 class Learner:
-    """Policy and optimizer; a frozen reference policy or teacher where something compares with it, and a value model where the
-    estimator asks for one.
+    """The policy and its optimizer; a frozen reference policy, a teacher, and a value model with its optimizer, each if required.
 
-    `counters` says how far it is, `tokenizer` is the run's, `seconds` say how long each part of the newest step took here, and `broken`
-    why it can't go on, if it can't.
+    `counters` are the run's, `tokenizer` too. `seconds` are the durations of the parts of the newest step on this rank. `broken` is the
+    reason why the learner can't go on, or None.
     """
 
     def __init__(self, config: Config, checkpoint: Path | None = None, ranks: Ranks | None = None) -> None:
-        """Start from the initial models, or go on from `checkpoint`, a folder that `save` wrote.
+        """Start from the initial models, or continue from `checkpoint`, a folder that `save` wrote.
 
         Raises `ServiceError` for a model or checkpoint that can't be loaded.
         """
@@ -67,24 +65,24 @@ class Learner:
 
     @property
     def version(self) -> int:
-        """Trainer steps from the initial model."""
+        """The weight version: the number of trainer steps since the initial model."""
         return self.counters.current_step
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the model's embedding: token ids lie in [0, vocab_size)."""
+        """The number of rows of the model's embedding: token ids are in [0, vocab_size)."""
         return self.policy.vocab_size
 
     @property
     def value_packing(self) -> Packing:
-        """The policy's own, but for the size of a micro-batch."""
+        """The packing of the value model: the policy's, except for the size of a micro-batch."""
         packing, size = Packing.of(self.config.policy, training=True), self.config.value.train_micro_batch_size
         return (
             packing if packing.trajectories is None or size is None else dataclasses.replace(packing, trajectories=size)
         )
 
     def probe(self, token_ids: Int32) -> Float32:
-        """Log-probabilities [L - 1] of `token_ids[1:]` given what precedes each, at temperature 1, under the weights as they are."""
+        """Log-probabilities [L - 1] of `token_ids[1:]`, each given the tokens before it, at temperature 1, under the current weights."""
         self.refuse_if_broken()
         with torch.no_grad():
             rows = PackedRows.of_tokens(token_ids).to(self.policy.device)
@@ -95,7 +93,7 @@ class Learner:
         return [(name, "float32", shape) for name, shape in self.policy.weight_shapes()]
 
     def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight once, whole, one at a time; all ranks must run the iterator to its end."""
+        """Yield every weight once, unsharded, one at a time; all ranks must run the iterator to its end."""
         self.refuse_if_broken()
         return self.policy.weights()
 
@@ -124,7 +122,7 @@ class Learner:
         return {name: optimizer for name, optimizer in optimizers.items() if optimizer is not None}
 
     def _write(self, folder: Path, write: Callable[[], object]) -> None:
-        """Raise on every rank what any rank can't write."""
+        """Write on this rank; raise on every rank if any rank can't write."""
         problems = []
         try:
             write()

@@ -1,7 +1,7 @@
-"""The optimizer of a model: torch's own, with a schedule of its learning rate and clipped gradients; and its state in a checkpoint.
+"""The optimizer of a model: torch's own, with a learning rate schedule and gradient clipping; and its state in a checkpoint.
 
-The rate is a function of how many trainer steps (or epochs) trained the model, so a schedule needs no state but that count: after a
-resume the schedule of the configuration, which may have changed since, is gone through again, number by number.
+The learning rate is a function of the number of trainer steps (or epochs) that trained the model, so a schedule's only state is that
+count. When a run resumes, the schedule of the configuration, which may have changed, is stepped up to it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ CLASSES: dict[str, type[optim.AdamW] | type[optim.Adam]] = {
 
 
 class LearningRate:
-    """The rate by number of steps, as torch's own schedulers give it from `base` on."""
+    """The learning rate by number of steps, computed by torch's own schedulers from `base`."""
 
     def __init__(self, base: float, schedule: Sequence[SchedulerConfig], section: str) -> None:
         """Raises `ServiceError` naming `section` for arguments that torch refuses."""
         self._steps = 0
-        self._carrier = optim.SGD([torch.zeros(1)], base)  # what torch's schedulers act on
+        self._carrier = optim.SGD([torch.zeros(1)], base)  # torch's schedulers need an optimizer
         self._scheduler: lr_scheduler.LRScheduler | None = None
         named = [item for item in schedule if item.name is not None]
         try:
@@ -75,7 +75,7 @@ class ModelOptimizer:
         max_grad_norm: float,
         section: str,
     ) -> None:
-        """`section` is what errors call it: `policy` or `value`. Raises `ServiceError` for a schedule that torch refuses."""
+        """`section` is its name in errors: `policy` or `value`. Raises `ServiceError` for a schedule that torch refuses."""
         self._model = model
         self._settings = settings
         self._schedule = schedule
@@ -86,7 +86,7 @@ class ModelOptimizer:
 
     @property
     def lr(self) -> float:
-        """The rate of the next optimizer step."""
+        """The learning rate of the next optimizer step."""
         return self._rate.value
 
     def grad_norm(self) -> float:
@@ -95,7 +95,7 @@ class ModelOptimizer:
         return float(full_tensor(norm))
 
     def step(self, grad_norm: float) -> None:
-        """One optimizer step along gradients of 2-norm `grad_norm`, which are clipped to `max_grad_norm` and dropped."""
+        """Clip the gradients, whose 2-norm is `grad_norm`, to `max_grad_norm`; take one optimizer step; drop the gradients."""
         torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), self._max_grad_norm, torch.tensor(grad_norm))
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate.value
@@ -107,26 +107,26 @@ class ModelOptimizer:
         self._optimizer.zero_grad()
 
     def advance_schedule(self) -> None:
-        """A trainer step, of however many optimizer steps, has trained this model."""
+        """Advance the learning rate schedule by one: a trainer step (or an epoch) has trained this model."""
         self._rate.advance()
 
     def state(self, *, moments: bool) -> dict[str, Any]:
-        """What a checkpoint holds besides the weights: the schedule's count, and with `moments` the optimizer's own state."""
+        """The state for a checkpoint, besides the weights: the schedule's count, and with `moments` the optimizer's own state."""
         state: dict[str, Any] = {"scheduled": self._rate.steps}
-        # asking an optimizer that never stepped for its state counts as a step
+        # torch initializes an optimizer that has never stepped with an empty step when it is asked for its state
         if moments and self._optimizer.state:
             state["optimizer"] = get_optimizer_state_dict(self._model, self._optimizer)
         return state
 
     def empty_state(self, *, moments: bool) -> dict[str, Any]:
-        """What `torch.distributed.checkpoint` reads into; shapes and keys are those of `state`."""
+        """A state for `torch.distributed.checkpoint` to read into, with the shapes and keys of `state`."""
         state: dict[str, Any] = {"scheduled": 0}
         if moments:
             state["optimizer"] = get_optimizer_state_dict(self._model, self._optimizer)
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave; rate, betas and the rest are the configuration's, which may have changed since."""
+        """Load what `state` returned; learning rate, betas and so on come from the configuration, which may have changed since."""
         if "optimizer" in state:
             set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
         for group in self._optimizer.param_groups:
@@ -149,7 +149,7 @@ def _scheduler(carrier: optim.Optimizer, item: SchedulerConfig) -> lr_scheduler.
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """SequentialLR calls its parts in a way that torch itself calls deprecated, and says so at each milestone."""
+    """Silence torch's warning about its own SequentialLR, which calls its parts in a deprecated way at each milestone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The epoch parameter in", category=UserWarning)
         yield

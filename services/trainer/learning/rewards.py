@@ -1,7 +1,7 @@
-"""From the rewards that environments gave to those that are trained on, and which trajectories leave the loss.
+"""Turns the environments' rewards into those that are trained on, and decides which trajectories leave the loss.
 
 Rewards are scaled first, then shaped by length. Groups are filtered between the two (`use_dynamic_sampling`), in the buffer; baselines are
-taken after both.
+computed after both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headrace_services.trainer.learning.batch import Batch, Bool, Float64, Int
 
 
 def scale_rewards(rewards: Float64, scaling: RewardScalingConfig) -> Float64:
-    """Rewards of any shape, clamped to the source range and mapped to the target range; as they are where that is turned off."""
+    """Rewards of any shape, clamped to the source range and mapped to the target range; unchanged if scaling is off."""
     if not scaling.enabled:
         return rewards
     share = (np.clip(rewards, scaling.source_min, scaling.source_max) - scaling.source_min) / (
@@ -26,12 +26,12 @@ def scale_rewards(rewards: Float64, scaling: RewardScalingConfig) -> Float64:
 def shape_rewards(
     rewards: Float64, lengths: Int, truncated: Bool, shaping: RewardShapingConfig, max_response_length: int
 ) -> Float64:
-    """Scaled rewards [B] less what their lengths cost; as they are where that is turned off.
+    """Scaled rewards [B] minus penalties on length; unchanged if shaping is off.
 
-    `lengths` [B] counts the tokens that the policy wrote, `truncated` [B] marks completions that were cut off. With
-    `stop_properly_penalty_coef` c a truncated completion gets `c r`. Else, with L the `max_response_length` (of the configuration
-    as a whole: `Config.max_response_length`), b the buffer and p its penalty, the soft overlong punishment of DAPO (arXiv
-    2503.14476, eq. 13): `r - p · clamp((length - (L - b)) / b, 0, 1)`.
+    `lengths` [B] counts policy tokens, `truncated` [B] marks completions that were cut off. With
+    `stop_properly_penalty_coef` c, a truncated completion gets `c r`. Otherwise the soft overlong punishment of DAPO (arXiv 2503.14476,
+    eq. 13) applies: `r - p · clamp((length - (L - b)) / b, 0, 1)`, with L the maximum response length (`Config.max_response_length`),
+    b the overlong buffer and p its penalty.
     """
     if not shaping.enabled:
         return rewards
@@ -42,19 +42,19 @@ def shape_rewards(
 
 
 def leave_out_truncated(multipliers: Float64, truncated: Bool, overlong_filtering: bool) -> Float64:
-    """`multipliers` [B] with 0 where a completion was cut off, if that is asked for: out of the loss, not out of the baseline."""
+    """`multipliers` [B], set to 0 where a completion was cut off if `overlong_filtering`: out of the loss, not out of the baseline."""
     return np.where(truncated, 0.0, multipliers) if overlong_filtering else multipliers
 
 
 def leave_out_disagreeing(batch: Batch, threshold: float | None, ranks: Ranks) -> dict[str, float]:
-    """A collective, before advantages: trajectories on which trainer and generator disagree too much get multiplier 0
-    (`seq_logprob_error_threshold`; None leaves all as they are and measures). Returns metrics of the whole batch.
+    """A collective, before advantages. Set the multiplier of trajectories on which trainer and generator disagree too much to 0
+    (`seq_logprob_error_threshold`; None only measures). Returns metrics of the whole batch.
 
-    A trajectory's error is the mean over its tokens of `exp |rollout - old|`; it leaves the loss where that is above `threshold` or not a
-    number. A token that top-k or top-p leaves out now says nothing of how well the two agree.
+    A trajectory's error is the mean over its tokens of `exp |rollout - old|`; it leaves the loss if that is above `threshold` or NaN.
+    Tokens that top-k or top-p now leaves out are not counted: they say nothing about the agreement.
 
-    `max_`, `mean_` and `min_seq_mult_prob_error` are over the trajectories with a token and a multiplier above 0, those
-    `_after_mask` over what is left of them, 0 without any. `num_masked_seqs_by_logprob_error` is the number of trajectories left
+    `max_`, `mean_` and `min_seq_mult_prob_error` are over the trajectories with a token and a multiplier above 0, those with
+    `_after_mask` over the ones that remain, 0 if none does. `num_masked_seqs_by_logprob_error` is the number of trajectories left
     out, `masked_correct_pct` the share of them with a reward of 1 (after scaling and shaping), between 0 and 1.
     """
     assert batch.old_logprobs is not None

@@ -1,7 +1,7 @@
 """One trainer step: rewards, passes without gradients, advantages, optimizer steps.
 
-With several ranks it is a collective, and the numbers are those of one rank holding all trajectories. Nothing is drawn: which trajectory is
-in which optimizer step follows from its place in the batch.
+With several ranks it is a collective, and the numbers are those of one rank holding all trajectories. No random numbers are drawn: the
+optimizer step of a trajectory follows from its place in the batch.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ LossOf = Callable[[PackedRows, MicroBatch, GlobalCounts], LossParts]
 
 
 def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
-    """Take one trainer step on the trajectories of all ranks, `batch` being this rank's; returns metrics of the whole.
+    """Take one trainer step on the trajectories of all ranks; `batch` holds this rank's. Returns metrics of the whole batch.
 
-    Adds to `batch` what the step computes of each trajectory and token. Metrics are means over the optimizer steps, those of the value
-    model are `critic/<name>`. `learner.seconds` says how long each part took on this rank.
+    Adds the columns that the step computes to `batch`. Metrics are means over the optimizer steps; those of the value
+    model are named `critic/<name>`. `learner.seconds` are the durations of the parts of the step on this rank.
 
-    Raises `ServiceError` naming the trajectory, with weights, optimizers and counters as they were, for one that can't be trained on,
-    and for a loss or gradient that is not finite. Where that happens after the first optimizer step of a trainer step, the weights are
-    those of no version: the learner then refuses to work on, and the run goes on from its last checkpoint.
+    Raises `ServiceError` naming the trajectory if it can't be trained on, or if its loss or gradient is not finite; weights, optimizers and
+    counters are then unchanged. If that happens after the first optimizer step of a trainer step, the weights belong to no version: the
+    learner is then `broken` and refuses to continue, and the run resumes from its last checkpoint.
     """
     config, ranks, policy, value = learner.config, learner.ranks, learner.policy, learner.value
     algorithm, step = config.algorithm, learner.version
@@ -62,7 +62,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
     if shaping.enabled:
         metrics["unshaped_total_reward"] = float(rewards[:, 0].mean())
 
-    # 2. Passes without gradients, each only if something asks for it.
+    # 2. Passes without gradients, each only if required.
     passes = required_passes(config, optimizer_steps=epochs * len(mini_batches))
     inference = Packing.of(config.policy, training=False)
 
@@ -98,7 +98,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
         device: torch.device,
         loss_of: LossOf,
     ) -> dict[str, float]:
-        """Optimizer steps over the mini-batches, as often as there are epochs; their metrics together."""
+        """Take an optimizer step on each mini-batch, in each epoch; returns their combined metrics."""
         first, counts_of = len(taken), GlobalCounts.of(batch, mini_batches, ranks)
 
         def backward(micro_batches: Sequence[Rows], counts: GlobalCounts) -> OptimizerStep:
@@ -112,11 +112,11 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
 
         for epoch in range(epochs):
             for mini_batch, counts in zip(mini_batches, counts_of, strict=True):
-                weighing = [i for i in mini_batch if batch.multipliers[i] > 0]  # what weighs nothing adds nothing
+                weighing = [i for i in mini_batch if batch.multipliers[i] > 0]  # the others add nothing to the loss
                 now = backward(plan(batch.trajectories, packing, weighing), counts)
                 if not now.is_finite:
                     optimizer.zero_grad()
-                    # one backward pass for each trajectory says which of them cause it
+                    # one backward pass per trajectory shows which of them cause it
                     causes = []
                     for rank, names in enumerate(ranks.all_gather([batch.name(i) for i in weighing])):
                         for turn, name in enumerate(names):
@@ -159,7 +159,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
         packing = Packing.of(config.policy, training=True)
         with _timed(seconds, "policy_training"):
             metrics |= optimize(learner.policy_optimizer, mini_batches, epochs, packing, policy.device, loss_of_policy)
-        if batch.old_logprobs is None:  # the only optimizer step's own pass gave those at the start of the step
+        if batch.old_logprobs is None:  # the forward pass of the only optimizer step computed them
             batch.old_logprobs = np.full(batch.trajectory.size, np.nan, np.float32)
             for order, logprobs in seen:
                 batch.old_logprobs[batch.tokens_of(order)] = logprobs.cpu().numpy()
@@ -175,7 +175,8 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerStep:
-    """One optimizer step over all ranks: the metrics of its loss, the 2-norm of its gradients before they are clipped, and its rate."""
+    """The outcome of an optimizer step over all ranks: metrics of its loss, the 2-norm of its gradients before clipping, and its learning
+    rate."""
 
     sums: Mapping[str, float]
     minima: Mapping[str, float]
@@ -189,7 +190,7 @@ class OptimizerStep:
 
         def combined(of_parts: Sequence[Mapping[str, Tensor]], how: Callable[[Tensor], Tensor]) -> dict[str, float]:
             names = sorted(of_parts[0])
-            # [micro-batches, names], where the loss was computed: a device is waited for once, after the last micro-batch
+            # [micro-batches, names], on the device of the loss, which is synchronized once, after the last micro-batch
             table = torch.stack([torch.stack([part[name].detach() for name in names]) for part in of_parts])
             return dict(zip(names, how(table).tolist(), strict=True))
 
@@ -206,7 +207,7 @@ class OptimizerStep:
 
 
 def _summary(steps: Sequence[OptimizerStep]) -> dict[str, float]:
-    """Metrics of several optimizer steps: means, but the least of minima and the greatest of maxima; these are -1 where no
+    """Combine the metrics of several optimizer steps: means, but the smallest of minima and the largest of maxima, which are -1 if no
     token counted, as in NeMo RL."""
     metrics = {name: sum(step.sums[name] for step in steps) / len(steps) for name in steps[0].sums}
     extremes = {name: min(step.minima[name] for step in steps) for name in steps[0].minima}
@@ -220,7 +221,7 @@ def _summary(steps: Sequence[OptimizerStep]) -> dict[str, float]:
 def _forward(
     batch: Batch, packing: Packing, ranks: Ranks, device: torch.device, compute: Callable[[PackedRows], Tensor]
 ) -> Float32:
-    """A collective: what `compute` gives for the batch's policy tokens, [N], without gradients."""
+    """A collective: the values [N] that `compute` gives for the batch's policy tokens, without gradients."""
     found = np.zeros(batch.trajectory.size, np.float32)
     for rows in _all_ranks_keep_pace(plan(batch.trajectories, packing), ranks):
         packed = pack(batch.trajectories, rows, packing).to(device)
@@ -230,15 +231,15 @@ def _forward(
 
 
 def _all_ranks_keep_pace(own: Sequence[Rows], ranks: Ranks) -> list[Rows]:
-    """A collective. This rank's micro-batches, and as many empty ones as it takes until every rank is done, at least one: under FSDP2
-    every pass is a collective, so that all ranks agree on their number before the first."""
+    """A collective. Pad this rank's micro-batches with empty ones, so that all ranks have the same number, at least one: under FSDP2
+    every pass is a collective."""
     rounds = max(1, int(ranks.max(len(own))))
     return [*own, *[()] * (rounds - len(own))]
 
 
 def _check(learner: Learner, batch: Batch) -> None:
-    """A collective: raise `ServiceError` on every rank for a trajectory that can't be trained on, and for a batch not of whole groups.
-    Raises `ValueError` for a batch that was trained already: its columns are those of that step."""
+    """A collective: raise `ServiceError` on every rank for a trajectory that can't be trained on, and for a batch with incomplete groups.
+    Raises `ValueError` for a batch that was trained already, because its columns are those of that step."""
     if batch.advantages is not None:
         raise ValueError("this batch has been through a trainer step already; make a new one with Batch.of")
     generations = learner.config.algorithm.num_generations_per_prompt
@@ -254,7 +255,7 @@ def _check(learner: Learner, batch: Batch) -> None:
 
 
 def _not_finite(learner: Learner, model: str, now: OptimizerStep, causes: Sequence[str], taken: int) -> ServiceError:
-    """The error of an optimizer step that can't be taken; `taken` others of the same trainer step were, and leave a broken learner."""
+    """The error of an optimizer step that can't be taken. If `taken` others of the same trainer step were, it marks the learner broken."""
     problem = (
         f"step {learner.version}: loss {now.sums['loss']} and gradient norm {now.grad_norm} of the {model} model are not both finite, "
         f"because of {', '.join(causes) or 'no trajectory alone'}; no step was taken with them. Look at these trajectories' "

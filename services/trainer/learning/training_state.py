@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the trainer besides weights, written by `torch.distributed.checkpoint`: counters, optimizers, schedules."""
+"""The trainer's state in a checkpoint besides the weights, written by `torch.distributed.checkpoint`: counters, optimizers, schedules."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Counters:
-    """How far a run is: trainer steps taken (the version of the weights), trajectories trained on, and tokens that counted in the
-    policy's loss, over all of them."""
+    """The run's counters: trainer steps taken (the weight version), trajectories trained on, and tokens that counted in the policy's
+    loss, each since the initial model."""
 
     current_step: int = 0
     consumed_samples: int = 0
@@ -30,8 +30,8 @@ class Counters:
 
 
 def save_state(folder: Path, counters: Counters, optimizers: Mapping[str, ModelOptimizer], *, moments: bool) -> None:
-    """A collective: write `folder`. There is no random state: a step draws no numbers. Raises `ServiceError` on every rank where any
-    of them can't write."""
+    """A collective: write `folder`. There is no random state, because a step draws no random numbers. Raises `ServiceError` on every rank
+    if any of them can't write."""
     state = {
         **dataclasses.asdict(counters),
         "trained": {name: optimizer.state(moments=moments) for name, optimizer in optimizers.items()},
@@ -44,9 +44,9 @@ def save_state(folder: Path, counters: Counters, optimizers: Mapping[str, ModelO
 
 
 def load_state(folder: Path, optimizers: Mapping[str, ModelOptimizer]) -> Counters:
-    """A collective: give `optimizers` back what `save_state` wrote; returns the counters.
+    """A collective: load what `save_state` wrote into `optimizers`; returns the counters.
 
-    Raises `ServiceError` for what can't be read, and for a checkpoint that lacks one of them.
+    Raises `ServiceError` if the state can't be read, and if the checkpoint lacks one of the models.
     """
     reader = dcp.FileSystemReader(folder)
     try:
@@ -76,7 +76,7 @@ def load_state(folder: Path, optimizers: Mapping[str, ModelOptimizer]) -> Counte
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What went wrong on the first rank where it did."""
+    """The error of the first rank that failed."""
     if isinstance(error, dcp.CheckpointException):
         return next(iter(error.failures.values()))[0]
     return error

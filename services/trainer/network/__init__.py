@@ -1,1 +1,1 @@
-"""The models, and how token sequences are laid out in rows for them."""
+"""The models, and the layout of their token sequences in rows."""

@@ -1,10 +1,10 @@
-"""Who sees whom in a row, as transformers models take it, and which models can't take it.
+"""Attention over rows of several trajectories, for transformers models; and which models can't do it.
 
-Rows of one trajectory each are causal and need nothing. On a CPU rows of several go through `tree_attention`: each prompt and each
-completion by itself, and nothing computed that is masked (with a prompt of S tokens and completions of T_i, a mask over the row costs
-(S + ΣT_i)² a head; the pieces cost S²/2 and T_i·(S + T_i) each). On a GPU packed rows say by `position_ids` where a trajectory begins, and
-transformers makes the block-diagonal mask from that; a prompt with several completions needs a mask of its own: a block mask for flex
-attention, which skips what is masked, or [R, 1, W, W] for SDPA.
+Rows with one trajectory each are causal and need nothing. On a CPU, other rows go through `tree_attention`, which computes each prompt and
+each completion separately and nothing that is masked (with a prompt of S tokens and completions of T_i, a mask over the row costs
+(S + ΣT_i)² per head; the pieces cost S²/2 and T_i·(S + T_i) each). On a GPU, the `position_ids` of packed rows show where a trajectory
+begins, and transformers makes the block-diagonal mask from that. A prompt with several completions needs its own mask: a block mask for
+flex attention, which skips what is masked, or [R, 1, W, W] for SDPA.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from headrace.config.policy import PolicyConfig
 from headrace.errors import ServiceError
 from headrace_services.trainer.network.packing import PackedRows, TreeSpan
 
-# what transformers knows `tree_attention` by
+# the name of `tree_attention` in transformers
 TREE_ATTENTION = "headrace_trees"
 
-# the kinds of layers that a mask over the row, or `position_ids`, is enough for
+# the kinds of layers for which a mask over the row, or `position_ids`, is enough
 _PACKED = {"full_attention", "sliding_attention"}
 _SHARED = {"full_attention"}
 
 
 def prepare_attention(model: Any, policy: PolicyConfig, device: torch.device) -> None:
-    """Choose an attention for rows of several trajectories: on a CPU ours, on a GPU flex attention, where the model has it.
+    """Choose the attention for rows of several trajectories: `tree_attention` on a CPU, flex attention on a GPU if the model has it.
 
     Raises `ServiceError` for a model that would let the trajectories of a row see each other.
     """
@@ -57,7 +57,7 @@ def _problem(model: Any, allowed: set[str]) -> str | None:
     if model._is_stateful:
         return "carries a state from token to token"
     if not model._supports_attention_backend:
-        return "has an attention of its own that takes no mask of ours"
+        return "has an attention implementation of its own that takes no mask"
     if config._attn_implementation not in ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"):
         return f"runs {config._attn_implementation} attention"
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -69,7 +69,7 @@ def _problem(model: Any, allowed: set[str]) -> str | None:
 
 
 def attention_arguments(backbone: nn.Module, rows: PackedRows) -> dict[str, Any]:
-    """What the backbone's forward gets besides `input_ids`, on the device of the rows."""
+    """The arguments of the backbone's forward besides `input_ids`, on the device of the rows."""
     attention: str = backbone.config.get_text_config()._attn_implementation  # type: ignore[union-attr, operator]
     if attention == TREE_ATTENTION:
         return {"position_ids": rows.position_ids, "trees": rows.spans}
@@ -108,11 +108,11 @@ def tree_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over rows of trees, as transformers' models call it (`AttentionInterface`).
+    """Attention over rows of trees, with the signature that transformers models call (`AttentionInterface`).
 
-    `query` [R, H, W, D], `key` and `value` [R, H / groups, W, D]; gives [R, W, H, D], 0 on padding. `trees` are those of each row; they
-    come through the model's keyword arguments, so that a model that does not pass them on is an error, never a row in which all see
-    all. Raises `ServiceError` for what it can't compute.
+    `query` [R, H, W, D], `key` and `value` [R, H / groups, W, D]; returns [R, W, H, D], 0 on padding. `trees` are those of each row.
+    They come through the model's keyword arguments, so a model that does not pass them on raises an error rather than attending across
+    trajectories. Raises `ServiceError` for a case that it can't compute.
     """
     if trees is None or softcap is not None or s_aux is not None or dropout:
         raise ServiceError(
@@ -139,7 +139,7 @@ def tree_attention(
 def _pieces(
     span: TreeSpan, key: Tensor, value: Tensor, window: int | None
 ) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor | None]]:
-    """Queries [start, end) of a tree, in order, with the keys and values that they see, and the mask where causality is not all."""
+    """The pieces of a tree, in order: queries [start, end), the keys and values that they see, and a mask where causality is not enough."""
     start, prompt = span.start, span.start + span.prompt
     if len(span.completions) == 1:
         end = prompt + span.completions[0]
@@ -161,7 +161,8 @@ def _pieces(
 
 
 def _mask(queries: int, keys: int, window: int | None, like: Tensor) -> Tensor | None:
-    """[queries, keys] bool: the last `queries` of `keys` places see themselves and what is before, `window` in all; None: causal."""
+    """The mask [queries, keys] bool with which the last `queries` of `keys` positions see themselves and those before, at most `window`
+    in all. None means causal."""
     if queries == keys and (window is None or keys <= window):
         return None
     place = torch.arange(keys, device=like.device)

@@ -1,12 +1,12 @@
-"""What policy and value model share: a transformers model on this rank's device, and the hidden states before each policy token.
+"""The backbone that policy and value model share: a transformers model on this rank's device, and its hidden states before each token.
 
-A model scores tokens by a **root** module of ours around the transformers model, whose forward is everything that needs
-weights: backbone, choice of positions, head. It is FSDP2's outermost unit, so that its one forward gathers embedding and
+Around the transformers model is a **root** module, whose forward does everything that needs
+weights: backbone, choice of positions, head. It is FSDP2's outermost unit, so one forward gathers embedding and
 head once, however many chunks the head is applied in, and ranks with unequal rows enter the same collectives.
 
-Weights are float32 whatever `policy.precision` says: a step at a usual learning rate is smaller than bfloat16 resolves, so
-bfloat16 is only what matrices are multiplied in (autocast). Models stay in evaluation mode: dropout would make two passes over
-the same weights disagree, and the ratio of the loss compares exactly those.
+Weights are always float32, because a step at a usual learning rate is smaller than bfloat16 can resolve; `policy.precision: bfloat16`
+only multiplies matrices in bfloat16 (autocast). Models stay in evaluation mode: dropout would make two passes over
+the same weights disagree, and the loss compares exactly those.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def choose_device(name: str) -> torch.device:
 def load_model(
     auto: Any, config: Config, key: str, name: str, what: str, overrides: Mapping[str, Any] | None = None
 ) -> Any:
-    """`auto.from_pretrained(name)` in float32 and evaluation mode, its own configuration under `overrides`. `key` named it, `what`
-    it should be.
+    """Load `auto.from_pretrained(name)` in float32 and evaluation mode, with `overrides` of its configuration. For errors: `key` is the
+    configuration key that gave the name, `what` the kind of model that it should be.
 
-    Raises `ServiceError` if it can't be loaded, an override is none of its configuration's keys, or its context is shorter than
-    `policy.max_total_sequence_length`.
+    Raises `ServiceError` if it can't be loaded, if its configuration has no such key as an override names, or if its context is shorter
+    than `policy.max_total_sequence_length`.
     """
     try:
         settings = _settings(name, overrides) if overrides else {}
@@ -66,7 +66,7 @@ def load_model(
 
 
 def _settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's own configuration under `overrides`, as an argument of `from_pretrained`."""
+    """The model's configuration with `overrides`, as an argument of `from_pretrained`."""
     settings, unknown = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **copy.deepcopy(dict(overrides)))
     if unknown:
         raise ServiceError(
@@ -76,7 +76,7 @@ def _settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def freeze_routers(model: nn.Module) -> None:
-    """Take the routers of a mixture of experts, the module `gate` or `router` beside each `experts`, out of training."""
+    """Exclude the routers of a mixture of experts (the module `gate` or `router` beside each `experts`) from training."""
     for module in model.modules():
         if hasattr(module, "experts"):
             for name in ("gate", "router"):
@@ -88,7 +88,7 @@ def freeze_routers(model: nn.Module) -> None:
 def place(root: nn.Module, model: Any, device: torch.device, *, recompute: bool) -> None:
     """Move `root`, which holds `model`, to `device`; with several ranks shard it, layer by layer.
 
-    With `recompute` a layer keeps its input alone for the backward pass. Raises `ServiceError` for a model whose layers are not known.
+    With `recompute` a layer keeps only its input for the backward pass. Raises `ServiceError` for a model whose layers are not known.
     """
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
@@ -99,28 +99,28 @@ def place(root: nn.Module, model: Any, device: torch.device, *, recompute: bool)
                 "layers; set it to false"
             )
         for layer in layers:
-            # transformers' own switch works in training mode alone, which would turn on dropout
+            # transformers' own switch works only in training mode, which would turn on dropout
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     shard(root, layers, device)
 
 
 def hidden_before(backbone: nn.Module, packed: PackedRows) -> Tensor:
-    """Hidden states [N, H] of the backbone's last layer at the place before each policy token.
+    """Hidden states [N, H] of the backbone's last layer at the position before each policy token.
 
-    What a head reads here has seen the prompt and the completion up to that token, and not the token itself: a vocabulary
-    projection predicts it, a value head gives the value before it.
+    They depend on the prompt and the completion up to that token, but not on the token itself: a vocabulary
+    projection predicts it from them, a value head gives the value before it.
     """
     output = backbone(input_ids=packed.input_ids, use_cache=False, **attention_arguments(backbone, packed))
     return output.last_hidden_state.flatten(0, 1).index_select(0, packed.before)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """The context in which a forward pass runs in `precision`, that of a configuration."""
+    """The context in which a forward pass runs in `precision`, as configured."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
 
 
 def whole_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every weight once, whole, by its name in a Hugging Face checkpoint; a tied head is left out. A collective."""
+    """Yield every weight once, unsharded, with its name in a Hugging Face checkpoint; a tied head is left out. A collective."""
     for name, parameter in model.named_parameters():
         yield from _as_saved(model, name, full_tensor(parameter.detach()))
 
@@ -153,7 +153,7 @@ def cannot_load(key: str, name: str, what: str, error: Exception) -> ServiceErro
 
 
 def _as_saved(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What one parameter is called in a checkpoint; some architectures fuse several saved tensors into one."""
+    """A parameter under its name in a checkpoint; where an architecture fuses several saved tensors into one, each of those."""
     if not model._weight_conversions:
         yield name, tensor
         return

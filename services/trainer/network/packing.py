@@ -1,12 +1,12 @@
-"""Which trajectories share a row and a micro-batch, and the rows as tensors.
+"""Packing: decides which trajectories share a row and a micro-batch, and makes the tensors of the rows.
 
     micro_batches = plan(trajectories, packing)                  pure; a trajectory is never divided
     packed = pack(trajectories, micro_batches[0], packing)       tensors on the CPU; `.to(device)`
-    logprobs = policy.logprobs(packed, warp).logprobs            [N]
+    logprobs = policy.forward(packed, warper).logprobs           [N]
 
 A **tree** is one prompt and the completions that follow it in the same row; without prompt sharing it has one completion. A **row** is
-trees one after the other, a **micro-batch** the rows that go through the model at once. The N values of a micro-batch are those of the
-tokens that the policy wrote, one trajectory after the other in the order of `PackedRows.order`. Nothing here knows of losses or advantages.
+a sequence of trees, a **micro-batch** the rows that go through the model at once. The N values of a micro-batch are those of its
+policy tokens, one trajectory after the other in the order of `PackedRows.order`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from headrace.config.policy import PolicyConfig
 from headrace.trajectory import Int32, Trajectory
 
-Tree = tuple[int, ...]  # places of its trajectories among those that are planned
+Tree = tuple[int, ...]  # indices of its trajectories among those that are planned
 Row = tuple[Tree, ...]
 Rows = tuple[Row, ...]  # of a micro-batch; none: a pass of a rank that only keeps pace with the others
 Bins = list[list[int]]
@@ -34,10 +34,10 @@ PADDING = -1
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How trajectories are put together.
+    """The settings of packing.
 
     `padded`: each row holds one tree and all rows of a micro-batch are as wide as the widest; a micro-batch has at most
-    `trajectories` trajectories, or at most `tokens` places (rows times width) where that is given. `packed`: one row of at most
+    `trajectories` trajectories, or at most `tokens` positions (rows times width) if that is given. `packed`: one row of at most
     `tokens` tokens, filled by `algorithm`. With `share_prompts`, trajectories of equal prompts are one tree where they fit. Widths
     are rounded up to a multiple of `multiple`, as far as `tokens` allows.
     """
@@ -51,7 +51,7 @@ class Packing:
 
     @classmethod
     def of(cls, policy: PolicyConfig, *, training: bool) -> Packing:
-        """As `policy` says, for passes with (`training`) or without gradients."""
+        """The settings in `policy`, for passes with (`training`) or without gradients."""
         size = policy.train_micro_batch_size if training else policy.logprob_batch_size or policy.train_micro_batch_size
         packing, batching = policy.sequence_packing, policy.dynamic_batching
         chosen = packing if packing.enabled else batching if batching.enabled else None
@@ -69,14 +69,14 @@ class Packing:
         )
 
     def width(self, length: int) -> int:
-        """Of rows whose longest has `length` tokens."""
+        """The width of rows whose longest has `length` tokens."""
         rounded = math.ceil(length / self.multiple) * self.multiple
         return rounded if self.tokens is None else max(length, min(rounded, self.tokens))
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeSpan:
-    """A tree in its row: it begins at `start`, with `prompt` tokens; its completions, of so many tokens each, follow."""
+    """The position of a tree in its row: it begins at `start` with `prompt` tokens; `completions` are the lengths of those that follow."""
 
     start: int
     prompt: int
@@ -87,11 +87,11 @@ class TreeSpan:
 class PackedRows:
     """R rows of width W, and the N policy tokens in them; all tensors int64.
 
-    `input_ids` [R, W], padded on the right. `position_ids` [R, W]: a token's place in its own trajectory, 0 for the first of the
-    prompt. `tree` [R, W]: which tree of its row a token belongs to (0, 1, …; -1 on padding), `branch` [R, W] 0 in a prompt and
-    1, 2, … in its completions; `spans` say the same of each row's trees. Flat over policy tokens, [N]: `before`, where in the flattened
-    [R·W] the token lies that precedes it in its trajectory (what is read there predicts it), and `targets`, its id. `order` holds the
-    places of the trajectories among those that were planned, in the order of their tokens in every [N].
+    `input_ids` [R, W], padded on the right. `position_ids` [R, W]: a token's position in its own trajectory, 0 for the first of the
+    prompt. `tree` [R, W]: the tree of its row that a token belongs to (0, 1, …; -1 on padding); `branch` [R, W]: 0 in a prompt and
+    1, 2, … in its completions; `spans` give the same as positions of each row's trees. Per policy token, [N]: `before`, the index in the
+    flattened [R·W] of the token that precedes it in its trajectory (the model's output there predicts it), and `targets`, its id. `order`
+    holds the indices of the trajectories among those that were planned, in the order of their tokens in every [N].
     """
 
     input_ids: Tensor
@@ -105,7 +105,7 @@ class PackedRows:
 
     @classmethod
     def of_tokens(cls, token_ids: Int32) -> PackedRows:
-        """One row of `token_ids` [L], the last L - 1 of which count as the policy's."""
+        """One row of `token_ids` [L]; the last L - 1 count as policy tokens."""
         ids = torch.from_numpy(token_ids.astype(np.int64))
         place, branch = torch.arange(ids.numel()), (torch.arange(ids.numel()) > 0).long()
         return cls(
@@ -137,8 +137,8 @@ class PackedRows:
     def visible(self) -> Tensor:
         """[R, 1, W, W] bool: whether the token at the third index sees the one at the fourth.
 
-        A token sees what is not after it in its own tree's prompt and in its own completion. Padding sees padding, so that no
-        token sees nothing.
+        A token sees itself and what precedes it in its tree's prompt and in its own completion. Padding sees padding, because every
+        token must see something.
         """
         place = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
         causal = place[:, None] >= place[None, :]
@@ -148,8 +148,8 @@ class PackedRows:
 
 
 def plan(trajectories: Sequence[Trajectory], packing: Packing, chosen: Sequence[int] | None = None) -> list[Rows]:
-    """Micro-batches that hold each of the `chosen` trajectories (None: all) that has a policy token, once and whole; what costs most
-    comes first.
+    """Plan micro-batches of the `chosen` trajectories (None: all): each one with a policy token is in one of them, undivided; the most
+    expensive micro-batch comes first.
 
     Raises `ValueError` for a trajectory that is longer than `packing.tokens`.
     """
@@ -174,7 +174,7 @@ def plan(trajectories: Sequence[Trajectory], packing: Packing, chosen: Sequence[
 
 
 def pack(trajectories: Sequence[Trajectory], rows: Rows, packing: Packing) -> PackedRows:
-    """The tensors of one micro-batch. One without rows becomes a single padding token with no value."""
+    """The tensors of one micro-batch. A micro-batch without rows becomes a single padding token with N = 0."""
     widest = max((sum(_length(trajectories, tree) for tree in row) for row in rows), default=1)
     shape = (max(len(rows), 1), packing.width(widest) if rows else 1)
     ids, positions, branches = (np.zeros(shape, np.int64) for _ in range(3))
@@ -196,7 +196,7 @@ def pack(trajectories: Sequence[Trajectory], rows: Rows, packing: Packing) -> Pa
                 positions[r, place] = prompt.size + np.arange(completion.size)
                 branches[r, place] = b
                 own = np.flatnonzero(trajectories[i].loss_mask)
-                # the first token of a completion follows the end of the prompt, wherever in the row it lies
+                # the first token of a completion follows the end of the prompt, wherever in the row that is
                 previous = np.where(own == 0, start + prompt.size - 1, cursor + own - 1)
                 before.append(r * shape[1] + previous)
                 targets.append(completion[own])
@@ -222,13 +222,13 @@ def pack(trajectories: Sequence[Trajectory], rows: Rows, packing: Packing) -> Pa
 
 
 def _length(trajectories: Sequence[Trajectory], tree: Tree) -> int:
-    """Tokens of a tree in its row: the prompt once, and each completion."""
+    """The number of tokens of a tree in its row: the prompt once, and each completion."""
     prompt = trajectories[tree[0]].prompt_token_ids.size
     return prompt + sum(trajectories[i].completion_token_ids.size for i in tree)
 
 
 def _by_prompt(trajectories: Sequence[Trajectory], places: Sequence[int], packing: Packing) -> list[list[int]]:
-    """Those that share a prompt together, in the order in which they first come; each alone where prompts are not shared."""
+    """Group the trajectories by prompt, in the order of first appearance; one group each if prompts are not shared."""
     if not packing.share_prompts:
         return [[i] for i in places]
     same: dict[bytes, list[int]] = {}
@@ -238,7 +238,7 @@ def _by_prompt(trajectories: Sequence[Trajectory], places: Sequence[int], packin
 
 
 def _trees(trajectories: Sequence[Trajectory], places: Sequence[int], packing: Packing, capacity: int) -> list[Tree]:
-    """Trees of at most `capacity` tokens, longest first: a group that is longer has its prompt in more than one."""
+    """Trees of at most `capacity` tokens, longest first; a group that is longer is split into trees that repeat its prompt."""
     trees: list[Tree] = []
     for same in _by_prompt(trajectories, places, packing):
         room = capacity - trajectories[same[0]].prompt_token_ids.size
@@ -248,7 +248,7 @@ def _trees(trajectories: Sequence[Trajectory], places: Sequence[int], packing: P
 
 
 def _padded(trees: Sequence[Tree], lengths: Sequence[int], packing: Packing, capacity: int) -> list[Rows]:
-    """Rows of like length, as many at once as `capacity` places allow; `trees` come longest first."""
+    """Micro-batches of rows of similar length, as many rows as `capacity` positions allow; `trees` are sorted longest first."""
     batches: list[list[Tree]] = []
     width = 0
     for tree, length in zip(trees, lengths, strict=True):
@@ -259,7 +259,7 @@ def _padded(trees: Sequence[Tree], lengths: Sequence[int], packing: Packing, cap
     return [tuple((tree,) for tree in batch) for batch in batches]
 
 
-# -- bin packing: as few bins of one capacity as hold all items; items are sizes, bins hold their places, ties are broken by place
+# -- bin packing: few bins of one capacity that hold all items; items are sizes, bins hold their indices, ties are broken by index
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> Bins:

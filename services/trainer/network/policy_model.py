@@ -1,13 +1,13 @@
-"""The policy: a Hugging Face causal language model that says how likely each of the policy's tokens is.
+"""The policy: a Hugging Face causal language model that computes the log-probability of each policy token.
 
-Hidden states become log-probabilities a chunk of tokens at a time. With x the logits of one token, over the temperature, and K the set of
-ids that top-k and then top-p leave of them:
+Hidden states become log-probabilities one chunk of tokens at a time. With x the logits of one token, divided by the temperature, and K the
+ids that top-k and then top-p keep:
 
     unfiltered = x[target] - log Σ exp x            logprobs = x[target] - log Σ_{K} exp x
     entropy    = -Σ_{K} p log p                     p = softmax of x over K
 
-A chunk's logits live from their projection to these three numbers. With gradients they are computed a second time in the
-backward pass (`torch.utils.checkpoint`), so that [N, vocabulary] never exists, forward or backward.
+A chunk's logits exist only until these three numbers are computed. With gradients they are computed again in the
+backward pass (`torch.utils.checkpoint`), so [N, vocabulary] never exists, forward or backward.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ TEACHER_KEY = "grpo.adv_estimator.teacher_model_name"
 
 @dataclasses.dataclass(frozen=True)
 class LogitsWarper:
-    """How sampling changes logits, in this order: division by `temperature`, the `top_k` largest (None: all), and of those
-    the fewest whose probability is at least `top_p`."""
+    """The changes that sampling makes to logits: divide by `temperature`, keep the `top_k` largest (None: all), and of those
+    the fewest whose probabilities sum to at least `top_p`."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -45,7 +45,7 @@ class LogitsWarper:
 
     @classmethod
     def of(cls, generation: GenerationConfig) -> LogitsWarper:
-        """As tokens are sampled for training."""
+        """The warper with which tokens are sampled for training."""
         return cls(generation.temperature, generation.top_k, generation.top_p)
 
     @property
@@ -59,11 +59,11 @@ class LogitsWarper:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyOutput:
-    """Of N policy tokens in the order of the micro-batch, each [N] float32.
+    """The policy's output for the N policy tokens of a micro-batch, in its order, each [N] float32.
 
-    `logprobs`: log-probabilities in the distribution that is sampled from; -inf where the filter leaves the token out (it was in when it
-    was sampled, under weights or rounding a little different). `unfiltered`: the same before top-k and top-p; None where
-    nothing is filtered and they are `logprobs`. `entropy` of the distribution, in nats, without gradient; None unless asked for.
+    `logprobs`: log-probabilities in the sampling distribution; -inf where the filter now excludes the token (it was included when it
+    was sampled, under slightly different weights or rounding). `unfiltered`: the same before top-k and top-p; None if nothing is filtered,
+    when they equal `logprobs`. `entropy` of the distribution, in nats, without gradient; None unless requested.
     """
 
     logprobs: Tensor
@@ -74,8 +74,8 @@ class PolicyOutput:
 class PolicyModel:
     """A model on this rank's device, sharded by FSDP2 where `torch.distributed` has more than one rank.
 
-    `model` is the transformers model: what it trains and saves. With several ranks every method is a collective: all ranks
-    call it alike, with rows of their own.
+    `model` is the transformers model that it trains and saves. With several ranks every method is a collective, which each rank calls
+    with rows of its own.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class PolicyModel:
         trainable: bool = True,
         other: tuple[str, str] | None = None,
     ) -> None:
-        """Load the weights in `folder`, or those `policy.model_name` names, or of an `other` model: a key of the configuration and
-        the name that it gives.
+        """Load the weights in `folder`, or those that `policy.model_name` names, or an `other` model, given as configuration key and
+        name.
 
-        Raises `ServiceError` if they can't be loaded, or the model can't take the rows that `policy` asks for.
+        Raises `ServiceError` if they can't be loaded, or if the model can't process the rows that `policy` configures.
         """
         self.device = backbone.choose_device(config.trainer.device)
         self._config = config
@@ -120,16 +120,16 @@ class PolicyModel:
         return int(self.model.config.get_text_config().vocab_size)
 
     def forward(self, packed: PackedRows, warper: LogitsWarper, *, entropy: bool = False) -> PolicyOutput:
-        """What the model says of the N policy tokens of `packed` (on `device`) under `warper`.
+        """The model's output for the N policy tokens of `packed` (on `device`) under `warper`.
 
-        Only the places before a policy token go through the vocabulary projection, `policy.logprob_chunk_size` of them at a time.
+        Only the positions before a policy token go through the vocabulary projection, `policy.logprob_chunk_size` of them at a time.
         """
         with backbone.autocast(self._config.policy.precision, self.device):
             logprobs, unfiltered, *rest = self._root(packed, warper, entropy)
         return PolicyOutput(logprobs, unfiltered if warper.filters else None, rest[0] if rest else None)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight once, whole, in float32, by its name in a Hugging Face checkpoint; a tied head is left out."""
+        """Yield every weight once, unsharded, in float32, with its name in a Hugging Face checkpoint; a tied head is left out."""
         return backbone.whole_weights(self.model)
 
     def weight_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -142,7 +142,7 @@ class PolicyModel:
 
 
 class CausalRoot(nn.Module):
-    """A causal language model that gives what is known of each policy token instead of logits."""
+    """A causal language model that returns log-probabilities and entropies of policy tokens instead of logits."""
 
     def __init__(self, model: Any, chunk_size: int | None) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class CausalRoot(nn.Module):
         self._chunk_size = chunk_size
 
     def forward(self, packed: PackedRows, warper: LogitsWarper, entropy: bool) -> tuple[Tensor, ...]:
-        """`logprobs`, `unfiltered` and, where asked for, `entropy`, each [N]; a plain tuple, in which FSDP2 finds its outputs."""
+        """`logprobs`, `unfiltered` and, if requested, `entropy`, each [N]; a plain tuple, because FSDP2 looks for its outputs in one."""
         hidden = backbone.hidden_before(self.model.base_model, packed)
         tail = _tail(self.model)
         size = self._chunk_size or max(len(hidden), 1)
@@ -167,14 +167,15 @@ class CausalRoot(nn.Module):
 
 
 class _Given(nn.Module):
-    """Stands where the backbone is and gives back what it gets."""
+    """A stand-in for the backbone that returns its input."""
 
     def forward(self, *, inputs_embeds: Tensor, **_: Any) -> MoeModelOutputWithPast:
         return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 def _tail(model: Any) -> Any:
-    """What `model`'s own class does with hidden states, sharing its head: soft caps and scales differ between architectures."""
+    """The part of `model`'s own class that turns hidden states into logits, sharing its head: soft caps and scales differ by
+    architecture."""
     tail = copy.copy(model)
     tail._modules = {**model._modules, model.base_model_prefix: _Given()}
     return tail
@@ -200,10 +201,10 @@ def _pick(logp: Tensor, targets: Tensor) -> Tensor:
 
 
 def entropy_of(logp: Tensor) -> Tensor:
-    """[N], in nats, of distributions over V ids from their log-probabilities [N, V], which may hold -inf.
+    """Entropies [N], in nats, of distributions over V ids, from their log-probabilities [N, V], which may contain -inf.
 
-    A few rows at a time: on a CPU what is made of them stays in its cache, which costs a third less; on a GPU it takes a sixteenth of the
-    memory, and few enough kernels are started.
+    Computed a few rows at a time: on a CPU intermediate results stay in the cache, which saves a third of the time; on a GPU it takes a
+    sixteenth of the memory with few kernel launches.
     """
     count, vocabulary = logp.shape
     rows = max(1, -(-count // 16) if logp.is_cuda else 2**16 // vocabulary)
@@ -212,9 +213,9 @@ def entropy_of(logp: Tensor) -> Tensor:
 
 
 def kept(logits: Tensor, warper: LogitsWarper) -> Tensor:
-    """Which of `logits` [N, V], already over the temperature, may be sampled: bool [N, V], by vLLM's rules.
+    """Mask [N, V] bool of the `logits` [N, V], already divided by the temperature, that may be sampled, by vLLM's rules.
 
-    All that tie with the k-th largest are kept. top-p leaves out, from the least probable on, as long as what is left out sums to
+    All that tie with the k-th largest are kept. top-p excludes the least probable ones as long as their sum is
     at most 1 - p; the most probable one always stays.
     """
     ascending, ids = logits.sort(dim=-1)
@@ -231,13 +232,13 @@ def kept(logits: Tensor, warper: LogitsWarper) -> Tensor:
 
 
 def load_tokenizer(config: Config) -> Any:
-    """The run's tokenizer. Raises `ServiceError` where there is none."""
+    """The run's tokenizer. Raises `ServiceError` if there is none."""
     key = "policy.tokenizer.name" if config.policy.tokenizer.name else "policy.model_name"
     return tokenizer_of(key, config.policy.tokenizer.name or config.policy.model_name)
 
 
 def tokenizer_of(key: str, name: str) -> Any:
-    """The tokenizer of the model or directory that `key` names. Raises `ServiceError` where there is none."""
+    """The tokenizer of model or directory `name`, which `key` gave. Raises `ServiceError` if there is none."""
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -245,15 +246,15 @@ def tokenizer_of(key: str, name: str) -> Any:
 
 
 def teacher_name(config: Config) -> str | None:
-    """Directory or name of the run's teacher; None where the estimator has none."""
+    """Directory or name of the run's teacher; None if the estimator has none."""
     return config.grpo.adv_estimator.teacher_model_name if config.grpo else None
 
 
 def load_teacher(config: Config, vocabulary: int, tokenizer: Any) -> PolicyModel:
     """The run's teacher, for a policy of `vocabulary` token ids and this `tokenizer`; sharded as the policy is.
 
-    Raises `ServiceError` if it can't be loaded, or token ids mean something else to it than to the policy. Its embedding may be
-    longer than the policy's: those of one family are often padded differently.
+    Raises `ServiceError` if it can't be loaded, or if its token ids differ in meaning from the policy's. Its embedding may be
+    longer than the policy's: models of one family are often padded differently.
     """
     name = teacher_name(config)
     assert name is not None
@@ -273,7 +274,7 @@ def load_teacher(config: Config, vocabulary: int, tokenizer: Any) -> PolicyModel
 
 
 def _difference(theirs: dict[str, int], ours: dict[str, int]) -> str | None:
-    """The first token that has not the same id in both."""
+    """A description of the first token that has different ids in the two; None if there is none."""
     token = min(
         (token for token in {**theirs, **ours} if theirs.get(token) != ours.get(token)),
         key=lambda token: (ours.get(token, len(ours)), theirs.get(token, len(theirs))),

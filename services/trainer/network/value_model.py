@@ -1,9 +1,9 @@
-"""The value model: a transformers backbone that says, before each token of the policy, what reward is still to come.
+"""The value model: a transformers backbone with a linear head that predicts, before each policy token, the reward still to come.
 
-The value V_t of a token is read where the token before it lies: it depends on what came before the token, never on the token
+The value V_t of a token is read at the position before it: it depends on what precedes the token, never on the token
 itself, in inference and in the loss alike. A critic that saw the action would bias the gradient.
 
-The head starts at 0, so that no random number is drawn, and a critic that has learnt nothing has no say.
+The head starts at 0, so no random number is drawn, and an untrained critic does not influence the advantages.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ValueRoot(nn.Module):
 
 
 class ValueModel:
-    """A value model on this rank's device, sharded by FSDP2 where there is more than one rank; then every method is a collective.
+    """A value model on this rank's device. With several ranks it is sharded by FSDP2 and every method is a collective.
 
     `root` holds all its weights.
     """
@@ -52,7 +52,7 @@ class ValueModel:
     def __init__(self, config: Config, folder: Path | None = None) -> None:
         """Load `folder`, which `save` wrote, or what `value.model_name` names.
 
-        Raises `ServiceError` if it can't be loaded, or the model can't take the rows that `policy` asks for.
+        Raises `ServiceError` if it can't be loaded, or if the model can't process the rows that `policy` configures.
         """
         self.device = backbone.choose_device(config.trainer.device)
         self._precision = config.value.precision or config.policy.precision

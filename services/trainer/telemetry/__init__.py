@@ -1,1 +1,1 @@
-"""What people see of a run: metrics, trackers, samples, alarms, pictures and pages."""
+"""The telemetry of a run: metrics, trackers, samples, alarms, plots and pages."""

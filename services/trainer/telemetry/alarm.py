@@ -1,9 +1,10 @@
 """The train-inference alarm: do trainer and inference engine agree on how likely the trained tokens are?
 
-Where they don't, the loss compares unlike numbers: every ratio and importance weight is off, and the run degrades slowly, without an
-error. With data of older weights some difference is due, because the weights have learnt since. So a limit holds for data of the current
-weights, and widens with the batch's mean age a, in steps: the error of a probability by as much again per step; a divergence, quadratic
-in that, by (1 + a)^2. That is a rule of thumb; the message therefore shows the error by the age of the tokens.
+If they don't, every ratio and importance weight is wrong, and the run degrades slowly, without an
+error. With data of older weights some difference is expected, because the weights have learnt since. So a limit applies to data of the
+current weights, and widens with the batch's mean age a, in steps: the limit on a probability's error grows by its own size per step, the
+limit on a divergence, which is quadratic in that error, by a factor (1 + a)^2. This is a rule of thumb, so the message shows the error by
+the age of the tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headrace.config.logger import TrainInferenceAlarmConfig
 from headrace_services.trainer.learning.batch import Batch, Float64
 from headrace_services.trainer.telemetry.samples import keep_newest
 
-REPORT_EVERY = 10  # steps of a streak: its first is reported, then every tenth; the metric has them all
+REPORT_EVERY = 10  # the first step of a streak is reported, then every tenth; the metric covers them all
 PICTURED, KEPT_PICTURES = 3, 10
 
 
@@ -60,13 +61,13 @@ class Streak:
     length: int = 0
 
     def is_reported(self, alarmed: bool) -> bool:
-        """Count one step; whether it is to be reported."""
+        """Count one step; returns whether to report it."""
         self.length = self.length + 1 if alarmed else 0
         return alarmed and self.length % REPORT_EVERY == 1
 
 
 def error_by_age(batch: Batch) -> dict[int, float]:
-    """Mean of exp(|rollout - old|) over the tokens that count, by how many versions behind the weights were that sampled them."""
+    """Mean of exp(|rollout - old|) over the tokens that count, by the age of the tokens in versions."""
     errors, by_age = _errors(batch), {}
     for age in np.unique(batch.ages):
         of_age = errors[(batch.ages == age) & batch.mask & ~np.isnan(errors)]
@@ -76,7 +77,7 @@ def error_by_age(batch: Batch) -> dict[int, float]:
 
 
 def message(step: int, found: Sequence[Excess], by_age: Mapping[int, float], picture: Path | None) -> str:
-    """What is wrong, what it looks like, and what to do."""
+    """The warning: which limits are exceeded, the error by age, what to do, and where the picture is."""
     parts = [f"step {step}: trainer and inference disagree: " + "; ".join(map(str, found))]
     if by_age:
         errors = ", ".join(f"{age}: {error:.4g}" for age, error in by_age.items())
@@ -91,7 +92,7 @@ def message(step: int, found: Sequence[Excess], by_age: Mapping[int, float], pic
 
 
 def mean_errors(batch: Batch) -> list[float | None]:
-    """[B]: mean of exp(|rollout - old|) over the tokens that count; None where there is none to compare."""
+    """[B]: mean of exp(|rollout - old|) over the tokens that count; None for a trajectory without any."""
     found: list[float | None] = []
     for errors, mask in zip(batch.split(_errors(batch)), batch.split(batch.mask), strict=True):
         counted = errors[mask & ~np.isnan(errors)]

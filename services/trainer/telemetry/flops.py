@@ -7,8 +7,8 @@ g matrices (3 gated, 2 plain) and a vocabulary of V, a sequence of s tokens take
 
     6 s (L (2 h q + 2 h k + g h f) + h V) + 6 L q s^2
 
-A mixture of experts counts the experts that a token goes through, and the router. Recomputed activations are not model FLOPs.
-A prompt that is computed once for its whole group, or a projection of completion tokens alone, shows as a higher utilisation.
+A mixture of experts counts the experts that a token passes through, and the router. Recomputed activations are not model FLOPs.
+Computing a prompt once for its whole group, or projecting completion tokens only, shows as a higher utilization.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLAIN = {"gpt2", "gpt_neox", "phi", "starcoder2"}
 SPARSE = {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
 
 # Dense tensor-core rates of NVIDIA's data sheets in TFLOP/s (those with sparsity are twice that); float32 without TF32, as torch
-# multiplies by default. By the beginning of the name that torch gives the device; the longest that fits.
+# multiplies by default. Keyed by the beginning of torch's name for the device; the longest match counts.
 DATA_SHEETS = {
     "NVIDIA B200": {"bfloat16": 2250.0, "float32": 75.0},
     "NVIDIA GB200": {"bfloat16": 2500.0, "float32": 80.0},
@@ -45,8 +45,8 @@ DATA_SHEETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What the formula needs of a model: the matrix parameters that a token is multiplied with, in all layers and in the vocabulary
-    projection; the number of layers; the width of all heads together."""
+    """The quantities of a model in the formula: the matrix parameters that a token is multiplied with, in all layers and in the vocabulary
+    projection; the number of layers; the total width of all heads."""
 
     layer_weights: int
     vocabulary_weights: int
@@ -98,7 +98,7 @@ def _mlp(config: Any, layer: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Peak of one device in TFLOP/s, and how it is known."""
+    """The peak of one device in TFLOP/s, and the source of the figure."""
 
     tflops: float
     source: str

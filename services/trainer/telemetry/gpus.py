@@ -30,7 +30,7 @@ def readings(text: str) -> Iterator[tuple[str, float, float]]:
 
 
 class GPUMonitor:
-    """Samples every `interval_s` seconds on a thread of its own; does nothing where there is no `nvidia-smi`."""
+    """Samples every `interval_s` seconds on its own thread; does nothing if there is no `nvidia-smi`."""
 
     def __init__(self, interval_s: float, query: Callable[[], str] = query) -> None:
         self._interval_s = interval_s

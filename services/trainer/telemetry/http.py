@@ -28,7 +28,7 @@ def build_app(config: Config, ready: Ready) -> FastAPI:
 
     @functools.lru_cache(maxsize=1)
     def curves(size: int) -> str:
-        """The page of the journal when it had `size` bytes: it only grows, and drawing takes up to a second."""
+        """The page of curves, cached by the journal's `size` in bytes: it only grows, and drawing takes up to a second."""
         return render_page(surviving(read_journal(journal)), f"Headrace, run {config.run.id}", REFRESH_S)
 
     @app.get("/", summary="The curves of the run", response_class=HTMLResponse)

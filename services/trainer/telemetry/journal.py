@@ -1,8 +1,8 @@
-"""`metrics.jsonl`: the metrics of a run, from which everything else that shows the run is made.
+"""The journal `metrics.jsonl`: the metrics of a run, from which curves and trackers are fed.
 
-It holds one JSON object a line: `kind` (`train`, `validation`, or `rewind`), `step`, `timeline`, `time` (Unix
+It has one JSON object per line: `kind` (`train`, `validation`, or `rewind`), `step`, `timeline`, `time` (Unix
 seconds) and `metrics`. `step` of a `train` line is the step t that turned version t into t + 1; of a `validation` line the
-version that was evaluated; of a `rewind` line the checkpoint that the trainer went on from, which supersedes the lines of
+version that was evaluated; of a `rewind` line the checkpoint from which the trainer resumed, which supersedes the lines of
 later weights above it (`surviving`).
 """
 
@@ -35,8 +35,8 @@ class Line:
 def surviving(lines: Iterable[Line]) -> list[Line]:
     """The lines that belong to the history of the newest weights.
 
-    A rewind to version c abandons the steps that made later versions (`train` lines with step >= c) and what was measured on
-    those (`validation` lines with step > c); weights c themselves are the same bytes, and keep theirs.
+    A rewind to version c abandons the steps that made later versions (`train` lines with step >= c) and the validations of
+    those versions (`validation` lines with step > c). The weights of version c are unchanged, so its own validation survives.
     """
     kept: list[Line] = []
     for line in lines:
@@ -61,12 +61,12 @@ class Journal:
             file.write(json.dumps(dataclasses.asdict(line)) + "\n")
 
     def read(self) -> list[Line]:
-        """Raises `ServiceError` naming the first line that `append` did not write."""
+        """All lines. Raises `ServiceError` naming the first line that `append` did not write."""
         return read_journal(self.path)
 
 
 def read_journal(path: Path) -> list[Line]:
-    """The lines so far, perhaps of a trainer at work; none where there is no such file. Raises as `Journal.read` does."""
+    """The lines so far, also while the trainer writes; none if there is no such file. Raises as `Journal.read` does."""
     if not path.exists():
         return []
     whole, _, _ = path.read_text().rpartition("\n")  # a writer may be in the middle of the last line
@@ -74,7 +74,7 @@ def read_journal(path: Path) -> list[Line]:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """A process killed in the middle of a write leaves half a line; what follows must not be glued to it."""
+    """Remove the half line that a process killed in the middle of a write leaves, so that the next line is not appended to it."""
     if not path.exists():
         return
     data = path.read_bytes()

@@ -11,10 +11,10 @@ from headrace.trajectory import Group
 
 
 def batch_metrics(reservation: Reservation, groups: Sequence[Group], truncated: float) -> dict[str, float]:
-    """Rewards as the environments gave them, ages in steps, lengths in tokens.
+    """Metrics of a batch: the environments' rewards, ages in steps, lengths in tokens.
 
-    `groups` are the batch's, in its order; where they are of several tasks, each one's mean reward is `environment_reward/<task>`.
-    `truncated` trajectories were cut off at the length limit.
+    `groups` are the batch's, in its order; if they have several tasks, `environment_reward/<task>` is each task's mean reward.
+    `truncated` is the number of trajectories cut off at the length limit.
     """
     batch = reservation.trajectories
     group_of = dict(zip(reservation.groups, groups, strict=True))
@@ -48,8 +48,8 @@ def total_lengths(reservation: Reservation, groups: Sequence[Group]) -> list[int
 
 
 def sampling_metrics(reservation: Reservation, generation_batch: float) -> dict[str, float]:
-    """Groups that were scored since the batch before, in batches of `generation_batch` groups and as a count, and those of them that
-    dynamic sampling filtered."""
+    """Metrics of dynamic sampling: the groups scored since the previous batch, as a count and in batches of `generation_batch` groups,
+    and how many of them were filtered."""
     return {
         "dynamic_sampling_num_gen_batches": reservation.scored / generation_batch,
         "dynamic_sampling_scored_groups": reservation.scored,

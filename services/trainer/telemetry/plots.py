@@ -1,4 +1,4 @@
-"""Every picture of a run, drawn with matplotlib: the page of curves, the learning curve, and the tokens of an alarm."""
+"""The plots of a run, drawn with matplotlib: the page of curves, the learning curve, and the tokens of an alarm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CURVES = "curves.html"  # in the run's folder
 COLOURS = ("#4477aa", "#cc6677", "#228833", "#b8860b", "#7a5195", "#2a9d9d")
 ALARM_COLOUR = "#b3261e"
 GREY = "#888888"  # legible on white and on black
-POINTS = 200  # per curve of the page; a longer one shows the means of as many parts
+POINTS = 200  # per curve of the page; a longer curve shows the means of this many parts
 SMOOTHING = 5  # steps of the learning curve's running mean
 NARROW = 0.06  # share of a picture's width that is too small for a label
 
@@ -97,8 +97,8 @@ svg { width: 100%; height: auto; display: block } svg text { font-family: system
 
 
 def render_page(lines: Sequence[Line], title: str, refresh_s: int | None = None) -> str:
-    """One HTML file that needs no script and nothing from the network. `lines` are the run's surviving history; with `refresh_s` the
-    browser reloads it that often. Takes about a second for long runs: matplotlib draws each chart."""
+    """The page of curves: one HTML file without scripts or network access. `lines` are the run's surviving history; with `refresh_s` the
+    browser reloads it that often. Takes about a second for long runs, because matplotlib draws each chart."""
     refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     cards = "".join(_card(chart, lines) for chart in CHARTS)
     train = [line for line in lines if line.kind == "train"]
@@ -133,7 +133,7 @@ def summary(lines: Sequence[Line]) -> str:
 
 
 def _card(chart: Chart, lines: Sequence[Line]) -> str:
-    """One chart with its legend, which holds the newest values; "" where no curve has a value."""
+    """One chart with its legend, which shows the newest values; "" if no curve has a value."""
     drawn = [(curve, points) for curve in chart.curves if (points := _points(curve, lines))]
     if not drawn:
         return ""
@@ -146,7 +146,7 @@ def _card(chart: Chart, lines: Sequence[Line]) -> str:
         newest = points[-1][1]
         key = f'<i style="background:{colour}"></i>{html.escape(curve.label)} <b>{newest:.4g}</b>'
         legend.append(f'<span class="key">{key}</span>')
-    # far above every value it would only flatten the curves
+    # a limit far above every value would only flatten the curves
     if chart.limit is not None and axes.dataLim.y1 > 1 + (chart.limit - 1) / 3:
         axes.axhline(chart.limit, color=ALARM_COLOUR, lw=1, ls="--")
     low, high = axes.dataLim.intervaly
@@ -177,7 +177,7 @@ def _gid(curve: Curve) -> str:
 
 
 def _points(curve: Curve, lines: Sequence[Line]) -> list[tuple[int, float]]:
-    """(step, value), finite; means of neighbours, at the last step of each part, where there are more than `POINTS`."""
+    """Finite (step, value) points; if there are more than `POINTS`, the means of neighbours, each at the last of their steps."""
     found = [
         (line.step, value)
         for line in lines
@@ -188,7 +188,7 @@ def _points(curve: Curve, lines: Sequence[Line]) -> list[tuple[int, float]]:
 
 
 def _svg(figure: Figure, hover: dict[str, list[str]]) -> str:
-    """The figure as an `<svg>` element. `hover` has the text of each point of each line, by the line's gid."""
+    """The figure as an `<svg>` element. `hover` has the tooltip of each point of each line, by the line's gid."""
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     root = ElementTree.fromstring(file.getvalue())
@@ -204,7 +204,7 @@ def _svg(figure: Figure, hover: dict[str, list[str]]) -> str:
 def draw_curve(lines: Sequence[Line], path: Path, title: str) -> None:
     """Write a PNG, 1600 x 900 pixels: training reward and held-out accuracy of a run's surviving history.
 
-    The reward of a step stands at the version that the step started from. With more than a dozen steps their single values are pale,
+    The reward of a step is drawn at the version that the step started from. With more than a dozen steps, single values are pale,
     under a running mean over the last `SMOOTHING`.
     """
     train = sorted((line.step, line.metrics["reward"]) for line in lines if line.kind == "train")
@@ -244,7 +244,7 @@ def draw_curve(lines: Sequence[Line], path: Path, title: str) -> None:
 
 
 def draw_disagreement(batch: Batch, chosen: Sequence[int], step: int, path: Path) -> None:
-    """Write a PNG of the chosen trajectories, one beneath the other: log-probabilities of engine and trainer, their difference, and the
+    """Write a PNG of the chosen trajectories, one below the other: log-probabilities of engine and trainer, their difference, and the
     age of the weights that wrote each span."""
     figure = Figure(figsize=(9, 1 + 2.4 * len(chosen)), dpi=140, layout="constrained")
     rows = figure.subplots(len(chosen), 1, squeeze=False)[:, 0]

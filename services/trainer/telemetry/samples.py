@@ -1,8 +1,8 @@
-"""Trajectories as they were trained on or evaluated, token by token: files of JSON lines, and a few of them printed.
+"""Samples: the trajectories of steps and validations, token by token, in files of JSON lines; a few of them are printed.
 
-`train_data_step12.jsonl.gz` holds one line per trajectory that step 12 trained on, `val_data_step12.jsonl.gz` one per trajectory that
-evaluated version 12; `zcat` reads them. Per-token lists cover the completion and are of equal length; null stands where the policy did
-not write the token, or nothing was computed. Log-probabilities and advantages are rounded to six decimals.
+`train_data_step12.jsonl.gz` has one line per trajectory that step 12 trained on, `val_data_step12.jsonl.gz` one per trajectory that
+evaluated version 12; `zcat` reads them. Per-token lists cover the completion and have equal lengths; null means that the policy did
+not write the token, or that nothing was computed. Log-probabilities and advantages are rounded to six decimals.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ DECIMALS = 6
 
 
 def over_completion(batch: Batch, i: int, values: npt.NDArray[Any] | None) -> Float32:
-    """[T] over the completion of trajectory `i`: what the column `values` [N] has for its policy tokens, NaN elsewhere and without a
-    column."""
+    """Spread a column `values` [N] over the completion of trajectory `i`, [T]: its values at policy tokens, NaN elsewhere, all NaN without
+    a column."""
     mask = batch.trajectories[i].loss_mask
     whole = np.full(mask.size, np.nan, dtype=np.float32)
     if values is not None:
@@ -94,7 +94,7 @@ def _rounded(values: Float32) -> list[float]:
 
 
 class SampleFiles:
-    """The files of a run, of which the newest `keep` of each kind stay (None: all; 0: none is written)."""
+    """The sample files of a run; the newest `keep` of each kind stay (None: all; 0: none is written)."""
 
     def __init__(self, folder: Path, keep: int | None) -> None:
         self.folder = folder
@@ -126,7 +126,7 @@ class SampleFiles:
             ) from error
 
     def read(self, kind: Kind, step: int) -> list[dict[str, Any]]:
-        """The records of a file; none where the file is gone."""
+        """The records of a file; none if the file is gone."""
         path = self.path(kind, step)
         if not path.exists():
             return []
@@ -135,8 +135,8 @@ class SampleFiles:
 
 
 def keep_newest(folder: Path, pattern: str, count: int) -> None:
-    """Delete all but the `count` files that were written last: by their times, as a rewound run takes a step again; of files that the
-    clock can't tell apart, those of the highest steps."""
+    """Delete all but the `count` files written last. Files are ordered by time, because a rewound run repeats steps, and by step if their
+    times are equal."""
 
     def age(path: Path) -> tuple[int, int, str]:
         return path.stat().st_mtime_ns, len(path.name), path.name
@@ -146,8 +146,8 @@ def keep_newest(folder: Path, pattern: str, count: int) -> None:
 
 
 def choose(records: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
-    """The `count` records to show, best first: half of them those of the highest reward, half those of the lowest; of an odd count one
-    from the middle."""
+    """The `count` records to show, best first: half have the highest rewards, half the lowest; with an odd count, one is from the
+    middle."""
     order = sorted(records, key=lambda record: -record["rewards"])
     if len(order) <= count:
         return order
@@ -167,7 +167,7 @@ def show(console: Console, title: str, records: Sequence[Mapping[str, Any]]) -> 
 
 
 def as_markdown(records: Sequence[Mapping[str, Any]]) -> str:
-    """The same for a tracker. Texts are indented, so that they show as they are: a completion may hold Markdown of its own."""
+    """The records as Markdown, for a tracker. Texts are indented, so that Markdown in a completion is shown literally."""
     return "\n\n---\n\n".join(
         f"**reward {record['rewards']:g}** ({_note(record)})\n\n"
         + "\n\n".join(textwrap.indent(text, "    ", lambda _: True) for text in (_prompt(record), record["content"]))

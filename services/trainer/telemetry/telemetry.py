@@ -1,4 +1,4 @@
-"""What a run shows beside `metrics.jsonl`, for the trainer's loop: trackers, samples, the train-inference alarm, GPU metrics."""
+"""The telemetry that the trainer's loop drives besides `metrics.jsonl`: trackers, samples, the train-inference alarm, GPU metrics."""
 
 from __future__ import annotations
 
@@ -71,16 +71,16 @@ class Telemetry:
         await self._written()
 
     def wants_batch(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the trajectories of a step with these metrics are written or drawn: gathering them from the ranks costs."""
+        """Whether the trajectories of a step with these metrics will be written or drawn: gathering them from the ranks is expensive."""
         return self._samples.wanted or bool(alarm.excesses(metrics, self._settings.train_inference_alarm))
 
     async def trained(
         self, step: int, groups: Sequence[Group], batch: Batch | None, metrics: dict[str, float]
     ) -> dict[str, float]:
-        """Write the samples of step `step` in the background, and check its metrics for an alarm. Returns the metrics to add to them.
-        `batch` is the whole of it, where `wants_batch` asked for it.
+        """Write the samples of step `step` in the background, and check its metrics for an alarm. Returns metrics to add.
+        `batch` is the whole batch if `wants_batch` asked for it, else None.
 
-        Raises `ServiceError` where the samples of the step before could not be written.
+        Raises `ServiceError` if the samples of the previous step could not be written.
         """
         await self._written()
         if self._samples.wanted and batch is not None:

@@ -1,6 +1,6 @@
-"""Where a step's time went, and its rates: `timing/*`, `efficiency/*` and `performance/*`, as NeMo RL computes them.
+"""The times and rates of a step: `timing/*`, `efficiency/*` and `performance/*`, as NeMo RL computes them.
 
-The loop's clock is cut into intervals without gaps: a step's idle time, overhead and work add up to the whole.
+The loop's time is divided into intervals without gaps, so a step's idle time, overhead and work add up to the whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StepTimes:
 
     `training`: from the batch to its new weights; `learner` has its parts, named as in `timing/train/*`. `buffer_starvation`: no batch
     was ready. `refit_bubble`: weights were sent. `validation`: a refit waited for a validation. `checkpoint`: one was written.
-    `upkeep`, the rest: deciding, and writing metrics and samples.
+    `upkeep` is the rest: deciding, and writing metrics and samples.
     """
 
     total: float
@@ -58,7 +58,7 @@ def timing_metrics(times: StepTimes) -> dict[str, float]:
 def efficiency_metrics(times: StepTimes) -> dict[str, float]:
     """Seconds of each category and its share of the step in percent; the shares of one step add up to 100.
 
-    NeMo RL's shares are of the run's whole time so far; these describe the step.
+    NeMo RL's shares are of the whole run so far; these are of the step.
     """
     seconds = {
         "idle/buffer_starvation": times.buffer_starvation,
@@ -77,7 +77,7 @@ def efficiency_metrics(times: StepTimes) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """GPUs at work; on CPUs, processes."""
+    """The numbers of GPUs that train and generate; on CPUs, of processes."""
 
     training: int
     generation: int
@@ -93,8 +93,8 @@ def performance_metrics(
     """Rates of a step on whole sequences of `lengths` tokens, prompts included. `times` are the step's `timing/train/*` metrics;
     `flops` the model FLOPs of its training, None where the policy was not trained or its architecture has no known formula.
 
-    Replicas generate while the trainer works, so generation had the time that was waited and the time that the trainer worked. The idle
-    ratio is never cut to 0 (NeMo RL does so where more than 0.1 s were waited, the reverse of what that guard is for).
+    Replicas generate while the trainer works, so generation had both the time that the trainer waited and the time that it worked. The idle
+    ratio is never cut to 0 (NeMo RL does so after waits of more than 0.1 s, which inverts the guard's purpose).
     """
     total, samples, tokens = times["timing/train/total_step_time"], len(lengths), sum(lengths)
     waited, refit = times["timing/train/exposed_generation"], times["timing/train/weight_sync"]
@@ -111,7 +111,7 @@ def performance_metrics(
         "generation_tokens_per_sec": _rate(tokens, generation),
         "training_worker_idle_time_ratio": _rate(waited, group + waited + refit),
     }
-    # no replica is left to divide by where the last one died while the step was trained
+    # there may be no generating GPU to divide by: the last replica may have died during the step
     if devices.generation:
         metrics["generation_tokens_per_sec_per_gpu"] = _rate(tokens, generation * devices.generation)
     if training:
@@ -133,7 +133,7 @@ class ThroughputMeter:
 
     @classmethod
     def of(cls, config: Config) -> ThroughputMeter:
-        """Of the run's model and this process's device; blocking. Raises `ServiceError` for a GPU that is not there."""
+        """The meter for the run's model and this process's device; blocking. Raises `ServiceError` for a GPU that is not there."""
         overrides = copy.deepcopy(config.policy.hf_config_overrides)
         model = AutoConfig.from_pretrained(config.policy.model_name, **overrides)
         peak = peak_of(choose_device(config.trainer.device), config.policy.precision)
@@ -144,7 +144,7 @@ class ThroughputMeter:
         return cls(architecture, peak)
 
     def metrics(self, times: StepTimes, lengths: Sequence[int], devices: Devices, epochs: int) -> dict[str, float]:
-        """Of a step that trained the policy `epochs` times on sequences of `lengths` tokens."""
+        """Metrics of a step that trained the policy `epochs` times on sequences of `lengths` tokens."""
         flops = None
         if self.architecture is not None and epochs:
             flops = epochs * self.architecture.training_flops(lengths)
@@ -154,5 +154,5 @@ class ThroughputMeter:
 
 
 def _rate(amount: float, seconds: float) -> float:
-    """0, as in NeMo RL, for a clock that did not move."""
+    """`amount` per second; 0, as in NeMo RL, if no time passed."""
     return amount / seconds if seconds > 0 else 0.0

@@ -1,9 +1,9 @@
-"""Feeds a tracker from `metrics.jsonl`, on a thread of its own.
+"""Feeds a tracker from `metrics.jsonl`, on its own thread.
 
-Law: the file is the truth. The trainer alone writes it, first; what a tracker was sent is decided by how far in the file it has got, and
-that position is kept beside the run. So a tracker that fails costs the run nothing: the failure is logged, counted in the metrics
-`trackers/failures` and `trackers/lines_behind`, and the tracker is opened again every half minute and once more at the end; when it is
-back, be it after a restart, it gets every line that it missed. One that is switched on late gets the run from its beginning.
+The file is the source of truth. Only the trainer writes it, and first; each tracker's position in the file is kept beside the run.
+So a tracker that fails does not disturb the run: the failure is logged, counted in the metrics
+`trackers/failures` and `trackers/lines_behind`, and the tracker is reopened every half minute and once more at the end. When it is
+back, even after a restart, it gets every line that it missed. One that is switched on late gets the run from its beginning.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RETRY_S = 30.0
 
 
 class Position(msgspec.Struct, frozen=True):
-    """How far a tracker has got: bytes of the file, entries sent in all, and the run there (None: there is none yet)."""
+    """A tracker's position: bytes of the file read, entries sent in total, and its id of the run (None: there is none yet)."""
 
     run_id: str | None = None
     offset: int = 0
@@ -39,7 +39,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class TrackerThread:
-    """Sends tracker `name` what it lacks of `journal`, `samples_shown` trajectories of each validation, and the pictures of alarms."""
+    """Sends tracker `name` the lines of `journal` that it lacks, `samples_shown` trajectories of each validation, and alarm pictures."""
 
     def __init__(self, name: str, opener: Opener, journal: Path, samples: SampleFiles, samples_shown: int = 0) -> None:
         self.name = name
@@ -63,7 +63,7 @@ class TrackerThread:
         self._thread.start()
 
     def nudge(self) -> None:
-        """The file has grown."""
+        """Wake the thread, because the file has grown."""
         self._wake.set()
 
     def finish(self, deadline: float) -> None:
@@ -116,7 +116,7 @@ class TrackerThread:
         lines = list(parse_lines(data.decode(), str(self._journal)))
         rewound_to = min((line.step for line in lines if line.kind == "rewind"), default=None)
         if rewound_to is not None:
-            # what was sent of those steps is void, but for what survives: the validation of the version that was gone back to
+            # the lines of those steps are void, except for one that survives: the validation of the version that was rewound to
             whole = parse_lines(self._journal.read_bytes()[:end].decode(), str(self._journal))
             lines = [line for line in surviving(whole) if line.step >= rewound_to]
         entries = [self._entry(number, line) for number, line in enumerate(lines, start=position.entries)]
@@ -124,7 +124,7 @@ class TrackerThread:
         self._save(Position(position.run_id, end, position.entries + len(entries)))
 
     def _entry(self, number: int, line: Line) -> TrackerEntry:
-        """With the trajectories of a validation and the picture of an alarm, where their files are (still) there."""
+        """The entry for a line, with the trajectories of a validation and the picture of an alarm if their files still exist."""
         texts, pictures = {}, {}
         records = self._samples.read("val", line.step) if line.kind == "validation" and self._samples_shown else []
         if records:
@@ -145,11 +145,11 @@ class TrackerThread:
         self._failing = True
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
-            with contextlib.suppress(Exception):  # it has failed already, and is opened anew
+            with contextlib.suppress(Exception):  # it has failed already, and will be reopened
                 tracker.close()
 
     def _unread(self) -> bytes:
-        """Whole lines past the position."""
+        """The complete lines after the position."""
         if not self._journal.exists():
             return b""
         with self._journal.open("rb") as file:
@@ -158,7 +158,7 @@ class TrackerThread:
         return data[: data.rfind(b"\n") + 1]
 
     def _load(self) -> Position:
-        """The position that was kept; no further than the file goes, as a power cut may have taken lines of it. Raises `ServiceError`
+        """The saved position, limited to the file's size, because a power cut may have removed lines. Raises `ServiceError`
         for a file that `_save` did not write."""
         if not self._file.exists():
             return Position()

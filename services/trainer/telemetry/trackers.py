@@ -1,8 +1,8 @@
-"""TensorBoard, Weights & Biases and MLflow: a run of Headrace as one run of each.
+"""TensorBoard, Weights & Biases and MLflow: a run of Headrace is one run of each.
 
-Each delivers by its library's own means: TensorBoard writes event files, W&B's own process writes its files and uploads them (or leaves
-that to `wandb sync`, with `WANDB_MODE=offline`), MLflow writes to a SQLite file or to a server, asking it several times. What no library
-knows is which lines of `metrics.jsonl` it already has, after a restart or a rewind: `tracker_thread` keeps that.
+Each delivers by its library's own means: TensorBoard writes event files; W&B's own process writes its files and uploads them (or leaves
+that to `wandb sync`, with `WANDB_MODE=offline`); MLflow writes to a SQLite file, or to a server with retries. No library
+knows which lines of `metrics.jsonl` it already has after a restart or a rewind: `tracker_thread` keeps track of that.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class TrackerEntry:
-    """A `train` or `validation` line for a tracker: `number` counts all entries that it was sent, from 0; `metrics` have their tracked
-    names (`train/loss`). `texts` (Markdown) and `pictures` (PNG files), by their names, belong to the step."""
+    """A `train` or `validation` line for a tracker. `number` counts all entries sent to it, from 0; `metrics` have their tracked
+    names (`train/loss`). `texts` (Markdown) and `pictures` (PNG files) of the step are by name."""
 
     number: int
     step: int
@@ -39,18 +39,18 @@ class TrackerEntry:
 
 
 class Tracker(Protocol):
-    """One run of a tracker. Every method may raise whatever the library raises; the tracker is then opened again."""
+    """One run of a tracker. Every method may raise whatever the library raises; the tracker is then reopened."""
 
     run_id: str
 
     def write(self, entries: Sequence[TrackerEntry], rewound_to: int | None) -> None:
-        """Once this returns, the entries outlive the process. With `rewound_to`, what was written of that step and later ones is void:
-        a tracker that can takes it back."""
+        """Write entries, which survive the process once this returns. With `rewound_to`, entries of that step and later ones are void; a
+        tracker that can removes them."""
 
     def close(self) -> None: ...
 
 
-# Opens a tracker: on the run of this id, or with None on a new one.
+# Opens a tracker on the run with this id, or on a new one for None.
 Opener = Callable[[str | None], Tracker]
 
 
@@ -79,7 +79,7 @@ def _require(tracker: str, *modules: str) -> None:
 
 
 class TensorBoard:
-    """The event files of one folder, which is the run's name; `purge_step` hides what a rewind made void."""
+    """The event files of one folder, which is the run's name; `purge_step` hides the steps that a rewind took back."""
 
     def __init__(self, config: Config) -> None:
         self.run_id = config.logger.tensorboard.log_dir or str(config.log_folder / "tensorboard")
@@ -122,8 +122,8 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of Weights & Biases, resumed after every restart.
 
-    Steps of a run there never go back, so each entry is one of its own, and curves are drawn over the metric `step`. A step that was
-    trained again after a rewind is in it twice, the later value beside the earlier: the newest is the one that counts.
+    W&B's own step never goes back, so each entry gets the next one, and curves are drawn over the metric `step`. A step that was
+    trained again after a rewind appears twice; the newest value counts.
     """
 
     def __init__(self, config: Config, run_id: str | None) -> None:
@@ -140,7 +140,7 @@ class WeightsAndBiases:
             resume="allow",
             dir=str(config.log_folder),
             config=parameters(config),
-            # what the trainer prints and runs is not the tracker's; an unreachable server must not hold up the trainer's exit
+            # don't record console output and code; an unreachable server must not delay the trainer's exit
             settings=wandb.Settings(
                 console="off",
                 silent=True,
@@ -152,7 +152,7 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, entries: Sequence[TrackerEntry], rewound_to: int | None) -> None:
-        """Its own process has what is logged, and outlives this one until it has written it."""
+        """Log the entries to W&B's own process, which outlives this one until it has written them."""
         import wandb
 
         for entry in entries:
@@ -165,11 +165,11 @@ class WeightsAndBiases:
 
 
 class MLflowRun:
-    """A run of MLflow, in a server's store or in a SQLite file beside the run; `run_id` None makes a new one, unless the configuration
+    """A run of MLflow, on a server or in a SQLite file beside the run; `run_id` None makes a new one, unless the configuration
     names one.
 
-    Parameters there can't be changed, so they are those of the first start; the configuration of every start is kept as a file
-    (`config/<time>.json`). Of a step that was trained again after a rewind both values are kept, and the newest is shown.
+    MLflow's parameters can't be changed, so they are those of the first start; the configuration of every start is kept as a file
+    (`config/<time>.json`). For a step that was trained again after a rewind both values are kept, and the newest is shown.
     """
 
     def __init__(self, config: Config, run_id: str | None) -> None:
@@ -232,7 +232,7 @@ def _batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
 
 
 def _allowed(name: str) -> str:
-    """A name of a task or of an environment may have characters that MLflow does not take."""
+    """The name without characters that MLflow does not accept: names of tasks and environments may have them."""
     return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name)
 
 
@@ -251,7 +251,7 @@ def parameters(config: Config) -> dict[str, Any]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings and lists with dotted keys (`data.train.0.seed`)."""
+    """Flatten nested mappings and lists into dotted keys (`data.train.0.seed`)."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         inner = dict(enumerate(value)) if isinstance(value, list) else value

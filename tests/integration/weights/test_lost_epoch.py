@@ -94,7 +94,7 @@ async def refit(trainer: Forgetful, retry: BufferRetry) -> RefitReport:
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_a_refit_whose_epoch_the_server_lost_is_done_again(trainer: Forgetful, moment: str) -> None:
     trainer.moment = moment
-    with pytest.raises(ReplayUnavailable, match="lost what it was told of epoch"):
+    with pytest.raises(ReplayUnavailable, match="lost epoch"):
         await refit(trainer, BufferRetry(0.0))
     trainer.moment, trainer.begun = moment, False
     report = await refit(trainer, BufferRetry(60.0))
@@ -108,7 +108,7 @@ async def test_a_transfer_that_the_server_takes_for_announced_is_done_again(trai
         await trainer.redis.hset(base + "epoch", "state", "announced")
 
     trainer.moment, trainer.lose = "sending", fall_back  # type: ignore[method-assign]
-    with pytest.raises(ReplayUnavailable, match="lost what it was told of epoch"):
+    with pytest.raises(ReplayUnavailable, match="lost epoch"):
         await refit(trainer, BufferRetry(0.0))
 
 

@@ -1,4 +1,4 @@
-"""From rewards to the advantage of each token: one module a family of algorithms, found here by the name in the configuration.
+"""Turns rewards into the advantage of each token: one module per family of algorithms, selected here by the name in the configuration.
 
 Each says which passes without gradients it reads (`required_passes`) and adds `advantages` (and `returns`) to the batch. Its settings are
 `headrace.config`'. Everything is float64, and the same numbers to the last bit for any number of ranks.
@@ -19,13 +19,13 @@ from headrace_services.trainer.learning.batch import Batch
 
 
 class AdvantageEstimator(Protocol):
-    """What a module of this package offers."""
+    """The interface of each algorithm module of this package."""
 
     def required_passes(self, config: Config) -> set[str]:
-        """Which columns of the batch `advantages` reads: `old`, `ref` or `teacher` log-probabilities, `values`."""
+        """The columns of the batch that `advantages` reads: `old`, `ref` or `teacher` log-probabilities, `values`."""
 
     def advantages(self, config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
-        """A collective: set `batch.advantages` [N], for a value model `batch.returns` [N]. Metrics of the whole batch."""
+        """A collective: set `batch.advantages` [N], and `batch.returns` [N] for a value model. Returns metrics of the whole batch."""
 
 
 ESTIMATORS: Mapping[str, AdvantageEstimator] = {
@@ -39,8 +39,8 @@ ESTIMATORS: Mapping[str, AdvantageEstimator] = {
 
 
 def required_passes(config: Config, optimizer_steps: int) -> set[str]:
-    """Which passes without gradients a step of `optimizer_steps` makes: those of its estimator, of its loss, and `old` unless the one
-    optimizer step's own pass gives it and nothing asks for it earlier."""
+    """The passes without gradients that a step of `optimizer_steps` makes: those that its estimator and its loss require, and `old`, unless
+    there is one optimizer step whose own pass computes it in time."""
     passes = set(_estimator(config).required_passes(config))
     if optimizer_steps > 1 or config.algorithm.seq_logprob_error_threshold is not None:
         passes.add("old")
@@ -50,15 +50,15 @@ def required_passes(config: Config, optimizer_steps: int) -> set[str]:
 
 
 def needs_unfiltered(config: Config) -> bool:
-    """Whether the estimator compares log-probabilities, which it does before top-k and top-p."""
+    """Whether the estimator compares log-probabilities; it does so before top-k and top-p."""
     return "old" in _estimator(config).required_passes(config)
 
 
 def estimate_advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """A collective: `batch.advantages`, clamped to the configured bounds, and for a value model `batch.returns`.
+    """A collective: set `batch.advantages`, clamped to the configured bounds, and `batch.returns` for a value model.
 
     Metrics: `advantages/mean`, `/std`, `/min`, `/max` over all tokens of the batch, and those of the estimator: of `grpo`'s
-    `baseline_reward/pct_0`, `_1` and `_mixed`, of `opd` `on_policy_distillation/teacher_student_logprob_gap_mean` besides.
+    `baseline_reward/pct_0`, `_1` and `_mixed`, of `opd` `on_policy_distillation/teacher_student_logprob_gap_mean` in addition.
 
     Raises `ServiceError` naming the trajectory, on every rank, for log-probabilities or values that are not finite.
     """

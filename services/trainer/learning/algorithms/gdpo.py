@@ -1,4 +1,4 @@
-"""GDPO (arXiv 2601.05242): each reward component is compared within its group by itself, then they are weighed together.
+"""GDPO (arXiv 2601.05242): each reward component is compared within its group separately, then their weighted sum is whitened.
 
     advantage = whiten(Σ_k w_k A_k), with A_k the group advantage of component k, whitened over the batch's trajectories
 
@@ -25,7 +25,7 @@ def required_passes(config: Config) -> set[str]:
 
 
 def advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """A collective. Weights are in alphabetical order of the components' names; without any, all are 1.
+    """A collective. Weights are in the alphabetical order of the components' names; if none are configured, all are 1.
 
     Raises `ServiceError` as `scaled_components` does.
     """
@@ -53,11 +53,11 @@ def scaled_components(
     weights: Sequence[float] | None,
     scaling: RewardScalingConfig,
 ) -> dict[str, Float64]:
-    """The scaled reward components of a batch, [B] each, in alphabetical order of their names: what `gdpo` weighs.
+    """The scaled reward components of a batch, [B] each, in alphabetical order of their names.
 
-    `scores` are each trajectory's components by name, `environments` the environment that gave them, `weights` the
-    configuration's. Raises `ServiceError` naming the environment where there are fewer than two components, not the same for all
-    trajectories, or not one for each weight.
+    `scores` are each trajectory's components by name, `environments` the environments that gave them, `weights` those of the
+    configuration. Raises `ServiceError` naming the environment if there are fewer than two components, if trajectories have different
+    ones, or if their number is not that of the weights.
     """
     names = sorted(scores[0]) if scores else []
     for given, environment in zip(scores, environments, strict=True):

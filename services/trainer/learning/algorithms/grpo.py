@@ -1,6 +1,6 @@
-"""GRPO (arXiv 2402.03300): how much better each trajectory did than its group.
+"""GRPO (arXiv 2402.03300): the advantage is how much better a trajectory did than its group.
 
-    advantage = (r - baseline) / deviation, of the group or of its others; `r` after scaling and shaping
+    advantage = (r - baseline) / deviation, both of the whole group or of its other trajectories; `r` after scaling and shaping
 
 The formulae are NeMo RL's (`GRPOAdvantageEstimator`), with the variance taken in two passes: `E[x²] - E[x]²` leaves a deviation of rounding
 errors in a group of equal rewards, and dividing by it turns them into advantages of thousands.
@@ -21,7 +21,7 @@ def required_passes(config: Config) -> set[str]:
 
 
 def advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """A collective. Every token of a trajectory has the trajectory's advantage."""
+    """A collective. Every token gets its trajectory's advantage."""
     assert config.grpo is not None
     rewards = batch.of_all_ranks(batch.rewards, ranks)
     of_batch = group_advantages(
@@ -34,7 +34,7 @@ def advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
 
 
 def group_advantages(rewards: Float64, *, leave_one_out: bool, normalize: bool) -> Float64:
-    """Advantages [P, n] of rewards [P, n], one row a group.
+    """Advantages [P, n] of rewards [P, n], one row per group.
 
     `A_i = r_i - b_i`, divided by `std_i + 1e-6` where `normalize` and `std_i > 0`. Baseline and unbiased standard deviation
     are those of the whole group, or of its other trajectories under `leave_one_out`. A single value has no deviation: under
@@ -51,7 +51,7 @@ def group_advantages(rewards: Float64, *, leave_one_out: bool, normalize: bool) 
 
 
 def baselines(rewards: Float64, *, leave_one_out: bool) -> tuple[Float64, Float64]:
-    """Mean and unbiased standard deviation of what each of rewards [P, n] is compared with, as arrays that broadcast to [P, n].
+    """Mean and unbiased standard deviation of the rewards that each of `rewards` [P, n] is compared with; they broadcast to [P, n].
 
     Raises as `group_advantages` does.
     """
@@ -67,7 +67,7 @@ def baselines(rewards: Float64, *, leave_one_out: bool) -> tuple[Float64, Float6
 
 
 def baseline_metrics(config: Config, rewards: Float64) -> dict[str, float]:
-    """Of how many percent of trajectories, rewards [P·n], the baseline is 0, 1, or anything else."""
+    """The percentages of trajectories, rewards [P·n], whose baseline is 0, 1, or anything else."""
     assert config.grpo is not None
     n = config.grpo.num_generations_per_prompt
     baseline, _ = baselines(rewards.reshape(-1, n), leave_one_out=config.grpo.leaves_one_out and n > 1)
@@ -89,7 +89,7 @@ def mean_and_std(values: Float64) -> tuple[Float64, Float64]:
     """Mean and unbiased standard deviation over the last axis; exactly the value and 0 where all are equal."""
     count = values.shape[-1]
     first = values[..., :1]
-    # counted from the first value, the mean of equal values is that value to the last bit
+    # relative to the first value, the mean of equal values is exact
     mean = first + (values - first).mean(axis=-1, keepdims=True)
     squares = ((values - mean) ** 2).sum(axis=-1)
     return mean[..., 0], np.sqrt(squares / max(count - 1, 1))

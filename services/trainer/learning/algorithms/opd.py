@@ -1,6 +1,6 @@
-"""On-policy distillation (arXiv 2601.02780): no reward says anything, a teacher says of each token how likely it finds it.
+"""On-policy distillation (arXiv 2601.02780): a teacher scores each token that the policy sampled; rewards are ignored.
 
-advantage = log-probability of the teacher - of the policy
+advantage = teacher's log-probability - policy's log-probability
 """
 
 from __future__ import annotations

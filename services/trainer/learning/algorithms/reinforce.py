@@ -1,9 +1,9 @@
-"""Reinforce++ (arXiv 2501.03262): rewards whitened over all tokens of the batch, less what the policy's divergence costs.
+"""Reinforce++ (arXiv 2501.03262): rewards minus a KL penalty, whitened over all tokens of the batch.
 
     advantage = whiten(r - mean of the group - β KL_t), or - β Σ_{i≥t} KL_i under `kl_to_go`
 
-with `KL_t` the divergence of a token from the reference policy and β the KL penalty where it is taken from rewards
-(`loss_fn.use_kl_in_reward`, else 0). Whitening sees tokens over age too.
+with `KL_t` the divergence of a token from the reference policy and β the KL penalty if it is subtracted from rewards
+(`loss_fn.use_kl_in_reward`, else 0). Whitening includes tokens over age.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What several estimators share: whitening over the batch, sums over a token's future, the KL penalty of rewards, metrics.
+"""Functions that several estimators share: whitening over the batch, sums over a token's future, the KL penalty of rewards, metrics.
 
-Everything is float64, [N] over the policy tokens of this rank's trajectories; numbers of the whole batch are made by
-`Batch.of_all_ranks`, so that they are the same to the last bit for any number of ranks.
+Everything is float64, [N] over the policy tokens of this rank's trajectories; statistics of the whole batch are computed from
+`Batch.of_all_ranks`, so that they are bit-equal for any number of ranks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.batch import Batch, Float32, Float64
 
 SMALLEST_VARIANCE = 1e-8
-# NeMo RL's, in rewards whatever the loss's clamps are
+# NeMo RL's clamps for the penalty in rewards, independent of those in the loss
 KL_INPUT_CLAMP, KL_OUTPUT_CLAMP = 20.0, 10.0
 
 
 def whiten(batch: Batch, tokens: Float64, ranks: Ranks, *, unbiased: bool) -> Float64:
-    """A collective. `tokens` [N] with mean 0 and variance 1 over all tokens of the batch, each weighed by its trajectory's multiplier.
+    """A collective. Shift and scale `tokens` [N] to mean 0 and variance 1 over all tokens of the batch, weighted by the multipliers.
 
     `(A - mean) / sqrt(max(var, 1e-8))` with the biased variance (Reinforce++, raw rewards), or `(A - mean) / sqrt(var + 1e-8)` with the
-    unbiased one (generalized advantage estimation). As they are where no token weighs anything.
+    unbiased one (generalized advantage estimation). Unchanged if all weights are 0.
     """
     weights = batch.multipliers
     counted = np.where(weights > 0, batch.lengths, 0)
@@ -42,9 +42,9 @@ def whiten(batch: Batch, tokens: Float64, ranks: Ranks, *, unbiased: bool) -> Fl
 
 
 def sums_to_go(batch: Batch, tokens: Float64, factors: Float64) -> Float64:
-    """`y_t = x_t + f y_{t+1}` of tokens [N], with a factor for each trajectory, [B]; nothing comes after a trajectory's last token.
+    """Discounted sums `y_t = x_t + f y_{t+1}` of tokens [N], with one factor per trajectory, [B]; 0 follows a trajectory's last token.
 
-    All trajectories take a step at once, from their ends: as many steps as the longest has tokens.
+    Vectorized over trajectories, from their ends: as many steps as the longest has tokens.
     """
     to_go = batch.to_go
     table = np.zeros((int(batch.lengths.max(initial=0)), len(batch)))
@@ -55,8 +55,8 @@ def sums_to_go(batch: Batch, tokens: Float64, factors: Float64) -> Float64:
 
 
 def kl_penalty(batch: Batch, loss_fn: LossConfig, ranks: Ranks) -> Float64:
-    """A collective. [N]: `loss_fn.reference_policy_kl_penalty` times an estimate of KL(policy || reference) of each token (Schulman,
-    "Approximating KL Divergence").
+    """A collective. The KL penalty of each token, [N]: `loss_fn.reference_policy_kl_penalty` times an estimate of
+    KL(policy || reference) (Schulman, "Approximating KL Divergence").
 
     With `d = clamp(ref - old, ±20)`, before top-k and top-p: k1 `-d`, k2 `d²/2`, k3 `exp(d) - 1 - d`; then clamped to ±10.
     """
@@ -74,7 +74,7 @@ def kl_penalty(batch: Batch, loss_fn: LossConfig, ranks: Ranks) -> Float64:
 
 
 def unfiltered_logprobs(batch: Batch) -> Float64:
-    """[N]: the trainer's log-probabilities at the start of the step, before top-k and top-p."""
+    """The old log-probabilities [N] before top-k and top-p."""
     found: Float32 | None = batch.old_logprobs_unfiltered
     if found is None:
         found = batch.old_logprobs
@@ -83,7 +83,8 @@ def unfiltered_logprobs(batch: Batch) -> Float64:
 
 
 def finite(batch: Batch, tokens: Float64, what: str, ranks: Ranks) -> Float64:
-    """A collective: `tokens` [N]. Raises `ServiceError` naming the trajectories where one is not finite; every rank says the same."""
+    """A collective: return `tokens` [N], or raise the same `ServiceError` on every rank, naming the trajectories with one that is not
+    finite."""
     own = np.flatnonzero(batch.sums(~np.isfinite(tokens)))
     found = ranks.all_gather([(int(batch.places[i]), batch.name(i)) for i in own])
     names = [name for _, name in sorted(bad for of_rank in found for bad in of_rank)]

@@ -1,7 +1,7 @@
 """The losses of policy and value model, and their metrics: pure functions on the tokens of a micro-batch.
 
-Names and formulae are NeMo RL's (`ClippedPGLossFn`, `MseValueLossFn`); where they differ, a docstring says so. Everything is
-divided by counts over the whole global batch, so that losses, gradients and metrics of micro-batches and ranks add up to
+Names and formulae are NeMo RL's (`ClippedPGLossFn`, `MseValueLossFn`); a docstring says where they differ. Everything is
+divided by counts over the whole mini-batch, so that losses, gradients and metrics of micro-batches and ranks add up to
 those of the whole.
 """
 

@@ -1,9 +1,9 @@
-"""Importance weights: what corrects for tokens having been sampled by another policy than the one before the update.
+"""Importance weights, which correct for tokens sampled by a policy other than the one before the update.
 
     token level        w_t = exp(prev_t - rollout_t)
     sequence level     w   = exp(mean_t(prev_t - rollout_t)), or of the sum: one for all tokens of the sequence
 
-Weights that are not finite count 0, and none carries a gradient. With bounds [low, high] they are then truncated:
+Weights that are not finite become 0, and none carries a gradient. With bounds [low, high] they are then truncated:
 
     tis                clamp(w, low, high)
     icepop             w where low <= w <= high, else 0
@@ -11,7 +11,7 @@ Weights that are not finite count 0, and none carries a gradient. With bounds [l
 
 Sources: truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
 Training"), IcePop (Zhao et al. 2025, ringtech.notion.site/icepop), sequence masks (Liu et al. 2025, "When Speed Kills
-Stability"). The mean at the sequence level is ours: NeMo RL takes the sum, as `sequence_is_aggregation: sum` does.
+Stability"). The mean at the sequence level is Headrace's own: NeMo RL takes the sum, as does `sequence_is_aggregation: sum`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from headrace_services.trainer.learning.losses.reduction import (
 
 @dataclasses.dataclass(frozen=True)
 class ImportanceWeights:
-    """`raw` and `truncated`, [N] of tokens or, with `by_sequence`, [B].
+    """Importance weights before (`raw`) and after truncation (`truncated`): [N] per token or, with `by_sequence`, [B].
 
-    `outside`, bool, is what the bounds exclude: [B] with `outside_by_sequence`, else as `raw`; None without truncation.
+    `outside`, bool, marks the weights out of bounds: [B] with `outside_by_sequence`, else shaped like `raw`; None without truncation.
     """
 
     raw: Tensor
@@ -45,16 +45,16 @@ class ImportanceWeights:
     outside_by_sequence: bool
 
     def per_token(self, tokens: MicroBatch) -> Tensor:
-        """[N]: what multiplies each token's policy term."""
+        """[N]: the factors of the tokens' policy terms."""
         return self.truncated[tokens.trajectory] if self.by_sequence else self.truncated
 
 
 def importance_weights(
     config: LossConfig, prev: Tensor, rollout_logprobs: Tensor, inside: Tensor, tokens: MicroBatch
 ) -> ImportanceWeights:
-    """Weights of `prev` [N] against `rollout_logprobs` [N], before and after truncation.
+    """Importance weights of `prev` [N] against `rollout_logprobs` [N], before and after truncation.
 
-    Sequence weights are taken over the tokens that are `inside` [N] bool, whether they count in the loss or not.
+    Sequence weights are computed over the tokens that are `inside` [N] bool, whether they count in the loss or not.
     """
     difference = (prev - rollout_logprobs).detach()
     if not config.sequence_level_importance_ratios:
@@ -81,10 +81,10 @@ def importance_weights(
 def importance_metrics(
     weights: ImportanceWeights, per_token: Tensor, tokens: MicroBatch, counts: GlobalCounts
 ) -> dict[str, Tensor]:
-    """Means of the weights before and after truncation, and the share that is out of bounds.
+    """Means of the importance weights before and after truncation, and the share that is out of bounds.
 
-    Means over tokens have weights `per_token` [N]; those over sequences count every sequence with a token alike. The share
-    out of bounds is one of tokens, but of sequences under seq-mask-tis.
+    Means over tokens are weighted by `per_token` [N]; means over sequences weight every sequence with a token equally. The share
+    out of bounds is of tokens, or of sequences under seq-mask-tis.
     """
     per_sequence = sequence_weights(tokens, counts)
     unit = per_sequence if weights.by_sequence else per_token

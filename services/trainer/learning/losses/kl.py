@@ -12,7 +12,7 @@ from headrace.config.loss import LossConfig
 
 
 def kl_estimate(kind: Literal["k1", "k2", "k3"], difference: Tensor) -> Tensor:
-    """KL(p || q) for a token sampled from p, with `difference` = log q - log p: `-d`, `d² / 2` or `exp(d) - 1 - d`.
+    """Estimate KL(p || q) from a token sampled from p, with `difference` d = log q - log p: `-d`, `d² / 2` or `exp(d) - 1 - d`.
 
     Schulman, "Approximating KL Divergence", 2020.
     """
@@ -27,11 +27,11 @@ def reference_kl(config: LossConfig, logprobs: Tensor, ref_logprobs: Tensor, rol
     """Per-token penalty [N] that holds the policy near the reference policy; the gradient is that of `logprobs`.
 
         d  = clamp(ref - logprobs, ± kl_input_clamp_value)       k = k1, k2 or k3 of d
-        u  = exp(logprobs - sg(logprobs)), or exp(logprobs - rollout) with use_on_policy_kl_approximation; not finite counts 0
+        u  = exp(logprobs - sg(logprobs)), or exp(logprobs - rollout) with use_on_policy_kl_approximation; 0 if not finite
         kl = clamp(u k, ± kl_output_clamp_value)
 
     `u` carries the score-function gradient of the sampled KL (arXiv 2506.09477), without which the gradient of k is not that
-    of the KL; it carries none where the input clamp is active. GRPO's paper and TRL do without: compare with them at KL 0.
+    of the KL; it carries none where the input clamp is active. GRPO's paper and TRL omit it: compare with them at KL 0.
     """
     raw = ref_logprobs - logprobs
     bound, limit = config.kl_input_clamp_value, config.kl_output_clamp_value
@@ -40,7 +40,7 @@ def reference_kl(config: LossConfig, logprobs: Tensor, ref_logprobs: Tensor, rol
     if bound is not None:
         weight = torch.where(raw.abs() > bound, weight.detach(), weight)
     value = (weight * kl_estimate(config.reference_policy_kl_type, difference)).detach()
-    # what is constant anyway is cut out before the exponential: its derivative may be infinite, and 0 times that is not 0
+    # clamped values are constant: replace them before the exponential, whose derivative may be infinite, and 0 · inf is NaN
     constant = (weight.detach() == 0) & ~raw.isnan()
     value = torch.where(constant, 0.0, value)
     if limit is not None:
@@ -71,6 +71,6 @@ def divergences(
 
 
 def _finite_exp(exponent: Tensor) -> Tensor:
-    """exp, and 0 with a gradient of 0 where that is not finite."""
+    """exp, but 0 with a gradient of 0 where the result is not finite."""
     finite = exponent.detach().exp().isfinite()
     return torch.where(finite, torch.where(finite, exponent, 0.0).exp(), 0.0)

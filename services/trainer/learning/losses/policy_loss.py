@@ -3,10 +3,10 @@
     loss = red(w l) + beta red(kl) + mu nll
 
 with, per token, `l` the clipped policy term, `w` the importance weight or 1 (`importance`), `kl` the penalty (`kl`); `red` the mean over
-tokens or sequences (`reduction`); and `nll = Σ M [reward > 0] (-curr) / Σ M [reward > 0]` (VAPO, arXiv 2504.05118), over the global
-count: NeMo RL takes that of the micro-batch, so that its loss depends on the split.
+tokens or sequences (`reduction`); and `nll = Σ M [reward > 0] (-curr) / Σ M [reward > 0]` (VAPO, arXiv 2504.05118), with the global
+count: NeMo RL divides by the micro-batch's own count, so its loss depends on the split.
 
-The policy term is a token's advantage times a ratio of probabilities, clipped. With `curr` the policy's log-probability now:
+The policy term is a token's advantage times a clipped ratio of probabilities. With `curr` the policy's current log-probability:
 
     PPO, GRPO, GSPO    r = exp(curr - prev)     r_c = clamp(r, 1 - ratio_clip_min, 1 + ratio_clip_max)
                        l = max(-A r, -A r_c)    dual clip: min(l, -A c) where A < 0
@@ -14,7 +14,7 @@ The policy term is a token's advantage times a ratio of probabilities, clipped. 
     forced on policy   r = r_c = exp(curr - sg(curr)), which is 1 with the gradient of curr
     without a ratio    r = r_c = curr
 
-The last two have no clip, and no dual clip either: `l` is below `-A c` always. What `curr` is compared with:
+The last two have no clip and no dual clip: `l` is always below `-A c`. The denominator `prev` of the ratio:
 
     prev_logprobs_source    prev: the trainer's at the start of the step (old), or the generator's (rollout)
     proximal: recompute     prev = old, and w = exp(prev - rollout) (decoupled PPO, AReaL, arXiv 2505.24298)
@@ -53,24 +53,24 @@ from headrace_services.trainer.network.policy_model import PolicyOutput
 def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
     """The loss of a micro-batch and its metrics, as shares of those of the global batch that `counts` is of.
 
-    `output` is what the policy says now of the N tokens in `tokens`, its log-probabilities with a gradient; where `tokens` has no
-    `old_logprobs`, this is the only optimizer step of the trainer step, and they are the same.
+    `output` is the policy's current output for the N tokens in `tokens`, its log-probabilities with a gradient. If `tokens` has no
+    `old_logprobs`, this is the only optimizer step of the trainer step, and the two are equal.
 
     Metrics are means over tokens with weight M, but for these: `sampling_importance_ratio` and `_truncated` are over sequences
     with `sequence_level_importance_ratios`, `is_oob_ratio` over sequences under seq-mask-tis; `kl_penalty` is reduced as the
-    loss is; `num_valid_samples` counts. `kl_penalty` and `positive_nll_loss` are 0 where the loss has no such term; `entropy`, the
-    distribution's, is there where `output` has it, of tokens that top-k or top-p leaves out too.
+    loss is; `num_valid_samples` is a count. `kl_penalty` and `positive_nll_loss` are 0 if the loss has no such term. `entropy` is
+    there if `output` has it, and includes tokens that top-k or top-p leaves out.
 
-    With `output.unfiltered`, a token whose log-probability now, in `prev` or at the start of the step is -inf was left out by top-k or
-    top-p: it has no policy term, is in no sequence ratio and in no metric, but keeps its place in T and its KL term. NaN in a
-    log-probability that a token's terms are made of makes the loss NaN, even where the token's importance weight counts 0.
+    With `output.unfiltered`, a token whose log-probability is -inf now, in `prev` or at the start of the step was left out by top-k or
+    top-p: it has no policy term and enters no sequence ratio and no metric, but it still counts in T and keeps its KL term. NaN in a
+    log-probability that a token's terms use makes the loss NaN, even if the token's importance weight is 0.
 
     Raises `ValueError` for a KL term without log-probabilities of a reference policy.
     """
     old_logprobs = output.logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
     prev = tokens.rollout_logprobs if config.prev_logprobs_source == "generation" else old_logprobs
 
-    # Which tokens count, and which may be looked at: where something is computed over a whole sequence, all that the filter keeps.
+    # Which tokens count, and which are visible: what is computed over a whole sequence uses all tokens that the filter keeps.
     weight = token_counts(tokens)
     kept = torch.ones_like(weight, dtype=torch.bool)
     if output.unfiltered is not None:
@@ -99,12 +99,12 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
     log_ratio = curr - prev
     if config.sequence_level_importance_ratios and not config.force_on_policy_ratio:
         log_ratio = mean_by_trajectory(log_ratio, inside, tokens).to(log_ratio.dtype)[tokens.trajectory]
-    # a weight that is not finite counts 0, but must not hide a log-probability that isn't
+    # a weight that is not finite becomes 0, but must not hide a log-probability that is not finite
     live = counted & ~dropped & ((applied != 0) | log_ratio.isnan())
     terms = surrogate(config, curr, log_ratio, advantages, live)
     policy = weighted_sum(applied * terms.loss, loss_weights(config, tokens, kept, counts))
 
-    # The penalty for leaving the reference policy, and the likelihood of what earned a positive reward.
+    # The penalty for leaving the reference policy, and the likelihood of completions with a positive reward.
     penalty = nll = torch.zeros((), dtype=torch.float64, device=curr.device)
     if config.kl_in_loss:
         if tokens.ref_logprobs is None:
@@ -156,8 +156,8 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
 
 @dataclasses.dataclass(frozen=True)
 class Surrogate:
-    """Per token [N]: the policy term `loss` with its gradient; `ratio` r, `clamped` r_c, and whether the clip cut the term below
-    (`low`) or above (`high`), without one."""
+    """Per token [N]: the policy term `loss` with its gradient; without a gradient, `ratio` r, `clamped` r_c, and whether the lower (`low`)
+    or upper bound (`high`) cut the term."""
 
     loss: Tensor
     ratio: Tensor
@@ -171,7 +171,7 @@ def surrogate(config: LossConfig, logprobs: Tensor, log_ratio: Tensor, advantage
 
     Tokens that are not `live` [N] bool have a term of 0. No gradient comes from a ratio that the clip cuts, however large.
     """
-    # an advantage of 0 takes no part, however large the ratio, unless that is to be seen not to be a number
+    # an advantage of 0 gives a term of 0, however large the ratio, but a NaN must stay visible
     live = live & ((advantages != 0) | log_ratio.isnan())
     if config.force_on_policy_ratio or config.disable_ppo_ratio:
         ratio = (logprobs - logprobs.detach()).exp() if config.force_on_policy_ratio else logprobs
@@ -192,8 +192,8 @@ def surrogate(config: LossConfig, logprobs: Tensor, log_ratio: Tensor, advantage
 def _used_ratio(config: LossConfig, log_ratio: Tensor, ratio: Tensor, advantages: Tensor, live: Tensor) -> Tensor:
     """The ratio, or the bound that cuts it: `max(-A r, -A r_c)` is `-A min(r, high)` for A > 0 and `-A max(r, low)` for A < 0.
 
-    Where a bound holds, or nothing depends on it, the ratio is cut out before the exponential: its derivative may be
-    infinite, and 0 times that is not 0.
+    Where a bound applies, or the term doesn't depend on the ratio, the ratio is replaced before the exponential: its derivative may be
+    infinite, and 0 · inf is NaN.
     """
     low, high = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max
     cut = torch.where(advantages > 0, ratio > high, (advantages < 0) & (ratio < low))
@@ -206,7 +206,7 @@ def _used_ratio(config: LossConfig, log_ratio: Tensor, ratio: Tensor, advantages
 
 
 def outside_probability_band(bound: float, logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """[N] bool: tokens whose probability is more than `bound` above the behaviour policy's and has a positive advantage, or
-    more than `bound` below and has a negative one (DPPO, binary total variation, arXiv 2602.04879)."""
+    """[N] bool: tokens with a positive advantage whose probability is more than `bound` above the behaviour policy's, or with a
+    negative advantage and more than `bound` below it (DPPO, binary total variation, arXiv 2602.04879)."""
     difference = logprobs.detach().exp() - rollout_logprobs.exp()
     return torch.where(advantages > 0, difference > bound, (advantages < 0) & (difference < -bound))

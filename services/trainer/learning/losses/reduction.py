@@ -1,6 +1,6 @@
-"""What a sum over tokens or sequences is divided by. Sums are taken in float64, so that their order doesn't show.
+"""Reductions over tokens and sequences. Sums are computed in float64, so that their order makes no visible difference.
 
-Every mean of the losses is a weighted sum: a token-level mean has weights `M / T`, a mean over sequences of each one's mean
+Every mean in the losses is a weighted sum: a token-level mean has weights `M / T`, a mean of the sequences' means has weights
 `m / Σ m · s / N`, where `m` is the token's mask, `s` its sequence's multiplier and `M = m s`.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.config.loss import LossConfig
 from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
 
-EPSILON = 1e-8  # keeps what is empty from dividing by zero, as in the reference
+EPSILON = 1e-8  # avoids division by zero for empty sums, as in NeMo RL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ def token_counts(tokens: MicroBatch) -> Tensor:
 
 
 def token_weights(tokens: MicroBatch, counts: GlobalCounts) -> Tensor:
-    """[N] float64, of a mean over all tokens that count: `M / T`."""
+    """The weights [N] float64 of a mean over all tokens that count: `M / T`."""
     return token_counts(tokens) / (counts.tokens + EPSILON)
 
 
@@ -49,21 +49,21 @@ def token_mean(values: Tensor, tokens: MicroBatch, counts: GlobalCounts) -> Tens
 
 
 def sequence_counts(tokens: MicroBatch) -> Tensor:
-    """s [B] float64: the multiplier of each sequence that has a token, 0 for one that has none."""
+    """s [B] float64: the multiplier of each sequence, 0 for one without tokens."""
     lengths = sum_by_trajectory(torch.ones_like(tokens.mask), tokens)
     return torch.where(lengths > 0, tokens.multipliers.double(), 0.0)
 
 
 def sequence_weights(tokens: MicroBatch, counts: GlobalCounts) -> Tensor:
-    """[B] float64, of a mean over all sequences: `s / N`."""
+    """The weights [B] float64 of a mean over all sequences: `s / N`."""
     return sequence_counts(tokens) / (counts.sequences + EPSILON)
 
 
 def loss_weights(config: LossConfig, tokens: MicroBatch, kept: Tensor, counts: GlobalCounts) -> Tensor:
-    """[N] float64, of the mean that a term of the loss is; 0 on tokens that `kept` [N] bool leaves out.
+    """The weights [N] float64 of the mean in a term of the loss; 0 on tokens that are not `kept` [N] bool.
 
     Token level: `M / T` (DAPO, arXiv 2503.14476). Sequence level: `m / Σ m · s / N` (GRPO, arXiv 2402.03300). With a
-    constant length L: `M / (N L)` (Dr. GRPO, arXiv 2503.20783). Tokens left out leave the sequence's own `Σ m`, not `T`.
+    constant length L: `M / (N L)` (Dr. GRPO, arXiv 2503.20783). Tokens left out don't count in the sequence's own `Σ m`, but still in `T`.
     """
     if config.constant_length is not None:
         weights = token_counts(tokens) / (counts.sequences * config.constant_length + EPSILON)
@@ -77,7 +77,7 @@ def loss_weights(config: LossConfig, tokens: MicroBatch, kept: Tensor, counts: G
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """Σ weights · values, a float64 scalar; where the weight is 0 the value may be anything."""
+    """Σ weights · values, a float64 scalar; values with weight 0 are ignored, even NaN."""
     return (torch.where(weights > 0, values.double(), 0.0) * weights).sum()
 
 
