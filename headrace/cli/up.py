@@ -64,7 +64,7 @@ def up(
         try:
             with _display(console) as display:
                 run = asyncio.run(Pipeline(loaded, saved, display).run())
-        except Interrupted as interrupted:
+        except StoppedBySignal as interrupted:
             say(f"stopped; `run.id={loaded.run.id}` goes on with this run")
             raise typer.Exit(128 + interrupted.signum) from None
         console.print(closing_table(run, time.monotonic() - started))
@@ -87,7 +87,7 @@ def _display(console: Console) -> Iterator[Display]:
         yield LiveDisplay(live)
 
 
-class Interrupted(Exception):
+class StoppedBySignal(Exception):
     """A signal ended the run."""
 
     def __init__(self, signum: int) -> None:
@@ -138,7 +138,7 @@ class Pipeline:
         self.supervisor = Supervisor(child_environ(os.environ), display.print)
 
     async def run(self) -> RunSummary:
-        """Raises `Interrupted` after a signal, `ServiceFailed` when a service can't go on."""
+        """Raises `StoppedBySignal` after a signal, `ServiceFailed` when a service can't go on."""
         interrupted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._on_signals(interrupted)
         work = asyncio.create_task(self._work())
@@ -146,7 +146,7 @@ class Pipeline:
             waiting: set[asyncio.Future[Any]] = {work, interrupted}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise Interrupted(interrupted.result())
+                raise StoppedBySignal(interrupted.result())
             work.result()
             return self.summary
         finally:

@@ -10,7 +10,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from headrace.errors import InvalidCall
-from headrace.replay.connection import BufferConnection, Wakeups
+from headrace.replay.connection import BufferConnection, WakeupSubscription
 from headrace.replay.records import Epoch, Replica, RunState, decode_run_state, epoch_of, unpack
 
 # Entries in one call of a batched function (BATCH in _args.lua); payloads that are read in one round trip.
@@ -34,7 +34,7 @@ class BufferClient:
         self.run_id = run_id
         self.redis = redis
         self._connection = BufferConnection(redis, run_id)
-        self._wakeups = Wakeups(self._connection)
+        self._wakeups = WakeupSubscription(self._connection)
         self._incarnation: str | None = None
         self._reads, self._writes = asyncio.Semaphore(READS), asyncio.Semaphore(WRITES)
         self._epoch: Epoch | None = None  # the newest that a heartbeat brought

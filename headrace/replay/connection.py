@@ -332,7 +332,7 @@ class BufferConnection:
         )
 
 
-class Wakeups:
+class WakeupSubscription:
     """A client's subscription to its run's wake-ups, opened at the first wait."""
 
     def __init__(self, connection: BufferConnection) -> None:

@@ -71,7 +71,7 @@ class EmbeddedServer:
         try:
             await self._launch()
         except ServiceError:
-            if not await asyncio.to_thread(self._mend):
+            if not await asyncio.to_thread(self._truncate_damaged_aof):
                 raise
             await self._launch()
 
@@ -145,7 +145,7 @@ class EmbeddedServer:
                 await asyncio.sleep(0.05)
         raise ServiceError(self._last_words())
 
-    def _mend(self) -> bool:
+    def _truncate_damaged_aof(self) -> bool:
         """Keep a copy of the append-only file and truncate it where it becomes unreadable; returns whether there was anything to cut.
 
         A power cut can leave zeros at its end, and a server that has rewritten the file leaves a gap of zeros where its disk was full.

@@ -108,7 +108,7 @@ async def running(
         await stack.enter_async_context(serve_http(build_app(client, buffer.trouble, lineage), sock))
 
         async def work() -> None:
-            helpers = [buffer.watch(), *([_keep_up(server)] if server is not None else [])]
+            helpers = [buffer.watch(), *([_restart_forever(server)] if server is not None else [])]
             await _until_stopped(stop, run_scorer(config, client, stop), helpers)
 
         yield sock.getsockname()[1], work
@@ -179,7 +179,7 @@ class _Buffer:
         self._warned = {skew.quantity for skew in found}
 
 
-async def _keep_up(server: EmbeddedServer) -> None:
+async def _restart_forever(server: EmbeddedServer) -> None:
     """Restart the embedded server on its append-only file whenever it ends."""
     deaths: list[float] = []
     clock = asyncio.get_running_loop().time

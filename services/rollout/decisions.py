@@ -21,7 +21,7 @@ class Abort:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reenter:
+class Rejoin:
     """Leave the fleet and re-enter it under a new id, as STALE, because the buffer's record of this replica is wrong."""
 
 
@@ -42,11 +42,11 @@ class LeaseGroups:
     count: int
 
 
-Action = Abort | Reenter | Acknowledge | TakePart | LeaseGroups
+Action = Abort | Rejoin | Acknowledge | TakePart | LeaseGroups
 
 
 @dataclasses.dataclass(frozen=True)
-class Situation:
+class WorkerState:
     """The input of a decision.
 
     `reply` answers the newest heartbeat; it may be older than the replica's last action. `held`: tokens of the leases being
@@ -67,11 +67,11 @@ class Situation:
     max_groups: int
 
 
-def decide(now: Situation) -> list[Action]:
+def decide(now: WorkerState) -> list[Action]:
     """The next actions, in the order in which to take them."""
     if now.reply.state == "DEAD":
         # a refit that still runs belongs to the old id; it ends by its own deadline, or because the trainer went on without it
-        return [Abort(now.held)] if now.refitting else [Abort(now.held), Reenter()]
+        return [Abort(now.held)] if now.refitting else [Abort(now.held), Rejoin()]
     actions: list[Action] = []
     lost = now.held & frozenset(now.reply.lost)
     if lost:
@@ -84,13 +84,13 @@ def decide(now: Situation) -> list[Action]:
         return [*actions, *_join(now, epoch, held)]
     if now.reply.state == "HEALTHY" and now.torn:
         # the buffer accepted the verification, but its answer was lost: the engine is paused, and would hold its leases forever
-        return [*actions, Reenter()]
+        return [*actions, Rejoin()]
     if now.reply.state == "HEALTHY" and len(held) < now.max_groups:
         actions.append(LeaseGroups(now.max_groups - len(held)))
     return actions
 
 
-def _open_epoch(now: Situation) -> Epoch | None:
+def _open_epoch(now: WorkerState) -> Epoch | None:
     """The newest epoch, if it is open and this replica still has a part in it."""
     epoch = now.reply.epoch
     if epoch is None or epoch.state not in ("announced", "transfer") or now.replica not in epoch.members:
@@ -98,7 +98,7 @@ def _open_epoch(now: Situation) -> Epoch | None:
     return None if epoch.id == now.attempted else epoch
 
 
-def _join(now: Situation, epoch: Epoch, held: frozenset[str]) -> list[Action]:
+def _join(now: WorkerState, epoch: Epoch, held: frozenset[str]) -> list[Action]:
     if epoch.state == "transfer":
         return [TakePart(epoch)] if now.replica in epoch.acknowledged else []
     waits_for_trainer = now.replica in epoch.acknowledged or epoch.id == now.answered

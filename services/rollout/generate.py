@@ -31,7 +31,7 @@ class GenerationError(HeadraceError):
     """The engine's output is not a valid trajectory; the attempt at it has failed."""
 
 
-class Interrupted(GenerationError):
+class RequestAborted(GenerationError):
     """This replica aborted the request; its tokens so far are saved."""
 
 
@@ -63,7 +63,7 @@ async def generate(engine: AsyncLLM, lease: Lease, index: int, replica: str, sav
     """Sample trajectory `index` of the lease's group, continuing the prefix that another replica has sampled, if any (`lease.prefixes`).
     Cancellation aborts the request in the engine.
 
-    Raises `GenerationError` if the request ended without being finished or its tokens are not from known weights (`Interrupted` if it
+    Raises `GenerationError` if the request ended without being finished or its tokens are not from known weights (`RequestAborted` if it
     was aborted and there is a `saver`), what `saver.save` raises, and vLLM's own errors (`EngineDeadError`, or a `VLLMClientError` for
     a request that it refuses).
     """
@@ -90,7 +90,7 @@ async def generate(engine: AsyncLLM, lease: Lease, index: int, replica: str, sav
                 if completion.finish_reason == "abort" and saver is not None:
                     if sampled.new:
                         await saver.save(record(labels, "length", "", sampled.begun + sampled.new))
-                    raise Interrupted(f"trajectory {index}: aborted after {sampled.new} tokens")
+                    raise RequestAborted(f"trajectory {index}: aborted after {sampled.new} tokens")
                 return _finished(engine, lease, index, sampled, completion, labels, record)
             if saver is not None and every is not None and sampled.new - saved >= every:
                 labels = _labels(engine, request)
@@ -233,7 +233,7 @@ class SampledTokens:
             completion_token_ids=ids,
             logprobs=np.concatenate([before, np.asarray(self._logprobs, dtype=np.float32)])[:length],
             loss_mask=np.ones(ids.size, dtype=np.uint8),
-            spans=joined(spans, length),
+            spans=merge_spans(spans, length),
             finish_reason=finish,
             text=text,
             replica=self._replica,
@@ -257,7 +257,7 @@ class SampledTokens:
         ]
 
 
-def joined(spans: Sequence[Span], length: int) -> tuple[Span, ...]:
+def merge_spans(spans: Sequence[Span], length: int) -> tuple[Span, ...]:
     """The spans of the first `length` tokens, with neighbours of the same version merged."""
     whole: list[Span] = []
     for span in spans:

@@ -82,7 +82,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
             world_size=init_info.world_size,
             device=torch.device(self.device if init_info.backend == "nccl" else "cpu"),
         )
-        with _saying_interrupted():
+        with _mark_interrupted():
             self._channel = Channel.follow(membership, time.monotonic() + init_info.timeout_s)
 
     def start_weight_update(self) -> None:
@@ -104,7 +104,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
                 while bucket := self._next(buckets):
                     self.model.load_weights(bucket)
             finalize_layerwise_reload(self.model, self.model_config)
-            self.renew_copies()
+            self.repack_tied_head()
         except BaseException:
             self.shutdown()
             self._abandon_reload()
@@ -117,7 +117,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
         while self._next(buckets):
             pass
 
-    def renew_copies(self) -> None:
+    def repack_tied_head(self) -> None:
         """Repack a tied head.
 
         On a CPU, vLLM multiplies by a packed copy of the head. A tied head is loaded as the embedding, so a reload does not
@@ -140,7 +140,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
         return self._channel, Manifest.decode(update_info.manifest), time.monotonic() + update_info.timeout_s
 
     def _next(self, buckets: Iterator[list[tuple[str, torch.Tensor]]]) -> list[tuple[str, torch.Tensor]] | None:
-        with _saying_interrupted():
+        with _mark_interrupted():
             return next(buckets, None)
 
     def _abandon_reload(self) -> None:
@@ -166,7 +166,7 @@ class WeightChannelExtension:
 
 
 @contextlib.contextmanager
-def _saying_interrupted() -> Iterator[None]:
+def _mark_interrupted() -> Iterator[None]:
     """Mark errors of the collective in their text: only the text reaches the service, and the trainer must know whether this replica is at
     fault."""
     try:

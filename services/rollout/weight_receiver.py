@@ -117,7 +117,7 @@ class WeightReceiver:
         except (WeightChannelError, CodecError) as error:
             logger.warning("version %d was not installed: %s", epoch.version, error)
             if self._held is None:
-                await self._freeze()
+                await self._pause()
             with contextlib.suppress(Fenced):
                 interrupted = isinstance(error, TransferInterrupted)
                 await self._replay.refuse(self._replica, epoch.id, str(error), interrupted=interrupted)
@@ -129,7 +129,7 @@ class WeightReceiver:
                 verified = await self._replay.verify(self._replica, epoch.id, self.difference, rendezvous.tolerance)
         finally:
             if not verified:
-                await self._freeze()
+                await self._pause()
         if verified:
             self._held = (epoch.timeline, epoch.version)
             logger.info("version %d is verified: %s", epoch.version, self.seconds)
@@ -171,7 +171,7 @@ class WeightReceiver:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         self._held = None
-        await self._freeze()
+        await self._pause()
         await self._call("starting an update", self._engine.start_weight_update(), rendezvous.timeout_s)
         request = WeightTransferUpdateRequest(_update(rendezvous))
         await self._receive(self._engine.update_weights(request), rendezvous)
@@ -190,7 +190,7 @@ class WeightReceiver:
         await self._call("receiving weights", transfer, rendezvous.timeout_s)
         self._group = group  # a group that lost a transfer is never used again
 
-    async def _freeze(self) -> None:
+    async def _pause(self) -> None:
         """Pause the engine until an update has succeeded (idempotent)."""
         await self._call("pausing", self._engine.pause_generation(mode="keep", clear_cache=self._clear_cache), 0.0)
 

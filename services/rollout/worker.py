@@ -20,8 +20,15 @@ from headrace.errors import Fenced, HeadraceError, InvalidCall, ReplayUnavailabl
 from headrace.replay import BufferRetry, Epoch, HeartbeatReply, Lease, ReplayClient, ReplicaState
 from headrace.trajectory import Trajectory
 from headrace_services.rollout import decisions
-from headrace_services.rollout.decisions import Abort, Acknowledge, Action, LeaseGroups, Reenter, Situation, TakePart
-from headrace_services.rollout.generate import GenerationError, Interrupted, Saver, generate, prompt_problem, request_id
+from headrace_services.rollout.decisions import Abort, Acknowledge, Action, LeaseGroups, Rejoin, TakePart, WorkerState
+from headrace_services.rollout.generate import (
+    GenerationError,
+    RequestAborted,
+    Saver,
+    generate,
+    prompt_problem,
+    request_id,
+)
 from headrace_services.rollout.weight_receiver import WeightReceiver
 
 if TYPE_CHECKING:
@@ -33,7 +40,7 @@ log = logging.getLogger(__name__)
 _PARTING_S = 5.0
 
 
-class _GaveUp(HeadraceError):
+class _GroupReleased(HeadraceError):
     """A trajectory could not be generated and the group needs it, so the buffer has taken the group back."""
 
 
@@ -86,8 +93,8 @@ class RolloutWorker:
         self._attempted: str | None = None
         self._changed = asyncio.Event()
         # cleared while the engine may compute with weights that are not verified: nothing is pushed then
-        self._proved = asyncio.Event()
-        self._proved.set()
+        self._verified = asyncio.Event()
+        self._verified.set()
         self._leaving = False
 
     @property
@@ -115,7 +122,7 @@ class RolloutWorker:
         try:
             reply = await self._replay.heartbeat(self.replica, sorted(self.held))
             self._note(reply)
-            for action in decisions.decide(self._situation(reply)):
+            for action in decisions.decide(self._state(reply)):
                 await self._act(action)
         except ReplayUnavailable as error:
             if self.status.unreachable is None:
@@ -140,8 +147,8 @@ class RolloutWorker:
         finally:
             await _cancel(waits)
 
-    def _situation(self, reply: HeartbeatReply) -> Situation:
-        return Situation(
+    def _state(self, reply: HeartbeatReply) -> WorkerState:
+        return WorkerState(
             replica=self.replica,
             reply=reply,
             held=self.held,
@@ -172,7 +179,7 @@ class RolloutWorker:
                 self.status.groups["lost"] += lost
                 self.status.groups["complete"] += len(complete)
                 await self._stop_generating(tokens)
-            case Reenter():
+            case Rejoin():
                 old, self.replica = self.replica, _new_id()
                 self.receiver = WeightReceiver(self._config, self._engine, self._replay, self.replica)
                 log.warning("%s enters the fleet again as %s", old, self.replica)
@@ -183,16 +190,18 @@ class RolloutWorker:
                 self._answered = epoch.id
             case TakePart(epoch):
                 self._attempted = epoch.id
-                self._proved.clear()
+                self._verified.clear()
                 self._refit = asyncio.create_task(self._take_part(epoch))
             case LeaseGroups(count):
                 for lease in await self._replay.lease(self.replica, count):
                     if (lease.timeline, lease.version) != self.receiver.weights:
-                        self._distrust(f"the fleet counts it at version {lease.version} of timeline {lease.timeline}")
+                        self._rejoin_after_lost_writes(
+                            f"the fleet counts it at version {lease.version} of timeline {lease.timeline}"
+                        )
                         return
                     self._groups[lease.token] = (lease, asyncio.create_task(self._generate_group(lease)))
 
-    def _distrust(self, reason: str) -> None:
+    def _rejoin_after_lost_writes(self, reason: str) -> None:
         """Handle a buffer that is wrong about this replica's weights, because its server lost writes (a failover, a power cut).
 
         No trajectory of these weights could be pushed. The next turn re-enters the fleet, which passes the leases on without costing any
@@ -230,7 +239,7 @@ class RolloutWorker:
         else:
             self.status.torn = f"the refit to version {epoch.version} was not verified"
             await self._give_back(self.status.torn)
-        self._proved.set()
+        self._verified.set()
 
     async def _give_back(self, reason: str) -> None:
         """Abort all generations and release their leases: some tokens may come from weights that are not verified."""
@@ -273,13 +282,13 @@ class RolloutWorker:
             raise cause
         if isinstance(cause, Surplus):
             return "complete"
-        if isinstance(cause, _GaveUp):
+        if isinstance(cause, _GroupReleased):
             return "failed"
         if isinstance(cause, Fenced):
             log.info("group %s: %s", lease.group.id, cause)
             return "lost"
         if isinstance(cause, InvalidCall) and await self._is_ahead():
-            self._distrust(str(cause))
+            self._rejoin_after_lost_writes(str(cause))
             return "returned"
         log.error("group %s: no trajectory", lease.group.id, exc_info=cause)
         reason = f"{type(cause).__name__}: {cause}"
@@ -304,13 +313,13 @@ class RolloutWorker:
         try:
             trajectory = await generate(self._engine, lease, index, self.replica, saver)
         except GenerationError as error:
-            if self._leaving and isinstance(error, Interrupted):
+            if self._leaving and isinstance(error, RequestAborted):
                 return
             log.warning("group %s: %s", lease.group.id, error)
             if not await self._retry(partial(self._replay.abandon, lease, index, str(error))):
-                raise _GaveUp from error
+                raise _GroupReleased from error
             return
-        await self._proved.wait()
+        await self._verified.wait()
         await self._retry(partial(self._replay.push, lease, trajectory))
         self.status.trajectories += 1
         taken_over = lease.prefixes[index].completion_token_ids.size if index in lease.prefixes else 0
@@ -319,7 +328,7 @@ class RolloutWorker:
 
     async def _save(self, lease: Lease, trajectory: Trajectory) -> None:
         """Save an unfinished trajectory. A save that fails or is skipped is made up for by the next one, which contains it."""
-        if not self._proved.is_set():
+        if not self._verified.is_set():
             return
         with contextlib.suppress(ReplayUnavailable):
             await self._replay.save(lease, trajectory)
@@ -331,7 +340,7 @@ class RolloutWorker:
     async def _leave(self) -> None:
         if self._refit is not None:
             await _cancel([self._refit])
-        if self._groups and self._proved.is_set() and not self._engine.errored:
+        if self._groups and self._verified.is_set() and not self._engine.errored:
             await self._save_all()
         await self._stop_generating(self.held)
         try:

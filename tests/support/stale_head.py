@@ -8,7 +8,7 @@ BACKEND = "stale-head"
 
 
 class StaleHeadEngine(WeightChannelEngine):
-    def renew_copies(self) -> None:
+    def repack_tied_head(self) -> None:
         pass
 
 

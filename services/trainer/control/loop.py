@@ -21,7 +21,7 @@ from headrace_services.trainer.control import decisions
 from headrace_services.trainer.control.checkpoint import ENDED, TRAINED, CheckpointState
 from headrace_services.trainer.control.context import TrainerContext
 from headrace_services.trainer.control.decisions import Action, Backoff, LoopState, Plan
-from headrace_services.trainer.control.rank import Weights, check_reservation, share_out
+from headrace_services.trainer.control.rank import Weights, check_reservation, shard_batch
 from headrace_services.trainer.control.resume import ResumeState, lost_writes
 from headrace_services.trainer.control.validation import Validation, reaches_target
 from headrace_services.trainer.telemetry.journal import Line, surviving
@@ -200,7 +200,7 @@ class Loop:
         began = self._clock()
         groups = await self._call(lambda: self._replay.read_groups(reservation.groups))
         check_reservation(reservation, groups, config.algorithm.num_prompts_per_step)
-        shares = share_out(reservation, config, lead.ranks.size)
+        shares = shard_batch(reservation, config, lead.ranks.size)
         multipliers = [group.loss_multiplier for group in groups]
         learnt = await context.torch(lambda: lead.step(reservation, multipliers, shares))
         origins = await context.torch(lead.origins)
@@ -328,7 +328,7 @@ class Loop:
 
     async def _publish(self, kind: Literal["train", "validation"], step: int, metrics: Mapping[str, float]) -> None:
         self._context.journal.append(kind, step, self._timeline, metrics)
-        self._context.telemetry.nudge()
+        self._context.telemetry.notify()
         self._context.gauges.update(kind, step, metrics)
         await self._call(lambda: self._replay.publish_metrics(kind, step, metrics))
 

@@ -214,7 +214,7 @@ def check_reservation(reservation: Reservation, groups: Sequence[Group], prompts
         )
 
 
-def share_out(reservation: Reservation, config: Config, ranks: int) -> list[list[int]]:
+def shard_batch(reservation: Reservation, config: Config, ranks: int) -> list[list[int]]:
     """The places in the batch that each rank gets: in every optimizer step, about equally many tokens.
 
     With `policy.share_prompts` the trajectories of a group in an optimizer step go to one rank, so that they can share their prompt.

@@ -41,12 +41,12 @@ def shape_rewards(
     return rewards - shaping.overlong_buffer_penalty * np.clip(over, 0.0, 1.0)
 
 
-def leave_out_truncated(multipliers: Float64, truncated: Bool, overlong_filtering: bool) -> Float64:
+def mask_truncated(multipliers: Float64, truncated: Bool, overlong_filtering: bool) -> Float64:
     """`multipliers` [B], set to 0 where a completion was cut off if `overlong_filtering`: out of the loss, not out of the baseline."""
     return np.where(truncated, 0.0, multipliers) if overlong_filtering else multipliers
 
 
-def leave_out_disagreeing(batch: Batch, threshold: float | None, ranks: Ranks) -> dict[str, float]:
+def mask_by_logprob_error(batch: Batch, threshold: float | None, ranks: Ranks) -> dict[str, float]:
     """A collective, before advantages. Set the multiplier of trajectories on which trainer and generator disagree too much to 0
     (`seq_logprob_error_threshold`; None only measures). Returns metrics of the whole batch.
 

@@ -24,8 +24,8 @@ from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.losses import LossParts, explained_variance, policy_loss, value_loss
 from headrace_services.trainer.learning.optimizer import ModelOptimizer
 from headrace_services.trainer.learning.rewards import (
-    leave_out_disagreeing,
-    leave_out_truncated,
+    mask_by_logprob_error,
+    mask_truncated,
     scale_rewards,
     shape_rewards,
 )
@@ -82,9 +82,9 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
             batch.values = _forward(batch, learner.value_packing, ranks, value.device, value.forward)
 
     # 3. Which trajectories leave the loss, and the advantages of all.
-    batch.multipliers = leave_out_truncated(batch.multipliers, batch.truncated, algorithm.overlong_filtering)
+    batch.multipliers = mask_truncated(batch.multipliers, batch.truncated, algorithm.overlong_filtering)
     if batch.old_logprobs is not None:
-        metrics |= leave_out_disagreeing(batch, algorithm.seq_logprob_error_threshold, ranks)
+        metrics |= mask_by_logprob_error(batch, algorithm.seq_logprob_error_threshold, ranks)
     metrics |= estimate_advantages(config, batch, ranks)
 
     # 4. Optimizer steps: of the value model, then of the policy.
@@ -103,7 +103,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
 
         def backward(micro_batches: Sequence[Rows], counts: GlobalCounts) -> OptimizerStep:
             parts = []
-            for rows in _all_ranks_keep_pace(micro_batches, ranks):
+            for rows in _pad_micro_batches(micro_batches, ranks):
                 packed = pack(batch.trajectories, rows, packing).to(device)
                 part = loss_of(packed, MicroBatch.of(batch, packed.order, device), counts)
                 (part.loss * ranks.size).backward()  # FSDP averages over ranks; the loss is a sum
@@ -112,15 +112,15 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
 
         for epoch in range(epochs):
             for mini_batch, counts in zip(mini_batches, counts_of, strict=True):
-                weighing = [i for i in mini_batch if batch.multipliers[i] > 0]  # the others add nothing to the loss
-                now = backward(plan(batch.trajectories, packing, weighing), counts)
+                weighted = [i for i in mini_batch if batch.multipliers[i] > 0]  # the others add nothing to the loss
+                now = backward(plan(batch.trajectories, packing, weighted), counts)
                 if not now.is_finite:
                     optimizer.zero_grad()
                     # one backward pass per trajectory shows which of them cause it
                     causes = []
-                    for rank, names in enumerate(ranks.all_gather([batch.name(i) for i in weighing])):
+                    for rank, names in enumerate(ranks.all_gather([batch.name(i) for i in weighted])):
                         for turn, name in enumerate(names):
-                            alone = backward([(((weighing[turn],),),) if rank == ranks.rank else ()], counts)
+                            alone = backward([(((weighted[turn],),),) if rank == ranks.rank else ()], counts)
                             optimizer.zero_grad()
                             causes += [] if alone.is_finite else [name]
                     raise _not_finite(learner, optimizer.section, now, causes, len(taken))
@@ -223,14 +223,14 @@ def _forward(
 ) -> Float32:
     """A collective: the values [N] that `compute` gives for the batch's policy tokens, without gradients."""
     found = np.zeros(batch.trajectory.size, np.float32)
-    for rows in _all_ranks_keep_pace(plan(batch.trajectories, packing), ranks):
+    for rows in _pad_micro_batches(plan(batch.trajectories, packing), ranks):
         packed = pack(batch.trajectories, rows, packing).to(device)
         with torch.no_grad():
             found[batch.tokens_of(packed.order)] = compute(packed).cpu().numpy()
     return found
 
 
-def _all_ranks_keep_pace(own: Sequence[Rows], ranks: Ranks) -> list[Rows]:
+def _pad_micro_batches(own: Sequence[Rows], ranks: Ranks) -> list[Rows]:
     """A collective. Pad this rank's micro-batches with empty ones, so that all ranks have the same number, at least one: under FSDP2
     every pass is a collective."""
     rounds = max(1, int(ranks.max(len(own))))

@@ -104,7 +104,7 @@ def place(root: nn.Module, model: Any, device: torch.device, *, recompute: bool)
     shard(root, layers, device)
 
 
-def hidden_before(backbone: nn.Module, packed: PackedRows) -> Tensor:
+def hidden_states_before(backbone: nn.Module, packed: PackedRows) -> Tensor:
     """Hidden states [N, H] of the backbone's last layer at the position before each policy token.
 
     They depend on the prompt and the completion up to that token, but not on the token itself: a vocabulary
@@ -119,14 +119,14 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
 
 
-def whole_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def iter_full_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight once, unsharded, with its name in a Hugging Face checkpoint; a tied head is left out. A collective."""
     for name, parameter in model.named_parameters():
         yield from _as_saved(model, name, full_tensor(parameter.detach()))
 
 
 def weight_shapes(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and full shapes in the order of `whole_weights`; gathers nothing."""
+    """Names and full shapes in the order of `iter_full_weights`; gathers nothing."""
     for name, parameter in model.named_parameters():
         for saved, tensor in _as_saved(model, name, torch.empty(parameter.shape, device="meta")):
             yield saved, tuple(tensor.shape)

@@ -130,7 +130,7 @@ class PolicyModel:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight once, unsharded, in float32, with its name in a Hugging Face checkpoint; a tied head is left out."""
-        return backbone.whole_weights(self.model)
+        return backbone.iter_full_weights(self.model)
 
     def weight_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and full shapes in the order of `weights`; gathers nothing."""
@@ -151,8 +151,8 @@ class CausalRoot(nn.Module):
 
     def forward(self, packed: PackedRows, warper: LogitsWarper, entropy: bool) -> tuple[Tensor, ...]:
         """`logprobs`, `unfiltered` and, if requested, `entropy`, each [N]; a plain tuple, because FSDP2 looks for its outputs in one."""
-        hidden = backbone.hidden_before(self.model.base_model, packed)
-        tail = _tail(self.model)
+        hidden = backbone.hidden_states_before(self.model.base_model, packed)
+        tail = _logits_head(self.model)
         size = self._chunk_size or max(len(hidden), 1)
         parts = []
         for states, targets in zip(hidden.split(size), packed.targets.split(size), strict=True):
@@ -166,18 +166,18 @@ class CausalRoot(nn.Module):
         return tuple(torch.cat(values) for values in zip(*parts, strict=True))
 
 
-class _Given(nn.Module):
+class _IdentityBackbone(nn.Module):
     """A stand-in for the backbone that returns its input."""
 
     def forward(self, *, inputs_embeds: Tensor, **_: Any) -> MoeModelOutputWithPast:
         return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
-def _tail(model: Any) -> Any:
+def _logits_head(model: Any) -> Any:
     """The part of `model`'s own class that turns hidden states into logits, sharing its head: soft caps and scales differ by
     architecture."""
     tail = copy.copy(model)
-    tail._modules = {**model._modules, model.base_model_prefix: _Given()}
+    tail._modules = {**model._modules, model.base_model_prefix: _IdentityBackbone()}
     return tail
 
 

@@ -37,7 +37,7 @@ class ValueRoot(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, packed: PackedRows) -> Tensor:
-        hidden = backbone.hidden_before(self.model, packed)
+        hidden = backbone.hidden_states_before(self.model, packed)
         with torch.autocast(hidden.device.type, enabled=False):
             values: Tensor = self.head(hidden.float())[:, 0]
         return values

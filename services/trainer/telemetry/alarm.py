@@ -24,7 +24,7 @@ PICTURED, KEPT_PICTURES = 3, 10
 
 
 @dataclasses.dataclass(frozen=True)
-class Excess:
+class LimitExceeded:
     """A metric above its limit; `limit` is the one that holds at mean age `age`."""
 
     metric: str
@@ -39,7 +39,7 @@ class Excess:
         )
 
 
-def excesses(metrics: Mapping[str, float], limits: TrainInferenceAlarmConfig) -> list[Excess]:
+def violations(metrics: Mapping[str, float], limits: TrainInferenceAlarmConfig) -> list[LimitExceeded]:
     """The limits that a step's metrics exceed. NaN exceeds every limit; a metric that is absent exceeds none."""
     age = metrics.get("avg_trajectory_age", 0.0)
     widened = {}
@@ -48,7 +48,7 @@ def excesses(metrics: Mapping[str, float], limits: TrainInferenceAlarmConfig) ->
     if limits.gen_kl_error is not None:
         widened["gen_kl_error"] = limits.gen_kl_error * (1 + age) ** 2
     return [
-        Excess(name, metrics[name], limit, age)
+        LimitExceeded(name, metrics[name], limit, age)
         for name, limit in widened.items()
         if name in metrics and not metrics[name] <= limit
     ]
@@ -76,7 +76,7 @@ def error_by_age(batch: Batch) -> dict[int, float]:
     return by_age
 
 
-def message(step: int, found: Sequence[Excess], by_age: Mapping[int, float], picture: Path | None) -> str:
+def message(step: int, found: Sequence[LimitExceeded], by_age: Mapping[int, float], picture: Path | None) -> str:
     """The warning: which limits are exceeded, the error by age, what to do, and where the picture is."""
     parts = [f"step {step}: trainer and inference disagree: " + "; ".join(map(str, found))]
     if by_age:

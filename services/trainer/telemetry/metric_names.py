@@ -19,14 +19,14 @@ class Metric:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chapter:
+class MetricSection:
     title: str
     note: str
     metrics: tuple[Metric, ...]
 
 
 CHAPTERS = (
-    Chapter("Rewards and lengths", "Of the batch that a step trained on.", (
+    MetricSection("Rewards and lengths", "Of the batch that a step trained on.", (
         Metric("reward", "", "mean reward after scaling and shaping", "rises"),
         Metric("unshaped_total_reward", "", "the same before shaping, where there is any"),
         Metric("environment_reward", "", "mean reward as the environments gave it", "rises"),
@@ -45,11 +45,11 @@ CHAPTERS = (
         Metric("global_valid_toks", "tokens", "T: tokens that count, by their weight, over the step's optimizer steps"),
         Metric("global_valid_seqs", "trajectories", "N, over the step's optimizer steps"),
     )),
-    Chapter("Age", "Steps between the weights that wrote a trajectory's oldest token and those that train on it.", (
+    MetricSection("Age", "Steps between the weights that wrote a trajectory's oldest token and those that train on it.", (
         Metric("avg_trajectory_age", "steps", "mean over the batch", "at most `max_trajectory_age_steps`"),
         Metric("max_trajectory_age", "steps", "of the oldest trajectory (law 2)", "at most `max_trajectory_age_steps`, but for `mask`"),
     )),
-    Chapter("Do training and inference agree?",
+    MetricSection("Do training and inference agree?",
             "`rollout` is a token's log-probability as the inference engine sampled it, `old` the trainer's at the start of the step. "
             "Means are over tokens that count, M their weight. With data of older weights the two differ by what the weights have "
             "learnt since; on-policy, only by numerics. k1, k2, k3 of d: -d, d²/2, exp(d) - 1 - d.", (
@@ -70,7 +70,7 @@ CHAPTERS = (
         Metric("masked_correct_pct", "share",
                "trajectories with a reward of 1 (after scaling and shaping) among those left out", "about the share in the batch"),
     )),
-    Chapter("Loss, ratio and update",
+    MetricSection("Loss, ratio and update",
             "r is the ratio exp(logprobs - old_logprobs), r_c the clipped one, w the importance weight. Averages over the optimizer steps "
             "of a step; minima and maxima are those of all of them, -1 where no token counts.", (
         Metric("loss", "", "what was minimised"),
@@ -97,7 +97,7 @@ CHAPTERS = (
         Metric("positive_nll_loss", "nats", "negative log-likelihood of trajectories with a positive reward"),
         Metric("probability_difference_masked", "share", "tokens that `probability_difference_mask` drops"),
     )),
-    Chapter("Advantages", "Over all tokens of the policy.", (
+    MetricSection("Advantages", "Over all tokens of the policy.", (
         Metric("advantages/mean", "", "mean advantage", "about 0"),
         Metric("advantages/std", "", "standard deviation, unbiased"),
         Metric("advantages/min", "", "smallest"),
@@ -108,7 +108,7 @@ CHAPTERS = (
         Metric("baseline_reward/pct_mixed", "%", "the others: those with something to learn from", "well above 0"),
         Metric("on_policy_distillation/teacher_student_logprob_gap_mean", "nats", "mean of teacher - student (opd)", "rises to 0"),
     )),
-    Chapter("The value model", "PPO. R is the return, v the value before a token.", (
+    MetricSection("The value model", "PPO. R is the return, v the value before a token.", (
         Metric("critic/loss", "", "value loss"),
         Metric("critic/explained_var", "", "1 - Var(R - v) / Var(R)", "rises towards 1; below 0 it is worse than a constant"),
         Metric("critic/grad_norm", "", "2-norm of its gradient before it was clipped", "finite"),
@@ -121,20 +121,20 @@ CHAPTERS = (
         Metric("critic/values_min", "", "smallest v"),
         Metric("critic/values_max", "", "largest v"),
     )),
-    Chapter("Dynamic sampling", "With `use_dynamic_sampling`.", (
+    MetricSection("Dynamic sampling", "With `use_dynamic_sampling`.", (
         Metric("dynamic_sampling_num_gen_batches", "batches",
                "groups scored since the step before, in generated batches", "far below `dynamic_sampling_max_gen_batches`"),
         Metric("dynamic_sampling_scored_groups", "groups", "scored since the step before"),
         Metric("dynamic_sampling_filtered_groups", "groups", "of those, filtered because all rewards were equal"),
     )),
-    Chapter("Counters", "They continue across restarts.", (
+    MetricSection("Counters", "They continue across restarts.", (
         Metric("current_step", "steps", "trained so far"),
         Metric("consumed_samples", "trajectories", "trained on so far"),
         Metric("total_valid_tokens", "tokens", "that counted in the loss so far"),
         Metric("trackers/failures", "attempts", "to write to a tracker that failed, since the trainer started", "0"),
         Metric("trackers/lines_behind", "lines", "of metrics.jsonl that the slowest tracker has not received yet", "0 or 1"),
     )),
-    Chapter("Time", "Seconds of the step, by the loop's own clock.", (
+    MetricSection("Time", "Seconds of the step, by the loop's own clock.", (
         Metric("timing/train/total_step_time", "s", "from the end of the step before to the end of this one"),
         Metric("timing/train/exposed_generation", "s", "no batch was ready", "about 0: generation keeps up"),
         Metric("timing/train/policy_training", "s", "optimizer steps of the policy"),
@@ -145,7 +145,7 @@ CHAPTERS = (
         Metric("timing/train/checkpointing", "s", "a checkpoint was written"),
         Metric("timing/validation/total_validation_time", "s", "from its beginning until its last result, training going on"),
     )),
-    Chapter("Where the time went", "The shares of one step (`_pct`, with `efficiency_pct`) add up to 100.", (
+    MetricSection("Where the time went", "The shares of one step (`_pct`, with `efficiency_pct`) add up to 100.", (
         Metric("efficiency/idle/buffer_starvation_s", "s", "no batch was ready: more replicas, or a wider age bound"),
         Metric("efficiency/idle/buffer_starvation_pct", "%", "the same, of the step"),
         Metric("efficiency/idle/refit_bubble_s", "s", "weights were sent"),
@@ -161,7 +161,7 @@ CHAPTERS = (
         Metric("efficiency/productive_time_s", "s", "from the batch to its new weights"),
         Metric("efficiency/efficiency_pct", "%", "the same, of the step", "near 100"),
     )),
-    Chapter("Throughput",
+    MetricSection("Throughput",
             "Tokens are those of whole sequences, prompts included, as in NeMo RL. A GPU is a rank of the trainer, or one of a replica's "
             "tensor parallel ranks; on CPUs, a process.", (
         Metric("performance/samples_per_sec", "1/s", "trajectories over the step"),
@@ -185,7 +185,7 @@ CHAPTERS = (
         Metric("gpu/<number>/util", "%", "mean use of a GPU of the trainer's machine since the step before"),
         Metric("gpu/<number>/mem_gb", "GiB", "its memory in use, largest since the step before"),
     )),
-    Chapter("Validation", "Of the weights of a version, on the held-out prompts.", (
+    MetricSection("Validation", "Of the weights of a version, on the held-out prompts.", (
         Metric("accuracy", "", "mean reward", "rises"),
         Metric("accuracy/<task>", "", "the same of one task, where there are several"),
         Metric("mean_length", "tokens", "of a completion"),

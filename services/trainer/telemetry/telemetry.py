@@ -55,10 +55,10 @@ class Telemetry:
         for thread in self._trackers:
             thread.start()
 
-    def nudge(self) -> None:
+    def notify(self) -> None:
         """The journal has a new line."""
         for thread in self._trackers:
-            thread.nudge()
+            thread.notify()
 
     async def aclose(self, *, finished: bool) -> None:
         """Wait, within a deadline, until trackers and files have everything. Raises `ServiceError` for unwritten samples."""
@@ -72,7 +72,7 @@ class Telemetry:
 
     def wants_batch(self, metrics: Mapping[str, float]) -> bool:
         """Whether the trajectories of a step with these metrics will be written or drawn: gathering them from the ranks is expensive."""
-        return self._samples.wanted or bool(alarm.excesses(metrics, self._settings.train_inference_alarm))
+        return self._samples.wanted or bool(alarm.violations(metrics, self._settings.train_inference_alarm))
 
     async def trained(
         self, step: int, groups: Sequence[Group], batch: Batch | None, metrics: dict[str, float]
@@ -90,7 +90,7 @@ class Telemetry:
                 self._samples.write("train", step, records)
 
             self._writing = asyncio.create_task(asyncio.to_thread(write))
-        found = alarm.excesses(metrics, self._settings.train_inference_alarm)
+        found = alarm.violations(metrics, self._settings.train_inference_alarm)
         if self._streak.is_reported(bool(found)) and batch is not None:
             await asyncio.to_thread(self._report_alarm, step, batch, found)
         return {"train_inference_alarm": float(bool(found)), **tracker_metrics(self._trackers), **self._gpus.take()}
@@ -110,7 +110,7 @@ class Telemetry:
                 choose(records, self._settings.num_val_samples_to_print),
             )
 
-    def _report_alarm(self, step: int, batch: Batch, found: Sequence[alarm.Excess]) -> None:
+    def _report_alarm(self, step: int, batch: Batch, found: Sequence[alarm.LimitExceeded]) -> None:
         picture = None
         if worst := alarm.worst(batch):
             picture = alarm.picture_path(self._folder, step)

@@ -62,7 +62,7 @@ class TrackerThread:
         self._wake.set()  # a tracker that can't be opened is reported at once
         self._thread.start()
 
-    def nudge(self) -> None:
+    def notify(self) -> None:
         """Wake the thread, because the file has grown."""
         self._wake.set()
 

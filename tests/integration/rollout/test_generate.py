@@ -23,7 +23,7 @@ from headrace.trajectory import Group, Sampling, Span, Trajectory
 from headrace_services.rollout.engine import running_engine
 from headrace_services.rollout.generate import (
     GenerationError,
-    Interrupted,
+    RequestAborted,
     Saver,
     generate,
     prompt_problem,
@@ -300,7 +300,7 @@ async def test_another_replica_goes_on_where_one_was_cut_off(engine: Any, model:
     task = asyncio.create_task(generate(engine, lease(max_new_tokens=900, seed=7), 2, "one", shelf.saver(None)))
     await running(engine)
     await engine.abort(request_id(lease(), 2))
-    with pytest.raises(Interrupted, match="trajectory 2: aborted after"):
+    with pytest.raises(RequestAborted, match="trajectory 2: aborted after"):
         await task
     (begun,) = shelf.saved
     size = begun.completion_token_ids.size

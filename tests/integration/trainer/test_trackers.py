@@ -228,7 +228,7 @@ def test_law_a_tracker_that_fails_costs_the_run_nothing_and_gets_what_it_missed(
     thread.start()
     for step in range(3):
         train(journal, step, 0.0)
-        thread.nudge()
+        thread.notify()
     assert failed.wait(LONG_S)
     down.clear()
     thread.finish(time.monotonic() + LONG_S)

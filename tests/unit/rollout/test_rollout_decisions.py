@@ -1,4 +1,4 @@
-"""What a replica does next, for every situation that the laws of the weight channel and of leases speak of."""
+"""What a replica does next, for every state that the laws of the weight channel and of leases speak of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.replay import Epoch, HeartbeatReply
-from headrace_services.rollout.decisions import Abort, Acknowledge, LeaseGroups, Reenter, Situation, TakePart, decide
+from headrace_services.rollout.decisions import Abort, Acknowledge, LeaseGroups, Rejoin, TakePart, WorkerState, decide
 
 ME = "rollout-me"
 
@@ -31,10 +31,10 @@ def epoch(**changes: Any) -> Epoch:
     return Epoch(**{**fields, **changes})
 
 
-def situation(
+def worker_state(
     state: str = "HEALTHY", lost: tuple[str, ...] = (), epoch: Epoch | None = None, **changes: Any
-) -> Situation:
-    now = Situation(
+) -> WorkerState:
+    now = WorkerState(
         replica=ME,
         reply=HeartbeatReply(state=state, timeline="t", lost=lost, epoch=epoch),  # type: ignore[arg-type]
         held=frozenset(),
@@ -53,105 +53,105 @@ HELD = frozenset({"a", "b"})
 
 
 def test_a_new_replica_waits_for_weights() -> None:
-    assert decide(situation("STALE")) == []
+    assert decide(worker_state("STALE")) == []
 
 
 def test_a_healthy_replica_leases_what_it_has_room_for() -> None:
-    assert decide(situation(held=HELD)) == [LeaseGroups(2)]
-    assert decide(situation(held=HELD, max_groups=2)) == []
+    assert decide(worker_state(held=HELD)) == [LeaseGroups(2)]
+    assert decide(worker_state(held=HELD, max_groups=2)) == []
 
 
 def test_lost_leases_are_aborted_and_make_room() -> None:
-    assert decide(situation(held=HELD, lost=("a", "not mine"))) == [Abort(frozenset({"a"})), LeaseGroups(3)]
+    assert decide(worker_state(held=HELD, lost=("a", "not mine"))) == [Abort(frozenset({"a"})), LeaseGroups(3)]
 
 
 def test_a_stale_replica_goes_on_with_what_it_holds() -> None:
-    assert decide(situation("STALE", held=HELD)) == []
+    assert decide(worker_state("STALE", held=HELD)) == []
 
 
 def test_dead_means_a_new_life_with_nothing_held() -> None:
-    assert decide(situation("DEAD", held=HELD)) == [Abort(HELD), Reenter()]
+    assert decide(worker_state("DEAD", held=HELD)) == [Abort(HELD), Rejoin()]
 
 
 def test_a_dead_replica_ends_its_refit_before_it_enters_again() -> None:
-    assert decide(situation("DEAD", held=HELD, refitting=True)) == [Abort(HELD)]
+    assert decide(worker_state("DEAD", held=HELD, refitting=True)) == [Abort(HELD)]
 
 
 def test_a_proof_whose_answer_was_lost_is_given_again_under_a_new_id() -> None:
-    assert decide(situation("HEALTHY", torn=True, attempted="e1")) == [Reenter()]
-    assert decide(situation("STALE", torn=True, attempted="e1")) == []
+    assert decide(worker_state("HEALTHY", torn=True, attempted="e1")) == [Rejoin()]
+    assert decide(worker_state("STALE", torn=True, attempted="e1")) == []
 
 
 def test_an_idle_replica_acknowledges_at_once() -> None:
     announced = epoch()
-    assert decide(situation(epoch=announced)) == [Acknowledge(announced)]
-    assert decide(situation("STALE", epoch=announced)) == [Acknowledge(announced)]
+    assert decide(worker_state(epoch=announced)) == [Acknowledge(announced)]
+    assert decide(worker_state("STALE", epoch=announced)) == [Acknowledge(announced)]
 
 
 def test_without_in_flight_updates_running_generations_are_drained_first() -> None:
-    assert decide(situation(epoch=epoch(), held=HELD)) == []
+    assert decide(worker_state(epoch=epoch(), held=HELD)) == []
 
 
 def test_lost_leases_are_not_waited_for() -> None:
     announced = epoch()
-    actions = decide(situation(epoch=announced, held=HELD, lost=("a", "b")))
+    actions = decide(worker_state(epoch=announced, held=HELD, lost=("a", "b")))
     assert actions == [Abort(HELD), Acknowledge(announced)]
 
 
 def test_with_in_flight_updates_nothing_is_drained() -> None:
     announced = epoch()
-    assert decide(situation(epoch=announced, held=HELD, in_flight_updates=True)) == [Acknowledge(announced)]
+    assert decide(worker_state(epoch=announced, held=HELD, in_flight_updates=True)) == [Acknowledge(announced)]
 
 
 def test_weights_that_are_held_already_need_no_drain() -> None:
     announced = epoch()
-    assert decide(situation(epoch=announced, held=HELD, holds_weights=True)) == [Acknowledge(announced)]
+    assert decide(worker_state(epoch=announced, held=HELD, holds_weights=True)) == [Acknowledge(announced)]
 
 
 @pytest.mark.parametrize("state", ["HEALTHY", "STALE"])
 def test_nothing_is_leased_between_acknowledgement_and_verification(state: str) -> None:
     mine = epoch(acknowledged=(ME,))
-    assert decide(situation(state, epoch=mine)) == []
-    assert decide(situation(state, epoch=epoch(), answered="e1")) == []
+    assert decide(worker_state(state, epoch=mine)) == []
+    assert decide(worker_state(state, epoch=epoch(), answered="e1")) == []
     transfer = msgspec.structs.replace(mine, state="transfer")
-    assert decide(situation(state, epoch=transfer)) == [TakePart(transfer)]
-    assert decide(situation(state, epoch=transfer, attempted="e1", refitting=True)) == []
+    assert decide(worker_state(state, epoch=transfer)) == [TakePart(transfer)]
+    assert decide(worker_state(state, epoch=transfer, attempted="e1", refitting=True)) == []
 
 
 def test_a_transfer_is_joined_once() -> None:
     transfer = epoch(state="transfer", acknowledged=(ME,))
-    assert decide(situation("STALE", epoch=transfer, attempted="e1")) == []
+    assert decide(worker_state("STALE", epoch=transfer, attempted="e1")) == []
 
 
 def test_a_transfer_that_goes_on_without_this_replica_is_left_alone() -> None:
-    assert decide(situation("STALE", epoch=epoch(state="transfer", acknowledged=("rollout-other",)))) == []
+    assert decide(worker_state("STALE", epoch=epoch(state="transfer", acknowledged=("rollout-other",)))) == []
 
 
 def test_a_verified_replica_leases_while_others_still_verify() -> None:
     transfer = epoch(state="transfer", acknowledged=(ME, "rollout-other"), verified=(ME,))
-    assert decide(situation(epoch=transfer, attempted="e1")) == [LeaseGroups(4)]
+    assert decide(worker_state(epoch=transfer, attempted="e1")) == [LeaseGroups(4)]
 
 
 def test_a_replica_that_refused_waits_for_the_next_epoch() -> None:
     transfer = epoch(state="transfer", acknowledged=(ME,), refused={ME: "timeout"})
-    assert decide(situation("STALE", epoch=transfer, attempted="e1")) == []
+    assert decide(worker_state("STALE", epoch=transfer, attempted="e1")) == []
     following = epoch(id="e2")
-    assert decide(situation("STALE", epoch=following, attempted="e1")) == [Acknowledge(following)]
+    assert decide(worker_state("STALE", epoch=following, attempted="e1")) == [Acknowledge(following)]
 
 
 @pytest.mark.parametrize("state", ["done", "aborted"])
 def test_an_epoch_that_is_over_asks_for_nothing(state: str) -> None:
-    assert decide(situation(epoch=epoch(state=state))) == [LeaseGroups(4)]
-    assert decide(situation("STALE", epoch=epoch(state=state))) == []
+    assert decide(worker_state(epoch=epoch(state=state))) == [LeaseGroups(4)]
+    assert decide(worker_state("STALE", epoch=epoch(state=state))) == []
 
 
 def test_an_epoch_of_others_does_not_stop_leasing() -> None:
-    assert decide(situation(epoch=epoch(members=("rollout-other",)))) == [LeaseGroups(4)]
+    assert decide(worker_state(epoch=epoch(members=("rollout-other",)))) == [LeaseGroups(4)]
 
 
 members = st.sets(st.sampled_from([ME, "rollout-other"])).map(tuple)
 situations = st.builds(
-    situation,
+    worker_state,
     state=st.sampled_from(["HEALTHY", "STALE", "DEAD"]),
     lost=st.sets(st.sampled_from(["a", "b", "c"])).map(tuple),
     epoch=st.none()
@@ -176,7 +176,7 @@ situations = st.builds(
 
 
 @given(situations)
-def test_in_every_situation(now: Situation) -> None:
+def test_in_every_situation(now: WorkerState) -> None:
     """Only a HEALTHY replica leases, within its room, and never in the turn in which it takes any other step towards weights."""
     actions = decide(now)
     kinds = [type(action) for action in actions]
@@ -201,5 +201,5 @@ def test_in_every_situation(now: Situation) -> None:
 
 def test_a_lease_that_ended_because_its_group_is_complete_is_told_apart() -> None:
     reply = HeartbeatReply(state="HEALTHY", timeline="t", lost=("a", "b", "gone"), epoch=None, complete=("b", "gone"))
-    now = dataclasses.replace(situation(held=frozenset("abc")), reply=reply)
+    now = dataclasses.replace(worker_state(held=frozenset("abc")), reply=reply)
     assert decide(now)[0] == Abort(frozenset("ab"), complete=frozenset("b"))

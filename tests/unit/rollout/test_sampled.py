@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.replay import Lease
 from headrace.trajectory import Group, Sampling, Span, Trajectory
-from headrace_services.rollout.generate import GenerationError, SampledTokens, end_at_stop, joined
+from headrace_services.rollout.generate import GenerationError, SampledTokens, end_at_stop, merge_spans
 
 
 def lease(prefix: Trajectory | None = None) -> Lease:
@@ -79,7 +79,7 @@ def test_joined_spans_name_the_same_version_of_every_token(runs: list[tuple[int,
     for version, size in runs:
         spans.append(Span(version, len(versions), len(versions) + size))
         versions += [version] * size
-    whole = joined(spans, length)
+    whole = merge_spans(spans, length)
     assert [span.version for span in whole for _ in range(span.start, span.end)] == versions[:length]
     assert all(a.version != b.version and a.end == b.start for a, b in itertools.pairwise(whole))
 

@@ -42,12 +42,12 @@ LIMITS = TrainInferenceAlarmConfig()
     ],
 )
 def test_an_alarm_is_a_limit_that_was_passed(metrics: dict[str, float], passed: list[str]) -> None:
-    assert [excess.metric for excess in alarm.excesses(metrics, LIMITS)] == passed
+    assert [excess.metric for excess in alarm.violations(metrics, LIMITS)] == passed
 
 
 def test_a_limit_of_null_is_never_passed() -> None:
     never = TrainInferenceAlarmConfig(token_mult_prob_error=None, gen_kl_error=None)
-    assert alarm.excesses({"token_mult_prob_error": 99.0, "gen_kl_error": 99.0}, never) == []
+    assert alarm.violations({"token_mult_prob_error": 99.0, "gen_kl_error": 99.0}, never) == []
 
 
 def test_of_a_streak_the_first_is_told_and_then_one_in_ten() -> None:
@@ -98,7 +98,7 @@ def test_of_a_group_one_trajectory_is_shown() -> None:
 
 
 def test_the_words_name_step_value_limit_age_and_what_to_look_at() -> None:
-    found = alarm.excesses({"token_mult_prob_error": 1.25, "avg_trajectory_age": 1.0}, LIMITS)
+    found = alarm.violations({"token_mult_prob_error": 1.25, "avg_trajectory_age": 1.0}, LIMITS)
     said = alarm.message(7, found, {0: 1.0001, 2: 1.4}, Path("runs/a/logs/disagreement_step7.png"))
     for part in (
         "step 7",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace.config import Config
 from headrace.errors import CodecError
 from headrace.trajectory import Score
-from headrace_services.trainer.control.rank import share_out
+from headrace_services.trainer.control.rank import shard_batch
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.batch import Batch, GlobalCounts, MicroBatch, gather
 from tests.support.trainer import batch, on_ranks, trajectory
@@ -128,7 +128,7 @@ def test_an_optimizer_step_has_the_same_trajectories_for_any_number_of_ranks(
     names = [f"g{place}" for place in range(groups)]
     grpo = {"num_prompts_per_step": groups, "num_generations_per_prompt": per_group}
     config = Config.model_validate({"grpo": grpo, "policy": {"train_global_batch_size": size * per_group}})
-    shares = share_out(reservation(*names, lengths=lengths), config, ranks)
+    shares = shard_batch(reservation(*names, lengths=lengths), config, ranks)
     assert sorted(place for share in shares for place in share) == list(range(groups * per_group))
     whole = batch([trajectory([1], [2], group=name, index=index) for name in names for index in range(per_group)])
     own = [whole.take(share) for share in shares]

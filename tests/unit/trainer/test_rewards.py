@@ -17,8 +17,8 @@ from headrace_services.trainer.learning.algorithms.gdpo import scaled_components
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.rewards import (
-    leave_out_disagreeing,
-    leave_out_truncated,
+    mask_by_logprob_error,
+    mask_truncated,
     scale_rewards,
     shape_rewards,
 )
@@ -86,8 +86,8 @@ def test_rewards_stay_as_they_are_unless_shaping_is_turned_on() -> None:
 
 def test_truncated_completions_leave_the_loss_only_where_that_is_asked_for() -> None:
     multipliers, truncated = np.array([1.0, 0.5, 0.0]), np.array([True, False, False])
-    np.testing.assert_array_equal(leave_out_truncated(multipliers, truncated, True), [0.0, 0.5, 0.0])
-    np.testing.assert_array_equal(leave_out_truncated(multipliers, truncated, False), multipliers)
+    np.testing.assert_array_equal(mask_truncated(multipliers, truncated, True), [0.0, 0.5, 0.0])
+    np.testing.assert_array_equal(mask_truncated(multipliers, truncated, False), multipliers)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_trajectories_whose_mean_error_is_above_the_threshold_leave_the_loss(
 
     def of_rank(ranks: Ranks) -> tuple[Batch, dict[str, float]]:
         mine = batch.take([i for i, owner in enumerate(owners) if owner == ranks.rank])
-        return mine, leave_out_disagreeing(mine, threshold, ranks)
+        return mine, mask_by_logprob_error(mine, threshold, ranks)
 
     both = on_ranks(of_rank, 2)
     found = np.zeros(size)
@@ -211,7 +211,7 @@ def test_trajectories_whose_mean_error_is_above_the_threshold_leave_the_loss(
 def test_a_trajectory_whose_log_probabilities_are_not_numbers_leaves_the_loss() -> None:
     batch = made([0.0, 0.0], old_logprobs=[0.0, np.nan, 0.0, 0.0, 0.0, 0.0])
     batch.rollout_logprobs = np.zeros(6, np.float32)
-    metrics = leave_out_disagreeing(batch, 2.0, Ranks())
+    metrics = mask_by_logprob_error(batch, 2.0, Ranks())
     np.testing.assert_array_equal(batch.multipliers, [0.0, 1.0])
     assert metrics["num_masked_seqs_by_logprob_error"] == 1
     assert metrics["max_seq_mult_prob_error_after_mask"] == 1.0
@@ -219,12 +219,12 @@ def test_a_trajectory_whose_log_probabilities_are_not_numbers_leaves_the_loss() 
 
 def test_a_trajectory_whose_mean_error_is_the_threshold_stays() -> None:
     batch = made([0.0], old_logprobs=-np.ones(3))
-    leave_out_disagreeing(batch, 1.0, Ranks())
+    mask_by_logprob_error(batch, 1.0, Ranks())
     np.testing.assert_array_equal(batch.multipliers, [1.0])
 
 
 def test_a_token_that_top_k_or_top_p_leaves_out_says_nothing_of_the_disagreement() -> None:
     batch = made([0.0], old_logprobs=[-1.0, -np.inf, -1.0])
-    metrics = leave_out_disagreeing(batch, 1.5, Ranks())
+    metrics = mask_by_logprob_error(batch, 1.5, Ranks())
     np.testing.assert_array_equal(batch.multipliers, [1.0])
     assert metrics["max_seq_mult_prob_error"] == 1.0

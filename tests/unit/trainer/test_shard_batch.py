@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import Config
-from headrace_services.trainer.control.rank import share_out, split_evenly, split_groups
+from headrace_services.trainer.control.rank import shard_batch, split_evenly, split_groups
 from tests.unit.trainer.loop_cases import reservation
 
 
@@ -21,19 +21,19 @@ def configured(share_prompts: bool, optimizer_step: int | None = None) -> Config
 
 
 def test_every_trajectory_goes_to_one_rank() -> None:
-    shares = share_out(reservation("a", "b", "c"), configured(share_prompts=False), ranks=2)
+    shares = shard_batch(reservation("a", "b", "c"), configured(share_prompts=False), ranks=2)
     assert sorted(place for share in shares for place in share) == list(range(6))
     assert [len(share) for share in shares] == [3, 3]
 
 
 def test_every_optimizer_step_is_shared_out_by_itself() -> None:
     lengths = [9, 1, 1, 9, 5, 5]
-    shares = share_out(reservation("a", "b", "c", lengths=lengths), configured(False, optimizer_step=2), ranks=2)
+    shares = shard_batch(reservation("a", "b", "c", lengths=lengths), configured(False, optimizer_step=2), ranks=2)
     assert [[place // 2 for place in share] for share in shares] == [[0, 1, 2], [0, 1, 2]]
 
 
 def test_prompts_that_are_shared_keep_a_group_on_one_rank() -> None:
-    shares = share_out(reservation("a", "b", "c"), configured(share_prompts=True), ranks=2)
+    shares = shard_batch(reservation("a", "b", "c"), configured(share_prompts=True), ranks=2)
     assert shares == [[4, 5], [0, 1, 2, 3]]
 
 
