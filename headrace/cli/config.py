@@ -68,6 +68,6 @@ def optimizer_steps(config: Config) -> str:
     told = f"ppo: {batch} a step, {steps(config.policy_batch, ppo.ppo_epochs)} of the policy"
     if ppo.policy_training_start_step:
         told += f" from step {ppo.policy_training_start_step} on"
-    if ppo.adv_estimator.name != "gae":
+    if not ppo.adv_estimator.has_value_model:
         return f"{told}, no value model"
-    return f"{told}, {steps(config.value_batch, ppo.critic_ppo_epochs or ppo.ppo_epochs)} of the value model"
+    return f"{told}, {steps(config.value_batch, ppo.value_epochs)} of the value model"

@@ -116,6 +116,24 @@ class AdvEstimatorConfig(Section):
         """Whether tokens have rewards of their own, from which a KL penalty can be taken (`loss_fn.use_kl_in_reward`)."""
         return False
 
+    @property
+    def compares_groups(self) -> bool:
+        """Whether an advantage is relative to the other trajectories of a group."""
+        return False
+
+    @property
+    def weighs_components(self) -> bool:
+        """Whether it reads the components of a reward, and not the reward alone."""
+        return False
+
+    @property
+    def has_teacher(self) -> bool:
+        return False
+
+    @property
+    def has_value_model(self) -> bool:
+        return False
+
 
 class AlgorithmConfig(Section):
     """What `grpo` and `ppo` share: which batches a step trains on, and when the run validates and ends."""

@@ -64,6 +64,18 @@ class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
     def takes_kl(self) -> bool:
         return self.name == "reinforce_plus_plus"
 
+    @property
+    def compares_groups(self) -> bool:
+        return self.name in ("grpo", "gdpo")
+
+    @property
+    def weighs_components(self) -> bool:
+        return self.name == "gdpo"
+
+    @property
+    def has_teacher(self) -> bool:
+        return self.name == "opd"
+
 
 class GRPOConfig(AlgorithmConfig):
     """Group-relative policy optimization: no value model, advantages from the other trajectories of a prompt."""

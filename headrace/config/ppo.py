@@ -57,6 +57,10 @@ class PPOAdvEstimatorConfig(AdvEstimatorConfig):
     def takes_kl(self) -> bool:
         return self.name == "gae"
 
+    @property
+    def has_value_model(self) -> bool:
+        return self.name == "gae"
+
 
 class PPOConfig(AlgorithmConfig):
     """PPO with a value model, in place of `grpo`: a configuration has one of the two sections."""

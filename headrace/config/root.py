@@ -179,12 +179,7 @@ def _check_estimator(config: Config) -> None:
     estimator, algorithm, loss = config.algorithm.adv_estimator, config.algorithm, config.loss_fn
     key = f"{algorithm.name}.adv_estimator.name {estimator.name}"
     grpo = config.grpo
-    if (
-        grpo is not None
-        and grpo.num_generations_per_prompt < 2
-        and grpo.leaves_one_out
-        and estimator.name in ("grpo", "gdpo")
-    ):
+    if grpo is not None and grpo.num_generations_per_prompt < 2 and grpo.leaves_one_out and estimator.compares_groups:
         raise ValueError(
             "grpo.num_generations_per_prompt 1 with grpo.use_leave_one_out_baseline true: "
             "a group of one has no others to take a baseline from; use 2 or more"
@@ -204,12 +199,12 @@ def _check_estimator(config: Config) -> None:
 
 def _check_teacher(config: Config, key: str) -> None:
     teacher = config.grpo.adv_estimator.teacher_model_name if config.grpo else None
-    distils = config.algorithm.adv_estimator.name == "opd"
-    if distils and teacher is None:
+    has_teacher = config.algorithm.adv_estimator.has_teacher
+    if has_teacher and teacher is None:
         raise ValueError(
             f"{key} without grpo.adv_estimator.teacher_model_name: name the model that the policy is to be like"
         )
-    if teacher is not None and not distils:
+    if teacher is not None and not has_teacher:
         raise ValueError(
             f"grpo.adv_estimator.teacher_model_name {teacher!r} with {key}, which has no teacher: leave it out, or set name: opd"
         )

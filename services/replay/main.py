@@ -61,7 +61,7 @@ def limits_of(config: Config) -> Limits:
         ahead_steps=algorithm.ahead_steps,
         redundant=replay.redundant_generations,
         filter_equal=algorithm.use_dynamic_sampling,
-        filter_components=algorithm.adv_estimator.name == "gdpo",
+        filter_components=algorithm.adv_estimator.weighs_components,
         reward_min=algorithm.reward_scaling.source_min if algorithm.reward_scaling.enabled else None,
         reward_max=algorithm.reward_scaling.source_max if algorithm.reward_scaling.enabled else None,
         max_scored_per_step=most_scored(config) if algorithm.use_dynamic_sampling else 0,

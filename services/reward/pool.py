@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from headrace.config.data import EnvConfig
 from headrace.errors import ServiceError
 from headrace.v1 import trajectory_pb2 as pb
-from headrace_services.reward.worker import LENGTH
+from headrace_services.reward.scoring_worker import LENGTH
 
 _log = logging.getLogger("headrace.reward")
 _START_TIMEOUT_S = 120.0
@@ -103,7 +103,7 @@ class WorkerProcess:
             sys.executable,
             "-P",  # the working directory is not for imports
             "-m",
-            "headrace_services.reward.worker",
+            "headrace_services.reward.scoring_worker",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

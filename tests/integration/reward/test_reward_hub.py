@@ -40,7 +40,9 @@ def workers_of(parent: int | None = None) -> set[int]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile has none
             children.update((task / "children").read_text().split())
     return {
-        int(pid) for pid in children if b"headrace_services.reward.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        int(pid)
+        for pid in children
+        if b"headrace_services.reward.scoring_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     }
 
 

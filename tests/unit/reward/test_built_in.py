@@ -17,7 +17,7 @@ from headrace_services.reward.environments import Extract, extract_answer, make
 from headrace_services.reward.environments.math import Math
 from headrace_services.reward.environments.math_multi_reward import MathMultiReward
 from headrace_services.reward.environments.reasoning_gym import ReasoningGym
-from headrace_services.reward.worker import score_one
+from headrace_services.reward.scoring_worker import score_one
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from headrace_services.trainer.learning.batch import Batch, Float64
 
 def required_passes(config: Config) -> set[str]:
     assert config.ppo is not None
-    if config.ppo.adv_estimator.name == "raw_reward":
+    if not config.ppo.adv_estimator.has_value_model:
         return set()
     return {"values", "old", "ref"} if config.loss_fn.kl_in_reward else {"values"}
 
@@ -31,7 +31,7 @@ def advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
     assert config.ppo is not None
     estimator = config.ppo.adv_estimator
     rewards = batch.per_token(batch.of_all_ranks(batch.rewards, ranks))
-    if estimator.name == "raw_reward":
+    if not estimator.has_value_model:
         normalized = estimator.normalize_advantages
         batch.advantages = whiten(batch, rewards, ranks, unbiased=False) if normalized else rewards
         return {}

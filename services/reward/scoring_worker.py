@@ -1,4 +1,4 @@
-"""The worker process of built-in environments, one trajectory at a time: `python -m headrace_services.reward.worker`.
+"""The worker process of built-in environments, one trajectory at a time: `python -m headrace_services.reward.scoring_worker`.
 
 A process can be killed when a scorer hangs or crashes, and then costs only its own trajectory. A frame on standard input or
 output is a 4-byte big-endian length and that many bytes. The first frame in holds the environments as JSON (`{name: env
