@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from headrace_services.trainer.telemetry.metric_names import CHAPTERS, Chapter, Metric
+from headrace_services.trainer.telemetry.metric_names import CHAPTERS, MetricSection, Metric
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
@@ -21,7 +21,7 @@ def page(written: str) -> str:
     return "\n".join([prose + mark, *map(_chapter, CHAPTERS)])
 
 
-def _chapter(chapter: Chapter) -> str:
+def _chapter(chapter: MetricSection) -> str:
     head = f"## {chapter.title}\n\n{chapter.note}\n\n| metric | unit | meaning | healthy |\n| --- | --- | --- | --- |\n"
     return head + "\n".join(map(_row, chapter.metrics)) + "\n"
 
