@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from headrace_services.trainer.telemetry.metric_names import CHAPTERS, MetricSection, Metric
+from headrace_services.trainer.telemetry.metric_names import METRIC_SECTIONS, Metric, MetricSection
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
@@ -18,12 +18,12 @@ MARK = "<!-- What follows is generated from services/trainer/telemetry/metric_na
 def page(written: str) -> str:
     """`written` up to the mark, and the tables."""
     prose, mark, _ = written.partition(MARK)
-    return "\n".join([prose + mark, *map(_chapter, CHAPTERS)])
+    return "\n".join([prose + mark, *map(_section, METRIC_SECTIONS)])
 
 
-def _chapter(chapter: MetricSection) -> str:
-    head = f"## {chapter.title}\n\n{chapter.note}\n\n| metric | unit | meaning | healthy |\n| --- | --- | --- | --- |\n"
-    return head + "\n".join(map(_row, chapter.metrics)) + "\n"
+def _section(section: MetricSection) -> str:
+    head = f"## {section.title}\n\n{section.note}\n\n| metric | unit | meaning | healthy |\n| --- | --- | --- | --- |\n"
+    return head + "\n".join(map(_row, section.metrics)) + "\n"
 
 
 def _row(metric: Metric) -> str:

@@ -25,7 +25,7 @@ class MetricSection:
     metrics: tuple[Metric, ...]
 
 
-CHAPTERS = (
+METRIC_SECTIONS = (
     MetricSection("Rewards and lengths", "Of the batch that a step trained on.", (
         Metric("reward", "", "mean reward after scaling and shaping", "rises"),
         Metric("unshaped_total_reward", "", "the same before shaping, where there is any"),
@@ -207,7 +207,7 @@ def tracked_name(kind: str, name: str) -> str:
 
 
 def unknown(names: Iterable[str]) -> list[str]:
-    """The names that no chapter has."""
+    """The names that no section has."""
     return sorted(name for name in names if not _KNOWN.fullmatch(name))
 
 
@@ -215,4 +215,4 @@ def _pattern(metric: Metric) -> str:
     return re.sub(r"<[^>]*>", "[^ ]+", re.escape(metric.name).replace(r"\<", "<").replace(r"\>", ">"))
 
 
-_KNOWN = re.compile("|".join(_pattern(metric) for chapter in CHAPTERS for metric in chapter.metrics))
+_KNOWN = re.compile("|".join(_pattern(metric) for section in METRIC_SECTIONS for metric in section.metrics))
