@@ -11,7 +11,7 @@ import pytest
 
 from headrace.config.loss import LossConfig, ValueLossConfig
 from headrace_services.trainer.learning.losses import policy_loss, value_loss
-from headrace_services.trainer.telemetry.metric_names import CHAPTERS, tracked_name, unknown
+from headrace_services.trainer.telemetry.metric_names import METRIC_SECTIONS, tracked_name, unknown
 from tests.unit.trainer import loss_cases
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,7 +47,7 @@ def test_every_metric_of_the_losses_is_there(config: LossConfig) -> None:
 
 
 def test_no_metric_is_there_twice_and_none_without_a_meaning() -> None:
-    metrics = [metric for chapter in CHAPTERS for metric in chapter.metrics]
+    metrics = [metric for section in METRIC_SECTIONS for metric in section.metrics]
     assert len({metric.name for metric in metrics}) == len(metrics)
     assert all(metric.meaning for metric in metrics)
 
