@@ -83,7 +83,8 @@ class Telemetry:
         Raises `ServiceError` if the samples of the previous step could not be written.
         """
         await self._written()
-        if self._samples.wanted and batch is not None:
+        if self._samples.wanted:
+            assert batch is not None
 
             def write() -> None:
                 records = [training_record(step, groups[group], batch, i) for i, group in enumerate(batch.groups)]
@@ -91,7 +92,8 @@ class Telemetry:
 
             self._writing = asyncio.create_task(asyncio.to_thread(write))
         found = alarm.violations(metrics, self._settings.train_inference_alarm)
-        if self._streak.is_reported(bool(found)) and batch is not None:
+        if self._streak.is_reported(bool(found)):
+            assert batch is not None
             await asyncio.to_thread(self._report_alarm, step, batch, found)
         return {"train_inference_alarm": float(bool(found)), **tracker_metrics(self._trackers), **self._gpus.take()}
 
