@@ -8,24 +8,39 @@ moments from the start of each step would take three times the model's memory, o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
 
 from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace.trajectory import Float32, Int32
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed import Ranks, process_group
 from headrace_services.trainer.files import cannot_write_checkpoint
 from headrace_services.trainer.learning.algorithms import required_passes
 from headrace_services.trainer.learning.optimizer import ModelOptimizer
-from headrace_services.trainer.learning.training_state import Counters, load_state, save_state
 from headrace_services.trainer.network.packing import PackedRows, Packing
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, load_teacher, load_tokenizer
 from headrace_services.trainer.network.value_model import ValueModel
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Counters:
+    """The run's counters: trainer steps taken (the weight version), trajectories trained on, and tokens that counted in the policy's
+    loss, each since the initial model."""
+
+    current_step: int = 0
+    consumed_samples: int = 0
+    total_valid_tokens: int = 0
 
 
 class Learner:
@@ -61,7 +76,7 @@ class Learner:
             )
         self.broken: str | None = None
         self.seconds: dict[str, float] = {}
-        self.counters = load_state(checkpoint / "training", self._optimizers) if checkpoint else Counters()
+        self.counters = _load_state(checkpoint / "training", self._optimizers) if checkpoint else Counters()
 
     @property
     def version(self) -> int:
@@ -108,7 +123,7 @@ class Learner:
             value = self.value
             self._write(folder, lambda: value.save(folder / "value"))
         self._write(folder, lambda: self.ranks.rank or self.tokenizer.save_pretrained(folder / "policy"))
-        save_state(
+        _save_state(
             folder / "training", self.counters, self._optimizers, moments=self.config.checkpointing.save_optimizer
         )
 
@@ -129,3 +144,56 @@ class Learner:
         except (OSError, SafetensorError) as error:
             problems = [str(cannot_write_checkpoint(folder, error))]
         self.ranks.raise_any(problems)
+
+
+def _save_state(folder: Path, counters: Counters, optimizers: Mapping[str, ModelOptimizer], *, moments: bool) -> None:
+    """A collective: write `folder`. There is no random state, because a step draws no random numbers. Raises `ServiceError` on every rank
+    if any of them can't write."""
+    state = {
+        **dataclasses.asdict(counters),
+        "trained": {name: optimizer.state(moments=moments) for name, optimizer in optimizers.items()},
+    }
+    try:
+        with process_group():
+            dcp.save(state, checkpoint_id=folder)
+    except dcp.CheckpointException as error:
+        raise cannot_write_checkpoint(folder.parent, _cause(error)) from error
+
+
+def _load_state(folder: Path, optimizers: Mapping[str, ModelOptimizer]) -> Counters:
+    """A collective: load what `_save_state` wrote into `optimizers`; returns the counters.
+
+    Raises `ServiceError` if the state can't be read, and if the checkpoint lacks one of the models.
+    """
+    reader = dcp.FileSystemReader(folder)
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+        state: dict[str, Any] = dataclasses.asdict(Counters())
+        state["trained"] = {}
+        for name, optimizer in optimizers.items():
+            if f"trained.{name}.scheduled" not in saved:
+                raise ServiceError(
+                    f"checkpoint {folder.parent} holds no state of a {name} model: another algorithm or an older build wrote it; "
+                    "give run.id another name to start anew"
+                )
+            moments = any(key.startswith(f"trained.{name}.optimizer.") for key in saved)
+            state["trained"][name] = optimizer.empty_state(moments=moments)
+        with process_group():
+            dcp.load(state, storage_reader=reader)
+    except (OSError, EOFError, pickle.UnpicklingError, dcp.CheckpointException) as error:
+        raise ServiceError(
+            f"checkpoint {folder.parent}: its training state can't be read ({_cause(error)!r}); remove this checkpoint "
+            "to go on from an earlier one"
+        ) from error
+    for name, optimizer in optimizers.items():
+        if "optimizer" not in state["trained"][name] and state["trained"][name]["scheduled"]:
+            log.warning("%s: no optimizer state of the %s model; its moments start from zero", folder, name)
+        optimizer.restore(state["trained"][name])
+    return Counters(**{field.name: int(state[field.name]) for field in dataclasses.fields(Counters)})
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error of the first rank that failed."""
+    if isinstance(error, dcp.CheckpointException):
+        return next(iter(error.failures.values()))[0]
+    return error
