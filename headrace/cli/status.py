@@ -15,6 +15,7 @@ from rich.table import Table
 from headrace.cli import runs
 from headrace.cli.common import Overrides
 from headrace.config import load
+from headrace.credentials import buffer_url
 from headrace.errors import ConfigError, ReplayUnavailable
 from headrace.replay import ReplayClient, Replica, RunState
 from headrace.replay.bias import Distribution, Moment, TrajectoryMeter, beyond, skews
@@ -45,7 +46,7 @@ def status(
         raise ConfigError("give either CONFIG or --run FOLDER")
     loaded = load(config, overrides or ()) if config else runs.find(run or "", overrides or ())
     try:
-        state, replicas, meters, newest = asyncio.run(_read(loaded.redis_url, loaded.run.id))
+        state, replicas, meters, newest = asyncio.run(_read(buffer_url(loaded, "reader"), loaded.run.id))
     except ReplayUnavailable as error:
         if run is None or loaded.replay.redis_url is not None:
             raise

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import Config
+from headrace.credentials import buffer_url
 from headrace.errors import ReplayUnavailable
 from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
@@ -52,7 +53,9 @@ def talking_trainer(config: Config) -> None:
 
     async def train() -> None:
         stop = stop_on_signals()
-        async with contextlib.aclosing(ReplayClient(open_redis(config.redis_url), str(config.run.id))) as replay:
+        async with contextlib.aclosing(
+            ReplayClient(open_redis(buffer_url(config, "trainer")), str(config.run.id))
+        ) as replay:
             for step in range(config.algorithm.max_num_steps):
                 await replay.publish_metrics("train", step, {"reward": 0.5})
                 with contextlib.suppress(TimeoutError):
@@ -89,7 +92,9 @@ async def _generate(config: Config) -> None:
     from tests.support.small_replica import SmallReplica
 
     stop = asyncio.create_task(stop_on_signals().wait())
-    async with contextlib.aclosing(_OfThisProcess(open_redis(config.redis_url), str(config.run.id))) as replay:
+    async with contextlib.aclosing(
+        _OfThisProcess(open_redis(buffer_url(config, "rollout")), str(config.run.id))
+    ) as replay:
         replica = SmallReplica(replay, Path(config.policy.model_name))
         while not stop.done():
             running = asyncio.create_task(replica.run())
