@@ -18,9 +18,10 @@ from typing import Any
 from headrace.config import Config
 from headrace.credentials import buffer_url
 from headrace.errors import ReplayUnavailable
+from headrace.http_access import HttpAccess
 from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.service import EXIT_STOPPED, stop_on_signals
+from headrace.service import EXIT_STOPPED, bind, serve_http, stop_on_signals
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,6 +64,22 @@ def talking_trainer(config: Config) -> None:
                     sys.exit(EXIT_STOPPED)
 
     asyncio.run(train())
+
+
+def paged_trainer(config: Config) -> None:
+    """Shows the trainer's pages, and trains nothing."""
+    from headrace_services.trainer.telemetry.http import build_app
+
+    async def ready() -> str | None:
+        return None
+
+    async def show() -> None:
+        stop = stop_on_signals()
+        with contextlib.closing(bind(config.trainer.host, config.trainer.port, "trainer.port")) as sock:
+            async with serve_http(build_app(config, ready), sock, HttpAccess.of(config, config.trainer.host)):
+                await stop.wait()
+
+    asyncio.run(show())
 
 
 def idle_rollout(config: Config) -> None:
