@@ -376,9 +376,7 @@ async def test_an_engine_that_dies_or_hangs_ends_its_replica_with_a_code_to_star
     await fleet.refit(epoch.version if epoch is not None else 0)
     group = await fleet.enqueue(long=True)
     await eventually(replica.generating)
-    engine = next(
-        pid for pid in replica.children() if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
+    engine = replica.engine()
     os.kill(engine, signum)
     assert await replica.ended() == EXIT_INTERNAL_ERROR
     assert reason in replica.log.read_text()
