@@ -138,7 +138,7 @@ class HttpAccess:
             return None
         try:
             self.code.unlink()  # of two that present it, one succeeds
-        except FileNotFoundError:
+        except OSError:  # taken meanwhile, or a folder that may not be written
             return None
         expires = f"{now + _SESSION_S:.0f}"
         value = f"{expires}.{self._sign(expires, self.credentials.token('operator'))}"

@@ -17,7 +17,7 @@ from headrace import exposure
 from headrace.cli import acl, certs, common, config, credentials, groups, page, rewind, runs, status, up
 from headrace.cli.common import ConfigOption, Overrides, RunOption
 from headrace.config import load
-from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable
+from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable, Restartable
 from headrace.printable import LineFormatter
 from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, EXIT_USER_ERROR
 
@@ -70,6 +70,9 @@ def service_command(name: str) -> Callable[..., None]:
         except ReplayUnavailable as error:
             common.print_error(error)
             raise typer.Exit(EXIT_BUFFER_UNAVAILABLE) from error
+        except Restartable as error:
+            common.print_error(error)
+            raise typer.Exit(EXIT_INTERNAL_ERROR) from error
 
     return command
 

@@ -82,7 +82,7 @@ def find(run: str, overrides: Sequence[str] = ()) -> Config:
 def save(config: Config) -> Path:
     """Write the resolved configuration into the run's folder; returns its absolute path."""
     path = config.run_folder.absolute() / SAVED
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     fresh = path.with_suffix(".new")
     fresh.unlink(missing_ok=True)
     fresh.touch(mode=0o600)  # an address may hold a password
