@@ -21,7 +21,7 @@ Ready = Callable[[], Awaitable[str | None]]
 
 # Exit codes of a service. The user must fix something: starting the service again won't help.
 EXIT_USER_ERROR = 1
-# An unexpected exception.
+# An unexpected exception, or `Restartable`: a new process may go on where this one ended.
 EXIT_INTERNAL_ERROR = os.EX_SOFTWARE
 # The buffer can't be reached; it may come back.
 EXIT_BUFFER_UNAVAILABLE = os.EX_TEMPFAIL

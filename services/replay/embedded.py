@@ -98,6 +98,11 @@ class EmbeddedServer:
             await asyncio.sleep(0.2)
         return status
 
+    def kill(self) -> None:
+        """Send SIGKILL to the server."""
+        if self._process is not None:
+            self._process.kill()
+
     async def stop(self) -> None:
         """Stop cleanly: the append-only file is complete afterwards. Idempotent."""
         process = self._process

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import Config
-from headrace.errors import ReplayUnavailable
+from headrace.errors import ReplayUnavailable, ServiceError
 from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.service import EXIT_STOPPED, stop_on_signals
@@ -76,6 +76,13 @@ def idle_rollout(config: Config) -> None:
 def small_rollout(config: Config) -> None:
     """A replica that takes part in everything, with transformers in place of vLLM."""
     asyncio.run(_generate(config))
+
+
+def refusable_rollout(config: Config) -> None:
+    """`small_rollout`, unless a file `refused` in the run's folder says that it has no place here."""
+    if (config.run_folder / "refused").exists():
+        raise ServiceError("this machine has no place for it")
+    small_rollout(config)
 
 
 class _OfThisProcess(ReplayClient):
