@@ -62,7 +62,10 @@ class BuiltInBackend:
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
         """(its description, or None if it can't be asked; the reason why it can't score now, or None)."""
         name = self._env.type or self._name
-        return environment_pb2.DescribeResponse(name=self._name, description=f"built-in {name}"), self._pool.problem()
+        description = environment_pb2.DescribeResponse(
+            name=self._name, description=f"built-in {name}", sandbox=self._pool.level
+        )
+        return description, self._pool.problem()
 
 
 class RemoteBackend:

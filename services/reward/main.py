@@ -70,7 +70,7 @@ async def running(config: Config) -> AsyncIterator[Running]:
         stack.callback(http.close)
 
         built_in = {name: env for name, env in config.env.items() if env.target is None}
-        pool = WorkerPool(built_in, reward.workers)
+        pool = WorkerPool(built_in, reward.workers, [*config.data.train, *config.data.validation])
         await pool.start()
         stack.push_async_callback(pool.aclose)
         environments: dict[str, EnvironmentBackend] = {
