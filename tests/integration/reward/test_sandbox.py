@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import reasoning_gym
-from reasoning_gym.factory import DATASETS
 
 from headrace import Sample
 from headrace.config.data import DataSourceConfig, EnvConfig
@@ -24,6 +23,7 @@ from headrace_services.reward.environments.gym_answers import ACCEPTS, TASKS
 from headrace_services.reward.pool import SandboxDenied, WorkerPool, WorkerProcess
 from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level
 from headrace_services.reward.scoring_worker import Specification
+from tests.support.hostile import hostile
 from tests.support.reward_hub import start_hub
 
 EVALUATING = Path(__file__).parents[2] / "support" / "evaluating_worker.py"
@@ -196,12 +196,6 @@ async def test_a_hub_without_a_sandbox_refuses_with_the_remedy_unless_told_other
         await pool.aclose()
 
 
-async def test_the_level_is_said_in_the_list_of_environments() -> None:
-    async with start_hub({"math": {}}, workers=1) as hub:
-        said = (await hub.environments())["math"].description.sandbox
-    assert said in LEVELS
-
-
 # Generating a problem takes long for some of these, and one serves all tests.
 PROBLEMS: dict[str, dict[str, Any]] = {}
 
@@ -213,59 +207,25 @@ def problem(task: str) -> dict[str, Any]:
     return PROBLEMS[task]
 
 
-def hostile(mark: Path) -> list[str]:
-    """Completions that a judge which evaluates them would obey."""
-    touch = f"__import__('os').system('touch {mark}')"
-    return [
-        touch,
-        f"[{touch}]",
-        f"[[{touch}]]",
-        f"x + {touch}",
-        f"1+{touch}*0",
-        f"(lambda: {touch})()",
-        f"open({str(mark)!r}, 'w')",
-        f"().__class__.__base__.__subclasses__()[0]({touch!r})",
-        f"[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'Popen'][0](['touch', {str(mark)!r}])",
-        "__import__('os').write(3, b'\\0\\0\\0\\x0b\\x08\\x01\\x11\\0\\0\\0\\0\\0\\0\\xf0?')",
-        "__import__('os')._exit(0)",
-        "__import__('sys').modules.clear()",
-        "setattr(type(self), 'score_answer', lambda *_: 1.0)",
-        "entry['metadata'].__setitem__('target', 1)",
-        "self.config.__dict__.update(min_value=0)",
-        "__import__('os').kill(__import__('os').getppid(), 9)",
-        "9**9**9",
-        "9**9**9**9",
-        "1e999999999",
-        "R99999999",
-        "A+99999999999",
-        "(" * 3000 + "1" + ")" * 3000,
-        "[" * 100_000,
-        "-" * 100_000 + "1",
-        "1" * 100_000,
-        "nan",
-        "\\write18{touch " + str(mark) + "}",
-        f"\\input{{{mark}}} $\\operatorname{{{touch}}}$ \\boxed{{{touch}}}",
-        f"<answer>{touch}</answer>",
-    ]
-
-
 async def test_no_hostile_completion_earns_anything_from_a_rule_that_evaluates_or_is_seen_by_the_next(
     tmp_path: Path,
 ) -> None:
-    """The tasks whose rules evaluate answers, or can be kept busy or fooled by one; the other environments; and some of the rest."""
+    """The tasks whose rules evaluate answers, or can be kept busy or fooled by one, some of the rest, and the other environments. Each
+    task gets a part of the completions; `tests/unit/reward/test_gym_answers.py` gives all of them to each."""
     mark = tmp_path / "mark"
     tasks = sorted({*ACCEPTS, "bitwise_arithmetic", "number_sorting", "chain_sum", "boxnet", "prime_factorization"})
     completions = hostile(mark)
     env = {"gym": {"type": "reasoning_gym"}, "math": {"timeout_s": 1.0}, "math_multi_reward": {}}
     async with start_hub(env, workers=2) as hub:
-        for task in tasks:
+        for place, task in enumerate(tasks):
             info = problem(task)
             right = Sample(str(info["entry"]["answer"]), info, environment="gym")
-            samples = [Sample(completion, info, environment="gym") for completion in completions]
+            part = completions[place % 4 :: 4]
+            samples = [Sample(completion, info, environment="gym") for completion in part]
             dataset = reasoning_gym.create_dataset(task, size=1, seed=3)
             nothing = float(dataset.score_answer(None, dataset[0]))
             *results, last = await hub.score([*samples, right])
-            for completion, result in zip(completions, results, strict=True):
+            for completion, result in zip(part, results, strict=True):
                 assert result.status == "SCORED", (task, completion[:80], result)
                 assert result.reward is not None
                 assert result.reward <= max(nothing, 0.05), (task, completion[:80], result)
@@ -320,12 +280,7 @@ async def test_a_task_without_a_safe_rule_is_refused_by_name_at_the_start() -> N
         await pool.start()
 
 
-def test_every_task_but_those_made_of_others_has_been_looked_at() -> None:
-    assert set(DATASETS) - TASKS == {"composite"}
-    assert set(DATASETS) >= TASKS
-
-
-@pytest.mark.nightly
+@pytest.mark.nightly  # a problem of each task; the test above has those whose rules do most
 async def test_law_7_failure_is_not_zero_every_task_scores_in_the_sandbox_as_it_does_outside() -> None:
     """A file or system call that a rule needs and the sandbox denies would look like a wrong answer."""
     tasks = sorted(TASKS)
