@@ -21,7 +21,7 @@ Ready = Callable[[], Awaitable[str | None]]
 
 # Exit codes of a service. The user must fix something: starting the service again won't help.
 EXIT_USER_ERROR = 1
-# An unexpected exception.
+# An unexpected exception, or `Restartable`: a new process may go on where this one ended.
 EXIT_INTERNAL_ERROR = os.EX_SOFTWARE
 # The buffer can't be reached; it may come back.
 EXIT_BUFFER_UNAVAILABLE = os.EX_TEMPFAIL
@@ -29,10 +29,11 @@ EXIT_BUFFER_UNAVAILABLE = os.EX_TEMPFAIL
 EXIT_STOPPED = 143
 
 
-def create_app(title: str, ready: Ready) -> FastAPI:
+def create_app(title: str, ready: Ready, stuck: Callable[[], str | None] = lambda: None) -> FastAPI:
     """A FastAPI application with `/healthz`, `/readyz` and `/metrics`.
 
-    `ready` returns None when the service can do its work, else the reason why it can't (503).
+    `ready` returns None when the service can do its work, else the reason why it can't (503); `stuck` returns None, or the reason why
+    only a new process can.
     """
     import prometheus_client
     from fastapi import FastAPI
@@ -40,9 +41,12 @@ def create_app(title: str, ready: Ready) -> FastAPI:
 
     app = FastAPI(title=title)
 
-    @app.get("/healthz", summary="The process is alive")
-    async def healthz() -> dict[str, str]:
-        return {"status": "alive"}
+    @app.get("/healthz", summary="The process is alive", response_model=None)
+    async def healthz() -> JSONResponse:
+        reason = stuck()
+        if reason is not None:
+            return JSONResponse({"status": "stuck", "reason": reason}, status_code=503)
+        return JSONResponse({"status": "alive"})
 
     @app.get("/readyz", summary="The service can do its work", response_model=None)
     async def readyz() -> JSONResponse:

@@ -16,7 +16,7 @@ import typer
 from headrace.cli import acl, common, config, groups, rewind, runs, status, up
 from headrace.cli.common import ConfigOption, Overrides, RunOption
 from headrace.config import load
-from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable
+from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable, Restartable
 from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, EXIT_USER_ERROR
 
 SERVICES = {
@@ -63,6 +63,9 @@ def service_command(name: str) -> Callable[..., None]:
         except ReplayUnavailable as error:
             common.print_error(error)
             raise typer.Exit(EXIT_BUFFER_UNAVAILABLE) from error
+        except Restartable as error:
+            common.print_error(error)
+            raise typer.Exit(EXIT_INTERNAL_ERROR) from error
 
     return command
 

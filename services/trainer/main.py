@@ -72,7 +72,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
         async with contextlib.AsyncExitStack() as stack:
             sock = bind(config.trainer.host, config.trainer.port, "trainer.port")
             stack.enter_context(gauges.registered())
-            await stack.enter_async_context(serve_http(build_app(config, readiness), sock))
+            await stack.enter_async_context(serve_http(build_app(config, readiness, ranks.progress), sock))
             log.info("http://%s:%d", *sock.getsockname()[:2])
             journal = Journal(config.run_folder / JOURNAL)
             telemetry = Telemetry(config, journal)

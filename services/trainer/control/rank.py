@@ -107,7 +107,7 @@ class TrainerRank:
             )
         ]
         by_group: dict[str, list[Origin]] = {}
-        for group_id, origin in (pair for share in self.ranks.gather(own) for pair in share):
+        for group_id, origin in (pair for share in self.ranks.gather(own, list[tuple[str, Origin]]) for pair in share):
             by_group.setdefault(group_id, []).append(origin)
         return by_group
 
@@ -119,7 +119,9 @@ class TrainerRank:
         return self.learner.probe(np.asarray(token_ids, dtype=np.int32))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.learner.iter_weights()
+        for weight in self.learner.iter_weights():
+            self.ranks.progress.mark()
+            yield weight
 
     def save(self, folder: str) -> None:
         self.learner.save(Path(folder))
@@ -172,7 +174,8 @@ class Weights:
         return self._lead.learner.weight_metadata()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._lead.weights()
+        with self._lead.ranks.progress.working():
+            yield from self._lead.weights()
 
 
 def dismiss(ranks: Ranks) -> None:
@@ -184,19 +187,28 @@ def follow(rank: TrainerRank) -> None:
     """Ranks above 0: carry out rank 0's commands until it dismisses them."""
     while True:
         match msgspec.msgpack.decode(rank.ranks.receive()):
-            case ["step", reservation, multipliers, shares]:
-                rank.step(msgspec.convert(reservation, Reservation), multipliers, shares)
-            case ["weights"]:
-                for _ in rank.weights():
-                    continue
+            case ["load", checkpoint]:  # as long as it takes: a model may have to be downloaded
+                rank.load(checkpoint)
             case ["dismiss"]:
                 return
-            case [("load" | "origins" | "gather_batch" | "probe" | "save") as do, *arguments]:
-                getattr(rank, do)(*arguments)
-            case unknown:
-                raise ServiceError(
-                    f"rank 0 sent {unknown!r}, which this build does not know; start all ranks from one build"
-                )
+            case command:
+                with rank.ranks.progress.working():
+                    _obey(rank, command)
+
+
+def _obey(rank: TrainerRank, command: list[Any]) -> None:
+    match command:
+        case ["step", reservation, multipliers, shares]:
+            rank.step(msgspec.convert(reservation, Reservation), multipliers, shares)
+        case ["weights"]:
+            for _ in rank.weights():
+                continue
+        case [("origins" | "gather_batch" | "probe" | "save") as do, *arguments]:
+            getattr(rank, do)(*arguments)
+        case unknown:
+            raise ServiceError(
+                f"rank 0 sent {unknown!r}, which this build does not know; start all ranks from one build"
+            )
 
 
 def check_reservation(reservation: Reservation, groups: Sequence[Group], prompts_per_step: int) -> None:

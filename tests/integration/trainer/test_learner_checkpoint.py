@@ -109,12 +109,19 @@ def test_a_damaged_training_state_is_an_error_with_the_remedy(tiny_model: Path, 
     learner = Learner(config(tiny_model))
     train_step(learner, random_batch(5))
     learner.save(tmp_path)
-    (data,) = (tmp_path / "training").glob("*.distcp")
+    (data,) = (tmp_path / "training").glob("*.safetensors")
     data.write_bytes(data.read_bytes()[:100])
     with pytest.raises(ServiceError, match=r"training state can't be read .* remove this checkpoint"):
         Learner(config(tiny_model), tmp_path)
-    (tmp_path / "training" / ".metadata").unlink()
+    (tmp_path / "training" / "state.json").unlink()
     with pytest.raises(ServiceError, match=r"training state can't be read .* remove this checkpoint"):
+        Learner(config(tiny_model), tmp_path)
+
+
+def test_a_pickled_training_state_of_an_older_build_is_refused_unread(tiny_model: Path, tmp_path: Path) -> None:
+    Learner(config(tiny_model)).save(tmp_path)
+    (tmp_path / "training" / ".metadata").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    with pytest.raises(ServiceError, match="an older build wrote its training state, pickled"):
         Learner(config(tiny_model), tmp_path)
 
 
