@@ -94,13 +94,14 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             torch_thread = stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch"))
             lead = LeadRank(config, ranks, read)
             checkpoints = dependencies.checkpoints(config)
+            stack.callback(checkpoints.lock().release)
             newest = checkpoints.newest()
             folder = None if newest is None else str(checkpoints.path(newest))
             await events.run_in_executor(torch_thread, lead.load, folder)
             meter = await events.run_in_executor(torch_thread, ThroughputMeter.of, config)
             prompts = await asyncio.to_thread(Prompts, config, lead.learner.tokenizer)
 
-            resumed = await resume(replay, retry, checkpoints, config.run.id or "")
+            resumed = await resume(replay, retry, checkpoints, newest, config.run.id or "")
             if journal.read():
                 journal.append("rewind", resumed.version, resumed.timeline, {})
             lineage = LineageWriter(config.checkpoint_folder / FOLDER, resumed.timeline)

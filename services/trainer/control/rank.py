@@ -6,6 +6,7 @@ its own trajectories from the buffer.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,14 @@ from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 
 Read = Callable[[Sequence[str]], list[tuple[Trajectory, Score]]]
+
+
+class InvariantBroken(ServiceError):
+    """What was read of the batch breaks a law; `groups` says how, by group id. No step was taken."""
+
+    def __init__(self, groups: dict[str, str]) -> None:
+        super().__init__("; ".join(groups.values()))
+        self.groups = groups
 
 
 class TrainerRank:
@@ -59,11 +68,12 @@ class TrainerRank:
         """Train on the reserved batch. `multipliers` are the groups' weights in the loss, `shares` each rank's places in the batch.
 
         Returns the metrics of `train_step`, plus `truncated`, the number of completions cut off at the length limit, and
-        `masked_tokens`, the number of policy tokens over age.
+        `masked_tokens`, the number of policy tokens over age. Raises `InvariantBroken` on every rank if what any rank read breaks a law.
         """
         algorithm, step, places = self._config.algorithm, reservation.step, shares[self.ranks.rank]
         reserved = [reservation.trajectories[place] for place in places]
         problems: list[str] = []
+        broken: dict[str, str] = {}
         try:
             read = self._read([one.key for one in reserved])
             for one, (trajectory, score) in zip(reserved, read, strict=True):
@@ -75,10 +85,16 @@ class TrainerRank:
                     max_age=algorithm.max_age,
                     policy=algorithm.asynchrony.staleness_policy,
                 )
-                problems += [problem] if problem else []
+                if problem:
+                    broken[one.group_id] = problem
         except HeadraceError as error:
             problems = [str(error) or type(error).__name__]
         self.ranks.raise_any(problems)
+        found = {
+            group: why for of_rank in self.ranks.all_gather(broken, dict[str, str]) for group, why in of_rank.items()
+        }
+        if found:
+            raise InvariantBroken(found)
         groups = [place // algorithm.num_generations_per_prompt for place in places]
         self._batch = batch = Batch.of(
             [trajectory for trajectory, _ in read],
@@ -199,7 +215,8 @@ def follow(rank: TrainerRank) -> None:
 def _obey(rank: TrainerRank, command: list[Any]) -> None:
     match command:
         case ["step", reservation, multipliers, shares]:
-            rank.step(msgspec.convert(reservation, Reservation), multipliers, shares)
+            with contextlib.suppress(InvariantBroken):  # rank 0 gives the batch back
+                rank.step(msgspec.convert(reservation, Reservation), multipliers, shares)
         case ["weights"]:
             for _ in rank.weights():
                 continue

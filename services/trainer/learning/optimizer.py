@@ -119,7 +119,7 @@ class ModelOptimizer:
 
     def moments(self) -> dict[str, Tensor]:
         """This rank's part of the optimizer's own state, by `<parameter>/<moment>`; nothing before the first optimizer step."""
-        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._model.named_parameters()}
         return {
             f"{names[parameter]}/{moment}": local_part(tensor).contiguous()
             for parameter, state in self._optimizer.state.items()

@@ -20,9 +20,10 @@ def main(model: str, folder: str, limit: int) -> None:
     """With `limit` above 0, no file may grow past so many bytes once the first checkpoint is there."""
     learner = Learner(config(model, ppo=PPOConfig))
     checkpoints = Checkpoints(Path(folder), CheckpointingConfig(keep_top_k=2, metric_name=None))
+    checkpoints.start("t", learner.version)
     while True:
         train_step(learner, random_batch(4, learner.version))
-        learner.save(checkpoints.begin(learner.version))
+        learner.save(checkpoints.begin(learner.version, "t"))
         state = CheckpointState(version=learner.version, timeline="t", cursor=0, run_id="r")
         checkpoints.publish(state, {learner.version - 1: ["g"]})
         if limit:

@@ -144,8 +144,10 @@ def test_sigkill_in_the_middle_of_a_save_leaves_the_newest_usable(tiny_model: Pa
     assert checkpoints.ledger(newest) == {newest - 1: ["g"]}
     learner = Learner(config(tiny_model, ppo=PPOConfig), checkpoints.path(newest))
     train_step(learner, random_batch(4, newest))
-    learner.save(checkpoints.begin(learner.version))
-    assert [path.name for path in tmp_path.glob(".unfinished*")] == [f".unfinished-step_{newest + 1}"]
+    checkpoints.start("u", newest)
+    assert [*tmp_path.glob(".unfinished*")] == []
+    learner.save(checkpoints.begin(learner.version, "u"))
+    assert [path.name for path in tmp_path.glob(".unfinished*")] == [f".unfinished-step_{newest + 1}-u"]
 
 
 @pytest.mark.slow
