@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from headrace_services.trainer.control.context import TrainerContext
+from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.progress import Beat, Progress, silent_ranks
 
 
@@ -39,3 +46,18 @@ def test_the_rank_whose_process_stands_still_is_named_before_one_that_is_behind(
     before: list[tuple[int, int]], after: list[tuple[int, int]], silent: list[int]
 ) -> None:
     assert silent_ranks([Beat(*beat) for beat in before], [Beat(*beat) for beat in after]) == silent
+
+
+def test_all_that_the_loop_has_torch_do_is_watched() -> None:
+    now = 0.0
+    progress = Progress(lambda: now)
+
+    def work() -> float:
+        nonlocal now
+        now += 5
+        return progress.silent_s
+
+    with ThreadPoolExecutor(1) as thread:
+        trainer: Any = SimpleNamespace(lead=SimpleNamespace(ranks=Ranks(progress=progress)), torch_thread=thread)
+        assert asyncio.run(TrainerContext.torch(trainer, work)) == 5
+    assert progress.silent_s == 0
