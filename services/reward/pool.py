@@ -78,7 +78,7 @@ class WorkerPool:
         """
         if not self._workers:
             return
-        denials = []
+        denials: list[str] = []
         for level in self._levels:
             if level is Level.NONE:
                 self._check_unsafe(denials)
