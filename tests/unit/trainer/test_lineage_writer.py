@@ -95,16 +95,16 @@ def test_what_a_rewind_abandons_is_moved_aside_and_weights_are_named_by_the_time
 
 def test_a_step_that_two_trainers_wrote_is_that_of_the_chain(tmp_path: Path) -> None:
     folder = tmp_path / "lineage"
-    late, successor = LineageWriter(folder, "late"), LineageWriter(folder, "a successor")
+    late, successor = LineageWriter(folder, "late"), LineageWriter(folder, "successor")
     append_start(tmp_path, Start("late", 0))
     train(late, 0, 0)
     train(late, 1, 1)
-    append_start(tmp_path, Start("a successor", 1))
+    append_start(tmp_path, Start("successor", 1))
     successor.supersede(1)
     train(successor, 1, 2)
     train(late, 1, 1)  # it wakes up
     files = LineageFiles(folder)
-    assert files.timelines() == [(0, "late"), (1, "a successor")]
+    assert files.timelines() == [(0, "late"), (1, "successor")]
     assert (files.find("g1"), [group.group for group in files.read(1)]) == (None, ["g2"])
     LineageWriter(folder, "third").supersede(1)
     assert [(step, timeline) for step, timeline, _ in files.written()] == [(0, "late")]
