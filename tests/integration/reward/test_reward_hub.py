@@ -200,10 +200,10 @@ async def test_a_worker_killed_in_the_middle_fails_its_own_trajectory_alone() ->
         (child,) = descendants(worker) - idle
         os.kill(worker, signal.SIGKILL)
         killed, fine = await call
+        await until(lambda: not running(child))
     assert (killed.status, killed.reward) == ("FAILED", None)
     assert "SIGKILL" in killed.message
     assert fine.reward == 1
-    await until(lambda: not running(child))
 
 
 async def test_law_6_liveness_the_hub_answers_within_the_callers_deadline() -> None:
