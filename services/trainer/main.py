@@ -75,7 +75,8 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             access = HttpAccess.of(config, config.trainer.host)
             stack.enter_context(gauges.registered())
             await stack.enter_async_context(serve_http(build_app(config, readiness, ranks.progress), sock, access))
-            log.info("http://%s:%d", *sock.getsockname()[:2])
+            scheme = "http" if access.certificate is None else "https"
+            log.info("%s://%s:%d", scheme, *sock.getsockname()[:2])
             journal = Journal(config.run_folder / JOURNAL)
             telemetry = Telemetry(config, journal)
 
