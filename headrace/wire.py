@@ -17,6 +17,8 @@ _STATUS = {
     "FAILED": pb.STATUS_FAILED,
     "TIMED_OUT": pb.STATUS_TIMED_OUT,
     "INVALID": pb.STATUS_INVALID,
+    "NOT_STARTED": pb.STATUS_NOT_STARTED,
+    "INTERRUPTED": pb.STATUS_INTERRUPTED,
 }
 _FINISH_NAMES = {value: name for name, value in _FINISH.items()}
 _STATUS_NAMES = {value: name for name, value in _STATUS.items()}

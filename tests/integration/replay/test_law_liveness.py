@@ -112,7 +112,7 @@ async def test_law_6_liveness_a_hung_scorer_costs_an_attempt_and_then_the_group(
     attempts = []
 
     async def failed() -> bool:
-        jobs = await replay.take_scoring("hung", 64)
+        jobs = await replay.take_scoring("hung", {"math": 64})
         attempts.extend(job.scoring_attempt for job in jobs if job.trajectory.index == 0)
         return (await replay.state()).counts.get("failed") == 1
 
@@ -154,12 +154,12 @@ async def test_law_7_failure_is_not_zero_tried_again_then_failed(replay: ReplayC
     await enqueue(replay, [0])
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     await push_all(replay, lease)
-    await replay.score((await replay.take_scoring("scorer", 1))[0], Score("SCORED", 1.0))
+    await replay.score((await replay.take_scoring("scorer", {"math": 1}))[0], Score("SCORED", 1.0))
     for attempt in (1, 2, 3):
-        (job,) = await replay.take_scoring("scorer", 64)
+        (job,) = await replay.take_scoring("scorer", {"math": 64})
         assert job.scoring_attempt == attempt
         await replay.score(job, Score(status, message="the sandbox is down"))  # type: ignore[arg-type]
-    assert await replay.take_scoring("scorer", 64) == []
+    assert await replay.take_scoring("scorer", {"math": 64}) == []
     group = await replay.group("e0-train-0")
     assert group is not None
     assert (group["state"], group["trajectories"]) == ("failed", [])
@@ -173,7 +173,7 @@ async def test_law_7_failure_is_not_zero_invalid_fails_at_once(replay: ReplayCli
     await replay.enqueue(groups, (await replay.state()).timeline)
     for lease in await replay.lease(await healthy_replica(replay), 2):
         await push_all(replay, lease)
-    for job in await replay.take_scoring("scorer", 64):
+    for job in await replay.take_scoring("scorer", {"math": 64}):
         if job.trajectory.index == 0:
             await replay.score(job, Score("INVALID", message="no such task"))
     assert (await replay.state()).counts["failed"] == 1
@@ -189,7 +189,7 @@ async def test_law_7_failure_is_not_zero_unreadable_bytes_fail_the_group(replay:
     group = await replay.group(lease.group.id)
     assert group is not None
     await replay.redis.set(group["trajectories"][1]["key"], b"\x00garbage")
-    jobs = await replay.take_scoring("scorer", 64)
+    jobs = await replay.take_scoring("scorer", {"math": 64})
     assert [job.trajectory.index for job in jobs] == [0]
     group = await replay.group(lease.group.id)
     assert group is not None

@@ -33,7 +33,7 @@ async def test_group_goes_from_queue_to_trained(replay: ReplayClient) -> None:
     for lease in leases:
         await push_all(replay, lease)
     assert (await replay.state()).counts["scoring"] == 3
-    jobs = await replay.take_scoring("scorer", 64)
+    jobs = await replay.take_scoring("scorer", {"math": 64})
     assert len(jobs) == 6
     for job in jobs:
         await replay.score(job, Score("SCORED", 0.25 * job.trajectory.index, components={"exact": 1.0}))

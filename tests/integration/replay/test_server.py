@@ -86,7 +86,7 @@ async def test_law_1_conservation_across_sigkill_of_the_server(
     half, done = await replay.lease(replica, 64)
     await replay.push(half, make_trajectory(half, 0))
     await push_all(replay, done)
-    jobs = await replay.take_scoring("scorer", 2)
+    jobs = await replay.take_scoring("scorer", {"math": 2})
     before = await contents(replay)
 
     os.kill(server.pid, signal.SIGKILL)

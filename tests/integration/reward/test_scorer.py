@@ -168,7 +168,7 @@ async def test_a_stopped_scorer_gives_back_what_it_held(replay: ReplayClient) ->
         async with scoring(replay, hub.port):
             await push(replay, [group(0, extra_env_info={"do": "hang"})])
             await asyncio.wait_for(hang.entered.wait(), WAIT_S)
-        (first, second) = await replay.take_scoring("another", 8)
+        (first, second) = await replay.take_scoring("another", {"math": 8})
     assert (first.scoring_attempt, second.scoring_attempt) == (1, 1)
 
 
@@ -185,7 +185,7 @@ async def test_a_trajectory_too_large_for_the_hub_fails_alone_and_says_what_to_d
 
 async def test_batches_hold_one_environment_and_keep_to_their_size(replay: ReplayClient) -> None:
     await push(replay, [group(0), group(1, env_name="other"), group(2)])
-    jobs = await replay.take_scoring("me", 100)
+    jobs = await replay.take_scoring("me", {"math": 100})
     items = [(job, sample_to_wire(Sample("x" * 600_000, environment=job.group.env_name))) for job in jobs]
     assert [[job.group.env_name for job, _ in batch] for batch in in_batches(items)] == [["told"]] * 4 + [["other"]] * 2
     small = [(job, sample_to_wire(Sample("x", environment=job.group.env_name))) for job in jobs] * 40
