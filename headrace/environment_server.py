@@ -38,7 +38,7 @@ def run(environment: Environment, host: str, port: int) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(environment: Environment, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[int]:
-    """Serve while the context is open; yields the port. On exit, what is being scored gets two seconds to finish; the rest is NOT_STARTED."""
+    """Serve while the context is open; yields the port. On exit, what is being scored has two seconds to finish, or is NOT_STARTED."""
     server = rpc.server()
     scorer = BatchScorer(environment)
     pb_grpc.add_EnvironmentServiceServicer_to_server(_Servicer(scorer), server)
@@ -123,7 +123,9 @@ class BatchScorer:
             await asyncio.wait(self._calls, timeout=grace_s)
         self._cut.set()
 
-    async def _scores(self, tasks: Sequence[asyncio.Task[list[Score]]], timeout_s: float | None) -> list[list[Score] | None]:
+    async def _scores(
+        self, tasks: Sequence[asyncio.Task[list[Score]]], timeout_s: float | None
+    ) -> list[list[Score] | None]:
         """The results of those that end in time; None of the others, which are cancelled."""
         if not tasks:
             return []
@@ -145,7 +147,9 @@ class BatchScorer:
 
     def _refusal(self) -> Score:
         label, concurrency = self.environment.label, self.environment.concurrency
-        message = f"{label} is at work on {concurrency - self._free} of the {concurrency} calls that its concurrency allows"
+        message = (
+            f"{label} is at work on {concurrency - self._free} of the {concurrency} calls that its concurrency allows"
+        )
         return self._not_started(f"{label} is shutting down" if self._draining else message)
 
     def _not_started(self, message: str) -> Score:

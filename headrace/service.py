@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 Ready = Callable[[], Awaitable[str | None]]
+WaitsFor = Callable[[], list[str]]
 
 # Exit codes of a service. The user must fix something: starting the service again won't help.
 EXIT_USER_ERROR = 1
@@ -29,10 +30,11 @@ EXIT_BUFFER_UNAVAILABLE = os.EX_TEMPFAIL
 EXIT_STOPPED = 143
 
 
-def create_app(title: str, ready: Ready) -> FastAPI:
+def create_app(title: str, ready: Ready, waits_for: WaitsFor = list) -> FastAPI:
     """A FastAPI application with `/healthz`, `/readyz` and `/metrics`.
 
-    `ready` returns None when the service can do its work, else the reason why it can't (503).
+    `ready` returns None when the service can do its work, else the reason why it can't (503). `waits_for` names what a service that
+    is ready waits for.
     """
     import prometheus_client
     from fastapi import FastAPI
@@ -49,7 +51,7 @@ def create_app(title: str, ready: Ready) -> FastAPI:
         reason = await ready()
         if reason is not None:
             return JSONResponse({"status": "not ready", "reason": reason}, status_code=503)
-        return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "ready"} | ({"waits_for": found} if (found := waits_for()) else {}))
 
     app.mount("/metrics", prometheus_client.make_asgi_app())
     return app

@@ -52,7 +52,9 @@ class Limits:
     reward_max: float | None = None
     max_scored_per_step: int = 0  # groups scored since the last batch past which `reserve` refuses; 0 is no limit
     retain_steps: int = 0  # newest committed steps whose payloads stay
-    environments: Mapping[str, EnvironmentLimits] = dataclasses.field(default_factory=dict)  # by name; the default for others
+    environments: Mapping[str, EnvironmentLimits] = dataclasses.field(
+        default_factory=dict
+    )  # by name; the default for others
 
 
 class RunState(msgspec.Struct, frozen=True):
@@ -152,9 +154,9 @@ class HeartbeatReply(msgspec.Struct, frozen=True):
 class EnvironmentState(msgspec.Struct, frozen=True):
     """How an environment fares.
 
-    Trajectories: `waiting` for it, of them `alone` to be sent alone because its process died with them; `taken` by a scorer; `failing` among
-    its last results. If its breaker is open (`broken`): `kind` is FAILING, or NOT_STARTED if it begins nothing; message and traceback are those
-    of the failure that opened it or of the newest probe; `probes` failed in a row, and the next is due in `probe_in_s`.
+    Trajectories: `waiting` for it, of them `alone` to be sent alone because its process died with them; `taken` by a scorer; `failing`
+    among its last results. If its breaker is open (`broken`): `kind` is FAILING, or NOT_STARTED if it begins nothing; message and
+    traceback are of the failure that opened it or of the newest probe; `probes` failed in a row, and the next is due in `probe_in_s`.
     """
 
     name: str

@@ -15,8 +15,8 @@ from headrace.trajectory import Group, Score, Trajectory
 
 class ScoringClient(BufferClient):
     async def take_scoring(self, scorer: str, room: Mapping[str, int]) -> list[ScoringJob]:
-        """Pushed trajectories waiting for a score, of each environment up to its `room` (what may be sent to it now), oldest first. They are
-        the scorer's until `scoring_deadline_s` from now or from when it renews them."""
+        """Pushed trajectories waiting for a score, of each environment up to its `room` (what may be sent to it now), oldest first. They
+        are the scorer's until `scoring_deadline_s` from now, or from when it renews them."""
         return await self._read_jobs(
             await self._connection.call(
                 "take_scoring",

@@ -75,8 +75,8 @@ class BuiltInBackend:
 class RemoteBackend:
     """An environment in a process of its own, which the hub calls at `env.<name>.target`.
 
-    A call has at most `max_batch_size` trajectories and a deadline of `timeout_s`. Nothing beyond the capacity that the environment states is
-    with it at a time, over all callers, so that receipt is the beginning of work. What was not sent is NOT_STARTED.
+    A call has at most `max_batch_size` trajectories and a deadline of `timeout_s`. Nothing beyond the capacity that the environment
+    states is with it at a time, over all callers, so that receipt is the beginning of work. What was not sent is NOT_STARTED.
     """
 
     kind = pb.EnvironmentStatus.KIND_SERVED
@@ -88,7 +88,9 @@ class RemoteBackend:
         self._target = env.target
         self._channel = rpc.channel(env.target, max_message_bytes)
         self._stub = environment_pb2_grpc.EnvironmentServiceStub(self._channel)
-        self._description: environment_pb2.DescribeResponse | None = None  # of the process that the channel is connected to
+        self._description: environment_pb2.DescribeResponse | None = (
+            None  # of the process that the channel is connected to
+        )
         self._sent = 0  # trajectories that are with it
         self._calls = 0
 
@@ -113,9 +115,12 @@ class RemoteBackend:
         """As `BuiltInBackend.describe`."""
         try:
             self._description = await self._stub.Describe(
-                environment_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S, wait_for_ready=True
+                environment_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.UNIMPLEMENTED:  # it is there, and says nothing of itself
+                self._description = environment_pb2.DescribeResponse()
+                return self._described(self._description), None
             self._description = None
             away = f"env.{self._name}.target {self._target} can't be reached"
             return None, f"{away} ({error.code().name}: {error.details()}); is it running?"
@@ -139,9 +144,7 @@ class RemoteBackend:
             return (await self.describe())[1]
         return None
 
-    def _admitted(
-        self, trajectories: Sequence[trajectory_pb2.Trajectory]
-    ) -> list[Sequence[trajectory_pb2.Trajectory]]:
+    def _admitted(self, trajectories: Sequence[trajectory_pb2.Trajectory]) -> list[Sequence[trajectory_pb2.Trajectory]]:
         """Batches of the first of `trajectories`, as many as it has room for. They count as sent until `_call` is done with them."""
         assert self._description is not None
         description = self._described(self._description)
@@ -185,9 +188,7 @@ class RemoteBackend:
         code, details = error.code(), error.details()
         said = f"{self._target}: {code.name}: {details}"
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            return self._result(
-                trajectory_pb2.STATUS_TIMED_OUT, f"no answer from {self._target} within {limit:.1f} s"
-            )
+            return self._result(trajectory_pb2.STATUS_TIMED_OUT, f"no answer from {self._target} within {limit:.1f} s")
         if code == grpc.StatusCode.INVALID_ARGUMENT or _too_large(error):
             return self._result(trajectory_pb2.STATUS_INVALID, f"refused by {said}")
         if code == grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -114,7 +114,11 @@ class Model(Fleet):
         broken = {name: e.broken for name, e in self.environments.items() if e.broken is not None}
         for name, since in broken.items():
             limits = self.limits.environments.get(name)
-            if limits and limits.give_up_after_s is not None and self.now - since >= milliseconds(limits.give_up_after_s):
+            if (
+                limits
+                and limits.give_up_after_s is not None
+                and self.now - since >= milliseconds(limits.give_up_after_s)
+            ):
                 self.refuse(EnvironmentBroken)
         return any(self.waiting(name) or self.taken(name) for name in broken)
 

@@ -200,7 +200,11 @@ class Core:
             else:
                 self.pass_on(held, "lease", counted=True)
         for name in self.environments:
-            overdue = [(p.deadline, f"{place[0]}:{place[1]}", place) for place, p in self._pieces_of(name) if p.overdue(self.now)]
+            overdue = [
+                (p.deadline, f"{place[0]}:{place[1]}", place)
+                for place, p in self._pieces_of(name)
+                if p.overdue(self.now)
+            ]
             for _, _, (group, index) in sorted(overdue)[:SWEEP]:
                 self.void(self.groups[group], index)
         self._expire_replica()

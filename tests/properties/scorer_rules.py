@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 

@@ -20,7 +20,7 @@ Place = tuple[str, int]
 def pause(who: str, tries: int) -> int:
     """Milliseconds until another try."""
     whole = min(500 * 2 ** (tries - 1), 10_000)
-    jitter = int(hashlib.sha1(f"{who} {tries}".encode()).hexdigest()[:4], 16) / 65536  # noqa: S324 - not for secrets
+    jitter = int(hashlib.sha1(f"{who} {tries}".encode()).hexdigest()[:4], 16) / 65536
     return int(whole * (1 - jitter / 2))
 
 
@@ -105,7 +105,7 @@ class Scoring(Core):
         self.expire()
         answers: dict[int, ReplayError | None] = {}
         accepted: list[int] = []
-        for place, (job, score) in enumerate(items):  # before any of them counts, as they came
+        for place, (job, _) in enumerate(items):  # before any of them counts, as they came
             answers[place] = None if self._known(job) else self._objection_to(job)
             if not self._known(job) and answers[place] is None:
                 accepted.append(place)
@@ -264,4 +264,3 @@ class Scoring(Core):
         probe = self.groups.get(environment.group or "")
         busy = probe is not None and probe.state in ("open", "scoring")
         return not busy and not self.waiting(name) and not self.taken(name)
-

@@ -221,8 +221,8 @@ async def test_filtered_failed_and_surplus_trajectories_are_metered(replay: Repl
     for index in range(3):
         await replay.push(rest, make_trajectory(rest, index, length=20 + index))
     jobs = {job.trajectory.index: job for job in await replay.take_scoring("scorer", {"math": 3})}
-    await replay.score(jobs[1], Score("FAILED", message="no"))
-    await replay.score(jobs[0], Score("SCORED", 1.0))
+    scores = [(jobs[1], Score("FAILED", message="no")), (jobs[0], Score("SCORED", 1.0))]
+    assert await replay.score_many(scores) == [None, None]
     await replay.score(jobs[2], Score("SCORED", 0.0))
     meters = await replay.bias()
     assert meters["failed"].trajectories == 3
