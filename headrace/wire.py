@@ -73,7 +73,7 @@ def score_to_wire(score: Score) -> pb.Result:
             environment=score.environment,
             build=score.build,
         )
-    except (CodecError, TypeError, ValueError) as error:
+    except (CodecError, KeyError, TypeError, ValueError) as error:
         refusal = f"the score can't be sent: {error}"
         return pb.Result(status=pb.STATUS_FAILED, message=refusal, environment=score.environment, build=score.build)
 

@@ -63,8 +63,8 @@ class ScoringClient(BufferClient):
         return jobs
 
     async def _score_unreadable(self, group_id: str, index: int, token: str, problem: str) -> None:
-        """Score bytes that are not a trajectory of this group as INVALID (law 7): the group fails with the reason."""
-        (error,) = await self._score_batch([(group_id, index, token, Score("INVALID", message=problem))])
+        """Score bytes that are not a trajectory of this group as UNSENDABLE (law 7): the group fails with the reason."""
+        (error,) = await self._score_batch([(group_id, index, token, Score("UNSENDABLE", message=problem))])
         if error is not None and not isinstance(error, LeaseLost):
             raise error
 

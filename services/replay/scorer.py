@@ -181,13 +181,13 @@ class _Scorer:
             await self._client.renew_scoring(list(self._held.values()))
 
     async def _prepare(self, jobs: Sequence[ScoringJob]) -> list[Item]:
-        """The jobs with their messages; a job that can't be sent at all is scored INVALID at once."""
+        """The jobs with their messages; a job that can't be sent at all is scored UNSENDABLE at once."""
         items: list[Item] = []
         for job in jobs:
             try:
                 items.append((job, sample_to_wire(self._sample(job))))
             except (CodecError, ValueError) as error:
-                await self._write([(job, Score("INVALID", message=f"can't be sent for scoring: {error}"))])
+                await self._write([(job, Score("UNSENDABLE", message=f"can't be sent for scoring: {error}"))])
         return items
 
     def _begin(self, batch: Sequence[Item]) -> None:
@@ -235,7 +235,7 @@ class _Scorer:
         message = f"the reward hub refused it: {error.code().name}: {error.details()}"
         if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
             message += f"; raise reward.max_message_bytes ({self._max_message_bytes})"
-        return Score("INVALID" if error.code() in _TOO_LARGE_OR_MALFORMED else "NOT_STARTED", message=message)
+        return Score("UNSENDABLE" if error.code() in _TOO_LARGE_OR_MALFORMED else "NOT_STARTED", message=message)
 
     def _gone(self, error: grpc.aio.AioRpcError) -> _HubUnreachable:
         UNREACHABLE.inc()

@@ -11,7 +11,7 @@ from headrace.replay import ScoringJob
 from headrace.trajectory import Score, Status
 from tests.properties.caller import Caller, deliveries, new_each_time
 
-FAILURES: tuple[Status, ...] = ("FAILED", "TIMED_OUT", "INVALID", "INTERRUPTED", "NOT_STARTED")
+FAILURES: tuple[Status, ...] = ("FAILED", "TIMED_OUT", "INVALID", "INTERRUPTED", "NOT_STARTED", "UNSENDABLE")
 statuses: st.SearchStrategy[Status] = st.sampled_from(("SCORED",) * 9 + FAILURES)
 rewards = st.sampled_from([1.0, 0.0, 0.5, 2.0, -1.0])
 

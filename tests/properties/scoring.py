@@ -176,6 +176,9 @@ class Scoring(Core):
             return self.refusal(LeaseLost(""))
         held, index = self.groups[job.group.id], job.trajectory.index
         place = (held.id, index)
+        if score.status == "UNSENDABLE":
+            self.drop(held, index)
+            return None
         environment = self.environment(job.group.env_name)
         was_alone = environment.sent_alone == place
         suspect = True if score.status == "INTERRUPTED" else None

@@ -9,7 +9,8 @@
 -- surplus and goes, and its scores are refused.
 --
 -- Law 7: only SCORED carries a reward. FAILED, TIMED_OUT, INVALID and INTERRUPTED (its environment died with it alone) are tried again until the
--- attempts are used up or the environment's breaker opens (_scoring.lua); then the trajectory is dropped. The group fails with the message
+-- attempts are used up or the environment's breaker opens (_scoring.lua); then the trajectory is dropped, at once if it is UNSENDABLE, which
+-- no environment has seen. The group fails with the message
 -- of the one that leaves it fewer than n. NOT_STARTED, and INTERRUPTED among others, cost nothing.
 --
 -- The scores of a call count before its failures: they tell a broken environment from a trajectory that it can't score.
@@ -18,7 +19,7 @@
 -- its last score, so that it leaves the line at once and another takes its place.
 -- uses: _args, _fields, _filter, _group, _meter, _register, _run, _scoring
 
-local STATUS = one_of({'SCORED', 'FAILED', 'TIMED_OUT', 'INVALID', 'INTERRUPTED', 'NOT_STARTED'})
+local STATUS = one_of({'SCORED', 'FAILED', 'TIMED_OUT', 'INVALID', 'INTERRUPTED', 'NOT_STARTED', 'UNSENDABLE'})
 
 -- `at` as in _payload.lua.
 local function parse(by_components, place, given, record)
@@ -188,7 +189,11 @@ local function judge(run, env, results, reply)
   local scored_before = #results.scored > 0 and count_scored(run, env, results.scored) or nil
   for _, entry in ipairs(results.failed) do
     local group = still_held(run, entry, reply)
-    if group then fail_scoring(run, group, entry, scored_before) end
+    if group and entry.status == 'UNSENDABLE' then
+      drop(run, group, entry.index, 'it can\'t be scored: ' .. words(entry.message))
+    elseif group then
+      fail_scoring(run, group, entry, scored_before)
+    end
   end
   local idle = {}
   for _, entry in ipairs(results.idle) do

@@ -37,7 +37,7 @@ async def test_law_1_conservation_every_group_ends_once(replay: ReplayClient, li
     await replay.reject(second, "prompt longer than the context")
     await push_all(replay, third)
     (job, _) = await replay.take_scoring("scorer", {"math": 2})
-    await replay.score(job, Score("INVALID", message="no such task"))
+    await replay.score(job, Score("UNSENDABLE", message="no such task"))
     await replay.release(fourth, "engine died", failed=True)
     assert await total(replay) == 9
     assert (await replay.state()).counts == {"queued": 6, "open": 1, "scoring": 0, "failed": 2}
