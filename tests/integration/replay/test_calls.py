@@ -351,7 +351,7 @@ async def test_released_scoring_is_taken_again_at_no_cost(replay: ReplayClient) 
 async def test_a_record_that_can_not_be_read_fails_its_group(replay: ReplayClient) -> None:
     state = await replay.state()
     fence = {"timeline": state.timeline, "incarnation": state.incarnation}
-    group = {"id": "bad", "lane": "train", "order": 0, "n": 2, "worst": 1000, "nonce": "aa"}
+    group = {"id": "bad", "lane": "train", "order": 0, "env": "math", "n": 2, "worst": 1000, "nonce": "aa"}
     record = msgspec.msgpack.encode({"schema": 1})
     assert await replay._connection.call("enqueue", record, **fence, refill=False, groups=[group]) == 1
     assert await replay.lease(await healthy_replica(replay), 4) == []

@@ -196,8 +196,8 @@ async def test_law_7_failure_is_not_zero_tried_again_then_failed(
         await replay.score(job, Score("SCORED", 1.0))
 
 
-async def test_law_7_failure_is_not_zero_invalid_fails_at_once(replay: ReplayClient) -> None:
-    groups = [make_group(0, n=1, lane="validation", group_id="e0-validation-v0-0"), make_group(0)]
+async def test_law_7_failure_is_not_zero_invalid_fails_at_once_where_others_are_scored(replay: ReplayClient) -> None:
+    groups = [make_group(0, n=1, lane="validation", group_id="e0-validation-v0-0"), make_group(0, n=4)]
     await replay.enqueue(groups, (await replay.state()).timeline)
     for lease in await replay.lease(await healthy_replica(replay), 2):
         await push_all(replay, lease)

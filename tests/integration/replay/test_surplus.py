@@ -8,12 +8,11 @@ from collections.abc import Iterable
 import pytest
 
 from headrace.errors import InvalidCall, LeaseLost, Surplus
-from headrace.replay import Lease, Limits, ReplayClient, Waiting
+from headrace.replay import Lease, Limits, ReplayClient
 from headrace.trajectory import Score
 from tests.support.buffer import (
     contents,
     enqueue,
-    eventually,
     group_of,
     healthy_replica,
     make_group,
@@ -246,23 +245,6 @@ async def test_validation_groups_have_their_n_and_no_more(replay: ReplayClient) 
     await score(replay, [0, 1])
     done, _, _ = await replay.evaluated([lease.group.id])
     assert [t.index for t, _ in done[0].trajectories] == [0, 1]
-
-
-async def test_law_6_liveness_a_scorer_that_never_answers_costs_one_trajectory(
-    replay: ReplayClient, limits: Limits
-) -> None:
-    await tighten(replay, limits, max_scoring_attempts=1, scoring_deadline_s=0.01)
-    await enqueue(replay, range(1))
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
-    await push(replay, lease, [0])
-    await replay.take_scoring("scorer", {"math": 1})
-
-    async def dropped() -> bool:
-        await replay.heartbeat("nobody", [])
-        return (await group_of(replay, lease)).get("dropped") == 1
-
-    await eventually(dropped)
-    assert isinstance(await replay.reserve(0, lease.timeline), Waiting)
 
 
 async def test_too_many_redundant_trajectories_are_refused(replay: ReplayClient, limits: Limits) -> None:
