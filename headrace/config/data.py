@@ -152,3 +152,8 @@ class EnvConfig(Section):
     give_up_after: float | None = Field(
         None, gt=0, description="seconds after which a broken environment ends the run as an error; null waits for ever"
     )
+    unsafe_no_sandbox: bool = Field(
+        False,
+        description="score without a sandbox where the machine grants none (built-in environments); false refuses to start there. What "
+        "the policy writes could then read and do whatever the reward service can",
+    )

@@ -18,6 +18,11 @@ class RunConfig(Section):
         description="name of the run; `up` with the id of an earlier run continues it; null makes one",
     )
     dir: str = Field("runs", description="holds one folder a run: logs, metrics, checkpoints, the buffer's files")
+    hang_timeout_s: float = Field(
+        120.0,
+        gt=0,
+        description="`headrace up` kills a service of its own that answers nothing for this long, and starts it again",
+    )
 
 
 class ReplayConfig(Section):
@@ -88,6 +93,9 @@ class RolloutConfig(Section):
     )
     heartbeat_s: float = Field(2.0, gt=0, description="how often a replica renews itself and its leases")
     dead_after_s: float = Field(10.0, gt=0, description="a replica silent for this long is DEAD")
+    engine_timeout_s: float = Field(
+        120.0, gt=0, description="a replica whose engine does not answer for this long ends, to be started again"
+    )
 
 
 class RewardConfig(Section):
@@ -111,6 +119,12 @@ class TrainerConfig(Section):
         300.0, gt=0, description="with no verified replica for this long the run ends with that reason"
     )
     validation_deadline_s: float = Field(300.0, gt=0, description="how long a refit waits for a running validation")
+    collective_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="a rank whose work makes no progress for this long ends, and names the rank that it waits for; with one rank, its "
+        "/healthz turns red. More than fleet_deadline_s, weight_channel.timeout_s, a micro-batch, or writing a model to disk takes",
+    )
 
 
 class WeightChannelConfig(Section):

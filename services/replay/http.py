@@ -33,7 +33,7 @@ States = Annotated[
 
 def build_app(client: ReplayClient, ready: Ready, lineage: LineageFiles, waits_for: WaitsFor = list) -> FastAPI:
     """The replay service's application. `lineage` are the trainer's files; if it runs on another machine, they may not be there."""
-    app = create_app("Headrace replay", ready, waits_for)
+    app = create_app("Headrace replay", ready, waits_for=waits_for)
     _answer_errors(app)
     _add_run(app, client)
     _add_groups(app, client, lineage)

@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
+from headrace.service import EXIT_INTERNAL_ERROR
 from tests.support.rollout_fleet import Fleet, Policy, Process, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
@@ -218,8 +219,11 @@ async def test_a_replica_that_joins_late_gets_the_weights_before_it_leases(
     assert (await second.http.get("/readyz")).status_code == 503
     report = await fleet.refit(0)
     assert sorted(report.verified) == sorted((first.replica, second.replica))
-    for process in (first, second):
-        assert (await process.http.get("/readyz")).status_code == 200
+
+    async def ready() -> bool:
+        return {(await process.http.get("/readyz")).status_code for process in (first, second)} == {200}
+
+    await eventually(ready)  # the server knows of a proof before its replica does
 
 
 async def test_a_replica_killed_while_it_generates_leaves_no_orphan_and_its_groups_to_others(
@@ -360,3 +364,23 @@ async def test_sigterm_hands_the_leases_back_without_costing_an_attempt(fleet: F
     await fleet.replay.deregister(heir)
     assert not [it for it in await fleet.replay.replicas() if it.state != "DEAD"]
     assert "no trajectory" not in second.log.read_text()
+
+
+@pytest.mark.nightly  # two engines more; chaos kills engines every day
+@pytest.mark.parametrize(
+    ("signum", "reason"), [(signal.SIGKILL, "the engine died"), (signal.SIGSTOP, "has not answered")]
+)
+async def test_an_engine_that_dies_or_hangs_ends_its_replica_with_a_code_to_start_it_again(
+    fleet: Fleet, signum: int, reason: str
+) -> None:
+    fleet.settings["rollout"]["engine_timeout_s"] = 10.0
+    replica = await fleet.start()
+    epoch = await fleet.replay.epoch()
+    await fleet.refit(epoch.version if epoch is not None else 0)
+    group = await fleet.enqueue(long=True)
+    await eventually(replica.generating)
+    engine = replica.engine()
+    os.kill(engine, signum)
+    assert await replica.ended() == EXIT_INTERNAL_ERROR
+    assert reason in replica.log.read_text()
+    assert (await fleet.replay.group(group))["failures"] == 0
