@@ -61,11 +61,19 @@ local function hold(run, group, bytes)
   group.held = bytes
 end
 
+-- `env_name` of a group's record, whose binary fields cmsgpack can't read: msgpack text of fewer than 32 or 256 bytes behind its name. Before
+-- it come only the group's id and task.
+local function recorded_environment(record)
+  local _, at = string.find(record, '\168env_name', 1, true)
+  local kind, length = string.byte(record, at + 1, at + 2)
+  if kind == 217 then return string.sub(record, at + 3, at + 2 + length) end
+  return string.sub(record, at + 2, at + 1 + kind - 160)
+end
+
 -- The environment that scores the group. What an earlier build enqueued has it in its record only.
 local function environment_of(run, group)
   if not group.env then
-    local record = redis.call('GET', run.base .. 'd:' .. redis.call('HGET', group.key, 'record'))
-    group.env = cmsgpack.unpack(record).env_name
+    group.env = recorded_environment(redis.call('GET', run.base .. 'd:' .. redis.call('HGET', group.key, 'record')))
     redis.call('HSET', group.key, 'env', group.env)
     redis.call('SADD', run.base .. 'environments', group.env)
   end

@@ -6,9 +6,10 @@
 --   alone:<name>     zset    likewise, those that its process held when it died: any of them may have killed it, so each is sent alone
 --   taken:<name>     zset    trajectories with a scorer, by the deadline up to which it has renewed them
 --   failing:<name>   zset    those of its last WINDOW results that were no score, by number
---   env:<name>       hash    results (trajectories that it gave one for, since the breaker last closed), scored (of all, ever), not_started (calls in a
---                            row of which it began nothing), alone (`<place> <member>`, while that is or was taken alone); of an open breaker:
---                            since, kind, message, traceback, probes (failed in a row), probe_at, group (leased to be the probe)
+--   env:<name>       hash    results (trajectories that it gave one for, since the breaker last closed), scored (of all, ever), not_started
+--                            (calls in a row of which it began nothing), alone (`<place> <member>`: the one that was last taken alone); of
+--                            an open breaker since, kind, message, traceback, probes (failed in a row), probe_at, group (leased to be the
+--                            probe)
 --   broken           zset    environments whose breaker is open, by `since`
 -- f<i> of a group: what `scored` was when trajectory i first failed.
 --
@@ -16,9 +17,10 @@
 -- begin, or what went back with its scorer, costs nothing.
 --
 -- The breaker keeps a broken environment from using up what is generated. It opens when more than the failure share of the last WINDOW
--- trajectories failed; of fewer than FIRST only before one of them fails for good. Opening gives their attempts back. While it is open, one trajectory at a
--- time goes out, and nothing is charged. The breaker is a lease on silence: it holds until `probe_at`, and each probe that fails renews it for longer; if no scorer is
--- there to send one, it is due for a probe whenever the next comes. A probe that is scored closes it.
+-- trajectories failed (of fewer than FIRST only before one of them fails for good), or when it began nothing of NOTHING_BEGUN calls in a row.
+-- Opening gives the attempts back. While it is open, one trajectory at a time goes out as a probe, and nothing is charged. It is a lease: it
+-- holds until `probe_at`, and each probe that fails renews it, for longer; without a scorer it lapses, and the next scorer may probe at once.
+-- A probe that is scored closes it.
 -- uses: _args, _group, _run
 
 local WINDOW, FIRST = 32, 8
@@ -40,8 +42,7 @@ local function setting_of(run, env)
   return packed and cmsgpack.unpack(packed)[env] or {failure_share = 0.5}
 end
 
--- Back-off in ms before try `tries` + 1: doubled each time, less up to a half. The jitter comes from the name, so that a call does the same on
--- every server.
+-- Back-off in ms before try `tries` + 1: doubled each time, less up to a half of it: jitter, drawn from the name.
 local function pause_of(who, tries)
   local whole = math.min(FIRST_PAUSE_MS * 2 ^ (tries - 1), LONGEST_PAUSE_MS)
   local jitter = tonumber(string.sub(redis.sha1hex(who .. ' ' .. tries), 1, 4), 16) / 65536
@@ -154,8 +155,8 @@ local function is_used_up(run, env, group, entry, attempts, scored_before)
   return entry.status == 'INVALID' or attempts >= run.max_scoring_attempts
 end
 
--- A result that is no score, of a trajectory that the environment began. `scored_before`: what it had scored before this call, if this call brought
--- scores of it.
+-- A result that is no score, of a trajectory that the environment began. `scored_before`: what it had scored before this call, if the call
+-- brought scores of it.
 local function fail_scoring(run, group, entry, scored_before)
   local env, member = environment_of(run, group), group.id .. ':' .. entry.at
   local alone = taken_alone_from(run, env, member)

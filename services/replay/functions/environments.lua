@@ -2,7 +2,8 @@
 -- KEYS     the run
 -- ARGV     none
 -- Returns  msgpack: of each environment, by name: name, waiting (trajectories), alone (those of them that go out alone), taken, failing (of
---          the last results), broken; and if it is broken kind, message, traceback, broken_s (for how long), probes (failed in a row), probe_in_s
+--          the last results), broken; and if it is broken kind, message, traceback, broken_s (for how long), probes (failed in a row),
+--          probe_in_s
 -- uses: _group, _register, _scoring
 local FIELDS_OF_BROKEN = {'since', 'kind', 'message', 'traceback', 'probes', 'probe_at'}
 

@@ -8,9 +8,9 @@
 -- Law 3: the first n that are scored are the group. It is ready with them: the lease ends, what is still generated or waits for a score is
 -- surplus and goes, and its scores are refused.
 --
--- Law 7: only SCORED carries a reward. FAILED, TIMED_OUT, INVALID and INTERRUPTED (its environment died with it alone) are tried again until the
--- attempts are used up or the environment's breaker opens (_scoring.lua); then the trajectory is dropped, at once if it is UNSENDABLE, which
--- no environment has seen. The group fails with the message
+-- Law 7: only SCORED carries a reward. FAILED, TIMED_OUT, INVALID and INTERRUPTED (its environment died with it alone) are tried again until
+-- the attempts are used up or the environment's breaker opens (_scoring.lua); then the trajectory is dropped, at once if it is UNSENDABLE,
+-- which no environment has seen. The group fails with the message
 -- of the one that leaves it fewer than n. NOT_STARTED, and INTERRUPTED among others, cost nothing.
 --
 -- The scores of a call count before its failures: they tell a broken environment from a trajectory that it can't score.

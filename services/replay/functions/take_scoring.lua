@@ -5,8 +5,8 @@
 --          trajectories indices, nonces (the payloads' keys end with them) and scoring_attempts
 -- Errors   HR_INVALID
 --
--- Of each environment those first that may be taken the longest, up to BATCH in all. A suspect, and the probe of a broken environment, go alone (see
--- _scoring.lua).
+-- Of each environment those first that may be taken the longest, up to BATCH in all. A suspect, and the probe of a broken environment, go
+-- alone (_scoring.lua).
 -- uses: _args, _group, _register, _run, _scoring
 
 -- Neighbours in line are mostly of one group: {id, indices} for each run of them.

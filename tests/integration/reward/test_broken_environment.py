@@ -146,6 +146,7 @@ async def test_law_1_a_broken_environment_fails_no_group_and_the_run_goes_on_onc
             assert await replay.lease(replica, GROUPS) == []
             counts = (await replay.state()).counts
             assert (counts.get("failed", 0), counts["scoring"]) == (0, GROUPS)
+            assert (await replay.stats())["environments"][0]["broken"]
         async with serving(Scores(), port=port):
             for step in range(STEPS):
                 batch = await reservation(replay, step)

@@ -214,7 +214,8 @@ async def test_law_6_liveness_the_hub_answers_within_the_callers_deadline() -> N
     async with start_environment(ODD) as odd, start_hub({"odd": {"target": odd.target}, "math": {}}, workers=1) as hub:
         hang = Sample("hang", environment="odd")
         late, endless, fine = await hub.score([hang, ENDLESS, Sample("abc", environment="odd")], timeout_s=3.0)
-    assert (late.status, endless.status, fine.reward) == ("TIMED_OUT", "TIMED_OUT", 3)
+    # the time of a built-in one is a worker's, and was not over
+    assert (late.status, endless.status, fine.reward) == ("TIMED_OUT", "NOT_STARTED", 3)
 
 
 async def test_require_stop_is_a_rule_of_the_configuration() -> None:
