@@ -40,6 +40,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from headrace.errors import (
     ConfigError,
+    EnvironmentBroken,
     Fenced,
     InvalidCall,
     LeaseLost,
@@ -79,6 +80,7 @@ _BY_CODE = {
         WrongTimeline,
         WrongStep,
         SamplingStarved,
+        EnvironmentBroken,
         NotVerified,
     )
 }

@@ -42,7 +42,7 @@ class Role:
 
 
 # Functions that change something, by who calls them.
-_REPLAY = "open_run take_scoring release_scoring score"
+_REPLAY = "open_run take_scoring renew_scoring release_scoring score"
 _TRAINER = (
     "rewind restore refilled enqueue close reserve reject commit masked evaluated drop_validation "
     "open_epoch begin_epoch end_epoch"

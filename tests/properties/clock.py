@@ -7,12 +7,14 @@ from redis.asyncio import Redis
 
 from headrace_services.replay import library
 from tests.properties.model import SWEEP
+from tests.properties.scoring import FIRST, WINDOW
 
 CLOCK = "clock"
 # How the functions ask the server for the time (_run.lua), and what they ask here.
 _ASKS = "local time = redis.call('TIME')\n  return time[1] * 1000 + math.floor(time[2] / 1000)"
 _READS = f"return tonumber(redis.call('GET', '{CLOCK}'))"
 _SWEEPS = "local SWEEP = 64"
+_WINDOWS = "local WINDOW, FIRST = 32, 8"
 # A time of day, so that sums are of the size they have in earnest.
 START_MS = 1_800_000_000_000
 
@@ -23,6 +25,8 @@ def for_test(source: str) -> str:
         "the functions read the clock in another way: see server_ms"
     )
     assert source.count(_SWEEPS) == 1, "the functions bound their sweeps in another way: see _due.lua"
+    assert source.count(_WINDOWS) == 1, "the functions judge an environment in another way: see _scoring.lua"
+    source = source.replace(_WINDOWS, f"local WINDOW, FIRST = {WINDOW}, {FIRST}")
     return source.replace(_ASKS, _READS).replace(_SWEEPS, f"local SWEEP = {SWEEP}")
 
 

@@ -9,8 +9,7 @@
 --   ready       zset    those of `line` that are ready, by ticket
 --   leases      zset    open groups by the time the lease ends, or the group's deadline where it has none
 --   orphans     zset    open groups whose lease was lost, by ticket: the next leases
---   unscored    zset    trajectories waiting for a scorer (`<id>:<index>`) by time of push
---   taken       zset    trajectories with a scorer by deadline
+--   environments, broken, env:<name>, and the places `unscored:<name>`, `alone:<name>`, `taken:<name>`, `failing:<name>`: see _scoring.lua
 --   steps       hash    step -> ids of reserved, retained, or kept by a rewind for it (one a line, in ticket order)
 --   timelines   list    `<timeline> <version it began at>`: what the weights descend from, oldest first
 --   trash       list    groups trained for good whose payloads are still to be freed
