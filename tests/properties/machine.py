@@ -94,6 +94,35 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
             self.call("release", lease, "leaving", False)
         self.a_round(1, "plain", True, "trained")
 
+    @rule(
+        groups=st.integers(1, 12),
+        most=st.sampled_from([1, 2, 3, 12]),
+        deaths=st.lists(st.sampled_from(["silent", "died", "left"]), min_size=1, max_size=4),
+        busy=st.booleans(),
+        pushes=st.booleans(),
+    )
+    def replicas_die(self, groups: int, most: int, deaths: Sequence[str], busy: bool, pushes: bool) -> None:
+        """With what they hold, again and again. `busy`: another replica leases and trains beside them."""
+        if not self.model.refill and not self.model.closed:
+            self.enqueue(groups, 0, 0, "once")
+        for death in deaths:
+            self.refit([0, 1])
+            leases = self.call("lease", self.replica(1), most) or []
+            self.leases += leases
+            self.slow = {lease.token for lease in leases}
+            if pushes and leases:
+                self.call("push_many", [(leases[0], self.trajectory(leases[0], i, "plain")) for i in leases[0].missing])
+            if busy:
+                self.leases += self.call("lease", self.replica(0), 2) or []
+            if death != "silent":
+                self.call("deregister", self.replica(1), death == "died")
+            else:
+                self.run(self.world.pass_time(7_000))  # type: ignore[union-attr]
+                self.call("heartbeat", self.replica(0), [lease.token for lease in self.leases[-8:]])
+                self.run(self.world.pass_time(14_000))  # type: ignore[union-attr]
+                self.call("heartbeat", self.replica(0), [])
+        self.slow = set()
+
     @rule(groups=st.integers(1, 4), said=st.lists(st.tuples(statuses, rewards), min_size=2, max_size=8), how=deliveries)
     def a_round_is_scored(self, groups: int, said: Sequence[tuple[Status, float]], how: str) -> None:
         """By a scorer that also fails."""

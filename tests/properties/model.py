@@ -15,12 +15,14 @@ from headrace.errors import InvalidCall, LeaseLost, ReplayError, WrongStep, Wron
 from headrace.replay import Limits
 from headrace.replay.trainer import worst_case_bytes
 from headrace.trajectory import Group
-from tests.properties.records import IN_FLIGHT, Announced, Held, Member, Meters
+from tests.properties.records import IN_FLIGHT, NEVER, Announced, Held, Member, Meters
 
 # A dead replica stays on the list this long.
 REMEMBER_DEAD_MS = 600_000
 # Of each kind of deadline, how many are looked at in one call.
 SWEEP = 4
+# Groups that a replica held when it died are leased again in cohorts of this share of them.
+COHORTS = 8
 
 
 class Core:
@@ -53,6 +55,7 @@ class Core:
         self.scored_since = self.filtered_since = 0
         self.batch_counts = (0, 0)
         self.members: dict[str, Member] = {}
+        self.draining = ""  # the replica that gets no more groups until it can have suspects
         self.epoch_now: Announced | None = None
 
     # -- what people see
@@ -141,14 +144,19 @@ class Core:
         held.start_over()
         held.state = "queued"
 
-    def pass_on(self, held: Held, cause: str, *, counted: bool) -> None:
+    def pass_on(self, held: Held, cause: str) -> None:
         """The lease is lost; the group keeps its place, its attempt, its deadline and what it has, for whoever leases it next."""
-        if held.failures + counted >= self.limits.max_attempts:
-            self.requeue(held, cause, counted=counted)
-            return
         self.requeues[cause] += 1
-        held.failures += counted
         held.token, held.replica, held.lease_end = None, "", held.deadline
+
+    def suspect(self, held: Held, together: int) -> None:
+        """Its replica died with so many groups. One that was alone is charged an attempt. It has no deadline while it waits."""
+        if together == 1 and held.failures + 1 >= self.limits.max_attempts:
+            self.requeue(held, "dead", counted=True)
+            return
+        held.failures += together == 1
+        self.pass_on(held, "dead")
+        held.cohort, held.lease_end, held.deadline = max(1, together // COHORTS), NEVER, NEVER
 
     def retry_scoring(self, held: Held, index: int) -> None:
         """The trajectory waits for a scorer again, unless its attempts are used up."""
@@ -174,15 +182,17 @@ class Core:
     # -- time
 
     def expire(self) -> None:
-        """What every call that may write does first: leases, then scorers, then replicas whose time has passed, those first that are
-        due the longest. What is left over is for the next call."""
+        """What every call that may write does first: a replica whose time has passed; if there is none, leases, then scorers, those
+        first that are due the longest. What is left over is for the next call."""
+        if self._expire_replica():
+            return
         due = [(held.lease_end, held.id) for held in self.groups.values() if held.overdue(self.now)]
         for _, group in sorted(due)[:SWEEP]:
             held = self.groups[group]
             if held.deadline <= self.now:
                 self.requeue(held, "deadline", counted=not held.orphaned)
             else:
-                self.pass_on(held, "lease", counted=True)
+                self.pass_on(held, "lease")
         taken = [
             (piece.deadline, f"{held.id}:{index}", held, index)
             for held in self.groups.values()
@@ -192,25 +202,31 @@ class Core:
         for _, _, held, index in sorted(taken, key=lambda entry: entry[:2])[:SWEEP]:
             if index in held.pieces:  # an earlier one may have failed the group
                 self.retry_scoring(held, index)
-        self._expire_replica()
 
-    def _expire_replica(self) -> None:
+    def _expire_replica(self) -> bool:
         """One a call: its groups are the work."""
         due = sorted((member.due, replica) for replica, member in self.members.items() if member.due <= self.now)
         if not due:
-            return
+            return False
         replica = due[0][1]
         member = self.members[replica]
         if member.dead:
             del self.members[replica]
-            return
-        self.take_back(replica, "dead", counted=True)
-        member.dead, member.due = True, self.now + REMEMBER_DEAD_MS
+        else:
+            self.take_back(replica, died=True)
+            member.dead, member.due = True, self.now + REMEMBER_DEAD_MS
+        return True
 
-    def take_back(self, replica: str, cause: str, *, counted: bool) -> None:
-        for held in self.groups.values():
-            if held.state == "open" and held.replica == replica:
-                self.pass_on(held, cause, counted=counted)
+    def held_by(self, replica: str) -> list[Held]:
+        return [held for held in self.groups.values() if held.state == "open" and held.replica == replica]
+
+    def take_back(self, replica: str, *, died: bool) -> None:
+        groups = self.held_by(replica)
+        for held in groups:
+            if died:
+                self.suspect(held, len(groups))
+            else:
+                self.pass_on(held, "returned")
 
     def next_due(self) -> int | None:
         """The nearest time at which something happens by itself."""
@@ -218,7 +234,7 @@ class Core:
         times += [held.deadline for held in self.groups.values() if held.state == "open"]
         times += [p.deadline for held in self.groups.values() for p in held.pieces.values() if p.taken]
         times += [member.due for member in self.members.values()]
-        return min((time for time in times if time > self.now), default=None)
+        return min((time for time in times if self.now < time < NEVER), default=None)
 
     # -- the queue
 

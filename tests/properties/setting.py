@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from headrace.replay import Limits
 from headrace.replay.trainer import worst_case_bytes
 
-LEASE_S, SCORING_S, DEADLINE_S, DEAD_S = 10.0, 15.0, 25.0, 20.0
+LEASE_S, SCORING_S, DEADLINE_S = 10.0, 15.0, 25.0
 PROMPT_TOKENS, NEW_TOKENS = 4, 16  # of `make_group`
 
 
@@ -29,6 +29,7 @@ class Setting:
     filter: bool = False
     max_scored: int = 0
     redundant: int = 0
+    dead_s: float = 20.0  # shorter or longer than a lease
 
     def limits(self) -> Limits:
         worst = worst_case_bytes(self.n + self.redundant, PROMPT_TOKENS, NEW_TOKENS)
@@ -42,7 +43,7 @@ class Setting:
             lease_s=LEASE_S,
             group_deadline_s=DEADLINE_S,
             scoring_deadline_s=SCORING_S,
-            replica_dead_s=DEAD_S,
+            replica_dead_s=self.dead_s,
             max_bytes=worst * self.room if self.room else 2**40,
             ahead_steps=self.age + self.ahead,
             redundant=self.redundant,
@@ -68,4 +69,5 @@ settings_of_runs = st.builds(
     filter=st.booleans(),
     max_scored=st.sampled_from([0, 0, 2, 4]),
     redundant=st.sampled_from([0, 0, 1, 2]),
+    dead_s=st.sampled_from([8.0, 8.0, 20.0]),
 )

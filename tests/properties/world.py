@@ -185,7 +185,9 @@ class World:
         assert stats["refusals"] == dict(model.refusals)
         assert stats["requeues"] == dict(model.requeues)
         assert stats["bytes"] == model.bytes
-        assert stats["leases"] == sum(held.state == "open" for held in model.groups.values())
+        suspects = sum(held.cohort is not None for held in model.groups.values())
+        assert stats["suspects"] == suspects
+        assert stats["leases"] == sum(held.state == "open" for held in model.groups.values()) - suspects
         assert stats["line"] == len(model.line())
         pieces = [piece for held in model.groups.values() for piece in held.pieces.values()]
         waiting = sum(piece.waits for piece in pieces), sum(piece.taken for piece in pieces)
@@ -255,6 +257,8 @@ async def _outcome(method: Any, name: str, args: tuple[Any, ...]) -> Any:
     options: dict[str, Any] = {}
     if name == "release":
         *args, options["failed"] = args  # type: ignore[assignment]
+    if name == "deregister":
+        *args, options["died"] = args  # type: ignore[assignment]
     if name == "end_epoch":
         *args, options["aborted"] = args  # type: ignore[assignment]
     try:

@@ -7,8 +7,10 @@
 --   queue       zset    queued train groups by order       validation zset    queued validation groups by order
 --   line        zset    train groups open, scoring, ready, by ticket; O = ZCARD
 --   ready       zset    those of `line` that are ready, by ticket
---   leases      zset    open groups by the time the lease ends, or the group's deadline where it has none
+--   drains      string  the replica that gets no more groups until it can have suspects
+--   leases      zset    open groups by the time the lease ends, or the group's deadline where another replica is to go on with them
 --   orphans     zset    open groups whose lease was lost, by ticket: the next leases
+--   suspects    zset    open groups whose replica died, by ticket: leased apart from others. They have no deadline, and are not in `leases`
 --   unscored    zset    trajectories waiting for a scorer (`<id>:<index>`) by time of push
 --   taken       zset    trajectories with a scorer by deadline
 --   steps       hash    step -> ids of reserved, retained, or kept by a rewind for it (one a line, in ticket order)
