@@ -95,16 +95,21 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
         self.a_round(1, "plain", True, "trained")
 
     @rule(
-        groups=st.integers(1, 12),
-        most=st.sampled_from([1, 2, 3, 12]),
-        deaths=st.lists(st.sampled_from(["silent", "died", "left"]), min_size=1, max_size=4),
+        groups=st.integers(1, 8),
+        most=st.sampled_from([1, 2, 3, 8, 8]),
+        deaths=st.lists(st.sampled_from(["silent", "died", "died", "left"]), min_size=2, max_size=5),
         busy=st.booleans(),
         pushes=st.booleans(),
     )
     def replicas_die(self, groups: int, most: int, deaths: Sequence[str], busy: bool, pushes: bool) -> None:
         """With what they hold, again and again. `busy`: another replica leases and trains beside them."""
-        if not self.model.refill and not self.model.closed:
-            self.enqueue(groups, 0, 0, "once")
+        assert self.world
+        self.run(self.world.limit(dataclasses.replace(self.setting, room=0).limits()))
+        if self.model.closed:
+            self.rewind(0, "once")
+        for _ in range(2):  # until there is room for them
+            self.a_round(groups, "plain", True, "trained")
+        self.enqueue(groups, 0, 0, "once")
         for death in deaths:
             self.refit([0, 1])
             leases = self.call("lease", self.replica(1), most) or []
@@ -117,9 +122,9 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
             if death != "silent":
                 self.call("deregister", self.replica(1), death == "died")
             else:
-                self.run(self.world.pass_time(7_000))  # type: ignore[union-attr]
+                self.run(self.world.pass_time(7_000))
                 self.call("heartbeat", self.replica(0), [lease.token for lease in self.leases[-8:]])
-                self.run(self.world.pass_time(14_000))  # type: ignore[union-attr]
+                self.run(self.world.pass_time(14_000))
                 self.call("heartbeat", self.replica(0), [])
         self.slow = set()
 

@@ -22,7 +22,7 @@ REMEMBER_DEAD_MS = 600_000
 # Of each kind of deadline, how many are looked at in one call.
 SWEEP = 4
 # Groups that a replica held when it died are leased again in cohorts of this share of them.
-COHORTS = 8
+COHORTS = 2
 
 
 class Core:
