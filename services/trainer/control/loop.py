@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal, TypeVar
 
@@ -108,7 +108,8 @@ class Loop:
             fleet = await self._call(self._replay.replicas)
             if self._validation is not None and await self._validation.poll():
                 await self._report_validation(self._validation)
-            decision = decisions.decide(self._plan, self._look(fleet))
+            counts = (await self._call(self._replay.state)).counts
+            decision = decisions.decide(self._plan, self._look(fleet, counts))
             began = self._clock()
             match decision.action:
                 case Action.STOP:
@@ -119,6 +120,8 @@ class Loop:
                     return False
                 case Action.FAIL:
                     raise ServiceError(decision.reason)
+                case Action.CONDEMN:
+                    raise ServiceError(decision.reason + await self._reasons_of_failures())
                 case Action.FINISH:
                     await self._finish()
                     return True
@@ -152,7 +155,7 @@ class Loop:
             else:
                 self._seconds[decision.action] += self._clock() - began
 
-    def _look(self, fleet: Sequence[Replica]) -> LoopState:
+    def _look(self, fleet: Sequence[Replica], counts: Mapping[str, int]) -> LoopState:
         now, running = self._clock(), self._validation
         self._alive = len(decisions.alive(fleet))
         # while older weights are being evaluated, the replicas that hold those weights count
@@ -179,7 +182,16 @@ class Loop:
             reply=self._reply,
             target_reached=self._target_reached,
             must_save=not self._saved_in_time and self._plan.must_save_now(now - self._began, self._step_s),
+            counts=counts,
         )
+
+    async def _reasons_of_failures(self) -> str:
+        """The most frequent reasons of the newest training groups that failed, as the end of a sentence."""
+        letters = [letter for letter in (await self._call(self._replay.stats))["failed"] if letter["lane"] == "train"]
+        if not letters:
+            return ""
+        frequent = Counter(" ".join(letter["reason"].split())[:300] for letter in letters).most_common(3)
+        return f". Of the newest {len(letters)} failures: " + "; ".join(f"{times} x {why}" for why, times in frequent)
 
     # -- a step ----------------------------------------------------------------------------------------------------------
 
