@@ -132,7 +132,7 @@ class Model(Fleet):
         prompts = self.limits.prompts_per_step
         need = prompts - len(kept)
         if self.closed:
-            if len(self.train("queued", *IN_FLIGHT)) < prompts:
+            if len(self.train("queued", *IN_FLIGHT)) + len(self.wanted) < prompts:
                 return self._end_run()
             self._unpin(need)
         fresh = self._fresh(step, need)
@@ -186,7 +186,7 @@ class Model(Fleet):
 
     def _unpin(self, need: int) -> None:
         """Nothing else can fill the holes: survivors of the last steps give up theirs."""
-        while len(self.train("queued")) + len(self.line()) < need:
+        while len(self.train("queued")) + len(self.wanted) + len(self.line()) < need:
             steps = [held.step for held in self.in_flight() if held.pinned and held.step != self.next_step]
             if not steps:
                 return
@@ -277,7 +277,7 @@ class Model(Fleet):
             self.refill = True
             self.gone["train", "trained"] = version * self.limits.prompts_per_step
             self.gone["train", "failed"], self.gone["train", "filtered"] = ended.failed, ended.filtered
-            self.ended = orders(ended.bitmap)
+            self.ended, self.failures = orders(ended.bitmap), orders(ended.failures)
         return self.state()
 
     def refilled(self, timeline: str, seen: object) -> None:
@@ -285,9 +285,10 @@ class Model(Fleet):
         self.require_timeline(timeline)
         self.refill = False
 
-    def groups_ended(self, seen: object) -> tuple[int, int, set[int]]:
+    def groups_ended(self, seen: object) -> tuple[object, ...]:
         counts = self.count("train")
-        return counts.get("failed", 0), counts.get("filtered", 0), self.ended
+        retries = {order: times for order, times in self.retries.items() if times}
+        return counts.get("failed", 0), counts.get("filtered", 0), self.ended, self.failures, retries
 
     def state(self, seen: object = None) -> RunState:
         return RunState(
@@ -300,6 +301,7 @@ class Model(Fleet):
             self.closed,
             self.count("train"),
             self.refill,
+            len(self.wanted),
             tuple(self.timelines),
         )
 

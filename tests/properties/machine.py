@@ -126,6 +126,8 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
                 self.call("heartbeat", self.replica(0), [lease.token for lease in self.leases[-8:]])
                 self.run(self.world.pass_time(14_000))
                 self.call("heartbeat", self.replica(0), [])
+            if busy:
+                self.leases += self.call("lease", self.replica(0), 2) or []
         self.slow = set()
 
     @rule(groups=st.integers(1, 4), said=st.lists(st.tuples(statuses, rewards), min_size=2, max_size=8), how=deliveries)
@@ -178,6 +180,8 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
         self.run(self.world.limit(dataclasses.replace(self.setting, room=0, retain=0, max_scored=0).limits()))
         if model.refill:
             self.refill(True, "once")
+        if model.wanted:
+            self.supply("once")
         self.call("close", model.timeline)
         for _ in range(400):
             self.refit([0])

@@ -48,6 +48,9 @@ class Core:
             collections.Counter()
         )  # (lane, state) of groups not held any more
         self.ended: set[int] = set()  # orders of train groups that are failed or filtered
+        self.failures: set[int] = set()  # of those that failed
+        self.retries: collections.Counter[int] = collections.Counter()
+        self.wanted: set[int] = set()  # orders to be enqueued again
         self.requeues: collections.Counter[str] = collections.Counter()
         self.refusals = collections.Counter()
         self.last_ticket = -1
@@ -132,6 +135,8 @@ class Core:
         held.state = state
         if held.lane == "train" and state in ("failed", "filtered"):
             self.ended.add(held.group.order)
+        if held.lane == "train" and state == "failed":
+            self.failures.add(held.group.order)
 
     def requeue(self, held: Held, cause: str, *, counted: bool) -> None:
         self.requeues[cause] += 1
@@ -245,21 +250,40 @@ class Core:
         for group in sorted(groups, key=lambda group: group.order):
             if group.id in self.groups or group.id in new:
                 continue
-            fresh = ((refill and self.refill) or group.order > self.enqueued) and group.order not in self.ended
+            asked = refill and (self.refill or group.order in self.wanted)
+            fresh = (asked or group.order > self.enqueued) and group.order not in self.ended
             if group.lane == "validation" or fresh:
                 new[group.id] = group
         # a feeder goes on where it left off
         ahead = [group.order for group in new.values() if group.lane == "train" and group.order > self.enqueued]
         if ahead and min(ahead) > self.enqueued + 1:
             self.refuse(WrongStep)
-        if self.closed and any(group.lane == "train" for group in new.values()):
+        wanted = self.wanted if refill else set()
+        if self.closed and any(group.lane == "train" and group.order not in wanted for group in new.values()):
             self.refuse(InvalidCall)
         for group in new.values():
             worst = worst_case_bytes(1, group.prompt_token_ids.size, group.sampling.max_new_tokens)
             self.groups[group.id] = Held(group, worst)
             if group.lane == "train":
                 self.enqueued = max(self.enqueued, group.order)
+                self.wanted.discard(group.order)
         return len(new)
+
+    def retry(self, failures: dict[int, int], seen: object) -> int:
+        """Those that have failed, and were retried as often as is said; each retry undoes one failure."""
+        self.expire()
+        again = [order for order in failures if order in self.failures and self.retries[order] == failures[order]]
+        for order in again:
+            self.failures.discard(order)
+            self.ended.discard(order)
+            self.retries[order] += 1
+            self.wanted.add(order)
+            letter = next((held for held in self.train("failed") if held.group.order == order), None)
+            if letter is None:
+                self.gone["train", "failed"] -= 1
+            else:
+                self.forget(letter)
+        return len(again)
 
     def close(self, timeline: str, seen: object) -> None:
         self.expire()

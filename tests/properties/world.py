@@ -27,7 +27,7 @@ NEW_EACH_TIME = {"lease": "_read_leases", "take_scoring": "_read_jobs"}
 IDEMPOTENT = {
     *("enqueue", "close", "commit", "rewind", "restore", "refilled", "drop_validation"),
     *("open_epoch", "acknowledge", "begin_epoch", "verify", "refuse", "end_epoch", "register", "deregister"),
-    *("push_many", "save_many", "release", "reject", "abandon", "score_many", "release_scoring"),
+    *("push_many", "save_many", "release", "reject", "abandon", "score_many", "release_scoring", "retry"),
 }
 
 
@@ -282,7 +282,7 @@ def _plain(seen: Any) -> Any:
         case Reservation():
             return seen_batch(seen)
         case Ended():
-            return (seen.failed, seen.filtered, orders(seen.bitmap))
+            return (seen.failed, seen.filtered, orders(seen.bitmap), orders(seen.failures), seen.retries)
         case ([*done], dict(failed), int(pending)):
             described = [
                 (e.group.id, [(e.group.id, t.index, score.reward, *shape(t)) for t, score in e.trajectories])

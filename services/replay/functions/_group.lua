@@ -151,7 +151,7 @@ local function erase(run, group)
 end
 
 -- Law 1: a train group that ended without being trained (failed, filtered) never comes back, although its hash and record may go:
--- its order stays in the bitmap `ended`, across rewinds and restores, and no refill takes it again.
+-- its order stays in the bitmap `ended`, across rewinds and restores, and no refill takes it again. Only `retry` brings back one that failed.
 local function mark_ended(run, group)
   if group.lane == 'train' then redis.call('SETBIT', run.base .. 'ended', group.order, 1) end
 end
@@ -164,7 +164,10 @@ local function trim_dead_letters(run)
   for _, id in ipairs(excess > 0 and redis.call('ZRANGE', run.base .. 'failed', 0, excess - 1) or {}) do
     local group = load_group(run, id)
     -- a group of the validation lane goes with its lane
-    if group.lane == 'train' then erase(run, group) end
+    if group.lane == 'train' then
+      erase(run, group)
+      redis.call('HDEL', run.base .. 'letters', group.order)
+    end
     redis.call('ZREM', run.base .. 'failed', id)
   end
 end
@@ -176,6 +179,10 @@ local function fail(run, group, reason)
   discard(run, group)
   redis.call('HSET', group.key, 'state', 'failed', 'reason', words(reason), 'token', '', 'held', 0)
   mark_ended(run, group)
+  if group.lane == 'train' then
+    redis.call('SETBIT', run.base .. 'failures', group.order, 1)
+    redis.call('HSET', run.base .. 'letters', group.order, group.id)
+  end
   redis.call('ZADD', run.base .. 'failed', run.now, group.id)
   trim_dead_letters(run)
   move(run, group.lane, group.state, 'failed')

@@ -19,7 +19,9 @@
 --   tally       list    groups trained for good that are still to be metered
 --   lane        set     every validation group             unused     set     groups left over at the end
 --   failed      zset    dead letters by time, the newest   counts     hash    `<lane>:<state>` -> groups
---   ended       bitmap  orders of train groups that ended failed or filtered
+--   ended       bitmap  orders of train groups that ended failed or filtered; failures: of those that failed
+--   letters     hash    order -> id of the dead letters of train groups
+--   retries     hash    order -> how often its group was retried     wanted  zset    orders whose prompts the trainer is to supply again
 --   since       hash    scored, filtered: train groups since the last batch that got all their scores, and of them were filtered
 --   refusals    hash    code -> calls refused (law 4)      requeues   hash    cause -> groups requeued, passed on
 --   replicas    zset    replicas by the time they are due  r:<id>     hash    a replica; h:<id> set of groups it holds

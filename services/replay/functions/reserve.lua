@@ -173,7 +173,7 @@ local function reserve(run, step)
   local survivors = #groups
   local need = run.prompts_per_step - survivors
   if run.closed == 1 then
-    local queued = redis.call('ZCARD', run.base .. 'queue')
+    local queued = redis.call('ZCARD', run.base .. 'queue') + redis.call('ZCARD', run.base .. 'wanted')
     if queued + redis.call('ZCARD', run.base .. 'line') + run.pinned < run.prompts_per_step then return end_run(run, {}) end
     while queued + redis.call('ZCARD', run.base .. 'line') < need and unpin_last_step(run, step) do end
   end

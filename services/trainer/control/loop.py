@@ -18,7 +18,7 @@ from headrace.replay import End, Replica, Reservation, Waiting
 from headrace.trajectory import Float32, Int32
 from headrace.weights.probe import choose_token_ids
 from headrace_services.trainer.control import decisions
-from headrace_services.trainer.control.checkpoint import ENDED, TRAINED, CheckpointState
+from headrace_services.trainer.control.checkpoint import ENDED, FAILURES, TRAINED, CheckpointState
 from headrace_services.trainer.control.context import TrainerContext
 from headrace_services.trainer.control.decisions import Action, Backoff, LoopState, Plan
 from headrace_services.trainer.control.rank import Weights, check_reservation, shard_batch
@@ -251,7 +251,8 @@ class Loop:
 
     async def _checkpoint(self) -> None:
         """Publish a checkpoint, then commit it to the buffer: in this order nothing is lost, whatever dies in between."""
-        context, ended = self._context, await self._call(self._replay.ended)
+        context, retries = self._context, self._context.feeder.retries
+        ended = await self._call(self._replay.ended)
         counters = context.lead.learner.counters
         state = CheckpointState(
             version=self._version,
@@ -261,13 +262,14 @@ class Loop:
             cursor=self._ledger.last + 1,
             failed=ended.failed,
             filtered=ended.filtered,
+            retries=retries,
             consumed_samples=counters.consumed_samples,
             total_valid_tokens=counters.total_valid_tokens,
             run_id=self._config.run.id or "",
             metrics={} if self._reward is None else {"train:reward": self._reward},
         )
         keep = {self._validation.version} if self._validation else set()
-        files = {TRAINED: self._ledger.encode(), ENDED: ended.bitmap}
+        files = {TRAINED: self._ledger.encode(), ENDED: ended.bitmap, FAILURES: ended.failures}
 
         def write() -> None:
             folder = context.checkpoints.begin(state.version)

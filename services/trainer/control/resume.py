@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pyroaring import BitMap
 
@@ -13,6 +13,7 @@ from headrace.errors import ServiceError
 from headrace.replay import BufferRetry, Ended, ReplayClient, RunState
 from headrace_services.trainer.control.checkpoint import (
     ENDED,
+    FAILURES,
     TRAINED,
     Checkpoints,
     CheckpointState,
@@ -52,7 +53,7 @@ class ResumeState:
     """The state that a trainer resumes from, agreed with the buffer.
 
     `refill`: prompts up to order `enqueued` are missing in the buffer and must be enqueued again before anything else. `ended`: the orders
-    that failed or were filtered before the checkpoint.
+    that failed or were filtered, as far as the buffer knows now.
     """
 
     version: int
@@ -70,8 +71,22 @@ class ResumeState:
         return self.ledger.missing(self.enqueued, self.ended)
 
 
-async def resume(replay: ReplayClient, retry: BufferRetry, checkpoints: Checkpoints, run_id: str) -> ResumeState:
-    """Rewind or restore the buffer to the newest checkpoint, on a new timeline."""
+def checkpoint_ended(checkpoint: CheckpointState, checkpoints: Checkpoints) -> Ended:
+    """The groups that had ended untrained when the checkpoint was published. An earlier build did not say which of them had failed."""
+    version = checkpoint.version
+    failures = b"" if checkpoint.retries is None else checkpoints.file(version, FAILURES)
+    return Ended(checkpoint.failed, checkpoint.filtered, checkpoints.file(version, ENDED), failures)
+
+
+async def resume(
+    replay: ReplayClient,
+    retry: BufferRetry,
+    checkpoints: Checkpoints,
+    retried: Sequence[Sequence[int]],
+    run_id: str,
+) -> ResumeState:
+    """Rewind or restore the buffer to the newest checkpoint, on a new timeline. `retried`: the orders of each retry in the journal; those
+    that the checkpoint doesn't know of are retried still."""
     newest = checkpoints.newest()
     checkpoint = None if newest is None else checkpoints.state(newest)
     ledger, ended = Ledger(), Ended()
@@ -82,7 +97,8 @@ async def resume(replay: ReplayClient, retry: BufferRetry, checkpoints: Checkpoi
                 "set checkpointing.checkpoint_dir to another folder"
             )
         ledger = Ledger.decode(checkpoints.file(checkpoint.version, TRAINED))
-        ended = Ended(checkpoint.failed, checkpoint.filtered, checkpoints.file(checkpoint.version, ENDED))
+        ended = checkpoint_ended(checkpoint, checkpoints)
+        ended = ended.without(order for orders in retried[checkpoint.retries or 0 :] for order in orders)
     ended_bitmap = ended_orders(ended)
     found = await retry(replay.state)
     version = 0 if checkpoint is None else checkpoint.version
@@ -102,7 +118,7 @@ async def resume(replay: ReplayClient, retry: BufferRetry, checkpoints: Checkpoi
         ancestors=(*checkpoint.ancestors, checkpoint.timeline) if checkpoint else (),
         incarnation=run.incarnation,
         ledger=ledger,
-        ended=ended_bitmap,
+        ended=ended_orders(await retry(replay.ended)),
         enqueued=run.enqueued,
         refill=run.refill,
         previous_timeline=found.timeline,

@@ -1,9 +1,10 @@
 """The journal `metrics.jsonl`: the metrics of a run, from which curves and trackers are fed.
 
-It has one JSON object per line: `kind` (`train`, `validation`, or `rewind`), `step`, `timeline`, `time` (Unix
+It has one JSON object per line: `kind` (`train`, `validation`, `rewind`, or `retry`), `step`, `timeline`, `time` (Unix
 seconds) and `metrics`. `step` of a `train` line is the step t that turned version t into t + 1; of a `validation` line the
 version that was evaluated; of a `rewind` line the checkpoint from which the trainer resumed, which supersedes the lines of
-later weights above it (`surviving`).
+later weights above it (`surviving`). A `retry` line names the `orders` of prompts whose groups had failed and were queued again, at
+the step that was due then.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from headrace.errors import ServiceError
 
 JOURNAL = "metrics.jsonl"  # in the run's folder
 
-Kind = Literal["train", "validation", "rewind"]
+Kind = Literal["train", "validation", "rewind", "retry"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +31,11 @@ class Line:
     timeline: str
     time: float
     metrics: dict[str, float]
+    orders: list[int] = dataclasses.field(default_factory=list)
 
 
 def surviving(lines: Iterable[Line]) -> list[Line]:
-    """The lines that belong to the history of the newest weights.
+    """The lines that belong to the history of the newest weights: of steps and validations.
 
     A rewind to version c abandons the steps that made later versions (`train` lines with step >= c) and the validations of
     those versions (`validation` lines with step > c). The weights of version c are unchanged, so its own validation survives.
@@ -42,9 +44,14 @@ def surviving(lines: Iterable[Line]) -> list[Line]:
     for line in lines:
         if line.kind == "rewind":
             kept = [k for k in kept if k.step < line.step or (k.kind == "validation" and k.step == line.step)]
-        else:
+        elif line.kind != "retry":
             kept.append(line)
     return kept
+
+
+def retried(lines: Iterable[Line]) -> list[list[int]]:
+    """The orders of each retry so far, whatever was rewound since: a retry is of the run, not of its weights."""
+    return [line.orders for line in lines if line.kind == "retry"]
 
 
 class Journal:
@@ -55,10 +62,14 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
 
-    def append(self, kind: Kind, step: int, timeline: str, metrics: Mapping[str, float]) -> None:
-        line = Line(kind, step, timeline, time.time(), dict(metrics))
+    def append(
+        self, kind: Kind, step: int, timeline: str, metrics: Mapping[str, float], orders: Sequence[int] = ()
+    ) -> None:
+        line = dataclasses.asdict(Line(kind, step, timeline, time.time(), dict(metrics), list(orders)))
+        if not orders:
+            del line["orders"]
         with self.path.open("a") as file:
-            file.write(json.dumps(dataclasses.asdict(line)) + "\n")
+            file.write(json.dumps(line) + "\n")
 
     def read(self) -> list[Line]:
         """All lines. Raises `ServiceError` naming the first line that `append` did not write."""
