@@ -91,7 +91,10 @@ async def _retry(config: Config, groups: Sequence[str] | None, reason: str | Non
             orders &= {await _failed_order(replay, group) for group in groups}
         elif reason is not None:
             letters = [await replay.group(group_id) async for group_id, _ in replay.groups(["failed"])]
-            orders &= {letter["order"] for letter in letters if letter and reason in letter["reason"]}
+            found = [
+                letter for letter in letters if letter and letter["lane"] == "train" and reason in letter["reason"]
+            ]
+            orders &= {letter["order"] for letter in found}
         return await replay.retry({order: ended.retries.get(order, 0) for order in orders})
 
 

@@ -1,5 +1,5 @@
-"""Keeps the queue of training prompts filled ahead of the fleet, closes it when no more will come, and supplies the prompts of failed groups
-that are retried."""
+"""Keeps the queue of training prompts filled ahead of the fleet, closes it when no more will come, and supplies the prompts of failed
+groups that are retried."""
 
 from __future__ import annotations
 

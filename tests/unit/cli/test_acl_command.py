@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from headrace.cli.app import app
 from headrace.errors import ConfigError
 
-ROLES = ["replay", "trainer", "rollout", "reader", "up", "admin"]
+ROLES = ["replay", "trainer", "rollout", "operator", "reader", "up", "admin"]
 
 
 @pytest.fixture
