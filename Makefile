@@ -12,8 +12,8 @@ PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 STAMP := $(VENV)/.installed
 DEMO_MODEL := models/tiny
-# Processes that share the tests.
-WORKERS ?= 2
+# Processes that share the tests: one more than cores, because tests wait for processes, leases and deadlines.
+WORKERS ?= 3
 
 # Of `make chaos`: how many faults, and which: by default other ones each day.
 FAULTS ?= 100

@@ -19,6 +19,10 @@ class ServiceError(HeadraceError):
     """A service can't start or go on (busy port, wrong model path, too little memory, …)."""
 
 
+class Restartable(ServiceError):
+    """This process of a service can't go on, but a new one in its place can: its inference engine died, or one of its parts hangs."""
+
+
 class ReplayError(HeadraceError):
     """The replay buffer refused a call. `code` is the stable, machine-readable name of the refusal."""
 

@@ -13,15 +13,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from headrace.errors import ServiceError
+from headrace.tls import Reloading
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from headrace.http_access import HttpAccess
 
 Ready = Callable[[], Awaitable[str | None]]
 
 # Exit codes of a service. The user must fix something: starting the service again won't help.
 EXIT_USER_ERROR = 1
-# An unexpected exception.
+# An unexpected exception, or `Restartable`: a new process may go on where this one ended.
 EXIT_INTERNAL_ERROR = os.EX_SOFTWARE
 # The buffer can't be reached; it may come back.
 EXIT_BUFFER_UNAVAILABLE = os.EX_TEMPFAIL
@@ -38,7 +41,8 @@ def create_app(title: str, ready: Ready) -> FastAPI:
     from fastapi import FastAPI
     from fastapi.responses import JSONResponse
 
-    app = FastAPI(title=title)
+    # its pages of documentation would load scripts of other sites; /openapi.json says the same
+    app = FastAPI(title=title, docs_url=None, redoc_url=None)
 
     @app.get("/healthz", summary="The process is alive")
     async def healthz() -> dict[str, str]:
@@ -72,11 +76,20 @@ def bind(host: str, port: int, key: str) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def serve_http(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
-    """Serve `app` on `sock` while the context is open."""
+async def serve_http(app: FastAPI, sock: socket.socket, access: HttpAccess) -> AsyncIterator[None]:
+    """Serve `app` on `sock` to those whom `access` lets in, while the context is open. Raises `ConfigError` for a certificate that can't
+    be used."""
     import uvicorn
 
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=2))
+    from headrace.http_access import Guard
+
+    # log_config None: its records go through the service's own handlers
+    config = uvicorn.Config(
+        Guard(app, access), log_config=None, log_level="warning", lifespan="on", timeout_graceful_shutdown=2
+    )
+    config.load()
+    config.ssl = Reloading(access.certificate).context() if access.certificate is not None else None
+    server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]  # the service handles signals
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:

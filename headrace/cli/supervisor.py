@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +18,9 @@ from headrace.errors import ServiceError
 from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_USER_ERROR, die_with_parent
 
 LOG_TAIL_LINES = 15
+# A log that has grown to this is moved to NAME.log.1, in place of the one there.
+LOG_BYTES = 64 * 1024**2
+_LOOK_AT_LOGS_S = 5.0
 
 
 class ServiceFailed(ServiceError):
@@ -42,17 +45,18 @@ class Finished:
 
 @dataclasses.dataclass(frozen=True)
 class RestartPolicy:
-    """Decides what to do when a service exits: at most `limit` restarts within `window_s`, with exponential backoff."""
+    """Decides what to do when a service exits: at most `limit` restarts in a row without progress between them, with exponential backoff.
+
+    A time window would be wrong either way: a service that takes minutes to start would be restarted for ever, and one whose work goes
+    on between its deaths would be given up.
+    """
 
     limit: int = 5
-    window_s: float = 300.0
     first_delay_s: float = 1.0
     longest_delay_s: float = 30.0
 
-    def decide(
-        self, exit_code: int, *, ends_run: bool, was_ready: bool, restarts: Sequence[float], now: float
-    ) -> Restart | GiveUp | Finished:
-        """`exit_code` is negative for a signal; `restarts` are the times of earlier restarts, on the clock of `now`.
+    def decide(self, exit_code: int, *, ends_run: bool, was_ready: bool, fruitless: int) -> Restart | GiveUp | Finished:
+        """`exit_code` is negative for a signal; `fruitless` is the number of restarts since the last progress.
 
         There is no restart after `EXIT_USER_ERROR`, none after `EXIT_BUFFER_UNAVAILABLE` if the service was never ready (a buffer
         that never existed won't come back), and none after a clean exit of a service that ends the run.
@@ -62,15 +66,14 @@ class RestartPolicy:
         how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         if exit_code == EXIT_USER_ERROR or (exit_code == EXIT_BUFFER_UNAVAILABLE and not was_ready):
             return GiveUp(how)
-        recent = [at for at in restarts if now - at < self.window_s]
-        if len(recent) >= self.limit:
-            return GiveUp(f"{how}, after {len(recent)} restarts within {self.window_s:.0f} s")
-        return Restart(min(self.longest_delay_s, self.first_delay_s * 2.0 ** len(recent)), how)
+        if fruitless >= self.limit:
+            return GiveUp(f"{how}, after {fruitless} restarts without progress")
+        return Restart(min(self.longest_delay_s, self.first_delay_s * 2.0**fruitless), how)
 
 
 @dataclasses.dataclass
 class Child:
-    """A service under supervision. `state` is what the display shows."""
+    """A service under supervision. `state` is what the display shows; `restarts` counts all, `fruitless` those since the last progress."""
 
     name: str
     argv: Sequence[str]
@@ -79,7 +82,10 @@ class Child:
     was_ready: bool = False
     state: str = "not started"
     pid: int | None = None
-    restarts: list[float] = dataclasses.field(default_factory=list)
+    restarts: int = 0
+    fruitless: int = 0
+    answered: bool = False  # the current process, at least once
+    silent_s: float = 0.0  # since its last answer
     log_start: int = 0  # where in the log the current process began
 
     def set_ready(self, ready: bool, otherwise: str) -> None:
@@ -87,6 +93,23 @@ class Child:
         if self.pid is not None:
             self.was_ready = self.was_ready or ready
             self.state = "ready" if ready else otherwise
+
+    def keep_log_small(self, limit: int) -> None:
+        """Move the log to `NAME.log.1` once it has `limit` bytes. The running process goes on in the same file, at its start.
+
+        What it writes between the copy and the cut, a moment later, is lost: it holds the file itself, so the file can't be replaced.
+        """
+        if self.log.exists() and self.log.stat().st_size >= limit:
+            older = self.log.with_name(self.log.name + ".1")
+            shutil.copyfile(self.log, older)
+            os.truncate(self.log, 0)
+            self.log_start = 0
+
+    def heard(self, answered: bool, after_s: float) -> None:
+        """Note whether the current process answered when it was asked, `after_s` since it was asked before. One that has not answered
+        yet is still starting: its silence doesn't count."""
+        self.answered = self.answered or answered
+        self.silent_s = 0.0 if answered or not self.answered else self.silent_s + after_s
 
     def log_tail(self) -> str:
         """The last lines that the current process logged."""
@@ -108,10 +131,12 @@ class Supervisor:
         report: Callable[[str], None],
         policy: RestartPolicy | None = None,
         grace_s: float = 20.0,
+        log_bytes: int = LOG_BYTES,
     ) -> None:
         self.environ = dict(environ)
         self.report = report
         self.policy = policy or RestartPolicy()
+        self.log_bytes = log_bytes
         self.grace_s = grace_s  # between SIGTERM and SIGKILL
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._guard = subprocess.Popen(
@@ -127,7 +152,7 @@ class Supervisor:
         while True:
             code = await self._run(child)
             match self.policy.decide(
-                code, ends_run=child.ends_run, was_ready=child.was_ready, restarts=child.restarts, now=time.monotonic()
+                code, ends_run=child.ends_run, was_ready=child.was_ready, fruitless=child.fruitless
             ):
                 case Finished():
                     child.state = "finished"
@@ -141,7 +166,8 @@ class Supervisor:
                     child.state = "restarting"
                     self.report(f"{child.name}: {reason}; starting it again in {delay_s:.0f} s")
                     await asyncio.sleep(delay_s)
-                    child.restarts.append(time.monotonic())
+                    child.restarts += 1
+                    child.fruitless += 1
 
     async def _run(self, child: Child) -> int:
         """Start `child` and wait for it; returns its exit code once its whole process group is gone."""
@@ -159,12 +185,25 @@ class Supervisor:
                 preexec_fn=die_with_parent,
             )
         self._processes[child.name] = process
-        child.pid, child.state = process.pid, "starting"
+        child.pid, child.state, child.answered, child.silent_s = process.pid, "starting", False, 0.0
         self._notify_guard("+", process.pid)
-        code = await _wait(process)
+        bounding = asyncio.create_task(self._bound_log(child))
+        try:
+            code = await _wait(process)
+        finally:
+            bounding.cancel()
         await self._end_group(child.name, process.pid)
         child.pid = None
         return code
+
+    async def _bound_log(self, child: Child) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(child.keep_log_small, self.log_bytes)
+            except OSError as error:
+                self.report(f"{child.log} can't be kept small ({error.strerror}); it goes on growing")
+                return
+            await asyncio.sleep(_LOOK_AT_LOGS_S)
 
     async def _end_group(self, name: str, group: int) -> None:
         """End what an exited leader left of its group; the embedded server gets a moment to write its files."""
@@ -188,6 +227,13 @@ class Supervisor:
             child.pid, child.state = None, "stopped"
 
         await asyncio.gather(*(end(child, process) for child, process in running))
+
+    def replace(self, child: Child, reason: str) -> None:
+        """Send SIGKILL to a service that hangs, so that `supervise` starts it again."""
+        process = self._processes.get(child.name)
+        if process is not None:
+            self.report(f"{child.name}: {reason}; killed, to be started again")
+            guard.signal_group(process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """Send SIGKILL to everything."""

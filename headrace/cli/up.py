@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import ssl
 import sys
 import time
 from collections.abc import Iterator
@@ -17,20 +18,27 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from headrace.cli import runs
+from headrace import exposure
+from headrace.cli import page, runs
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
 from headrace.cli.display import UPDATING, Display, LiveDisplay, RunSummary, ServiceLine, closing_table
 from headrace.cli.rewind import published
-from headrace.cli.supervisor import Child, Supervisor, child_environ
+from headrace.cli.supervisor import Child, ServiceFailed, Supervisor, child_environ
 from headrace.config import Config
 from headrace.config.load import examine
+from headrace.credentials import buffer_url, credentials_of
 from headrace.errors import HeadraceError, ReplayUnavailable, ServiceError
 from headrace.replay import ReplayClient, Replica
+from headrace.tls import client_context
 
 # Importing torch takes a while on a busy machine; past this, a service hangs rather than being slow.
 READY_DEADLINE_S = 120.0
 POLL_S = 1.0
+# Longest time between two questions that counts as a service's silence.
+LONGEST_GAP_S = 10.0
+# In place of a status: the service took the connection, and said nothing.
+NO_ANSWER = 504
 
 
 def up(
@@ -54,12 +62,16 @@ def up(
 
     with runs.locked(loaded):
         loaded = runs.settle_ports(loaded)
+        runs.make_credentials(loaded)
+        for service in ("replay", "reward", "rollout", "trainer"):
+            exposure.check(loaded, service)
         saved = runs.save(loaded)
         say(f"run {loaded.run.id} in {loaded.run_folder} ({age_bound(loaded)})")
         if translation:
             say(f"{translation.summary}; `headrace config check {config}` lists them")
         for change in changes:
             say(f"changed: {change}")
+        say(f"curves: {page.address(loaded)}")
         started = time.monotonic()
         try:
             with _display(console) as display:
@@ -69,10 +81,10 @@ def up(
             raise typer.Exit(128 + interrupted.signum) from None
         console.print(closing_table(run, time.monotonic() - started))
         # not in the table: a path cut off at a column's width can't be copied
-        curve, page = loaded.run_folder / "curve.png", loaded.run_folder / "curves.html"
+        curve, curves = loaded.run_folder / "curve.png", loaded.run_folder / "curves.html"
         say(f"learning curve: {curve if curve.exists() else 'none was drawn'}")
-        if page.exists():
-            say(f"all curves:     {page}")
+        if curves.exists():
+            say(f"all curves:     {curves}")
         checkpoints = published(loaded.checkpoint_folder)
         newest = checkpoints[max(checkpoints)] / "policy" if checkpoints else None
         say(f"checkpoint:     {newest or 'none was written'}")
@@ -134,8 +146,15 @@ class Pipeline:
         self.config = config
         self.display = display
         self.children = Children.of(config, saved)
+        self._tls = client_context(config.security.tls_ca) if config.security.tls_cert is not None else None
+        credentials = credentials_of(config)
+        assert credentials is not None  # `prepare` names the file
+        self._credentials = credentials
         self.summary = RunSummary(run_id=config.run_folder.name, max_steps=config.algorithm.max_num_steps)
         self.supervisor = Supervisor(child_environ(os.environ), display.print)
+        self._asked = time.monotonic()  # when the services were asked for the last time
+        self._furthest = -1  # the newest step that was ever taken: one that is taken again is no progress
+        self._joined = 0  # replicas alive that were started elsewhere
 
     async def run(self) -> RunSummary:
         """Raises `StoppedBySignal` after a signal, `ServiceFailed` when a service can't go on."""
@@ -175,10 +194,10 @@ class Pipeline:
                     tasks.create_task(supervise(self.children.reward)),
                 ]
                 await asyncio.gather(*(self._until_ready(*page) for page in self._ready_pages()[:2]))
-                running += [tasks.create_task(supervise(rollout)) for rollout in self.children.rollouts]
+                running += [tasks.create_task(self._supervise_rollout(rollout)) for rollout in self.children.rollouts]
                 trainer = tasks.create_task(supervise(self.children.trainer))
                 async with contextlib.aclosing(
-                    await ReplayClient.connect(self.config.redis_url, self.config.run.id)
+                    await ReplayClient.connect(buffer_url(self.config, "reader"), self.config.run.id)
                 ) as client:
                     watch = tasks.create_task(self._watch(client))
                     await trainer
@@ -193,6 +212,15 @@ class Pipeline:
                 raise
             raise _first(ours) from None
 
+    async def _supervise_rollout(self, child: Child) -> None:
+        """`Supervisor.supervise`, but a replica that can't go on ends the run only if it was the last one."""
+        try:
+            await self.supervisor.supervise(child)
+        except ServiceFailed as failed:
+            if self._joined == 0 and all(other.state == "failed" for other in self.children.rollouts):
+                raise
+            self.display.print(f"{failed}\nThe run goes on with the other replicas.")
+
     def _ready_pages(self) -> list[tuple[Child, str, int]]:
         """Host and port of each `/readyz` that the configuration names; the buffer knows the replicas."""
         config, children = self.config, self.children
@@ -202,10 +230,16 @@ class Pipeline:
             (children.trainer, config.trainer.host, config.trainer.port),
         ]
 
-    async def _probe(self, child: Child, host: str, port: int) -> None:
-        status, _ = await http_get(host, port, "/readyz")
+    async def _probe(self, child: Child, host: str, port: int, after_s: float) -> None:
+        """Ask a service whether it is alive and ready. A refused connection is a process that starts or ends, not one that hangs."""
+        alive, _ = await self._ask(host, port, "/healthz")
+        ready = alive == 200 and (await self._ask(host, port, "/readyz"))[0] == 200
         if child.state not in ("restarting", "finished", "failed"):
-            child.set_ready(status == 200, "not ready" if child.was_ready else "starting")
+            child.set_ready(ready, "not ready" if child.was_ready else "starting")
+            child.heard(alive not in (503, NO_ANSWER), after_s)
+
+    async def _ask(self, host: str, port: int, path: str) -> tuple[int, str]:
+        return await http_get(host, port, path, self._credentials.token("reader"), self._tls)
 
     async def _until_ready(self, child: Child, host: str, port: int) -> None:
         """Wait for the service's `/readyz`. Past the deadline, raises `ServiceError` with the service's reason."""
@@ -213,7 +247,7 @@ class Pipeline:
         try:
             async with asyncio.timeout(READY_DEADLINE_S):
                 while True:
-                    status, answer = await http_get(host, port, "/readyz")
+                    status, answer = await self._ask(host, port, "/readyz")
                     if status == 200:
                         break
                     await asyncio.sleep(0.1)
@@ -234,7 +268,14 @@ class Pipeline:
 
     async def _poll(self, client: ReplayClient) -> None:
         """Read the buffer and update the display. An unreachable buffer is displayed; watching must not end the run."""
-        await asyncio.gather(*(self._probe(*page) for page in self._ready_pages()))
+        # a supervisor that was itself frozen, or waited for the buffer, must not take its own silence for a service's
+        now = time.monotonic()
+        after_s, self._asked = min(now - self._asked, LONGEST_GAP_S), now
+        await asyncio.gather(*(self._probe(*page, after_s) for page in self._ready_pages()))
+        for child in self.children:
+            if child.silent_s > self.config.run.hang_timeout_s:
+                self.supervisor.replace(child, f"no answer for {child.silent_s:.0f} s (run.hang_timeout_s)")
+                child.silent_s = 0.0
         try:
             entries = await client.metrics(self.summary.last_entry)
             replicas = await client.replicas()
@@ -247,9 +288,14 @@ class Pipeline:
         for entry, kind, step, metrics in entries:
             self.summary.add(entry, kind, step, metrics)
             self.display.metrics(kind, step, metrics)
-        self._show(replicas)
+            if kind == "train" and step > self._furthest:
+                self._furthest = step
+                for child in self.children:
+                    if child is self.children.trainer or child.state in ("ready", UPDATING):
+                        child.fruitless = 0
+        self._show(replicas, after_s)
 
-    def _show(self, replicas: list[Replica]) -> None:
+    def _show(self, replicas: list[Replica], after_s: float = 0.0) -> None:
         by_pid = {replica.info.get("pid"): replica for replica in replicas}
         lines = []
         for child in self.children:
@@ -257,16 +303,16 @@ class Pipeline:
             note = ""
             if replica is not None and child.pid is not None:
                 child.set_ready(replica.state == "HEALTHY", _unready_state(child, replica))
+                child.heard(replica.state != "DEAD", after_s)
                 note = f"weights {replica.version}, {replica.leases} groups"
-            lines.append(ServiceLine(child.name, child.state, len(child.restarts), note))
+            lines.append(ServiceLine(child.name, child.state, child.restarts, note))
         known = {child.pid for child in self.children}
-        for replica in replicas:
-            if replica.info.get("pid") not in known and replica.state != "DEAD":
-                lines.append(
-                    ServiceLine(
-                        f"rollout {replica.id[:8]}", replica.state.lower(), 0, f"weights {replica.version}, joined"
-                    )
-                )
+        joined = [r for r in replicas if r.info.get("pid") not in known and r.state != "DEAD"]
+        self._joined = len(joined)
+        for replica in joined:
+            lines.append(
+                ServiceLine(f"rollout {replica.id[:8]}", replica.state.lower(), 0, f"weights {replica.version}, joined")
+            )
         self.summary.services = lines
         self.display.update(self.summary)
 
@@ -288,16 +334,22 @@ def _first(group: BaseExceptionGroup[HeadraceError]) -> HeadraceError:
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-async def http_get(host: str, port: int, path: str, timeout_s: float = 5.0) -> tuple[int, str]:
-    """(status, body) of a GET over HTTP/1.0; status 0 if nothing answers."""
+async def http_get(
+    host: str, port: int, path: str, token: str, tls: ssl.SSLContext | None = None, timeout_s: float = 5.0
+) -> tuple[int, str]:
+    """(status, body) of a GET over HTTP/1.0; status 0 if nothing listens there, `NO_ANSWER` if what listens is silent."""
     target = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(target, port)
+            reader, writer = await asyncio.open_connection(target, port, ssl=tls)
             with contextlib.closing(writer):
-                writer.write(f"GET {path} HTTP/1.0\r\nHost: {target}\r\n\r\n".encode())
+                name = f"[{target}]" if ":" in target else target
+                head = f"GET {path} HTTP/1.0\r\nHost: {name}:{port}\r\nAuthorization: Bearer {token}\r\n\r\n"
+                writer.write(head.encode())
                 head, _, body = (await reader.read()).decode(errors="replace").partition("\r\n\r\n")
-    except (OSError, TimeoutError) as error:
+    except TimeoutError:
+        return NO_ANSWER, f"no answer from {target}:{port} within {timeout_s:.0f} s"
+    except OSError as error:
         return 0, f"no answer from {target}:{port} ({error})"
     words = head.split(maxsplit=2)
     return (int(words[1]) if len(words) > 1 and words[1].isdecimal() else 0), body

@@ -15,6 +15,7 @@ from headrace.config.logger import LoggerConfig
 from headrace.config.loss import LossConfig, ValueLossConfig
 from headrace.config.policy import PolicyConfig, ValueConfig
 from headrace.config.ppo import PPOConfig
+from headrace.config.security import SecurityConfig
 from headrace.config.services import (
     CheckpointingConfig,
     ReplayConfig,
@@ -43,6 +44,7 @@ class Config(Section):
     weight_channel: WeightChannelConfig = WeightChannelConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logger: LoggerConfig = LoggerConfig()
+    security: SecurityConfig = SecurityConfig()
 
     @model_validator(mode="before")
     @classmethod

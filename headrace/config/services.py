@@ -24,6 +24,11 @@ class RunConfig(Section):
         le=1,
         description="a run of whose prompts a larger share failed ends as an error, once 100 prompts have ended",
     )
+    hang_timeout_s: float = Field(
+        120.0,
+        gt=0,
+        description="`headrace up` kills a service of its own that answers nothing for this long, and starts it again",
+    )
 
 
 class ReplayConfig(Section):
@@ -90,6 +95,9 @@ class RolloutConfig(Section):
     )
     heartbeat_s: float = Field(2.0, gt=0, description="how often a replica renews itself and its leases")
     dead_after_s: float = Field(10.0, gt=0, description="a replica silent for this long is DEAD")
+    engine_timeout_s: float = Field(
+        120.0, gt=0, description="a replica whose engine does not answer for this long ends, to be started again"
+    )
 
 
 class RewardConfig(Section):

@@ -12,6 +12,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 
+from headrace.credentials import REDIS_ROLES
 from headrace.replay.client import CURRENT_RUN
 from headrace_services.replay import library
 
@@ -62,15 +63,11 @@ def users(run_id: str, passwords: Mapping[str, str]) -> list[str]:
     """Lines of an ACL file: `<run>-<role>` for each role, `<run>-up` with all roles (`headrace up`), `headrace-admin` for the server's
     administrator; no other user can log in. `passwords` are by role and stored as SHA-256."""
     lines = ["user default off resetpass resetchannels -@all"]
-    for role in role_names():
+    for role in REDIS_ROLES:
         digest = hashlib.sha256(passwords[role].encode()).hexdigest()
         name = "headrace-admin" if role == "admin" else f"{run_id}-{role}"
         lines.append(f"user {name} on #{digest} {' '.join(_rights(run_id, role))}")
     return lines
-
-
-def role_names() -> list[str]:
-    return [*ROLES, "up", "admin"]
 
 
 def functions_of(role: str) -> list[str]:

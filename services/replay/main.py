@@ -8,8 +8,13 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
+from redis import exceptions as redis_errors
+from redis.asyncio import Redis
+
 from headrace.config import Config
-from headrace.errors import ConfigError, ReplayUnavailable, ServiceError
+from headrace.credentials import buffer_url
+from headrace.errors import ConfigError, ReplayUnavailable, Restartable, ServiceError
+from headrace.http_access import HttpAccess
 from headrace.lineage import FOLDER, LineageFiles
 from headrace.replay import Limits, ReplayClient, worst_case_bytes
 from headrace.replay.bias import Moment, Quantity, TrajectoryMeter, beyond, skews
@@ -25,6 +30,7 @@ _log = logging.getLogger("headrace.replay")
 # Give up on an embedded server that ends this often in a row, each time within a minute.
 _DEATHS, _DEATH_WINDOW_S = 3, 60.0
 _LOOK_S = 1.0
+_PING_S = 5.0
 
 
 def main(config: Config) -> None:
@@ -89,26 +95,27 @@ async def running(
     if config.run.id is None:
         raise ServiceError("run.id is not set; give `run.id=NAME`, or start the pipeline with `headrace up`")
     async with contextlib.AsyncExitStack() as stack:
+        access = HttpAccess.of(config, config.replay.host)
         sock = bind(config.replay.host, config.replay.port, "replay.port")
         stack.callback(sock.close)
         server = None
         if config.replay.redis_url is None:
-            replay = config.replay
-            server = EmbeddedServer(
-                config.run_folder / "replay", replay.redis_host, replay.redis_port, replay.appendfsync
-            )
+            server = EmbeddedServer.of(config, config.replay.redis_host, config.replay.redis_port)
             stack.push_async_callback(server.stop)
             await server.start()
-        client = ReplayClient(open_redis(config.redis_url), config.run.id)
+        url = buffer_url(config, "replay")
+        client = ReplayClient(open_redis(url), config.run.id)
         stack.push_async_callback(client.aclose)
-        buffer = _Buffer(client, limits, config.redis_url, config.replay.bias_warning)
+        buffer = _Buffer(client, limits, url, config.replay.bias_warning)
         await buffer.prepare()
         stack.enter_context(exported(buffer.snapshot))
         lineage = LineageFiles(config.checkpoint_folder / FOLDER)
-        await stack.enter_async_context(serve_http(build_app(client, buffer.trouble, lineage), sock))
+        await stack.enter_async_context(serve_http(build_app(client, buffer.trouble, lineage), sock, access))
 
         async def work() -> None:
-            helpers = [buffer.watch(), *([_restart_forever(server)] if server is not None else [])]
+            helpers = [buffer.watch()]
+            if server is not None:
+                helpers += [_restart_forever(server), _kill_if_hung(server, client.redis, config.run.hang_timeout_s)]
             await _until_stopped(stop, run_scorer(config, client, stop), helpers)
 
         yield sock.getsockname()[1], work
@@ -187,9 +194,29 @@ async def _restart_forever(server: EmbeddedServer) -> None:
         status = await server.ended()
         deaths = [moment for moment in deaths if moment > clock() - _DEATH_WINDOW_S] + [clock()]
         if len(deaths) >= _DEATHS:
-            raise ServiceError(
+            raise Restartable(
                 f"the embedded server ended {len(deaths)} times within a minute, last with status {status}; "
                 f"see {server.folder / 'server.log'}"
             )
         _log.warning("the embedded server ended with status %d; starting it again on its append-only file", status)
         await server.start()
+
+
+async def _kill_if_hung(server: EmbeddedServer, redis: Redis, timeout_s: float) -> None:
+    """Kill the embedded server once it has answered nothing for `timeout_s`; `_restart_forever` starts it again. A server that refuses the
+    connection has ended, and one that is loading says so."""
+    silent = 0.0
+    while True:
+        try:
+            async with asyncio.timeout(_PING_S):
+                await redis.ping()
+            silent = 0.0
+        except (TimeoutError, redis_errors.TimeoutError):
+            silent += _PING_S
+        except redis_errors.RedisError:
+            silent = 0.0
+        if silent > timeout_s:
+            _log.error("the embedded server has not answered for %.0f s (run.hang_timeout_s); killing it", silent)
+            server.kill()
+            silent = 0.0
+        await asyncio.sleep(_LOOK_S)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from headrace.config import Config
-from headrace.errors import ServiceError
+from headrace.errors import Restartable, ServiceError
 from headrace_services.rollout import child, weight_receiver
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -
     thread that started them.
 
     Raises `ServiceError`, in one line with the remedy, if the model can't generate, memory is too small, or the device doesn't exist;
-    also in place of vLLM's `EngineDeadError` inside the context, with the first error of the engine's processes.
+    and `Restartable` in place of vLLM's `EngineDeadError` inside the context, with the first error of the engine's processes.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-engine-") as folder:
         report = Path(folder) / "errors"
@@ -48,9 +48,7 @@ def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -
         try:
             yield engine
         except EngineDeadError as error:
-            raise ServiceError(
-                f"the engine died; restart this replica. vLLM said: {first_failure(report) or error}"
-            ) from error
+            raise Restartable(f"the engine died. vLLM said: {first_failure(report) or error}") from error
         finally:
             engine.shutdown()
 
@@ -95,6 +93,8 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
         "kv_cache_memory_bytes": vllm_cfg.kv_cache_memory_bytes,
         "enforce_eager": vllm_cfg.enforce_eager,
         "max_num_seqs": vllm_cfg.max_num_seqs,
+        # the run's own requests, of the highest priority, go before those of the HTTP API
+        "scheduling_policy": "priority",
         # log-probabilities of the sampling distribution, after temperature: those of the behaviour policy in the loss
         "logprobs_mode": "processed_logprobs",
         # replicas must not draw the same random numbers; a group that needs repeatable samples has its own seed

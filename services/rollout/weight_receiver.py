@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from headrace.config import Config
-from headrace.errors import CodecError, Fenced, ServiceError, WeightChannelError
+from headrace.errors import CodecError, Fenced, Restartable, WeightChannelError
 from headrace.replay import Epoch, ReplayClient
 from headrace.trajectory import Float32, Int32
 from headrace.weights.probe import largest_difference
@@ -102,7 +102,7 @@ class WeightReceiver:
         """Receive the epoch's weights, compute the probe with them and report the difference. True if that makes the replica HEALTHY.
 
         On failure the replica refuses with the reason and is STALE. If its weights are then incomplete or not verified,
-        the engine stays paused until a later epoch succeeds. Raises `ServiceError` if the engine hangs, vLLM's
+        the engine stays paused until a later epoch succeeds. Raises `Restartable` if the engine hangs, vLLM's
         `EngineDeadError` if it died, and `ReplayUnavailable`.
         """
         self.seconds = {}
@@ -155,6 +155,7 @@ class WeightReceiver:
             "backend": rendezvous.backend,
             "host": rendezvous.host,
             "port": rendezvous.port,
+            "secret": rendezvous.secret.hex(),
             "rank_offset": rendezvous.first_rank(self._replica, epoch.members),
             "world_size": rendezvous.world_size(epoch.members),
             "timeout_s": rendezvous.timeout_s,
@@ -218,7 +219,7 @@ class WeightReceiver:
             async with asyncio.timeout(timeout_s + ANSWER_S):
                 return await call
         except TimeoutError as error:
-            raise ServiceError(f"{what}: the engine does not answer; restart this replica") from error
+            raise Restartable(f"{what}: the engine does not answer") from error
         except EngineDeadError:
             raise
         except Exception as error:  # vLLM passes a worker's failure on as a bare Exception

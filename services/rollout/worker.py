@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace.config import Config
-from headrace.errors import Fenced, HeadraceError, InvalidCall, ReplayUnavailable, Surplus
+from headrace.errors import Fenced, HeadraceError, InvalidCall, ReplayUnavailable, Restartable, Surplus
 from headrace.replay import BufferRetry, Epoch, HeartbeatReply, Lease, ReplayClient, ReplicaState
 from headrace.trajectory import Trajectory
 from headrace_services.rollout import decisions
@@ -104,19 +104,40 @@ class RolloutWorker:
     async def run(self, stop: asyncio.Event) -> None:
         """Run until `stop`, then save unfinished trajectories, return every lease without costing an attempt, and leave the fleet.
 
-        Raises vLLM's `EngineDeadError`, and `ServiceError` if the engine hangs. Waits for an unreachable buffer.
+        Raises vLLM's `EngineDeadError`, and `Restartable` if the engine hangs. Waits for an unreachable buffer.
         """
         await self._replay.register(self.replica, self._info)
         died = False
+        watchdog = asyncio.create_task(self._watch_engine())
+        watchdog.add_done_callback(lambda _: self._changed.set())
         try:
             while not stop.is_set():
+                if watchdog.done():
+                    watchdog.result()
                 await self._turn()
                 await self._wait(stop)
         except Exception:
             died = True
             raise
         finally:
+            await _cancel([watchdog])
             await self._leave(died)
+
+    async def _watch_engine(self) -> None:
+        """Ask the engine for its weight version again and again: it answers between two steps of the model, whatever it works on. Raises
+        `Restartable` once it is silent for `rollout.engine_timeout_s`. A refit blocks the engine, but has deadlines of its own."""
+        limit = self._config.rollout.engine_timeout_s
+        while True:
+            refits = self.status.refits.total(), self._refit
+            try:
+                async with asyncio.timeout(limit):
+                    await self._engine.get_weight_version()
+            except TimeoutError as error:
+                if refits == (self.status.refits.total(), None):
+                    raise Restartable(
+                        f"the engine has not answered for {limit:.0f} s (rollout.engine_timeout_s), with {len(self.held)} groups in work"
+                    ) from error
+            await asyncio.sleep(limit / 4)
 
     # -- one turn --------------------------------------------------------------------------------------------------------
 

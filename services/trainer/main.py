@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from headrace.config import Config
 from headrace.errors import ServiceError, WrongStep, WrongTimeline
+from headrace.http_access import HttpAccess
 from headrace.lineage import FOLDER
 from headrace.model_name import check_model_name, check_tokenizer_name
 from headrace.replay import BufferRetry, ReplayClient
@@ -71,8 +72,9 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
     try:
         async with contextlib.AsyncExitStack() as stack:
             sock = bind(config.trainer.host, config.trainer.port, "trainer.port")
+            access = HttpAccess.of(config, config.trainer.host)
             stack.enter_context(gauges.registered())
-            await stack.enter_async_context(serve_http(build_app(config, readiness), sock))
+            await stack.enter_async_context(serve_http(build_app(config, readiness), sock, access))
             log.info("http://%s:%d", *sock.getsockname()[:2])
             journal = Journal(config.run_folder / JOURNAL)
             telemetry = Telemetry(config, journal)

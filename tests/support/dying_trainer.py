@@ -21,7 +21,6 @@ import torch
 from headrace.config import Config
 from headrace.errors import HeadraceError
 from headrace.replay import ReplayClient, Reservation
-from headrace.service import die_with_parent
 from headrace.trajectory import Group
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from headrace_services.trainer.control.context import Dependencies
@@ -128,15 +127,6 @@ def run(settings: str, fault: str) -> None:
         main(Config.model_validate_json(settings), dependencies(name, int(at or -1)))
     except HeadraceError as error:
         sys.exit(f"error: {error}")
-
-
-def run_forked(settings: str, fault: str, log: str) -> None:
-    """In a process forked from one that has everything imported."""
-    die_with_parent(signal.SIGKILL)
-    with open(log, "ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    run(settings, fault)
 
 
 if __name__ == "__main__":

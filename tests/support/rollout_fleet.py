@@ -109,6 +109,11 @@ class Process:
             pids += [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         return pids[1:]
 
+    def engine(self) -> int:
+        """Process id of vLLM's engine; other children belong to multiprocessing."""
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in self.children()}
+        return next(pid for pid, command in commands.items() if "spawn_main" in command or "EngineCore" in command)
+
     async def ended(self) -> int:
         return await asyncio.to_thread(self.popen.wait, 60)
 

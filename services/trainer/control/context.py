@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from headrace.config import Config
+from headrace.credentials import buffer_url
 from headrace.replay import BufferRetry, ReplayClient
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.feeder import Feeder
@@ -36,7 +37,7 @@ class Dependencies:
     )
 
     async def connect(self, config: Config) -> ReplayClient:
-        return await self.replay(config.redis_url, config.run.id, config.trainer.fleet_deadline_s)
+        return await self.replay(buffer_url(config, "trainer"), config.run.id, config.trainer.fleet_deadline_s)
 
 
 @dataclasses.dataclass

@@ -131,6 +131,41 @@ def test_a_run_ends_with_its_table_goes_on_by_its_id_and_survives_the_kill_of_an
     assert set(trained(folder)) >= set(range(version))
 
 
+def test_a_replica_that_gives_up_costs_only_itself_and_what_hangs_is_replaced(
+    up: Start, folder: Path, real: bool
+) -> None:
+    run = up(100000, "rollout.replicas=2", "run.hang_timeout_s=4", rollout="refusable_rollout")
+    run.wait_for("step 1:")
+    if not real:
+        (folder / "refused").touch()
+        os.kill(replicas(run)[0], signal.SIGKILL)
+        run.wait_for("The run goes on with the other replicas.")
+        assert "can't go on: exit code 1" in run.said()
+        assert "this machine has no place for it" in run.said()
+        (folder / "refused").unlink()
+        goes_on(run)
+
+    os.kill(replicas(run)[-1], signal.SIGSTOP)
+    run.wait_for("(run.hang_timeout_s); killed, to be started again")
+    goes_on(run)
+
+    os.kill(run.pid_of("valkey-server"), signal.SIGSTOP)
+    log = folder / "logs" / "replay.log"
+    eventually(lambda: "run.hang_timeout_s); killing it" in log.read_text(), within_s=120)
+    goes_on(run)
+    assert run.stop(signal.SIGTERM) == []
+
+
+def replicas(run: Up) -> list[int]:
+    """Process ids, oldest first."""
+    return sorted(pid for pid, command in run.started().items() if "headrace.cli rollout" in command)
+
+
+def goes_on(run: Up) -> None:
+    before = last_step(run)
+    eventually(lambda: last_step(run) > before + 1, within_s=240)
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 @pytest.mark.parametrize("moment", ["rollout-1: starting", "step 1:"])
 def test_however_it_is_stopped_no_process_is_left(up: Start, signum: int, code: int, moment: str) -> None:

@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
+from headrace.service import EXIT_INTERNAL_ERROR
 from tests.support.rollout_fleet import Fleet, Policy, Process, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
@@ -360,3 +361,23 @@ async def test_sigterm_hands_the_leases_back_without_costing_an_attempt(fleet: F
     await fleet.replay.deregister(heir)
     assert not [it for it in await fleet.replay.replicas() if it.state != "DEAD"]
     assert "no trajectory" not in second.log.read_text()
+
+
+@pytest.mark.nightly  # two engines more; chaos kills engines every day
+@pytest.mark.parametrize(
+    ("signum", "reason"), [(signal.SIGKILL, "the engine died"), (signal.SIGSTOP, "has not answered")]
+)
+async def test_an_engine_that_dies_or_hangs_ends_its_replica_with_a_code_to_start_it_again(
+    fleet: Fleet, signum: int, reason: str
+) -> None:
+    fleet.settings["rollout"]["engine_timeout_s"] = 10.0
+    replica = await fleet.start()
+    epoch = await fleet.replay.epoch()
+    await fleet.refit(epoch.version if epoch is not None else 0)
+    group = await fleet.enqueue(long=True)
+    await eventually(replica.generating)
+    engine = replica.engine()
+    os.kill(engine, signum)
+    assert await replica.ended() == EXIT_INTERNAL_ERROR
+    assert reason in replica.log.read_text()
+    assert (await fleet.replay.group(group))["failures"] == 0

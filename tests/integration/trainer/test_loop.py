@@ -202,7 +202,7 @@ async def test_two_ranks_take_the_steps_of_one(
     await twin.open_run(dataclasses.replace(limits, max_age=0))
     pair = Trainer({**trainer.settings, "run": {**trainer.settings["run"], "id": twin.run_id}}, tmp_path / "two.log")
     async with running(SmallReplica(twin, tiny_model).run(), score_all(twin)):
-        assert await pair.run_ranks(2) == 0, pair.said()
+        assert await pair.run_torchrun(2) == 0, pair.said()
     check_samples(SampleFiles(pair.config.log_folder, None), pair.journal())
     await twin.aclose()
     assert check_history(trainer) == check_history(pair)
@@ -214,7 +214,7 @@ async def test_two_ranks_take_the_steps_of_one(
 
 async def test_a_rank_that_dies_ends_the_others(trainer: Trainer, replay: ReplayClient, tiny_model: Path) -> None:
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
-        assert await trainer.run_ranks(2, "rank_1_reads") != 0
+        assert await trainer.run_ranks(2, "rank_1_reads") == [1, -signal.SIGKILL], trainer.said()
     assert "error: another rank of the trainer failed" in trainer.said()
 
 
