@@ -32,10 +32,11 @@ EXIT_BUFFER_UNAVAILABLE = os.EX_TEMPFAIL
 EXIT_STOPPED = 143
 
 
-def create_app(title: str, ready: Ready) -> FastAPI:
+def create_app(title: str, ready: Ready, stuck: Callable[[], str | None] = lambda: None) -> FastAPI:
     """A FastAPI application with `/healthz`, `/readyz` and `/metrics`.
 
-    `ready` returns None when the service can do its work, else the reason why it can't (503).
+    `ready` returns None when the service can do its work, else the reason why it can't (503); `stuck` returns None, or the reason why
+    only a new process can.
     """
     import prometheus_client
     from fastapi import FastAPI
@@ -44,9 +45,12 @@ def create_app(title: str, ready: Ready) -> FastAPI:
     # its pages of documentation would load scripts of other sites; /openapi.json says the same
     app = FastAPI(title=title, docs_url=None, redoc_url=None)
 
-    @app.get("/healthz", summary="The process is alive")
-    async def healthz() -> dict[str, str]:
-        return {"status": "alive"}
+    @app.get("/healthz", summary="The process is alive", response_model=None)
+    async def healthz() -> JSONResponse:
+        reason = stuck()
+        if reason is not None:
+            return JSONResponse({"status": "stuck", "reason": reason}, status_code=503)
+        return JSONResponse({"status": "alive"})
 
     @app.get("/readyz", summary="The service can do its work", response_model=None)
     async def readyz() -> JSONResponse:

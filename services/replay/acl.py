@@ -44,7 +44,7 @@ class Role:
 # Functions that change something, by who calls them.
 _REPLAY = "open_run take_scoring release_scoring score"
 _TRAINER = (
-    "rewind restore refilled enqueue close reserve commit masked evaluated drop_validation "
+    "rewind restore refilled enqueue close reserve reject commit masked evaluated drop_validation "
     "open_epoch begin_epoch end_epoch"
 )
 _OPERATOR = "retry"

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.errors import ServiceError
+from headrace.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.wire import score_from_wire, score_to_wire
 from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level
@@ -58,17 +59,21 @@ class WorkerPool:
         sources: Sequence[DataSourceConfig] = (),
         levels: Sequence[Level] = tuple(Level),
     ) -> None:
-        """`sources` are the run's data sets, `levels` the sandboxes to try, best first."""
-        self._environments = environments
-        self._levels = levels
+        """`sources` are the run's data sets, `levels` the sandboxes that will do; NONE only if every environment says so."""
+        self._guarded = [name for name, env in environments.items() if not env.unsafe_no_sandbox]
         specification = Specification(
             {name: env.model_dump(mode="json") for name, env in environments.items()},
             [source.model_dump(mode="json") for source in sources],
+            [level for level in levels if level is not Level.NONE or not self._guarded],
         )
         self._workers = [WorkerProcess(specification) for _ in range(size if environments else 0)]
         self._queue: asyncio.Queue[_Job] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
-        self.level = Level.NONE
+
+    @property
+    def level(self) -> Level:
+        """The sandbox that the workers score in."""
+        return max((worker.level for worker in self._workers), default=Level.NONE)
 
     async def start(self) -> None:
         """Start the workers in the best sandbox that the machine grants, and wait until all can score.
@@ -76,37 +81,20 @@ class WorkerPool:
         Raises `ServiceError` with the first worker's reason if one can't, or if the machine grants no sandbox to an environment
         that needs one.
         """
-        if not self._workers:
-            return
-        denials: list[str] = []
-        for level in self._levels:
-            if level is Level.NONE:
-                self._check_unsafe(denials)
-            try:
-                await self._start_all(level)
-                break
-            except SandboxDenied as error:
-                denials.append(f"level {level}: {error}")
-        else:
-            raise ServiceError(_no_sandbox(self._environments, denials))
-        self.level = level
-        said = _log.warning if level is Level.NONE else _log.info
-        said("sandbox of built-in environments: level %s%s", _LEVELS[level], "".join(f" ({why})" for why in denials))
-        self._tasks = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
-
-    def _check_unsafe(self, denials: Sequence[str]) -> None:
-        """Raises `ServiceError` naming the environments that may not run without a sandbox."""
-        if guarded := [name for name, env in self._environments.items() if not env.unsafe_no_sandbox]:
-            raise ServiceError(_no_sandbox(guarded, denials))
-
-    async def _start_all(self, level: Level) -> None:
-        starts = [asyncio.create_task(worker.start(level)) for worker in self._workers]
+        starts = [asyncio.create_task(worker.start()) for worker in self._workers]
         try:
             await asyncio.gather(*starts)
-        except ServiceError:
+        except ServiceError as error:
             await asyncio.gather(*starts, return_exceptions=True)
             await self.aclose()
+            if isinstance(error, SandboxDenied):
+                raise ServiceError(_refusal(str(error), self._guarded)) from error
             raise
+        for worker in self._workers[:1]:
+            said = _log.warning if worker.level is Level.NONE else _log.info
+            denied = f" (the machine denies more: {'; '.join(worker.denials)})" if worker.denials else ""
+            said("built-in environments score in a sandbox of level %s%s", _LEVELS[worker.level], denied)
+        self._tasks = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
 
     def submit(self, trajectory: pb.Trajectory, timeout_s: float) -> asyncio.Future[pb.Result]:
         """A future of its result: TIMED_OUT after `timeout_s` in a worker, FAILED if its process died. Cancel it to withdraw."""
@@ -143,7 +131,7 @@ class WorkerPool:
 
 
 class SandboxDenied(ServiceError):
-    """The machine denies a worker the sandbox of this level."""
+    """The machine denies a worker every sandbox that would do; the message says what."""
 
 
 class WorkerProcess:
@@ -156,23 +144,28 @@ class WorkerProcess:
         self._specification = specification
         self._process: asyncio.subprocess.Process | None = None
         self._usable = False
-        self._level = Level.NONE
-        self._builds: dict[str, str] = {}
+        self._started = Started()
         self.problem: str | None = None
 
     @property
     def alive(self) -> bool:
         return self._usable and self._process is not None and self._process.returncode is None
 
-    async def start(self, level: Level) -> None:
+    @property
+    def level(self) -> Level:
+        return self._started.level
+
+    @property
+    def denials(self) -> list[str]:
+        return self._started.denials
+
+    async def start(self) -> None:
         """Raises `SandboxDenied`, or `ServiceError` if it can't score for another reason."""
-        self._level = level
         # Nothing of the hub's surroundings is the scorers' business but where the interpreter finds its libraries.
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             *self.program,
-            level,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=kept | _ONE_THREAD,
@@ -183,12 +176,12 @@ class WorkerProcess:
             started = msgspec.json.decode(answer, type=Started)
         except (TimeoutError, asyncio.IncompleteReadError, OSError, msgspec.DecodeError) as error:
             started = Started(problem=await self._exit_reason(error))
-        if started.denied or started.problem:
+        if started.problem or not started.builds:
             await self.kill()
-            if started.denied:
-                raise SandboxDenied(started.denied)
-            raise ServiceError(f"a worker for the built-in environments can't start: {started.problem}")
-        self._builds = started.builds
+            if started.problem:
+                raise ServiceError(f"a worker for the built-in environments can't start: {started.problem}")
+            raise SandboxDenied("; ".join(started.denials))
+        self._started = started
         self._usable = True
 
     async def restart(self) -> None:
@@ -196,7 +189,7 @@ class WorkerProcess:
         while not self.alive:
             await self.kill()
             try:
-                await self.start(self._level)
+                await self.start()
                 self.problem = None
             except ServiceError as error:
                 self.problem = str(error)
@@ -212,16 +205,19 @@ class WorkerProcess:
             self._usable = False
             late = f"no answer within {timeout_s + _GRACE_S:g} s; its worker was killed"
             return pb.Result(status=pb.STATUS_TIMED_OUT, message=late)
-        except (asyncio.IncompleteReadError, OSError, DecodeError) as error:
+        except (asyncio.IncompleteReadError, OSError) as error:
             self._usable = False
             reason = await self._exit_reason(error)
             return pb.Result(status=pb.STATUS_FAILED, message=f"the worker died while scoring it: {reason}")
 
     def _checked(self, environment: str, answer: bytes) -> pb.Result:
         """Law 7: what came out of the sandbox, or FAILED if it breaks the contract. Whose it is, is not for it to say."""
-        score = score_from_wire(pb.Result.FromString(answer))
+        try:
+            score = score_from_wire(pb.Result.FromString(answer))
+        except DecodeError:
+            score = Score("FAILED", message="the scoring process answered what is no result")
         return score_to_wire(
-            msgspec.structs.replace(score, environment=environment, build=self._builds.get(environment, ""))
+            msgspec.structs.replace(score, environment=environment, build=self._started.builds.get(environment, ""))
         )
 
     async def kill(self) -> None:
@@ -257,9 +253,9 @@ class WorkerProcess:
         return f"ended with status {code}; the log has its error"
 
 
-def _no_sandbox(environments: Iterable[str], denials: Sequence[str]) -> str:
-    unsafe = ", ".join(f"env.{name}.unsafe_no_sandbox: true" for name in environments)
+def _refusal(denials: str, guarded: Iterable[str]) -> str:
+    unsafe = ", ".join(f"env.{name}.unsafe_no_sandbox: true" for name in guarded)
     return (
-        f"no sandbox for the built-in environments, which read what the policy writes ({'; '.join(denials)}); {_REMEDY}; "
+        f"no sandbox for the built-in environments, which read what the policy writes ({denials}); {_REMEDY}; "
         f"or, where nothing is to be protected, set {unsafe}"
     )

@@ -22,7 +22,7 @@ import struct
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,7 +35,6 @@ MAX_RESULT_BYTES = 64 * 1024
 _MEMORY_LIMIT_BYTES = 2 * 1024**3
 _OPEN_FILES = 64
 _TRIAL_S = 10.0
-_TASKS = "/proc/self/task"
 _RESULT_FD = 3
 _LENGTH = struct.Struct(">I")
 
@@ -52,37 +51,51 @@ class ChildFailed(Exception):
     """The child gave no result; the message says how it ended."""
 
 
-class Sandbox:
-    """This process, which must have no threads, in a sandbox of `level`. Raises `OSError` if the machine denies it.
+class Denied(Exception):
+    """The machine grants no sandbox of the levels asked for; the message says what it denies."""
 
-    At level A the calling process stays outside and ends with the new one, which is the one that goes on.
+
+class Sandbox:
+    """This process, which must have no threads, in the best sandbox of `levels` that the machine grants. Raises `Denied`.
+
+    With namespaces the calling process stays outside and ends with the new one, which is the one that goes on. Where the
+    machine grants namespaces but no new root, level B keeps them.
     """
 
-    def __init__(self, level: Level) -> None:
-        self.level = level
+    def __init__(self, levels: Collection[Level]) -> None:
+        self.denials: list[str] = []
         self._nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, _OPEN_FILES))
-        readable = _readable()
-        if level is Level.A:
-            kernel.unshare_all()
+        self.level = self._isolate(levels)
+        die_with_parent(signal.SIGKILL)  # anew: a change of privileges forgets it
+        try:
+            self.run(lambda: b"", _TRIAL_S)
+        except (ChildFailed, TimeoutError) as error:
+            self.denials.append(str(error) or "a trial run took too long")
+            self.level = Level.NONE
+        if self.level not in levels:
+            raise Denied("; ".join(self.denials))
+
+    def _isolate(self, levels: Collection[Level]) -> Level:
+        user, group, readable = os.geteuid(), os.getegid(), _readable()
+        rooted = landlocked = False
+        if Level.A in levels and self._granted(kernel.unshare_all):
             if child := os.fork():
                 _end_with(child)
-        self._tasks = os.open(_TASKS, os.O_RDONLY | os.O_CLOEXEC) if os.path.isdir(_TASKS) else None
-        if level is Level.A:
-            kernel.keep_only(readable)
-        if level is not Level.NONE:
-            kernel.drop_privileges()
-            try:
-                kernel.landlock(readable)
-            except OSError:
-                if level is Level.B:  # at level A there is nothing else to open
-                    raise
-        die_with_parent(signal.SIGKILL)  # anew: a change of privileges forgets it
-        self.run(lambda: b"", _TRIAL_S)
+            rooted = self._granted(kernel.map_user, user, group) and self._granted(kernel.keep_only, readable)
+        if levels != {Level.NONE}:
+            landlocked = self._granted(kernel.drop_privileges) and self._granted(kernel.landlock, readable)
+        if rooted:
+            return Level.A  # without Landlock too: there is nothing else to open
+        return Level.B if landlocked else Level.NONE
 
-    def threads(self) -> int:
-        """Threads of this process, as the system sees them; only one without others may fork."""
-        return 1 if self._tasks is None else len(os.listdir(self._tasks))
+    def _granted(self, step: Callable[..., None], *arguments: object) -> bool:
+        try:
+            step(*arguments)
+        except OSError as error:
+            self.denials.append(str(error))
+            return False
+        return True
 
     def run(self, work: Callable[[], bytes], timeout_s: float) -> bytes:
         """What `work` returns (at most `MAX_RESULT_BYTES`) in a process of its own, which is gone when this returns.

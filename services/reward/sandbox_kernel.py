@@ -95,11 +95,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def unshare_all() -> None:
-    """New user, mount, PID, network and IPC namespaces; the user stays who it is. The next child is the first of its PID namespace."""
+    """New user, mount, PID, network and IPC namespaces. The next child is the first process of the PID namespace, and must
+    `map_user`; without it there can be no other."""
     _processor()
-    user, group = os.geteuid(), os.getegid()
     flags = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC
     _check("unshare", _libc.unshare(flags))
+
+
+def map_user(user: int, group: int) -> None:
+    """Stay who it was, outside the new user namespace."""
     Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")

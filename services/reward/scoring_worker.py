@@ -1,9 +1,9 @@
-"""The worker process of built-in environments: `python -m headrace_services.reward.scoring_worker LEVEL`, LEVEL as in `sandbox`.
+"""The worker process of built-in environments: `python -m headrace_services.reward.scoring_worker`.
 
-It enters its sandbox, then loads the scorers, and forks a child for each trajectory: what a trajectory does, its child's end
-undoes. A frame on standard input or output is a 4-byte big-endian length and that many bytes. The first frame in is a
-`Specification` as JSON, the answer to it `Started` as JSON. After that every frame in is 8 bytes of seconds (a big-endian
-double) and a `headrace.v1.Trajectory`; every frame out its `headrace.v1.Result`.
+It loads the scorers, enters a sandbox, and forks a child for each trajectory: what a trajectory does, its child's end undoes.
+A frame on standard input or output is a 4-byte big-endian length and that many bytes. The first frame in is a `Specification` as
+JSON, the answer to it `Started` as JSON. After that every frame in is 8 bytes of seconds (a big-endian double) and a
+`headrace.v1.Trajectory`; every frame out its `headrace.v1.Result`.
 """
 
 from __future__ import annotations
@@ -14,36 +14,41 @@ import signal
 import struct
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.environment import Environment, checked, failed
-from headrace.errors import ConfigError
+from headrace.errors import HeadraceError, ServiceError
 from headrace.service import die_with_parent
 from headrace.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.wire import sample_from_wire, score_to_wire
 from headrace_services.reward.environments import BuiltInEnvironment, make
-from headrace_services.reward.sandbox import ChildFailed, Level, Sandbox
+from headrace_services.reward.sandbox import ChildFailed, Denied, Level, Sandbox
 
 LENGTH = struct.Struct(">I")
 TIMEOUT = struct.Struct(">d")
 
 
 class Specification(msgspec.Struct):
-    """What a worker scores: `env` sections by name, and the run's `data` sources, for what can be loaded beforehand."""
+    """What a worker scores: `env` sections by name, and the run's `data` sources, for what can be loaded beforehand. `levels` are
+    the sandboxes that it may score in."""
 
     environments: dict[str, dict[str, object]]
     sources: list[dict[str, object]]
+    levels: list[Level]
 
 
 class Started(msgspec.Struct):
-    """Whether the worker can score: `denied` is why the machine denies the sandbox, `problem` why it can't score for another reason."""
+    """The builds of the environments by name and the sandbox that the worker scores in; or `problem`, why it can't score.
+    `denials` are what the machine denied a sandbox."""
 
-    denied: str = ""
     problem: str = ""
+    level: Level = Level.NONE
+    denials: list[str] = []
     builds: dict[str, str] = {}
 
 
@@ -54,28 +59,26 @@ def main(make: Callable[[str, EnvConfig], BuiltInEnvironment] = make) -> None:
     requests = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not end up between frames
-    specification = _read(requests)
-    if specification is None:
+    if (first := _read(requests)) is None:
         return
+    specification = msgspec.json.decode(first, type=Specification)
     try:
-        sandbox = Sandbox(Level(sys.argv[1]))
-    except (OSError, ChildFailed) as error:
-        _write(replies, msgspec.json.encode(Started(denied=str(error))))
-        return
-    try:
-        environments = _load(msgspec.json.decode(specification, type=Specification), make)
-        started = Started(builds={name: environment.build for name, environment in environments.items()})
+        environments = _load(specification, make)
+        _check_threads()
+        gc.collect()
+        gc.freeze()  # a child that collects garbage would copy all that the scorers have loaded
+        sandbox = Sandbox({*specification.levels})
     except ImportError as error:
-        started = Started(problem=f"{error}; pip install 'headrace[reward]'")
-    except ConfigError as error:
-        started = Started(problem=str(error))
-    if (threads := sandbox.threads()) > 1:
-        started = Started(problem=f"it has {threads} threads, and only a process with one can fork safely")
-    _write(replies, msgspec.json.encode(started))
-    if started.problem:
+        _write(replies, msgspec.json.encode(Started(problem=f"{error}; pip install 'headrace[reward]'")))
         return
-    gc.collect()
-    gc.freeze()  # a child that collects garbage would copy all that the scorers have loaded
+    except Denied as error:
+        _write(replies, msgspec.json.encode(Started(denials=[str(error)])))
+        return
+    except HeadraceError as error:
+        _write(replies, msgspec.json.encode(Started(problem=str(error))))
+        return
+    builds = {name: environment.build for name, environment in environments.items()}
+    _write(replies, msgspec.json.encode(Started(level=sandbox.level, denials=sandbox.denials, builds=builds)))
     while (request := _read(requests)) is not None:
         (timeout_s,) = TIMEOUT.unpack_from(request)
         _write(replies, _in_child(sandbox, environments, request[TIMEOUT.size :], timeout_s))
@@ -90,6 +93,15 @@ def _load(
         environments[name] = make(name, EnvConfig.model_validate(env))
         environments[name].prepare([source for source in sources if source.env_name == name])
     return environments
+
+
+def _check_threads() -> None:
+    """Raises `ServiceError` unless this process, which forks, has one thread."""
+    tasks = Path("/proc/self/task")
+    if tasks.is_dir() and (threads := len(os.listdir(tasks))) > 1:
+        raise ServiceError(
+            f"the scorers' libraries started {threads - 1} threads, and a process that forks must have none"
+        )
 
 
 def _in_child(sandbox: Sandbox, environments: Mapping[str, Environment], trajectory: bytes, timeout_s: float) -> bytes:

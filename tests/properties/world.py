@@ -27,7 +27,8 @@ NEW_EACH_TIME = {"lease": "_read_leases", "take_scoring": "_read_jobs"}
 IDEMPOTENT = {
     *("enqueue", "close", "commit", "rewind", "restore", "refilled", "drop_validation"),
     *("open_epoch", "acknowledge", "begin_epoch", "verify", "refuse", "end_epoch", "register", "deregister"),
-    *("push_many", "save_many", "release", "reject", "abandon", "score_many", "release_scoring", "retry"),
+    *("push_many", "save_many", "release", "reject", "abandon", "reject_step", "score_many", "release_scoring"),
+    "retry",
 }
 
 
@@ -85,7 +86,7 @@ class World:
     async def call(self, name: str, *args: Any, echo: bool = False) -> Any:
         """The answer, or the refusal, on which both agree. `echo`: the server gets the call twice."""
         before = {held.id: _seen_of(held) for held in self.model.groups.values()}
-        timeline, unlawful = self.model.timeline, self.model.unlawful()
+        now, unlawful = (self.model.timeline, self.model.next_step), self.model.unlawful()
         self.wire.on, self.wire.sent, self.wire.unheard = echo, [], None
         seen = await _outcome(getattr(self.client, name), name, args)
         self.wire.on, sent = False, self.wire.sent
@@ -102,7 +103,7 @@ class World:
         expected = self._expected(name, args, seen)
         assert _same(_plain(seen), expected), f"{name}{args}: {_plain(seen)!r}, and by the contract {expected!r}"
         self.calls += 1 + echo
-        await self._history(name, seen, timeline != self.model.timeline)
+        await self._history(seen, now)
         after = {held.id: _seen_of(held) for held in self.model.groups.values()}
         await self.compare([group for group in before | after if before.get(group) != after.get(group)])
         return seen
@@ -112,7 +113,7 @@ class World:
         the call gives something new each time."""
         name, args, sent = self.delivered[-1 - which % len(self.delivered)]
         before = {held.id: _seen_of(held) for held in self.model.groups.values()}
-        timeline = self.model.timeline
+        now = self.model.timeline, self.model.next_step
         replies: list[Any] = [None]
         for commands in sent[:1] if name in NEW_EACH_TIME else sent:
             with contextlib.suppress(HeadraceError):
@@ -122,7 +123,7 @@ class World:
         if name == "rewind" and refused:  # its second half comes by itself
             self._expected("commit", args, None)
         self.calls += 1
-        await self._history(name, None, timeline != self.model.timeline)
+        await self._history(None, now)
         after = {held.id: _seen_of(held) for held in self.model.groups.values()}
         await self.compare([group for group in before | after if before.get(group) != after.get(group)])
         return seen
@@ -143,9 +144,9 @@ class World:
                 raise AssertionError(f"{name}{args} is refused with {seen!r}, against the contract") from None
             raise
 
-    async def _history(self, name: str, seen: Any, went_back: bool) -> None:
-        """What holds for batches and histories whatever the state (laws 1, 2, 3 and 7)."""
-        if went_back:
+    async def _history(self, seen: Any, before: tuple[str, int]) -> None:
+        """What holds for batches and histories whatever the state (laws 1, 2, 3 and 7). `before` the call: timeline and next step."""
+        if before[0] != self.model.timeline or self.model.next_step < before[1]:
             self.ledger = {step: ids for step, ids in self.ledger.items() if step < self.model.next_step}
         if not isinstance(seen, Reservation):
             return

@@ -77,4 +77,8 @@ class TrainerContext:
     clock: Callable[[], float] = time.monotonic
 
     async def torch(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.torch_thread, work)
+        def watched() -> T:
+            with self.lead.ranks.progress.working():
+                return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self.torch_thread, watched)

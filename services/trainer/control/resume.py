@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import secrets
@@ -82,12 +83,13 @@ async def resume(
     replay: ReplayClient,
     retry: BufferRetry,
     checkpoints: Checkpoints,
+    newest: int | None,
     retried: Sequence[Sequence[int]],
     run_id: str,
 ) -> ResumeState:
-    """Rewind or restore the buffer to the newest checkpoint, on a new timeline. `retried`: the orders of each retry in the journal; those
-    that the checkpoint doesn't know of are retried still."""
-    newest = checkpoints.newest()
+    """Rewind or restore the buffer to checkpoint `newest`, whose weights the trainer has loaded (None: the initial model), on a new
+    timeline, which becomes the newest of the checkpoints' chain. `retried`: the orders of each retry in the journal; those that the
+    checkpoint doesn't know of are retried still."""
     checkpoint = None if newest is None else checkpoints.state(newest)
     ledger, ended = Ledger(), Ended()
     if checkpoint is not None:
@@ -112,6 +114,7 @@ async def resume(
         taken = ledger.trained | ended_bitmap
         last = int(taken.max()) if taken else -1
         run = await retry(lambda: replay.restore(version, timeline, incarnation, last, ended))
+    await asyncio.to_thread(checkpoints.start, timeline, version)
     return ResumeState(
         version=version,
         timeline=timeline,

@@ -25,6 +25,7 @@ from headrace.service import bind
 from headrace.v1 import environment_pb2, environment_pb2_grpc, reward_pb2, trajectory_pb2
 from headrace.wire import sample_to_wire
 from headrace_services.reward.pool import WorkerPool
+from headrace_services.reward.sandbox import Level
 from tests.support.reward_hub import WAIT_S, start_environment, start_hub, until
 
 ODD = Path(__file__).parents[2] / "support" / "odd_environment.py"
@@ -295,6 +296,7 @@ async def test_health_reflection_and_the_list_of_environments() -> None:
     assert list(environments) == ["math", "odd"]
     assert environments["math"].kind == reward_pb2.EnvironmentStatus.KIND_BUILT_IN
     assert environments["math"].timeout_ms == 5000
+    assert environments["math"].description.sandbox in (Level.A, Level.B)
     assert environments["odd"].kind == reward_pb2.EnvironmentStatus.KIND_SERVED
     assert environments["odd"].description.name == "Odd"
     assert environments["odd"].max_batch_size == 8

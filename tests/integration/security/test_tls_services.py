@@ -33,6 +33,7 @@ from headrace.v1 import reward_pb2, reward_pb2_grpc
 from headrace.wire import sample_to_wire
 from headrace_services.reward.main import running
 
+READY = Path(__file__).parents[3] / "deploy" / "bin" / "ready"
 TOKENS = "operator boss\nreader eye\nscorer judge\nenvironment mine own\nenvironment other foreign\n"
 
 
@@ -211,6 +212,29 @@ async def problem(port: int) -> str:
     """Why the hub is not ready."""
     async with httpx.AsyncClient(headers={"Authorization": "Bearer eye"}, trust_env=False) as client:
         return str((await client.get(f"http://127.0.0.1:{port}/readyz")).json().get("reason", ""))
+
+
+async def test_a_containers_health_check_asks_over_tls_with_its_readers_token(
+    address: str, certs: Path, tokens: Path
+) -> None:
+    config = config_of(address, certs, tokens)
+    local = config.reward.model_copy(update={"host": "127.0.0.1"})
+    environ = {"HEADRACE_SECURITY__CREDENTIALS": str(tokens), "HEADRACE_SECURITY__TLS_CA": f"{certs}/ca.pem"}
+
+    async def ready(port: int) -> str:
+        """What the check says; nothing if the service is ready."""
+        command = (sys.executable, str(READY), str(port))
+        check = await asyncio.create_subprocess_exec(*command, env=environ, stderr=asyncio.subprocess.PIPE)
+        said = (await check.communicate())[1].decode()
+        assert (check.returncode == 0) == (said == "")
+        return said
+
+    async with running(config.model_copy(update={"env": {}, "reward": local})) as hub:
+        assert await ready(hub.http_port) == ""
+        written(tokens, TOKENS.replace("reader eye", ""))
+        written(Path(f"{tokens}.other"), "reader eye\n")
+        environ["HEADRACE_SECURITY__CREDENTIALS"] = f"{tokens}.other"
+        assert "401" in await ready(hub.http_port)
 
 
 async def test_a_service_started_by_hand_on_loopback_asks_nobody_but_keeps_other_sites_out() -> None:

@@ -16,9 +16,10 @@ def train_and_save(model: Path, folder: Path, limit: int | None = None) -> None:
     """Publish a checkpoint of every step. `limit`: once the first is there, no file may grow past so many bytes."""
     learner = Learner(config(model, ppo=PPOConfig))
     checkpoints = Checkpoints(folder, CheckpointingConfig(keep_top_k=2, metric_name=None))
+    checkpoints.start("t", learner.version)
     while True:
         train_step(learner, random_batch(4, learner.version))
-        learner.save(checkpoints.begin(learner.version))
+        learner.save(checkpoints.begin(learner.version, "t"))
         state = CheckpointState(version=learner.version, timeline="t", cursor=0, run_id="r")
         checkpoints.publish(state, {learner.version - 1: ["g"]})
         if limit is not None:

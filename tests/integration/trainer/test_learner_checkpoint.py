@@ -101,12 +101,19 @@ def test_a_damaged_training_state_is_an_error_with_the_remedy(tiny_model: Path, 
     learner = Learner(config(tiny_model))
     train_step(learner, random_batch(5))
     learner.save(tmp_path)
-    (data,) = (tmp_path / "training").glob("*.distcp")
+    (data,) = (tmp_path / "training").glob("*.safetensors")
     data.write_bytes(data.read_bytes()[:100])
     with pytest.raises(ServiceError, match=r"training state can't be read .* remove this checkpoint"):
         Learner(config(tiny_model), tmp_path)
-    (tmp_path / "training" / ".metadata").unlink()
+    (tmp_path / "training" / "state.json").unlink()
     with pytest.raises(ServiceError, match=r"training state can't be read .* remove this checkpoint"):
+        Learner(config(tiny_model), tmp_path)
+
+
+def test_a_pickled_training_state_of_an_older_build_is_refused_unread(tiny_model: Path, tmp_path: Path) -> None:
+    Learner(config(tiny_model)).save(tmp_path)
+    (tmp_path / "training" / ".metadata").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    with pytest.raises(ServiceError, match="an older build wrote its training state, pickled"):
         Learner(config(tiny_model), tmp_path)
 
 
@@ -130,8 +137,10 @@ def test_sigkill_in_the_middle_of_a_save_leaves_the_newest_usable(tiny_model: Pa
     assert checkpoints.ledger(newest) == {newest - 1: ["g"]}
     learner = Learner(config(tiny_model, ppo=PPOConfig), checkpoints.path(newest))
     train_step(learner, random_batch(4, newest))
-    learner.save(checkpoints.begin(learner.version))
-    assert [path.name for path in tmp_path.glob(".unfinished*")] == [f".unfinished-step_{newest + 1}"]
+    checkpoints.start("u", newest)
+    assert [*tmp_path.glob(".unfinished*")] == []
+    learner.save(checkpoints.begin(learner.version, "u"))
+    assert [path.name for path in tmp_path.glob(".unfinished*")] == [f".unfinished-step_{newest + 1}-u"]
 
 
 @pytest.mark.slow
