@@ -127,7 +127,9 @@ class Model(Fleet):
             self.refuse(InvalidCall)
         for held in self.train("ready"):
             if held.id in sent_back or (held.step == step and not self.lawful(held.oldest, held.newest)):
-                self.requeue(held, "over_age", counted=False)
+                # newer than the step: a rejection took the run back to it
+                old = not self.lawful(held.oldest, min(held.newest, self.next_step))
+                self.requeue(held, "over_age" if old else "too_new", counted=False)
         kept = self.of_step(step, "ready")
         prompts = self.limits.prompts_per_step
         need = prompts - len(kept)
