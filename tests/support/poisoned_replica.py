@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from pathlib import Path
 
 from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.service import die_with_parent
-from tests.support.trainer_process import FORKS
+from tests.support.forks import fork
 
 
-async def keep_up(url: str, run_id: str, model: Path, poison: int, most: int, deaths: list[int | None]) -> None:
-    """Until cancelled. Exit codes go to `deaths`."""
+async def keep_up(
+    url: str, run_id: str, model: Path, poison: int, most: int, deaths: list[int | None], log: Path
+) -> None:
+    """Until cancelled. Exit codes go to `deaths`, what the processes say to `log`."""
     while True:
-        process = FORKS.Process(target=_run, args=(url, run_id, str(model), poison, most), daemon=True)
-        process.start()
+        process = fork(_run, url, run_id, str(model), poison, most, log=log)
         try:
             await asyncio.to_thread(process.join)
         except asyncio.CancelledError:
@@ -27,7 +26,6 @@ async def keep_up(url: str, run_id: str, model: Path, poison: int, most: int, de
 
 
 def _run(url: str, run_id: str, model: str, poison: int, most: int) -> None:
-    die_with_parent(signal.SIGKILL)
     asyncio.run(_generate(url, run_id, model, poison, most))
 
 

@@ -22,7 +22,13 @@ POISON = 37
 
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.nightly)])  # the same law, a minute each
 async def test_law_6_of_64_groups_one_prompt_kills_replicas_and_that_one_fails_and_no_other(
-    trainer: Trainer, replay: ReplayClient, limits: Limits, redis_url: str, tiny_model: Path, replicas: int
+    trainer: Trainer,
+    replay: ReplayClient,
+    limits: Limits,
+    redis_url: str,
+    tiny_model: Path,
+    tmp_path: Path,
+    replicas: int,
 ) -> None:
     trainer.settings["data"]["train"]["size"] = PROMPTS
     trainer.settings["data"]["train"]["task_config"] = {"digits": 3}
@@ -39,7 +45,8 @@ async def test_law_6_of_64_groups_one_prompt_kills_replicas_and_that_one_fails_a
     )
     deaths: list[int | None] = []
     most = PROMPTS // replicas
-    fleet = [keep_up(redis_url, replay.run_id, tiny_model, POISON, most, deaths) for _ in range(replicas)]
+    log = tmp_path / "replicas.log"
+    fleet = [keep_up(redis_url, replay.run_id, tiny_model, POISON, most, deaths, log) for _ in range(replicas)]
     async with running(*fleet, score_all(replay)):
         assert await trainer.run() == 0, trainer.said()
     assert await settled(replay) == {"trained": STEPS * BATCH, "failed": 1}
