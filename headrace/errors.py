@@ -35,6 +35,12 @@ class ReplayUnavailable(ReplayError):
     code = "HR_UNAVAILABLE"
 
 
+class ReplayFull(ReplayUnavailable):
+    """The Redis server is at its `maxmemory` and refuses what would fill it further; time does not count until it takes it."""
+
+    code = "HR_FULL"
+
+
 class ReplayDenied(ReplayError):
     """The Redis server and this client don't accept each other (certificate, user, password, rights); retrying won't help."""
 

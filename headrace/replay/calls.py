@@ -78,6 +78,12 @@ class BufferClient:
         """`write` of all payloads, so that one batch is encoded while the server works on another. `size` of an item in bytes."""
         return await _each(write, of_bounded_size(items, size), self._writes)
 
+    async def make_room(self, refused: int = 0, sheds: bool = True) -> int:
+        """Look after the buffer, once a second: its time goes on, what is due ends, and if its server is at its limit of memory, room
+        is made. `refused`: the bytes that it did not take of the caller; `sheds`: groups may be sent back. Returns the
+        bytes that were refused and still don't fit, 0 if there are none."""
+        return int(await self._connection.call("make_room", refused=refused, sheds=sheds))
+
     async def _until_done(self, function: str, **arguments: Any) -> None:
         """Call a function that does a bounded part of its work per call and returns how much is left, until nothing is."""
         while await self._connection.call(function, **arguments):

@@ -97,7 +97,8 @@ class ReplayClient(TrainerClient, RolloutClient, ScoringClient, InspectionClient
             staleness_policy=limits.staleness_policy,
             filter=bounds if limits.filter_equal else "",
         )
-        await self._connection.command("SET", CURRENT_RUN, self.run_id)
+        if await self._connection.command("GET", CURRENT_RUN) != self.run_id.encode():
+            await self._connection.command("SET", CURRENT_RUN, self.run_id)
         await self._sweep_old_incarnations()
         return self._note(reply)
 

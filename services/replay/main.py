@@ -164,7 +164,7 @@ class _Buffer:
                 self.snapshot.stats = await self._client.stats()
                 self.snapshot.meters = await self._client.bias()
                 await self._warn_of_bias(self.snapshot.meters)
-                self._trouble = None
+                self._note_full(await self._client.make_room())
             except ReplayUnavailable as error:
                 self.snapshot.stats = self.snapshot.meters = None
                 if self._trouble is None:
@@ -174,6 +174,16 @@ class _Buffer:
                 with contextlib.suppress(ReplayUnavailable):
                     await self.prepare()
             await asyncio.sleep(_LOOK_S)
+
+    def _note_full(self, refused: int) -> None:
+        """Log once that the server is at its limit of memory, and that it is no longer."""
+        full = (
+            f"the Redis server is at its maxmemory and has refused {refused} bytes; raise maxmemory (at least 1.25 x replay.max_bytes), "
+            "free what else it holds, or lower replay.max_bytes. The run waits, at no cost of an attempt"
+        )
+        if refused and self._trouble is None:
+            _log.warning("%s", full)
+        self._trouble = full if refused else None
 
     async def _warn_of_bias(self, meters: Mapping[Moment, TrajectoryMeter]) -> None:
         """Log a warning and append an event each time the bias of a quantity exceeds the limit."""

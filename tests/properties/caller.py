@@ -101,6 +101,21 @@ class Caller(RuleBasedStateMachine):
         steps = {"a little": 700, "just before the next": to_next - 1, "the next": to_next, "a lease": 10_000}
         self.run(self.world.pass_time(steps.get(what, 25_000 if what == "a deadline" else 60_000)))
 
+    @rule(by=st.sampled_from([-600_000, 600_000, -3_000, 5_100, -1, 3_600_000]))
+    def the_servers_clock_jumps(self, by: int) -> None:
+        """Another server with another clock takes over, somebody sets it, or the server was frozen."""
+        assert self.world
+        self.run(self.world.jump(by))
+
+    @rule(
+        room=st.sampled_from([-1, 100, 1000, None]), refused=st.sampled_from([0, 50, 500, 40_000]), sheds=st.booleans()
+    )
+    def memory_is_short(self, room: int | None, refused: int, sheds: bool) -> None:
+        """A client reports that it was refused; the replay service looks."""
+        assert self.world
+        self.run(self.world.has_room(room))
+        self.call("make_room", refused, sheds)
+
     @rule(room=st.sampled_from([0, 1, 3]), attempts=st.integers(1, 3), retain=st.integers(0, 2))
     def the_service_starts_again(self, room: int, attempts: int, retain: int) -> None:
         assert self.world

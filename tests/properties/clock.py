@@ -1,5 +1,5 @@
-"""A real server with the real functions, but for two things: its clock is a key that the test sets, so that time passes when the test says
-so; and a call looks at fewer deadlines, so that the few of a test are more than it looks at."""
+"""A real server with the real functions, but for three things: its clock is a key that the test sets, so that time passes when the test
+says so; its memory is another; and a call looks at fewer deadlines, so that the few of a test are more than it looks at."""
 
 from __future__ import annotations
 
@@ -12,18 +12,25 @@ CLOCK = "clock"
 # How the functions ask the server for the time (_run.lua), and what they ask here.
 _ASKS = "local time = redis.call('TIME')\n  return time[1] * 1000 + math.floor(time[2] / 1000)"
 _READS = f"return tonumber(redis.call('GET', '{CLOCK}'))"
+# Bytes that the server may still take (_memory.lua): all, unless the key says how many.
+MEMORY = "memory"
+_LOOKS = "local info = redis.call('INFO', 'memory')"
+_SAYS = f"local left = redis.call('GET', '{MEMORY}')\n  if left then return tonumber(left) end\n  local info = ''"
 _SWEEPS = "local SWEEP = 64"
 # A time of day, so that sums are of the size they have in earnest.
 START_MS = 1_800_000_000_000
 
 
 def for_test(source: str) -> str:
-    """The library, its clock the key."""
+    """The library, its clock and memory the keys."""
     assert source.count(_ASKS) == source.count("'TIME'") == 1, (
         "the functions read the clock in another way: see server_ms"
     )
+    assert source.count(_LOOKS) == source.count("'INFO'") == 1, (
+        "the functions look at memory in another way: see room_left"
+    )
     assert source.count(_SWEEPS) == 1, "the functions bound their sweeps in another way: see _due.lua"
-    return source.replace(_ASKS, _READS).replace(_SWEEPS, f"local SWEEP = {SWEEP}")
+    return source.replace(_ASKS, _READS).replace(_LOOKS, _SAYS).replace(_SWEEPS, f"local SWEEP = {SWEEP}")
 
 
 async def load(redis: Redis, source: str | None = None) -> None:

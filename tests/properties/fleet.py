@@ -159,20 +159,15 @@ class Fleet(Core):
         return held.group.n + (self.limits.redundant if held.lane == "train" else 0)
 
     def fits(self, held: Held) -> bool:
-        """Memory: a group over the bound is let in alone; payloads of trained steps go first, the oldest step first."""
+        """Memory: a group over the bound is let in alone; payloads of trained steps go first."""
         if self.bytes == 0 or self.bytes + held.worst * self.started(held) <= self.limits.max_bytes:
             return True
-        trained = [h for h in self.train("reserved", "trained") if h.step is not None and not h.evicted]
-        steps = {h.step for h in trained if h.step < max(self.committed, self.next_step - 1)}  # type: ignore[operator]
-        if not steps:
+        if not self.evict():
             return False
-        for h in self.of_step(min(steps), "reserved", "trained"):  # type: ignore[type-var]
-            self.meter_trained(h)
-            h.pieces, h.evicted = {}, True
         return self.fits(held)
 
     def lease(self, replica: str, most: int, seen: list[Lease]) -> list[Lease]:
-        self.expire()
+        self.expire(fills=True)
         if not self.healthy(replica):
             self.refuse(NotVerified)
         assert isinstance(seen, list), seen
@@ -267,7 +262,7 @@ class Fleet(Core):
             fences.setdefault((lease.timeline, lease.incarnation), []).append(place)
         answers: list[ReplayError | None] = [None] * len(items)
         for fence, places in fences.items():
-            self.expire()
+            self.expire(fills=True)
             for place in places:
                 if fence != (self.timeline, self.incarnation):
                     answers[place] = self.refusal(WrongTimeline(""))

@@ -14,7 +14,7 @@ from headrace.errors import HeadraceError
 from headrace.replay import Ended, Epoch, Limits, ReplayClient, Reservation, RunState
 from headrace.replay.bias import MOMENTS, QUANTITIES, Moment, TrajectoryMeter
 from headrace.replay.connection import BufferConnection, open_redis
-from tests.properties.clock import CLOCK, START_MS
+from tests.properties.clock import CLOCK, MEMORY, START_MS
 from tests.properties.learning import Model, orders, seen_batch, shape
 from tests.properties.records import Held
 
@@ -27,8 +27,12 @@ NEW_EACH_TIME = {"lease": "_read_leases", "take_scoring": "_read_jobs"}
 IDEMPOTENT = {
     *("enqueue", "close", "commit", "rewind", "restore", "refilled", "drop_validation"),
     *("open_epoch", "acknowledge", "begin_epoch", "verify", "refuse", "end_epoch", "register", "deregister"),
-    *("push_many", "save_many", "release", "reject", "abandon", "score_many", "release_scoring"),
+    *("make_room", "push_many", "save_many", "release", "reject", "abandon", "score_many", "release_scoring"),
 }
+
+
+# The longest that nobody calls while time passes.
+PACE_MS = 4_000
 
 
 class Echo(BufferConnection):
@@ -68,13 +72,28 @@ class World:
 
     async def open(self, limits: Limits) -> None:
         await self.client.redis.set(CLOCK, START_MS)
+        await self.client.redis.delete(MEMORY)
         state = await self.client.open_run(limits)
         self.model = Model(limits, START_MS, state.timeline, state.incarnation)
         await self.compare([])
 
     async def pass_time(self, milliseconds: int) -> None:
-        self.model.now += milliseconds
-        await self.client.redis.set(CLOCK, self.model.now)
+        """The replay service calls every second, and so at least as often as here."""
+        while (step := min(milliseconds, PACE_MS)) > 0:
+            milliseconds -= step
+            await self.jump(step)
+            if milliseconds:
+                await self.call("make_room")
+
+    async def jump(self, milliseconds: int) -> None:
+        """The server's clock is another, and nobody has called meanwhile."""
+        self.model.clock += milliseconds
+        await self.client.redis.set(CLOCK, self.model.clock)
+
+    async def has_room(self, room: int | None) -> None:
+        """The server may take `room` bytes more; None: as many as there are."""
+        self.model.left = math.inf if room is None else room
+        await (self.client.redis.delete(MEMORY) if room is None else self.client.redis.set(MEMORY, room))
 
     async def limit(self, limits: Limits) -> None:
         """The replay service starts again with other limits."""
@@ -184,7 +203,7 @@ class World:
         assert {lane: _nonzero(counts[lane]) for lane in counts} == {lane: model.count(lane) for lane in counts}
         assert stats["refusals"] == dict(model.refusals)
         assert stats["requeues"] == dict(model.requeues)
-        assert stats["bytes"] == model.bytes
+        assert (stats["bytes"], stats["full"]) == (model.bytes, model.full)
         assert stats["leases"] == sum(held.state == "open" for held in model.groups.values())
         assert stats["line"] == len(model.line())
         pieces = [piece for held in model.groups.values() for piece in held.pieces.values()]

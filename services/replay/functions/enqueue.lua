@@ -92,4 +92,4 @@ register('hr_enqueue', {
   if enqueued ~= run.enqueued then set(run, 'enqueued', enqueued) end
   if #new > 0 then wake(run, 'work') end
   return #new
-end, true)
+end, true, true)

@@ -19,23 +19,7 @@
 --
 -- Memory: a lease counts its group's worst case until it is complete. Past the bound leases wait, unless nothing is held at all
 -- (a single group over the bound must not stop the run). Payloads of steps that were trained but not committed go first.
--- uses: _args, _fields, _group, _meter, _register, _run
-
--- Steps before the newest reserved one are trained; their payloads only serve people and a rewind, which can have them made again.
--- The oldest go first, so that those that are merely retained go before those that a crash would need.
-local function evict_trained_step(run)
-  local step = math.max(run.evicted, run.freed)
-  if step >= math.max(run.committed, run.next_step - 1) then return false end
-  for _, id in ipairs(lines(redis.call('HGET', run.base .. 'steps', step))) do
-    local group = load_group(run, id)
-    meter_trained(run, group)
-    discard(run, group)
-    redis.call('HSET', group.key, 'held', 0, 'lost', 1)
-  end
-  set(run, 'evicted', step + 1)
-  event(run, 'evicted', 'step', step)
-  return true
-end
+-- uses: _args, _fields, _group, _memory, _meter, _register, _run
 
 local function fits(run, worst)
   while true do
@@ -196,4 +180,4 @@ register('hr_lease', {replica = name, most = positive, nonce = name}, function(r
   local room = run.refill == 1 and 0 or (version + steps + 1) * run.prompts_per_step - reserved - ahead
   lease_from(run, 'train', math.min(most, room), replica, version, nonce, leases)
   return cmsgpack.pack({timeline = run.timeline, incarnation = run.incarnation, version = version, leases = leases})
-end)
+end, false, true)

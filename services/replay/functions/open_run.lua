@@ -43,7 +43,7 @@ local function make_run(keys, args)
   redis.call('HSET', key, unpack(fields))
 end
 
-redis.register_function('hr_open_run', function(keys, args)
+local function open_run(keys, args)
   local ok, problem = pcall(make_run, keys, args)
   if not ok and problem.code then return redis.error_reply(problem.code .. ' ' .. problem.message) end
   if not ok then error(problem) end
@@ -52,4 +52,6 @@ redis.register_function('hr_open_run', function(keys, args)
     event(run, 'opened')
     return cmsgpack.pack(run_state(run))
   end, nil, false, keys, {}, false)
-end)
+end
+
+redis.register_function{function_name = 'hr_open_run', callback = open_run, flags = {'allow-oom'}}

@@ -65,4 +65,4 @@ register('hr_push', PAYLOADS, function(run, call, args)
   local reply = {}
   for _, of_group in ipairs(groups) do push(run, of_group, foreign, reply) end
   return reply
-end, true)
+end, true, true)

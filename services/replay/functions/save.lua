@@ -45,4 +45,4 @@ register('hr_save', PAYLOADS, function(run, call, args)
     reply[entry.place] = code and refuse_entry(run, code, message) or ''
   end
   return reply
-end, true)
+end, true, true)

@@ -1,7 +1,7 @@
 -- stats: what people look at.
 -- KEYS     the run
 -- ARGV     none
--- Returns  msgpack: the run's state, refusals by code, requeues by cause, bytes, ages of the last batch, the scoring line, leases,
+-- Returns  msgpack: the run's state, refusals by code, requeues by cause, bytes, full (see _memory.lua), ages of the last batch, the scoring line, leases,
 --          the newest dead letters, groups ready out of the next P in line
 -- uses: _args, _group, _register
 local function scoring_line(run)
@@ -27,7 +27,7 @@ register_reader('hr_stats', nil, function(run)
   stats.counts = unless_empty(counts_of(run))
   stats.refusals = unless_empty(numbers(redis.call('HGETALL', run.base .. 'refusals')))
   stats.requeues = unless_empty(numbers(redis.call('HGETALL', run.base .. 'requeues')))
-  stats.bytes, stats.max_bytes = run.bytes, run.max_bytes
+  stats.bytes, stats.max_bytes, stats.full = run.bytes, run.max_bytes, run.full
   stats.age_mean, stats.age_max = tonumber(age_mean or nil) or 0, tonumber(age_max or nil) or 0
   stats.scoring = scoring_line(run)
   stats.leases = redis.call('ZCARD', run.base .. 'leases')

@@ -330,7 +330,7 @@ class Loop:
         self._context.journal.append(kind, step, self._timeline, metrics)
         self._context.telemetry.notify()
         self._context.gauges.update(kind, step, metrics)
-        await self._call(lambda: self._replay.publish_metrics(kind, step, metrics))
+        await self._call(lambda: self._replay.publish_metrics(kind, step, metrics, self._timeline))
 
     async def _finish(self) -> None:
         folder = self._config.run_folder

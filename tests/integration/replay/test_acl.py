@@ -100,7 +100,7 @@ async def test_each_role_does_its_whole_job_with_its_own_user(opened: EmbeddedSe
         done, _, _ = await trainer.evaluated(["e0-validation-0"])
         assert len(done) == 1
         await trainer.drop_validation(state.timeline)
-        await trainer.publish_metrics("train", 1, {"reward": 1.0})
+        await trainer.publish_metrics("train", 1, {"reward": 1.0}, state.timeline)
         await trainer.commit(1, state.timeline)
         await trainer.close(state.timeline)
         await trainer.wait_ready(0.01)

@@ -115,7 +115,7 @@ async def test_wait_returns_at_a_wake_up(replay: ReplayClient) -> None:
 
 
 async def test_metrics_and_events_are_followed(replay: ReplayClient) -> None:
-    await replay.publish_metrics("train", 3, {"reward": 0.5})
+    await replay.publish_metrics("train", 3, {"reward": 0.5}, (await replay.state()).timeline)
     ((entry, kind, step, metrics),) = await replay.metrics()
     assert (kind, step, metrics) == ("train", 3, {"reward": 0.5})
     assert await replay.metrics(after=entry) == []
