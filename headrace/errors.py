@@ -53,6 +53,12 @@ class InvalidCall(ReplayError):
     code = "HR_INVALID"
 
 
+class Unstaged(InvalidCall):
+    """The payload that the call was to make visible is gone: its time ran out, or the server lost it."""
+
+    code = "HR_UNSTAGED"
+
+
 class Fenced(ReplayError):
     """Law 4: the caller's token, timeline or incarnation is no longer the valid one; nothing was changed."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ class BufferClient:
         self._incarnation: str | None = None
         self._reads, self._writes = asyncio.Semaphore(READS), asyncio.Semaphore(WRITES)
         self._epoch: Epoch | None = None  # the newest that a heartbeat brought
+        self._numbers = itertools.count(1)  # of calls that change nothing when they arrive again, however late
 
     async def aclose(self) -> None:
         await self._wakeups.aclose()

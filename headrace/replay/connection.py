@@ -50,6 +50,7 @@ from headrace.errors import (
     ReplayUnavailable,
     SamplingStarved,
     Surplus,
+    Unstaged,
     WrongStep,
     WrongTimeline,
 )
@@ -77,6 +78,7 @@ _BY_CODE = {
         Fenced,
         LeaseLost,
         Surplus,
+        Unstaged,
         WrongTimeline,
         WrongStep,
         SamplingStarved,

@@ -74,10 +74,10 @@ class TrainerClient(BufferClient):
         counts, bitmap = await self._connection.call("ended")
         return Ended(**unpack(counts), bitmap=bitmap)
 
-    async def enqueue(self, groups: Sequence[Group], timeline: str, refill: bool = False) -> int:
+    async def enqueue(self, groups: Sequence[Group], timeline: str, refill: bool = False, validation: int = 0) -> int:
         """Append groups to the queues of their lanes; returns how many were new. A group at or below `enqueued` order, or with a known
         id, or among those that ended, is not new (idempotent). `refill` also takes groups at or below `enqueued`,
-        while the state says `refill`. Raises
+        while the state says `refill`. `validation`: the version that validation groups evaluate. Raises
         `WrongTimeline`, and `WrongStep` for groups beyond the next order: the server lost the writes of those in between."""
         if self._incarnation is None:
             await self.state()
@@ -90,6 +90,7 @@ class TrainerClient(BufferClient):
                 timeline=timeline,
                 incarnation=self._incarnation,
                 refill=refill,
+                validation=validation,
                 groups=[_queued(group) for group, _ in batch],
             )
         return new
@@ -139,8 +140,9 @@ class TrainerClient(BufferClient):
         """Meter that `tokens` > 0 tokens over age were left out of the policy loss of `step`; counted once per step."""
         await self._connection.call("masked", step=step, timeline=timeline, tokens=tokens)
 
-    async def evaluated(self, ids: Sequence[str]) -> tuple[list[Evaluated], dict[str, str], int]:
-        """The state of these validation groups: (those evaluated, reasons of those failed by id, number still pending)."""
+    async def evaluated(self, ids: Sequence[str]) -> tuple[list[Evaluated], dict[str, str], list[str]]:
+        """The state of these validation groups: (those evaluated, reasons of those failed by id, ids that the buffer does not know). The
+        others are pending."""
         replies: list[Any] = []
         for batch in chunks(ids, BATCH):
             replies += unpack(await self._connection.call("evaluated", groups=batch))
@@ -152,11 +154,11 @@ class TrainerClient(BufferClient):
                 done.append(Evaluated(Group.decode(group), tuple(await self.read(reply["keys"]))))
             elif reply["state"] == "failed":
                 failed[group_id] = reply["reason"]
-        return done, failed, len(replies) - len(done) - len(failed)
+        return done, failed, [id_ for id_, reply in zip(ids, replies, strict=True) if reply["state"] == "unknown"]
 
-    async def drop_validation(self, timeline: str) -> None:
-        """Forget every group of the validation lane, leased or not, with its payloads."""
-        await self._until_done("drop_validation", timeline=timeline)
+    async def drop_validation(self, timeline: str, before: int) -> None:
+        """Forget every group of validations of versions < `before`, leased or not, with its payloads; the buffer takes no more of them."""
+        await self._until_done("drop_validation", timeline=timeline, before=before)
 
     # -- epochs of the weight channel --------------------------------------------------------------------------------------
 

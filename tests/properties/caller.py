@@ -34,6 +34,7 @@ class Caller(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         self.names = itertools.count()
+        self.replicas = [f"replica-{which}" for which in range(REPLICAS)]
         self.held_back: list[tuple[Any, ...]] = []
         self.timelines: list[str] = []
         self.world: World | None = None
@@ -66,7 +67,14 @@ class Caller(RuleBasedStateMachine):
         return f"{next(self.names):06x}"
 
     def replica(self, which: int) -> str:
-        return f"replica-{which % REPLICAS}"
+        return self.replicas[which % REPLICAS]
+
+    def enter(self, which: int, how: str = "once") -> None:
+        """The replica registers; under a new name if it has left or died."""
+        name = self.replica(which)
+        if name in self.model.used or (name in self.model.members and self.model.state_of(name) == "DEAD"):
+            self.replicas[which % REPLICAS] = f"replica-{which % REPLICAS}-{self.name()}"
+        self.call("register", self.replica(which), {}, how=how)
 
     def timeline(self, late: int) -> str:
         return self.timelines[-1 - late % len(self.timelines)]

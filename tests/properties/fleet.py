@@ -30,15 +30,23 @@ class Fleet(Core):
             return "DEAD"
         return "HEALTHY" if self.healthy(replica) else "STALE"
 
-    def register(self, replica: str, info: object, seen: object) -> None:
+    def register(self, replica: str, info: object, seen: object, incarnation: str | None = None) -> None:
+        """`incarnation`: that the caller knew, None is the present one."""
         self.expire()
-        self.members[replica] = Member(self.now + milliseconds(self.limits.replica_dead_s))
+        if incarnation not in (None, self.incarnation):
+            self.refuse(WrongTimeline)
+        member = self.members.get(replica)
+        if replica in self.used or (member and member.dead):
+            self.refuse(Fenced)
+        if member is None:
+            self.members[replica] = Member(self.now + milliseconds(self.limits.replica_dead_s))
 
     def deregister(self, replica: str, seen: object) -> None:
         self.expire()
         if replica in self.members:
             self.take_back(replica, "returned", counted=False)
             del self.members[replica]
+            self.used.add(replica)
 
     def heartbeat(self, replica: str, tokens: Sequence[str], seen: HeartbeatReply) -> HeartbeatReply:
         self.expire()
@@ -61,6 +69,11 @@ class Fleet(Core):
         newest = (self.epoch_now.id, self.epoch_now.state) if self.epoch_now else None
         assert newest == ((seen.epoch.id, seen.epoch.state) if seen.epoch else None)
         return HeartbeatReply(state, self.timeline, seen.lost, seen.epoch, seen.complete)  # type: ignore[arg-type]
+
+    def heartbeat_again(self, number: int, replica: str, tokens: Sequence[str], seen: object) -> object:
+        """It renews nothing."""
+        self.expire()
+        return seen
 
     # -- epochs
 
@@ -93,6 +106,9 @@ class Fleet(Core):
         self.expire()
         self.require_timeline(timeline)
         if self.epoch_now is None or self.epoch_now.id != epoch:
+            if epoch in self.epochs:
+                self.refuse(Fenced)
+            self.epochs.add(epoch)
             did = {replica: "asked" for replica, member in self.members.items() if not member.dead}
             self.epoch_now = Announced(epoch, version, timeline, "announced", did)
         return self._view()
@@ -168,9 +184,13 @@ class Fleet(Core):
 
     def lease(self, replica: str, most: int, seen: list[Lease]) -> list[Lease]:
         self.expire(fills=True)
-        if not self.healthy(replica):
+        member = self.members.get(replica)
+        if member:
+            member.leased, member.answer = self.call_number, None
+        if member is None or not self.healthy(replica):
             self.refuse(NotVerified)
         assert isinstance(seen, list), seen
+        member.answer = seen
         version, left = self.members[replica].version, list(seen)
         orphans = sorted((h for h in self.groups.values() if h.orphaned and not h.overdue(self.now)), key=_ticket)
         for held in orphans[:most]:
@@ -187,6 +207,17 @@ class Fleet(Core):
                 self._grant(held, replica, version, left.pop(0))
                 most -= 1
         assert not left, f"{replica} was given {[lease.group.id for lease in left]} against admission, memory or order"
+        return seen
+
+    def lease_again(self, number: int, replica: str, most: int, seen: list[Lease]) -> list[Lease]:
+        """The newest is answered as before; nothing more is granted."""
+        member = self.members.get(replica)
+        if member is None or number > member.leased:  # the buffer has not seen it
+            return self.lease(replica, most, seen)
+        self.expire(fills=True)
+        if number < member.leased or member.answer is None:
+            self.refuse(Fenced)
+        assert {lease.token for lease in seen} <= {lease.token for lease in member.answer}
         return seen
 
     def _grant(self, held: Held, replica: str, version: int, lease: Lease) -> None:

@@ -42,7 +42,8 @@ class Core:
         self.left = math.inf  # bytes that the server may still take
         self.full = 0  # bytes that it refused and that don't fit
         self.refusals: collections.Counter[str] = collections.Counter()
-        self.used: set[str] = set()  # timelines and incarnations that have ended
+        self.used: set[str] = set()  # timelines and incarnations that have ended, replicas that have left
+        self.call_number = 0  # of the call that is made
         self.meters = Meters()
         self.begin(timeline, incarnation, 0, -1, -1)
 
@@ -66,6 +67,8 @@ class Core:
         self.batch_counts = (0, 0)
         self.members: dict[str, Member] = {}
         self.epoch_now: Announced | None = None
+        self.epochs: set[str] = set()  # of this timeline
+        self.validation = 0  # groups of older ones are dropped, and come no more
 
     # -- what people see
 
@@ -262,6 +265,7 @@ class Core:
         member = self.members[replica]
         if member.dead:
             del self.members[replica]
+            self.used.add(replica)
             return
         self.take_back(replica, "dead", counted=True)
         member.dead, member.due = True, self.now + REMEMBER_DEAD_MS
@@ -281,7 +285,7 @@ class Core:
 
     # -- the queue
 
-    def enqueue(self, groups: list[Group], timeline: str, refill: bool, seen: object) -> int:
+    def enqueue(self, groups: list[Group], timeline: str, refill: bool, validation: int = 0, *, seen: object) -> int:
         self.expire(fills=True)
         self.require_timeline(timeline)
         new: dict[str, Group] = {}
@@ -289,7 +293,7 @@ class Core:
             if group.id in self.groups or group.id in new:
                 continue
             fresh = ((refill and self.refill) or group.order > self.enqueued) and group.order not in self.ended
-            if group.lane == "validation" or fresh:
+            if validation >= self.validation if group.lane == "validation" else fresh:
                 new[group.id] = group
         # a feeder goes on where it left off
         ahead = [group.order for group in new.values() if group.lane == "train" and group.order > self.enqueued]
@@ -299,7 +303,7 @@ class Core:
             self.refuse(InvalidCall)
         for group in new.values():
             worst = worst_case_bytes(1, group.prompt_token_ids.size, group.sampling.max_new_tokens)
-            self.groups[group.id] = Held(group, worst)
+            self.groups[group.id] = Held(group, worst, validation if group.lane == "validation" else 0)
             if group.lane == "train":
                 self.enqueued = max(self.enqueued, group.order)
         return len(new)

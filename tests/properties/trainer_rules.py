@@ -26,13 +26,20 @@ class TrainerRules(Caller):
             self.made.append(make_group(order, n=self.setting.n))
         self.call("enqueue", self.made[first : first + count], self.timeline(late), False, how=how)
 
-    @rule(count=st.integers(1, 2), new=st.booleans(), late=lateness, how=promptly)
-    def enqueue_validation(self, count: int, new: bool, late: int, how: str) -> None:
+    @rule(
+        count=st.integers(1, 2),
+        new=st.booleans(),
+        version=st.sampled_from([0, 0, 0, 1, -1]),
+        late=lateness,
+        how=st.sampled_from(["once"] * 5 + ["again", "echo", "later"]),
+    )
+    def enqueue_validation(self, count: int, new: bool, version: int, late: int, how: str) -> None:
         if new or not self.validation:
             for _ in range(count):
                 order = len(self.validation)
                 self.validation.append(make_group(order, n=self.setting.n, lane="validation"))
-        self.call("enqueue", self.validation[-count:], self.timeline(late), False, how=how)
+        version = max(0, self.model.validation + version)
+        self.call("enqueue", self.validation[-count:], self.timeline(late), False, version, how=how)
 
     @precondition(lambda self: self.model.refill)
     @rule(finish=st.booleans(), how=promptly)
@@ -90,9 +97,9 @@ class TrainerRules(Caller):
         version = max(0, self.model.next_step - back)
         self.call("restore", version, self.timelines[-1], self.name(), self.model.enqueued, self.saved, how=how)
 
-    @rule(late=lateness, how=deliveries)
-    def drop_validation(self, late: int, how: str) -> None:
-        self.call("drop_validation", self.timeline(late), how=how)
+    @rule(further=st.sampled_from([0, 1, 1, 2]), late=lateness, how=deliveries)
+    def drop_validation(self, further: int, late: int, how: str) -> None:
+        self.call("drop_validation", self.timeline(late), self.model.validation + further, how=how)
 
     @precondition(lambda self: self.validation)
     @rule(count=st.integers(1, 3))

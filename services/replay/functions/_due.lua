@@ -58,6 +58,7 @@ local function expire_replicas(run)
   if redis.call('HGET', key, 'state') == 'DEAD' then
     redis.call('UNLINK', key)
     redis.call('ZREM', run.base .. 'replicas', id)
+    redis.call('SADD', run.key .. ':used', id)
   elseif take_back(run, id, 'dead', true, 'replica ' .. id .. ' died') then
     redis.call('HSET', key, 'state', 'DEAD', 'reason', 'no heartbeat')
     redis.call('ZADD', run.base .. 'replicas', run.now + REMEMBER_DEAD_MS, id)

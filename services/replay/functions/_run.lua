@@ -22,8 +22,10 @@
 --   refusals    hash    code -> calls refused (law 4)      requeues   hash    cause -> groups requeued, passed on
 --   replicas    zset    replicas by the time they are due  r:<id>     hash    a replica; h:<id> set of groups it holds
 --   epoch       hash    the newest membership epoch        members    hash    replica -> what it did in that epoch
+--   epochs      set     every epoch of this timeline
 -- Of all incarnations: `events` and `metrics` (streams), `m:<moment>` (hashes, see _meter.lua), `old` (set of incarnations to be swept), `used` (set of timelines and
--- incarnations that have ended), channels `wake:<what>`.
+-- incarnations that have ended, of replicas that
+-- have left, and of starts of the replay service that another has followed), channels `wake:<what>`.
 -- uses: _args
 
 local LIMITS = {
@@ -33,10 +35,10 @@ local LIMITS = {
 }
 -- staleness_policy: ordered, drop or mask; filter: see _filter.lua
 local WORDS = {'staleness_policy', 'filter'}
--- clock, offset: see `tell_time`; full: see _memory.lua
+-- clock, offset: see `tell_time`; full: see _memory.lua; validation: groups of those before it are dropped, and come no more
 local NUMBERS = {
   'next_step', 'committed', 'enqueued', 'closed', 'tickets', 'pinned', 'top', 'evicted', 'freed', 'refill', 'bytes', 'due',
-  'clock', 'offset', 'full',
+  'clock', 'offset', 'full', 'validation',
 }
 -- While a library loads there are no iterators.
 local FIELDS = {'timeline', 'incarnation'}

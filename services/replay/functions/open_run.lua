@@ -1,8 +1,8 @@
 -- open_run: make the run if it is not there, else give it these limits.
 -- KEYS     the run
--- ARGV     timeline, incarnation (nonces, used only for a new run), the limits by their names in _run.lua
+-- ARGV     timeline, incarnation (nonces, used only for a new run; the timeline names this call too), the limits by their names in _run.lua
 -- Returns  the run's state, msgpack
--- Errors   HR_INVALID
+-- Errors   HR_TIMELINE (it arrives late: another start of the replay service has set the limits since), HR_INVALID
 -- uses: _args, _filter, _register, _run
 
 -- What a group may have beyond n: its trajectories are arguments of one command.
@@ -40,7 +40,10 @@ local function make_run(keys, args)
       'enqueued', -1, 'closed', 0, 'tickets', 0, 'pinned', 0, 'top', 0, 'evicted', 0, 'freed', 0, 'refill', 0, 'bytes', 0, 'due', 1e15)
     redis.call('RPUSH', key .. ':' .. incarnation .. ':timelines', timeline .. ' 0')
   end
-  redis.call('HSET', key, unpack(fields))
+  local opened = redis.call('HGET', key, 'opened')
+  require_unused({key = key}, timeline)
+  if opened and opened ~= timeline then redis.call('SADD', key .. ':used', opened) end
+  redis.call('HSET', key, 'opened', timeline, unpack(fields))
 end
 
 local function open_run(keys, args)

@@ -1,4 +1,8 @@
-"""Keeps the queue of training prompts filled ahead of the fleet, and closes it when no more will come."""
+"""Keeps the queue of training prompts filled ahead of the fleet, and closes it when no more will come.
+
+The buffer's server may lose writes without anybody noticing: each look compares where the run stands with what was done, and does
+again what is missing.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,11 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from headrace.config import Config
+from headrace.errors import WrongStep
 from headrace.replay import BufferRetry, ReplayClient, RunState
 from headrace_services.trainer.data import Prompts
 
@@ -33,7 +39,7 @@ def next_orders(state: RunState, *, ahead: int, total: int, to_train: int) -> tu
 
 
 class Feeder:
-    """Enqueues prompts in one task: enqueue, wait for a second or for `wake`, look again. It ends when it has closed the queue.
+    """Enqueues prompts in one task, without end: enqueue, wait for a second or for `wake`, look again.
 
     Groups are made in another thread, because that tokenizes.
     """
@@ -65,18 +71,29 @@ class Feeder:
         await self._retry(lambda: self._replay.refilled(self._timeline))
         return new
 
-    async def run(self) -> None:
+    async def run(self, missing: Callable[[], Iterable[int]]) -> None:
+        """Feed until cancelled. `missing`: the prompts of a refill, should the buffer ask for it again."""
+        closed = False
         while True:
             self._wake.clear()
             state = await self._retry(self._replay.state)
+            if state.refill and state.timeline == self._timeline:
+                await self._retry(partial(self._replay.commit, state.committed, self._timeline))
+                log.warning(
+                    "the buffer's server lost writes: %d prompts are queued again", await self.refill(missing())
+                )
             total = self._prompts.total
             orders, close = next_orders(state, ahead=self._ahead, total=total, to_train=self._to_train)
-            for at in range(0, len(orders), BATCH):
-                await self._enqueue(orders[at : at + BATCH], refill=False)
-            if close:
+            try:
+                for at in range(0, len(orders), BATCH):
+                    await self._enqueue(orders[at : at + BATCH], refill=False)
+            except WrongStep as error:
+                log.warning("the buffer's server lost writes: %s", error)
+                continue  # from where it stands now
+            if close and not state.closed:
                 await self._retry(lambda: self._replay.close(self._timeline))
-                log.info("the queue is closed: all %d prompts are in", total)
-                return
+                log.info("the queue is closed%s: all %d prompts are in", " again" if closed else "", total)
+                closed = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_S):
                     await self._wake.wait()

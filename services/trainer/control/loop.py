@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal, TypeVar
 
 from headrace.config import Config
-from headrace.errors import ReplayUnavailable, SamplingStarved, ServiceError, WrongStep, WrongTimeline
+from headrace.errors import Fenced, InvalidCall, ReplayUnavailable, SamplingStarved, ServiceError
 from headrace.replay import End, Replica, Reservation, Waiting
 from headrace.trajectory import Float32, Int32
 from headrace.weights.probe import choose_token_ids
@@ -84,11 +84,11 @@ class Loop:
             if self._resumed.refill:
                 again = await self._context.feeder.refill(self._resumed.missing())
                 log.info("%d prompts that nothing was trained on are queued again", again)
-            feeding = asyncio.create_task(self._context.feeder.run())
+            feeding = asyncio.create_task(self._context.feeder.run(self._resumed.missing))
             self._began = self._step_began = self._healthy_at = self._clock()
             self._init_metrics = {"efficiency/init/total_s": self._began - self._context.began}
             return await self._take_turns(feeding)
-        except (WrongTimeline, WrongStep, ServiceError) as error:
+        except (Fenced, InvalidCall, ServiceError) as error:
             reserved = self._version + isinstance(self._reply, Reservation)
             if lost_writes(self._resumed, await self._call(self._replay.state), reserved):
                 raise ReplayUnavailable(
