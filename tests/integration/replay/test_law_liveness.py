@@ -177,8 +177,8 @@ async def test_law_7_failure_is_not_zero_invalid_fails_at_once(replay: ReplayCli
         if job.trajectory.index == 0:
             await replay.score(job, Score("INVALID", message="no such task"))
     assert (await replay.state()).counts["failed"] == 1
-    done, failed, pending = await replay.evaluated(["e0-validation-v0-0"])
-    assert (done, pending) == ([], 0)
+    done, failed, unknown = await replay.evaluated(["e0-validation-v0-0"])
+    assert (done, unknown) == ([], [])
     assert failed == {"e0-validation-v0-0": "scoring refused: INVALID: no such task"}
 
 

@@ -108,7 +108,7 @@ async def test_law_6_at_the_limit_of_memory_everything_goes_on_that_does_not_fil
     await replay.register(another, {})
     assert (await replay.heartbeat(replica, [second.token])).lost == ()
     await replay.abandon(second, 0, "no")
-    await replay.drop_validation(timeline)
+    await replay.drop_validation(timeline, 1)
     await replay.deregister(another)
     await replay.close(timeline)
     await rewind(replay, 1)
