@@ -12,8 +12,8 @@ PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 STAMP := $(VENV)/.installed
 DEMO_MODEL := models/tiny
-# Processes that share the tests.
-WORKERS ?= 2
+# Processes that share the tests: one more than cores, because tests wait for processes, leases and deadlines.
+WORKERS ?= 3
 
 # Of `make chaos`: how many faults, and which: by default other ones each day.
 FAULTS ?= 100
@@ -27,7 +27,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make setup   install everything into $(VENV)"
 	@echo "make demo    train a small model through the whole pipeline"
-	@echo "make test    lint, types, contracts and the tests, in about twelve minutes on two cores"
+	@echo "make test    lint, types, contracts and the tests, in about ten minutes on two cores"
 	@echo "make test-all    the same with everything at nightly size, in hours"
 	@echo "make chaos   the pipeline under faults, FAULTS=100 SEED=(today) unless given"
 	@echo "make lint    lint, types and contracts"

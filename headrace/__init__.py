@@ -9,12 +9,40 @@ from headrace.trajectory import Score
 __all__ = ["Environment", "Sample", "Score", "serve"]
 
 
-def serve(environment: Environment, port: int, host: str = "127.0.0.1") -> None:
+def serve(
+    environment: Environment,
+    port: int,
+    host: str = "127.0.0.1",
+    *,
+    token_file: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    insecure: bool = False,
+) -> None:
     """Serve `environment` over gRPC on `host:port` until SIGTERM or SIGINT. Port 0 takes a free port and logs it.
 
-    Raises `ServiceError` if the port is busy.
+    `token_file` has a line `environment NAME TOKEN`, the same as the hub's credentials: only who presents that token is answered.
+    `tls_cert` and `tls_key` are PEM files. All are read again when they change. A `host` beyond the loopback interface needs the three of
+    them, unless `insecure`.
+
+    Raises `ServiceError` if the port is busy, `ConfigError` for files that are missing or can't be used.
     """
     # gRPC is loaded only by a process that serves
-    from headrace import environment_server
+    from pathlib import Path
 
-    environment_server.run(environment, host, port)
+    from headrace import environment_server
+    from headrace.credentials import Credentials
+    from headrace.errors import ConfigError
+    from headrace.exposure import is_loopback
+    from headrace.tls import CertificateFiles
+
+    if (tls_cert is None) != (tls_key is None):
+        raise ConfigError(f"tls_cert {tls_cert!r} with tls_key {tls_key!r}: give both, or neither")
+    if not (insecure or is_loopback(host)) and (tls_cert is None or token_file is None):
+        raise ConfigError(
+            f"host {host!r}: an environment doesn't listen beyond the loopback interface without TLS and a token; give tls_cert and "
+            "tls_key (`headrace certs`) and token_file (`headrace credentials`), or insecure=True in a network that you trust"
+        )
+    credentials = None if token_file is None else Credentials(Path(token_file))
+    certificate = None if tls_cert is None or tls_key is None else CertificateFiles(Path(tls_cert), Path(tls_key))
+    environment_server.run(environment, host, port, credentials, certificate)

@@ -13,8 +13,10 @@ from typing import Any
 import grpc
 
 from headrace import rpc
+from headrace.credentials import Credentials
 from headrace.environment import Environment, Sample, checked, failed
 from headrace.service import stop_on_signals
+from headrace.tls import CertificateFiles
 from headrace.trajectory import Score
 from headrace.v1 import environment_pb2 as pb
 from headrace.v1 import environment_pb2_grpc as pb_grpc
@@ -24,12 +26,18 @@ _log = logging.getLogger("headrace.environment")
 _GRACE_S = 2.0
 
 
-def run(environment: Environment, host: str, port: int) -> None:
+def run(
+    environment: Environment,
+    host: str,
+    port: int,
+    credentials: Credentials | None = None,
+    certificate: CertificateFiles | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT (`headrace.serve`)."""
 
     async def serve() -> None:
         stop = stop_on_signals()
-        async with serving(environment, host, port) as bound:
+        async with serving(environment, host, port, credentials, certificate) as bound:
             _log.info("environment %s listens on %s:%d", environment.label, host, bound)
             await stop.wait()
 
@@ -37,14 +45,24 @@ def run(environment: Environment, host: str, port: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(environment: Environment, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[int]:
-    """Serve while the context is open; yields the port. On exit, running calls get two seconds to finish."""
-    server = rpc.server()
+async def serving(
+    environment: Environment,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    credentials: Credentials | None = None,
+    certificate: CertificateFiles | None = None,
+) -> AsyncIterator[int]:
+    """Serve while the context is open; yields the port. On exit, running calls get two seconds to finish.
+
+    With `credentials`, to callers that present an environment's token alone.
+    """
+    service = pb.DESCRIPTOR.services_by_name["EnvironmentService"]
+    methods = [f"/{service.full_name}/{method.name}" for method in service.methods]
+    roles = dict.fromkeys([*methods, rpc.REFLECTION], ("environment",))
+    server = rpc.server(access=None if credentials is None else rpc.RpcAccess(credentials, roles))
     pb_grpc.add_EnvironmentServiceServicer_to_server(_Servicer(environment), server)
-    bound = rpc.listen(server, host, port, "port")
-    health = await rpc.add_health_and_reflection(
-        server, [pb.DESCRIPTOR.services_by_name["EnvironmentService"].full_name]
-    )
+    bound = rpc.listen(server, host, port, "port", certificate)
+    health = await rpc.add_health_and_reflection(server, [service.full_name])
     await server.start()
     try:
         yield bound

@@ -21,6 +21,8 @@ from typing import Literal
 
 import msgspec
 
+from headrace.checkpoints import read_chain
+from headrace.checkpoints import timeline_of as made_on
 from headrace.errors import CodecError
 from headrace.trajectory import Score, Trajectory
 
@@ -123,12 +125,25 @@ class LineageFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def files(self) -> list[tuple[int, Path]]:
-        """The steps that the newest weights descend from, in order, with their files."""
+    def written(self) -> list[tuple[int, str, Path]]:
+        """Every file in the folder: step, timeline, path; of one step there is another if a trainer wrote it after its successor had
+        started."""
         if not self.folder.is_dir():
             return []
         matches = ((NAME.fullmatch(path.name), path) for path in self.folder.iterdir())
-        return sorted((int(match[1]), path) for match, path in matches if match)
+        return sorted((int(match[1]), match[2], path) for match, path in matches if match)
+
+    def files(self) -> list[tuple[int, Path]]:
+        """The steps that the newest weights descend from, in order, with their files. Raises as `headrace.checkpoints.read_chain` does."""
+        by_step: dict[int, dict[str, Path]] = {}
+        for step, timeline, path in self.written():
+            by_step.setdefault(step, {})[timeline] = path
+        twice = [step for step, of_step in by_step.items() if len(of_step) > 1]
+        starts = read_chain(self.folder.parent) if twice else []
+        for step in twice:
+            of_step, timeline = by_step[step], made_on(starts, step + 1) or ""
+            by_step[step] = {timeline: of_step[timeline]} if timeline in of_step else of_step
+        return [(step, path) for step, of_step in by_step.items() for path in of_step.values()]
 
     def timelines(self) -> list[tuple[int, str]]:
         """(step, timeline) wherever the timeline changes, in order: that step and the following ones ran on that timeline."""

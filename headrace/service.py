@@ -13,9 +13,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from headrace.errors import ServiceError
+from headrace.tls import Reloading
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from headrace.http_access import HttpAccess
 
 Ready = Callable[[], Awaitable[str | None]]
 
@@ -29,20 +32,25 @@ EXIT_BUFFER_UNAVAILABLE = os.EX_TEMPFAIL
 EXIT_STOPPED = 143
 
 
-def create_app(title: str, ready: Ready) -> FastAPI:
+def create_app(title: str, ready: Ready, stuck: Callable[[], str | None] = lambda: None) -> FastAPI:
     """A FastAPI application with `/healthz`, `/readyz` and `/metrics`.
 
-    `ready` returns None when the service can do its work, else the reason why it can't (503).
+    `ready` returns None when the service can do its work, else the reason why it can't (503); `stuck` returns None, or the reason why
+    only a new process can.
     """
     import prometheus_client
     from fastapi import FastAPI
     from fastapi.responses import JSONResponse
 
-    app = FastAPI(title=title)
+    # its pages of documentation would load scripts of other sites; /openapi.json says the same
+    app = FastAPI(title=title, docs_url=None, redoc_url=None)
 
-    @app.get("/healthz", summary="The process is alive")
-    async def healthz() -> dict[str, str]:
-        return {"status": "alive"}
+    @app.get("/healthz", summary="The process is alive", response_model=None)
+    async def healthz() -> JSONResponse:
+        reason = stuck()
+        if reason is not None:
+            return JSONResponse({"status": "stuck", "reason": reason}, status_code=503)
+        return JSONResponse({"status": "alive"})
 
     @app.get("/readyz", summary="The service can do its work", response_model=None)
     async def readyz() -> JSONResponse:
@@ -72,11 +80,20 @@ def bind(host: str, port: int, key: str) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def serve_http(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
-    """Serve `app` on `sock` while the context is open."""
+async def serve_http(app: FastAPI, sock: socket.socket, access: HttpAccess) -> AsyncIterator[None]:
+    """Serve `app` on `sock` to those whom `access` lets in, while the context is open. Raises `ConfigError` for a certificate that can't
+    be used."""
     import uvicorn
 
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=2))
+    from headrace.http_access import Guard
+
+    # log_config None: its records go through the service's own handlers
+    config = uvicorn.Config(
+        Guard(app, access), log_config=None, log_level="warning", lifespan="on", timeout_graceful_shutdown=2
+    )
+    config.load()
+    config.ssl = Reloading(access.certificate).context() if access.certificate is not None else None
+    server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]  # the service handles signals
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:

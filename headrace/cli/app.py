@@ -13,11 +13,15 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli import acl, common, config, groups, rewind, runs, status, up
+from headrace import exposure
+from headrace.cli import acl, certs, common, config, credentials, groups, page, rewind, runs, status, up
 from headrace.cli.common import ConfigOption, Overrides, RunOption
 from headrace.config import load
 from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable, Restartable
+from headrace.printable import LineFormatter
 from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, EXIT_USER_ERROR
+
+_log = logging.getLogger("headrace.security")
 
 SERVICES = {
     "replay": "The replay buffer: its state machine in Redis, the scorer and the HTTP API.",
@@ -54,7 +58,10 @@ def service_command(name: str) -> Callable[..., None]:
         loaded = load(config, overrides or ())
         if loaded.run.id is None:
             raise ConfigError("run.id is not set: give run.id=NAME (`headrace up` makes one by itself)")
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        log_lines()
+        exposure.check(loaded, name)
+        if loaded.security.credentials is None:
+            _log.warning("security.credentials is not set: everybody who reaches this service may use it")
         service = common.load_entry_point("headrace.services", name, extra=name)
         if name == "trainer" and os.environ.get("RANK", "0") == "0":
             runs.save_unsupervised(loaded, config)
@@ -68,6 +75,13 @@ def service_command(name: str) -> Callable[..., None]:
             raise typer.Exit(EXIT_INTERNAL_ERROR) from error
 
     return command
+
+
+def log_lines() -> None:
+    """Log to standard error, a record a line."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def model(
@@ -121,3 +135,6 @@ app.add_typer(groups.app, name="groups")
 app.command(name="replay-step")(replay_step)
 app.command()(model)
 app.command()(acl.acl)
+app.command()(certs.certs)
+app.command()(credentials.credentials)
+app.command()(page.page)

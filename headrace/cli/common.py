@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.errors import HeadraceError
+from headrace.printable import printable
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The run's YAML.", show_default=False)]
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML.", show_default=False)]
@@ -25,7 +26,8 @@ RunOption = Annotated[
 
 
 def print_error(error: HeadraceError) -> None:
-    typer.echo(f"error: {error}", err=True)
+    text = printable(str(error), keep="\n")
+    typer.echo(f"error: {text}", err=True)
 
 
 def load_entry_point(group: str, name: str, extra: str) -> Callable[..., Any]:

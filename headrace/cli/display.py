@@ -10,6 +10,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from headrace.printable import printable
+
 SHOWN_STEPS = 10
 # The state of a replica during a refit. It occurs every step, so `Display` prints no line for it.
 UPDATING = "updating"
@@ -54,7 +56,7 @@ class Display:
         self._states: dict[str, str] = {}
 
     def print(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(printable(line, keep="\n"), markup=False, highlight=False, soft_wrap=True)
 
     def metrics(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         if kind == "validation":
@@ -95,13 +97,15 @@ def draw(run: RunSummary) -> RenderableType:
         services.add_column(column)
     for line in run.services:
         state = Text(line.state, style=_COLOURS.get(line.state, "yellow"))
-        services.add_row(line.name, state, line.note, str(line.restarts) if line.restarts else "")
+        services.add_row(
+            Text(printable(line.name)), state, Text(printable(line.note)), str(line.restarts) if line.restarts else ""
+        )
     groups = ", ".join(f"{count} {state}" for state, count in run.counts.items() if count)
     lines: list[RenderableType] = [Text(f"run {run.run_id}", style="bold"), services]
     if groups:
         lines.append(Text(f"groups: {groups}", style="dim"))
     if run.buffer:
-        lines.append(Text(f"buffer: {run.buffer}", style="red"))
+        lines.append(Text(f"buffer: {printable(run.buffer)}", style="red"))
     if run.train or run.validation:
         lines.append(_steps(run))
     newest = max(run.train, default=0)

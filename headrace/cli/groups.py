@@ -17,6 +17,7 @@ from headrace.cli.common import RunOption
 from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable
 from headrace.lineage import FOLDER, GroupLineage, LineageFiles, Origin, TokenRange
+from headrace.printable import printable
 from headrace.replay import GroupState
 
 app = typer.Typer(help="Look at groups: one prompt and its trajectories each.", no_args_is_help=True)
@@ -38,7 +39,7 @@ def show(
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
         return
     for line in describe(found):
-        typer.echo(line)
+        typer.echo(printable(line))
 
 
 @app.command("list")
@@ -48,7 +49,7 @@ def list_groups(run: RunOption, state: StateOption = None) -> None:
     async def work() -> None:
         async with runs.open_buffer(runs.find(run)) as replay:
             async for group_id, name in replay.groups(_states(state)):
-                typer.echo(f"{name:10}{group_id}")
+                typer.echo(f"{name:10}{printable(group_id)}")
 
     asyncio.run(work())
 

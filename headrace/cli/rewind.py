@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from headrace import checkpoints as folders
+from headrace.checkpoints import FolderLock, Start
 from headrace.cli import runs
 from headrace.config import load
 from headrace.errors import ServiceError
@@ -27,7 +32,8 @@ def rewind(
 ) -> None:
     """Move the checkpoints newer than VERSION aside, so that the next start of the run continues from VERSION.
 
-    Nothing is deleted: they go to a folder beside them. The buffer follows when the trainer starts.
+    Nothing is deleted: they go to a folder beside them. The buffer follows when the trainer starts. A run whose trainer is at work is
+    refused, wherever it was started.
     """
     saved = folder / run_id / runs.SAVED
     if not saved.exists():
@@ -36,7 +42,7 @@ def rewind(
             f"{folder} holds no run {run_id!r} ({', '.join(known) or 'none at all'}); --dir names another folder of runs"
         )
     config = load(saved, [f"run.dir={folder}"], environ={})  # the run may have been started from another directory
-    with runs.locked(config):
+    with runs.locked(config), _no_trainer_in(config.checkpoint_folder, run_id):
         moved, place = set_aside(config.checkpoint_folder, version, datetime.datetime.now())
     if not moved:
         typer.echo(f"run {run_id}: checkpoint {version} is the newest already")
@@ -44,11 +50,27 @@ def rewind(
     typer.echo(f"run {run_id} goes on from checkpoint {version}; set aside in {place}: {_listed(moved)}")
 
 
+@contextlib.contextmanager
+def _no_trainer_in(checkpoints: Path, run_id: str) -> Iterator[None]:
+    """Hold the lock of the folder. Raises `ServiceError` if a trainer has it."""
+    try:
+        lock = FolderLock(checkpoints)
+        holder = lock.try_take()
+    except OSError as error:
+        raise ServiceError(f"can't lock {checkpoints} ({error}); rewind the run where its trainer runs") from error
+    try:
+        if holder is not None:
+            raise ServiceError(f"a trainer of run {run_id} is at work in {checkpoints} ({holder}); stop it first")
+        yield
+    finally:
+        lock.release()
+
+
 def set_aside(checkpoints: Path, version: int, now: datetime.datetime) -> tuple[list[int], Path]:
     """Move the checkpoints newer than `version` to a folder with a note; returns their versions and the folder.
 
-    The newest is moved first: if this is interrupted, the rest is still a valid history, and the same command finishes the job.
-    Raises `ServiceError` if there is no such checkpoint, or the folder can't be written.
+    The chain is cut first, so that no trainer goes on from one of them, and none that wakes up late publishes another. If this is
+    interrupted, the same command finishes the job. Raises `ServiceError` if there is no such checkpoint, or the folder can't be written.
     """
     there = published(checkpoints)
     if version not in there:
@@ -63,10 +85,11 @@ def set_aside(checkpoints: Path, version: int, now: datetime.datetime) -> tuple[
             place.mkdir(exist_ok=True)
             (place / WHY).write_text(
                 f"{now:%Y-%m-%d %H:%M:%S}: the run was set back to checkpoint {version} by `headrace rewind`. These are the newer "
-                f"ones: {_listed(newer)}.\nNothing needs them any more; remove them, or load them as any Hugging Face checkpoint. A "
-                "trainer that finds one of them among the others again goes on from it.\n",
+                f"ones: {_listed(newer)}.\nNothing needs them any more; remove them, or load them as any Hugging Face checkpoint. To take "
+                "this back before the run has started again, remove the last line of ../chain.jsonl and move them back.\n",
                 encoding="utf-8",
             )
+            folders.append_start(checkpoints, Start(f"rewind-{secrets.token_hex(8)}", version))
         for step in reversed(newer):
             (checkpoints / f"step_{step}").rename(place / f"step_{step}")
     except OSError as error:
@@ -75,8 +98,8 @@ def set_aside(checkpoints: Path, version: int, now: datetime.datetime) -> tuple[
 
 
 def published(checkpoints: Path) -> dict[int, Path]:
-    """Complete checkpoints, by version."""
-    return {step: path for step, path in _steps(checkpoints).items() if (path / "state.json").is_file()}
+    """The checkpoints that the run may go on from, by version."""
+    return {version: checkpoints / f"step_{version}" for version in folders.published(checkpoints)}
 
 
 def _steps(checkpoints: Path) -> dict[int, Path]:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace import credentials
 from headrace.cli.common import load_entry_point
 from headrace.config import Config, load
 from headrace.config.compare import diff
@@ -31,18 +32,20 @@ def new_id(config_file: Path, now: datetime.datetime) -> str:
 
 
 def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
-    """Load the run's configuration; also returns what changed in it since the run was last up.
+    """Load the run's configuration; also returns what changed in it since the run was last up. Credentials lie in the run's folder unless
+    the configuration says where.
 
     Raises `ConfigError` with the diff if a key differs that may not change.
     """
     config = load(config_file, overrides)
     if config.run.id is None:
         run_id = new_id(config_file, datetime.datetime.now())
-        return load(config_file, [*overrides, f"run.id={run_id}"]), []
+        return _with_credentials(load(config_file, [*overrides, f"run.id={run_id}"])), []
+    config = _with_credentials(config)
     saved = config.run_folder / SAVED
     if not saved.exists():
         return config, []
-    changes = diff(load(saved, environ={}), config)
+    changes = diff(_with_credentials(load(saved, environ={})), config)
     fixed = [change for change in changes if not change.allowed]
     if fixed:
         keys = "\n".join(f"  {change}" for change in fixed)
@@ -50,6 +53,21 @@ def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[s
             f"run {config.run.id} can't go on with these keys changed; set them back, or take another run.id:\n{keys}"
         )
     return config, [str(change) for change in changes]
+
+
+def _with_credentials(config: Config) -> Config:
+    if config.security.credentials is not None:
+        return config
+    path = config.run_folder.absolute() / credentials.FILE
+    return config.model_copy(update={"security": config.security.model_copy(update={"credentials": str(path)})})
+
+
+def make_credentials(config: Config) -> None:
+    """Add what the credentials of a run lack, and keep others out of its folder. Raises `ConfigError`."""
+    config.run_folder.chmod(0o700)
+    # the users of a server that isn't ours are its administrator's
+    names = credentials.names_of(config, redis=config.replay.redis_url is None)
+    credentials.complete(Path(config.security.credentials or ""), names)
 
 
 def find(run: str, overrides: Sequence[str] = ()) -> Config:
@@ -64,11 +82,10 @@ def find(run: str, overrides: Sequence[str] = ()) -> Config:
 def save(config: Config) -> Path:
     """Write the resolved configuration into the run's folder; returns its absolute path."""
     path = config.run_folder.absolute() / SAVED
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     fresh = path.with_suffix(".new")
     fresh.unlink(missing_ok=True)
-    # a URL with a password must be readable by its owner alone
-    fresh.touch(mode=0o600 if "@" in (config.replay.redis_url or "") else 0o666)
+    fresh.touch(mode=0o600)  # an address may hold a password
     fresh.write_text(dump(config), encoding="utf-8")
     fresh.rename(path)
     return path
@@ -149,34 +166,36 @@ def settle_ports(config: Config) -> Config:
 
 
 @contextlib.asynccontextmanager
-async def open_buffer(config: Config) -> AsyncIterator[ReplayClient]:
-    """A client of the run's buffer, whether the run is up or not.
+async def open_buffer(config: Config, role: str = "reader") -> AsyncIterator[ReplayClient]:
+    """A client of the run's buffer, whether the run is up or not. With `role` "up" it may also change something.
 
     If the run is down, its embedded server is started from the append-only file for as long as the context is open; the run
     can't be started meanwhile. Raises `ReplayUnavailable` if there is neither, `ServiceError` while another process starts the run.
     """
     async with contextlib.AsyncExitStack() as stack:
         try:
-            client = await ReplayClient.connect(config.redis_url, config.run.id, timeout_s=0.0)
+            client = await ReplayClient.connect(credentials.buffer_url(config, role), config.run.id, timeout_s=0.0)
         except ReplayUnavailable:
-            client = await _start_embedded(config, stack)
+            client = await _start_embedded(config, role, stack)
         stack.push_async_callback(client.aclose)
         yield client
 
 
-async def _start_embedded(config: Config, stack: contextlib.AsyncExitStack) -> ReplayClient:
+async def _start_embedded(config: Config, role: str, stack: contextlib.AsyncExitStack) -> ReplayClient:
     folder = config.run_folder / "replay"
     if config.replay.redis_url is not None or not folder.is_dir():
-        return await ReplayClient.connect(config.redis_url, config.run.id, timeout_s=_CONNECT_S)
+        return await ReplayClient.connect(credentials.buffer_url(config, role), config.run.id, timeout_s=_CONNECT_S)
     make: Any = load_entry_point("headrace.tools", "embedded-server", extra="replay")
     stack.enter_context(locked(config))
     # a port of its own: another run may be up on the configured one
     with bind("127.0.0.1", 0, "replay.redis_port") as free:
         port = free.getsockname()[1]
-    server = make(folder, "127.0.0.1", port, config.replay.appendfsync)
+    server = make.of(config, "127.0.0.1", port)
     stack.push_async_callback(server.stop)
     await server.start()
     try:
-        return await ReplayClient.connect(server.url, config.run.id, timeout_s=0.0)
+        moved = config.replay.model_copy(update={"redis_host": "127.0.0.1", "redis_port": port})
+        url = credentials.buffer_url(config.model_copy(update={"replay": moved}), role)
+        return await ReplayClient.connect(url, config.run.id, timeout_s=0.0)
     except ReplayUnavailable as error:
         raise ServiceError(f"{folder} holds no buffer of run {config.run.id}; was the run ever up?") from error

@@ -11,11 +11,14 @@ from typing import Annotated, TextIO
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from headrace.cli import runs
 from headrace.cli.common import Overrides
 from headrace.config import load
+from headrace.credentials import buffer_url
 from headrace.errors import ConfigError, ReplayUnavailable
+from headrace.printable import printable
 from headrace.replay import ReplayClient, Replica, RunState
 from headrace.replay.bias import Distribution, Moment, TrajectoryMeter, beyond, skews
 
@@ -45,7 +48,7 @@ def status(
         raise ConfigError("give either CONFIG or --run FOLDER")
     loaded = load(config, overrides or ()) if config else runs.find(run or "", overrides or ())
     try:
-        state, replicas, meters, newest = asyncio.run(_read(loaded.redis_url, loaded.run.id))
+        state, replicas, meters, newest = asyncio.run(_read(buffer_url(loaded, "reader"), loaded.run.id))
     except ReplayUnavailable as error:
         if run is None or loaded.replay.redis_url is not None:
             raise
@@ -107,14 +110,15 @@ def show(
         *((moment, _described(meter)) for moment, meter in meters.items() if meter.trajectories),
         *(("bias", str(skew)) for skew in beyond(skews(meters), bias_warning)),
     ):
-        console.print(f"{name:14}{value}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{name:14}{printable(value)}", markup=False, highlight=False, soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("replica", "state", "weights", "groups", "seen", "url"):
         table.add_column(column, no_wrap=True)
     for replica in replicas:
         version = "none" if replica.version < 0 else str(replica.version)
         seen = f"{replica.seen_s_ago:.0f} s ago"
-        table.add_row(replica.id, replica.state, version, str(replica.leases), seen, str(replica.info.get("url", "")))
+        row = (replica.id, replica.state, version, str(replica.leases), seen, str(replica.info.get("url", "")))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     console.print(table if replicas else "no replica has joined")
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from headrace.errors import ServiceError
 from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_USER_ERROR, die_with_parent
 
 LOG_TAIL_LINES = 15
+# A log that has grown to this is moved to NAME.log.1, in place of the one there.
+LOG_BYTES = 64 * 1024**2
+_LOOK_AT_LOGS_S = 5.0
 
 
 class ServiceFailed(ServiceError):
@@ -90,6 +94,17 @@ class Child:
             self.was_ready = self.was_ready or ready
             self.state = "ready" if ready else otherwise
 
+    def keep_log_small(self, limit: int) -> None:
+        """Move the log to `NAME.log.1` once it has `limit` bytes. The running process goes on in the same file, at its start.
+
+        What it writes between the copy and the cut, a moment later, is lost: it holds the file itself, so the file can't be replaced.
+        """
+        if self.log.exists() and self.log.stat().st_size >= limit:
+            older = self.log.with_name(self.log.name + ".1")
+            shutil.copyfile(self.log, older)
+            os.truncate(self.log, 0)
+            self.log_start = 0
+
     def heard(self, answered: bool, after_s: float) -> None:
         """Note whether the current process answered when it was asked, `after_s` since it was asked before. One that has not answered
         yet is still starting: its silence doesn't count."""
@@ -116,10 +131,12 @@ class Supervisor:
         report: Callable[[str], None],
         policy: RestartPolicy | None = None,
         grace_s: float = 20.0,
+        log_bytes: int = LOG_BYTES,
     ) -> None:
         self.environ = dict(environ)
         self.report = report
         self.policy = policy or RestartPolicy()
+        self.log_bytes = log_bytes
         self.grace_s = grace_s  # between SIGTERM and SIGKILL
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._guard = subprocess.Popen(
@@ -170,10 +187,23 @@ class Supervisor:
         self._processes[child.name] = process
         child.pid, child.state, child.answered, child.silent_s = process.pid, "starting", False, 0.0
         self._notify_guard("+", process.pid)
-        code = await _wait(process)
+        bounding = asyncio.create_task(self._bound_log(child))
+        try:
+            code = await _wait(process)
+        finally:
+            bounding.cancel()
         await self._end_group(child.name, process.pid)
         child.pid = None
         return code
+
+    async def _bound_log(self, child: Child) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(child.keep_log_small, self.log_bytes)
+            except OSError as error:
+                self.report(f"{child.log} can't be kept small ({error.strerror}); it goes on growing")
+                return
+            await asyncio.sleep(_LOOK_AT_LOGS_S)
 
     async def _end_group(self, name: str, group: int) -> None:
         """End what an exited leader left of its group; the embedded server gets a moment to write its files."""

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import ssl
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from headrace.cli import runs
+from headrace import exposure
+from headrace.cli import page, runs
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
 from headrace.cli.display import UPDATING, Display, LiveDisplay, RunSummary, ServiceLine, closing_table
@@ -25,8 +27,10 @@ from headrace.cli.rewind import published
 from headrace.cli.supervisor import Child, ServiceFailed, Supervisor, child_environ
 from headrace.config import Config
 from headrace.config.load import examine
+from headrace.credentials import buffer_url, credentials_of
 from headrace.errors import HeadraceError, ReplayUnavailable, ServiceError
 from headrace.replay import ReplayClient, Replica
+from headrace.tls import client_context
 
 # Importing torch takes a while on a busy machine; past this, a service hangs rather than being slow.
 READY_DEADLINE_S = 120.0
@@ -58,12 +62,16 @@ def up(
 
     with runs.locked(loaded):
         loaded = runs.settle_ports(loaded)
+        runs.make_credentials(loaded)
+        for service in ("replay", "reward", "rollout", "trainer"):
+            exposure.check(loaded, service)
         saved = runs.save(loaded)
         say(f"run {loaded.run.id} in {loaded.run_folder} ({age_bound(loaded)})")
         if translation:
             say(f"{translation.summary}; `headrace config check {config}` lists them")
         for change in changes:
             say(f"changed: {change}")
+        say(f"curves: {page.address(loaded)}")
         started = time.monotonic()
         try:
             with _display(console) as display:
@@ -73,10 +81,10 @@ def up(
             raise typer.Exit(128 + interrupted.signum) from None
         console.print(closing_table(run, time.monotonic() - started))
         # not in the table: a path cut off at a column's width can't be copied
-        curve, page = loaded.run_folder / "curve.png", loaded.run_folder / "curves.html"
+        curve, curves = loaded.run_folder / "curve.png", loaded.run_folder / "curves.html"
         say(f"learning curve: {curve if curve.exists() else 'none was drawn'}")
-        if page.exists():
-            say(f"all curves:     {page}")
+        if curves.exists():
+            say(f"all curves:     {curves}")
         checkpoints = published(loaded.checkpoint_folder)
         newest = checkpoints[max(checkpoints)] / "policy" if checkpoints else None
         say(f"checkpoint:     {newest or 'none was written'}")
@@ -138,6 +146,10 @@ class Pipeline:
         self.config = config
         self.display = display
         self.children = Children.of(config, saved)
+        self._tls = client_context(config.security.tls_ca) if config.security.tls_cert is not None else None
+        credentials = credentials_of(config)
+        assert credentials is not None  # `prepare` names the file
+        self._credentials = credentials
         self.summary = RunSummary(run_id=config.run_folder.name, max_steps=config.algorithm.max_num_steps)
         self.supervisor = Supervisor(child_environ(os.environ), display.print)
         self._asked = time.monotonic()  # when the services were asked for the last time
@@ -185,7 +197,7 @@ class Pipeline:
                 running += [tasks.create_task(self._supervise_rollout(rollout)) for rollout in self.children.rollouts]
                 trainer = tasks.create_task(supervise(self.children.trainer))
                 async with contextlib.aclosing(
-                    await ReplayClient.connect(self.config.redis_url, self.config.run.id)
+                    await ReplayClient.connect(buffer_url(self.config, "reader"), self.config.run.id)
                 ) as client:
                     watch = tasks.create_task(self._watch(client))
                     await trainer
@@ -220,11 +232,14 @@ class Pipeline:
 
     async def _probe(self, child: Child, host: str, port: int, after_s: float) -> None:
         """Ask a service whether it is alive and ready. A refused connection is a process that starts or ends, not one that hangs."""
-        alive, _ = await http_get(host, port, "/healthz")
-        ready = alive == 200 and (await http_get(host, port, "/readyz"))[0] == 200
+        alive, _ = await self._ask(host, port, "/healthz")
+        ready = alive == 200 and (await self._ask(host, port, "/readyz"))[0] == 200
         if child.state not in ("restarting", "finished", "failed"):
             child.set_ready(ready, "not ready" if child.was_ready else "starting")
             child.heard(alive not in (503, NO_ANSWER), after_s)
+
+    async def _ask(self, host: str, port: int, path: str) -> tuple[int, str]:
+        return await http_get(host, port, path, self._credentials.token("reader"), self._tls)
 
     async def _until_ready(self, child: Child, host: str, port: int) -> None:
         """Wait for the service's `/readyz`. Past the deadline, raises `ServiceError` with the service's reason."""
@@ -232,7 +247,7 @@ class Pipeline:
         try:
             async with asyncio.timeout(READY_DEADLINE_S):
                 while True:
-                    status, answer = await http_get(host, port, "/readyz")
+                    status, answer = await self._ask(host, port, "/readyz")
                     if status == 200:
                         break
                     await asyncio.sleep(0.1)
@@ -319,14 +334,18 @@ def _first(group: BaseExceptionGroup[HeadraceError]) -> HeadraceError:
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-async def http_get(host: str, port: int, path: str, timeout_s: float = 5.0) -> tuple[int, str]:
+async def http_get(
+    host: str, port: int, path: str, token: str, tls: ssl.SSLContext | None = None, timeout_s: float = 5.0
+) -> tuple[int, str]:
     """(status, body) of a GET over HTTP/1.0; status 0 if nothing listens there, `NO_ANSWER` if what listens is silent."""
     target = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(target, port)
+            reader, writer = await asyncio.open_connection(target, port, ssl=tls)
             with contextlib.closing(writer):
-                writer.write(f"GET {path} HTTP/1.0\r\nHost: {target}\r\n\r\n".encode())
+                name = f"[{target}]" if ":" in target else target
+                head = f"GET {path} HTTP/1.0\r\nHost: {name}:{port}\r\nAuthorization: Bearer {token}\r\n\r\n"
+                writer.write(head.encode())
                 head, _, body = (await reader.read()).decode(errors="replace").partition("\r\n\r\n")
     except TimeoutError:
         return NO_ANSWER, f"no answer from {target}:{port} within {timeout_s:.0f} s"

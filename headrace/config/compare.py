@@ -91,6 +91,7 @@ FREE = (
     "trainer",
     "logger",
     "weight_channel",
+    "security",
     "checkpointing.enabled",
     "checkpointing.save_period",
     "checkpointing.checkpoint_must_save_by",

@@ -143,3 +143,8 @@ class EnvConfig(Section):
         description="time for one call of a served environment, for one trajectory of a built-in one; past it: TIMED_OUT",
     )
     max_batch_size: int = Field(64, ge=1, description="trajectories in one call of a served environment")
+    unsafe_no_sandbox: bool = Field(
+        False,
+        description="score without a sandbox where the machine grants none (built-in environments); false refuses to start there. What "
+        "the policy writes could then read and do whatever the reward service can",
+    )

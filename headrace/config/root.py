@@ -15,6 +15,7 @@ from headrace.config.logger import LoggerConfig
 from headrace.config.loss import LossConfig, ValueLossConfig
 from headrace.config.policy import PolicyConfig, ValueConfig
 from headrace.config.ppo import PPOConfig
+from headrace.config.security import SecurityConfig
 from headrace.config.services import (
     CheckpointingConfig,
     ReplayConfig,
@@ -43,6 +44,7 @@ class Config(Section):
     weight_channel: WeightChannelConfig = WeightChannelConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logger: LoggerConfig = LoggerConfig()
+    security: SecurityConfig = SecurityConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -59,6 +61,7 @@ class Config(Section):
         _check_estimator(self)
         _check_shaping(self)
         _check_data_sets(self)
+        _check_collective_timeout(self)
         for source in (*self.data.train, *self.data.validation):
             if source.env_name is None or source.env_name not in self.env:
                 known = ", ".join(sorted(self.env)) or "none"
@@ -217,6 +220,19 @@ def _check_shaping(config: Config) -> None:
         raise ValueError(
             f"{name}.reward_shaping.overlong_buffer_length {shaping.overlong_buffer_length} is more than max_response_length "
             f"{longest} (null takes policy.max_total_sequence_length): an empty completion would be overlong; lower it"
+        )
+
+
+def _check_collective_timeout(config: Config) -> None:
+    """A rank may wait for another that waits for the buffer or for replicas."""
+    trainer, channel = config.trainer, config.weight_channel
+    longest, key = max(
+        (trainer.fleet_deadline_s, "trainer.fleet_deadline_s"), (channel.timeout_s, "weight_channel.timeout_s")
+    )
+    if trainer.collective_timeout_s <= longest:
+        raise ValueError(
+            f"trainer.collective_timeout_s {trainer.collective_timeout_s:g} is not more than {key} {longest:g}: a rank would be taken for "
+            "frozen that only waits so long; raise it, or lower the other"
         )
 
 

@@ -115,6 +115,12 @@ class TrainerConfig(Section):
         300.0, gt=0, description="with no verified replica for this long the run ends with that reason"
     )
     validation_deadline_s: float = Field(300.0, gt=0, description="how long a refit waits for a running validation")
+    collective_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="a rank whose work makes no progress for this long ends, and names the rank that it waits for; with one rank, its "
+        "/healthz turns red. More than fleet_deadline_s, weight_channel.timeout_s, a micro-batch, or writing a model to disk takes",
+    )
 
 
 class WeightChannelConfig(Section):

@@ -163,6 +163,7 @@ class Reservation(msgspec.Struct, frozen=True, eq=False):
     """The batch of `step`: `P` complete groups in ticket order, each with n trajectories in index order (any n under over-sampling).
 
     `scored` groups got all their scores since the previous batch; dynamic sampling filtered `filtered` of them (they are in no batch).
+    `attempts` are those at the groups.
     """
 
     step: int
@@ -170,6 +171,7 @@ class Reservation(msgspec.Struct, frozen=True, eq=False):
     trajectories: tuple[ReservedTrajectory, ...]
     scored: int = 0
     filtered: int = 0
+    attempts: tuple[int, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         """Whether both are the same batch, regardless of `scored` and `filtered`."""
@@ -211,6 +213,7 @@ class HeldGroup(msgspec.Struct, frozen=True):
 
 class _BatchGroup(msgspec.Struct, frozen=True):
     id: str
+    attempt: int
     indices: list[int]
     pushed: list[str]  # `<nonce> <length> <oldest version> <newest version> <ms from lease to push>` (_group.lua)
     rewards: list[str]
@@ -229,6 +232,7 @@ class BatchReply(msgspec.Struct, frozen=True, tag_field="reply", tag="batch"):
         return Reservation(
             step=self.step,
             groups=tuple(group.id for group in self.groups),
+            attempts=tuple(group.attempt for group in self.groups),
             trajectories=tuple(self._trajectories()),
             scored=self.scored,
             filtered=self.filtered,

@@ -131,6 +131,16 @@ class TrainerClient(BufferClient):
                 records.append(unpack(reply)["record"])
         return [Group.decode(record) for record in await self._held(records)]
 
+    async def reject_step(self, step: int, timeline: str, nonce: str, attempts: Mapping[str, int], reason: str) -> None:
+        """Give the batch of `step` back, because what was read of these groups (the attempt of each, by id) breaks a law. The step is
+        reopened as by a rewind to it, but nothing else is: its other groups keep it, these are generated again, at the cost of an attempt.
+
+        At most 256 groups are named. `nonce` is the caller's: a repetition is a no-op. Raises `WrongStep` unless it is the newest
+        reserved step with these groups in these attempts, `WrongTimeline`.
+        """
+        groups = [{"id": group, "attempt": attempt} for group, attempt in attempts.items()]
+        await self._connection.call("reject", step=step, timeline=timeline, nonce=nonce, reason=reason, groups=groups)
+
     async def commit(self, version: int, timeline: str) -> None:
         """Commit steps < version, because checkpoint `version` is published: their groups are trained, and the payloads of all but the
         newest `retain_steps` steps are freed (idempotent)."""

@@ -42,6 +42,7 @@ class DescribeResponse(_message.Message):
     BUILD_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    SANDBOX_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The environment's own name."""
     build: _builtins.str
@@ -50,6 +51,10 @@ class DescribeResponse(_message.Message):
     """One line for people."""
     steps: _builtins.bool
     """It answers Step."""
+    sandbox: _builtins.str
+    """The sandbox that it scores in: "A" (namespaces, Landlock, a filter of system calls), "B" (without namespaces), "none", or
+    empty if it doesn't say.
+    """
     def __init__(
         self,
         *,
@@ -57,10 +62,11 @@ class DescribeResponse(_message.Message):
         build: _builtins.str = ...,
         description: _builtins.str = ...,
         steps: _builtins.bool = ...,
+        sandbox: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "description", b"description", "name", b"name", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "description", b"description", "name", b"name", "sandbox", b"sandbox", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

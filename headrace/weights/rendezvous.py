@@ -40,7 +40,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     `group_id` at the trainer's store `host:port`. Ranks follow the sorted names: the trainer is 0, then each member has
     `workers` ranks, one per worker process. Each phase ends after `timeout_s`.
     `probe_logprobs` [len - 1] are the trainer's log-probabilities of `probe_token_ids[1:]` at temperature 1; a member's must
-    equal them within `tolerance` nats.
+    equal them within `tolerance` nats. Members prove with `secret` that they were given this message (`weight_channel.transport`).
     """
 
     group_id: str
@@ -49,6 +49,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     backend: Annotated[str, msgspec.Meta(pattern="^(gloo|nccl)$")]
     host: str
     port: Annotated[int, msgspec.Meta(gt=0, lt=65536)]
+    secret: Annotated[bytes, msgspec.Meta(min_length=32)]
     workers: Annotated[int, msgspec.Meta(ge=1)]
     timeout_s: AboveZero
     manifest: Manifest

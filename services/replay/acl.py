@@ -12,6 +12,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 
+from headrace.credentials import REDIS_ROLES
 from headrace.replay.client import CURRENT_RUN
 from headrace_services.replay import library
 
@@ -43,7 +44,7 @@ class Role:
 # Functions that change something, by who calls them. Whoever is refused for want of memory reports it with `make_room`.
 _REPLAY = "make_room append_event open_run take_scoring release_scoring score"
 _TRAINER = (
-    "make_room rewind restore refilled enqueue close reserve commit masked publish_metrics evaluated drop_validation "
+    "make_room rewind restore refilled enqueue close reserve reject commit masked publish_metrics evaluated drop_validation "
     "open_epoch begin_epoch end_epoch"
 )
 _ROLLOUT = "make_room register deregister heartbeat lease push save release abandon acknowledge verify refuse"
@@ -60,15 +61,11 @@ def users(run_id: str, passwords: Mapping[str, str]) -> list[str]:
     """Lines of an ACL file: `<run>-<role>` for each role, `<run>-up` with all roles (`headrace up`), `headrace-admin` for the server's
     administrator; no other user can log in. `passwords` are by role and stored as SHA-256."""
     lines = ["user default off resetpass resetchannels -@all"]
-    for role in role_names():
+    for role in REDIS_ROLES:
         digest = hashlib.sha256(passwords[role].encode()).hexdigest()
         name = "headrace-admin" if role == "admin" else f"{run_id}-{role}"
         lines.append(f"user {name} on #{digest} {' '.join(_rights(run_id, role))}")
     return lines
-
-
-def role_names() -> list[str]:
-    return [*ROLES, "up", "admin"]
 
 
 def functions_of(role: str) -> list[str]:

@@ -11,13 +11,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, RedisError
 
+from headrace.config import Config
+from headrace.credentials import REDIS_ROLES, credentials_of, login, write
 from headrace.errors import ServiceError
 from headrace.replay.connection import keeping_cancellation
+from headrace_services.replay import acl
 
 _log = logging.getLogger("headrace.replay")
 _STOP_S, _REPAIR_S = 10.0, 600.0
@@ -47,16 +51,36 @@ class EmbeddedServer:
     """
 
     def __init__(
-        self, folder: Path, host: str, port: int, appendfsync: str = "everysec", binary: str | None = None
+        self,
+        folder: Path,
+        host: str,
+        port: int,
+        appendfsync: str = "everysec",
+        binary: str | None = None,
+        users: Sequence[str] = (),
+        login: str | None = None,
     ) -> None:
-        """`binary` None uses the Valkey that comes with the package."""
+        """`binary` None uses the Valkey that comes with the package. `users`: lines of an ACL file, none to let everybody in; `login`: user
+        and password of one of them, which becomes part of `url`."""
         self.folder = folder
         self.host = host
         self.port = port
-        self.url = f"redis://{host}:{port}/0"
+        self.url = f"redis://{'' if login is None else f'{login}@'}{host}:{port}/0"
+        self._users = users
         self._appendfsync = appendfsync
         self._binary = binary
         self._process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def of(cls, config: Config, host: str, port: int) -> EmbeddedServer:
+        """The server of a run, on `host`:`port`. With credentials for its users it lets nobody else in. Raises `ConfigError`."""
+        folder, appendfsync = config.run_folder / "replay", config.replay.appendfsync
+        credentials = credentials_of(config)
+        if credentials is None or not credentials.has_redis_users:
+            return cls(folder, host, port, appendfsync)
+        passwords = {role: credentials.token(f"redis {role}") for role in REDIS_ROLES}
+        users = acl.users(str(config.run.id), passwords)
+        return cls(folder, host, port, appendfsync, users=users, login=login(config, credentials, "replay"))
 
     @property
     def pid(self) -> int:
@@ -68,6 +92,8 @@ class EmbeddedServer:
         """Start the server; return once it answers and has loaded its data, after cutting off an unreadable end. Raises `ServiceError` with
         the server's own message."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self._users:
+            write(self._acl_file, "".join(f"{line}\n" for line in self._users))
         try:
             await self._launch()
         except ServiceError:
@@ -117,6 +143,10 @@ class EmbeddedServer:
             await self.ended()
 
     @property
+    def _acl_file(self) -> Path:
+        return self.folder / "users.acl"
+
+    @property
     def _program(self) -> str:
         return self._binary or _bundled()
 
@@ -133,13 +163,13 @@ class EmbeddedServer:
             # evicting a key would lose a trajectory
             "maxmemory-policy": "noeviction",
             "daemonize": "no",
-        }
+        } | ({"aclfile": str(self._acl_file.resolve())} if self._users else {})
         return [self._program, *(word for key, value in settings.items() for word in (f"--{key}", value))]
 
     async def _answers(self) -> None:
         process = self._process
         assert process is not None
-        redis = Redis(host=self.host, port=self.port, socket_connect_timeout=1.0)
+        redis = Redis.from_url(self.url, socket_connect_timeout=1.0)
         async with redis:
             while process.poll() is None:
                 # another server may hold the port: only an answer of this process counts

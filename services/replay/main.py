@@ -12,7 +12,9 @@ from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 
 from headrace.config import Config
+from headrace.credentials import buffer_url
 from headrace.errors import ConfigError, ReplayUnavailable, Restartable, ServiceError
+from headrace.http_access import HttpAccess
 from headrace.lineage import FOLDER, LineageFiles
 from headrace.replay import Limits, ReplayClient, worst_case_bytes
 from headrace.replay.bias import Moment, Quantity, TrajectoryMeter, beyond, skews
@@ -93,23 +95,22 @@ async def running(
     if config.run.id is None:
         raise ServiceError("run.id is not set; give `run.id=NAME`, or start the pipeline with `headrace up`")
     async with contextlib.AsyncExitStack() as stack:
+        access = HttpAccess.of(config, config.replay.host)
         sock = bind(config.replay.host, config.replay.port, "replay.port")
         stack.callback(sock.close)
         server = None
         if config.replay.redis_url is None:
-            replay = config.replay
-            server = EmbeddedServer(
-                config.run_folder / "replay", replay.redis_host, replay.redis_port, replay.appendfsync
-            )
+            server = EmbeddedServer.of(config, config.replay.redis_host, config.replay.redis_port)
             stack.push_async_callback(server.stop)
             await server.start()
-        client = ReplayClient(open_redis(config.redis_url), config.run.id)
+        url = buffer_url(config, "replay")
+        client = ReplayClient(open_redis(url), config.run.id)
         stack.push_async_callback(client.aclose)
-        buffer = _Buffer(client, limits, config.redis_url, config.replay.bias_warning)
+        buffer = _Buffer(client, limits, url, config.replay.bias_warning)
         await buffer.prepare()
         stack.enter_context(exported(buffer.snapshot))
         lineage = LineageFiles(config.checkpoint_folder / FOLDER)
-        await stack.enter_async_context(serve_http(build_app(client, buffer.trouble, lineage), sock))
+        await stack.enter_async_context(serve_http(build_app(client, buffer.trouble, lineage), sock, access))
 
         async def work() -> None:
             helpers = [buffer.watch()]

@@ -18,6 +18,7 @@ import prometheus_client
 
 from headrace import rpc
 from headrace.config import Config
+from headrace.credentials import credentials_of
 from headrace.environment import Sample
 from headrace.errors import CodecError, HeadraceError, LeaseLost, ReplayUnavailable
 from headrace.replay import BufferRetry, ReplayClient, ScoringJob
@@ -87,6 +88,9 @@ class _Scorer:
         self._client = client
         self._address = reward.address or f"{reward.host}:{reward.port}"
         self._max_message_bytes = reward.max_message_bytes
+        self._security = config.security
+        credentials = credentials_of(config)
+        self._token = None if credentials is None else credentials.presented("scorer")
         self._deadline_s = _SHARE_OF_DEADLINE * config.replay.scoring_deadline_s
         self._name = f"scorer-{secrets.token_hex(4)}"
         self._in_flight = 0
@@ -96,7 +100,9 @@ class _Scorer:
     async def run(self) -> None:
         """Work in rounds: each ends when the hub or the buffer is lost, and returns the trajectories that it held."""
         retry = BufferRetry(last_pause_s=_LONGEST_PAUSE_S, errors=_LOSSES)
-        async with rpc.channel(self._address, self._max_message_bytes) as channel:
+        async with rpc.channel(
+            self._address, self._max_message_bytes, security=self._security, token=self._token
+        ) as channel:
             while True:
                 await retry(lambda: self._round(channel))
 

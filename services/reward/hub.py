@@ -11,6 +11,9 @@ import prometheus_client
 
 from headrace import rpc
 from headrace.config.data import EnvConfig
+from headrace.config.security import SecurityConfig
+from headrace.credentials import Credentials
+from headrace.exposure import target_is_local
 from headrace.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
@@ -59,7 +62,10 @@ class BuiltInBackend:
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
         """(its description, or None if it can't be asked; the reason why it can't score now, or None)."""
         name = self._env.type or self._name
-        return environment_pb2.DescribeResponse(name=self._name, description=f"built-in {name}"), self._pool.problem()
+        description = environment_pb2.DescribeResponse(
+            name=self._name, description=f"built-in {name}", sandbox=self._pool.level
+        )
+        return description, self._pool.problem()
 
 
 class RemoteBackend:
@@ -70,12 +76,24 @@ class RemoteBackend:
 
     kind = pb.EnvironmentStatus.KIND_SERVED
 
-    def __init__(self, name: str, env: EnvConfig, max_message_bytes: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        env: EnvConfig,
+        max_message_bytes: int,
+        security: SecurityConfig,
+        credentials: Credentials | None,
+    ) -> None:
         assert env.target is not None
         self._name = name
         self._env = env
         self._target = env.target
-        self._channel = rpc.channel(env.target, max_message_bytes)
+        self._channel = rpc.channel(
+            env.target,
+            max_message_bytes,
+            security=None if target_is_local(env.target) else security,
+            token=None if credentials is None else credentials.presented(f"environment {name}"),
+        )
         self._stub = environment_pb2_grpc.EnvironmentServiceStub(self._channel)
 
     async def score(

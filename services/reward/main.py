@@ -10,13 +10,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from headrace import rpc
 from headrace.config import Config
+from headrace.credentials import credentials_of
+from headrace.http_access import HttpAccess
 from headrace.service import bind, create_app, serve_http, stop_on_signals
-from headrace.v1 import reward_pb2, reward_pb2_grpc
+from headrace.v1 import reward_pb2_grpc
 from headrace_services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
 from headrace_services.reward.pool import WorkerPool
 
 _log = logging.getLogger("headrace.reward")
 _GRACE_S = 2.0
+_SERVICE = "headrace.v1.RewardService"
+# Who may call which method. A score is worth what the environments say: nobody but the scorer may ask for one.
+ROLES = {
+    f"/{_SERVICE}/Score": ("scorer",),
+    f"/{_SERVICE}/ListEnvironments": ("operator", "reader", "scorer"),
+    f"/{_SERVICE}/Attach": ("environment",),
+    rpc.REFLECTION: ("operator", "reader"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,29 +60,32 @@ async def running(config: Config) -> AsyncIterator[Running]:
     """Run the whole service while the context is open."""
     reward = config.reward
     async with contextlib.AsyncExitStack() as stack:
-        server = rpc.server(reward.max_message_bytes)
-        port = rpc.listen(server, reward.host, reward.port, "reward.port")
+        access = HttpAccess.of(config, reward.host)
+        credentials = credentials_of(config)
+        server = rpc.server(
+            reward.max_message_bytes, None if credentials is None else rpc.RpcAccess(credentials, ROLES)
+        )
+        port = rpc.listen(server, reward.host, reward.port, "reward.port", access.certificate)
         http = bind(reward.host, reward.http_port, "reward.http_port")
         stack.callback(http.close)
 
         built_in = {name: env for name, env in config.env.items() if env.target is None}
-        pool = WorkerPool(built_in, reward.workers)
+        pool = WorkerPool(built_in, reward.workers, [*config.data.train, *config.data.validation])
         await pool.start()
         stack.push_async_callback(pool.aclose)
         environments: dict[str, EnvironmentBackend] = {
             name: BuiltInBackend(name, env, pool) for name, env in built_in.items()
         }
         for name in config.env.keys() - built_in.keys():
-            remote = RemoteBackend(name, config.env[name], reward.max_message_bytes)
+            remote = RemoteBackend(name, config.env[name], reward.max_message_bytes, config.security, credentials)
             stack.push_async_callback(remote.aclose)
             environments[name] = remote
 
         hub = Hub(environments, config.env)
         reward_pb2_grpc.add_RewardServiceServicer_to_server(hub, server)
-        service_name = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
-        health = await rpc.add_health_and_reflection(server, [service_name])
+        health = await rpc.add_health_and_reflection(server, [_SERVICE])
         await server.start()
         stack.push_async_callback(server.stop, _GRACE_S)
         stack.push_async_callback(health.enter_graceful_shutdown)
-        await stack.enter_async_context(serve_http(create_app("Headrace reward", hub.problem), http))
+        await stack.enter_async_context(serve_http(create_app("Headrace reward", hub.problem), http, access))
         yield Running(port, http.getsockname()[1], pool.failure)

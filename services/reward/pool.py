@@ -1,30 +1,48 @@
-"""The worker processes of built-in environments: each scores one trajectory at a time, and is killed if it is late."""
+"""The worker processes of built-in environments, each in a sandbox and scoring one trajectory at a time in a child."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
+import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
 from google.protobuf.message import DecodeError
 
-from headrace.config.data import EnvConfig
+from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.errors import ServiceError
+from headrace.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
-from headrace_services.reward.scoring_worker import LENGTH
+from headrace.wire import score_from_wire, score_to_wire
+from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level
+from headrace_services.reward.scoring_worker import LENGTH, TIMEOUT, Specification, Started
 
 _log = logging.getLogger("headrace.reward")
 _START_TIMEOUT_S = 120.0
 _RESTART_PAUSE_S = 1.0
 _END_TIMEOUT_S = 5.0
+# A worker kills a child that is late itself; if it doesn't answer this much later, it is the worker that hangs.
+_GRACE_S = 5.0
+# Libraries must start no threads of their own: a worker forks.
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_LEVELS = {
+    Level.A: "A: namespaces, Landlock and a filter of system calls",
+    Level.B: "B: Landlock and a filter of system calls, without namespaces",
+    Level.NONE: "none",
+}
+_REMEDY = (
+    "allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0), "
+    "or run on Linux 5.13 or newer with Landlock, in a container whose seccomp profile allows it (Docker's own does since 23.0)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
+    environment: str
     trajectory: bytes
     timeout_s: float
     result: asyncio.Future[pb.Result]
@@ -34,27 +52,54 @@ class WorkerPool:
     """`size` workers behind one queue. A trajectory's time starts when a worker takes it, so that one that hangs costs the
     trajectories behind it nothing."""
 
-    def __init__(self, environments: Mapping[str, EnvConfig], size: int) -> None:
-        specification = json.dumps({name: env.model_dump(mode="json") for name, env in environments.items()})
-        self._workers = [WorkerProcess(specification.encode()) for _ in range(size if environments else 0)]
+    def __init__(
+        self,
+        environments: Mapping[str, EnvConfig],
+        size: int,
+        sources: Sequence[DataSourceConfig] = (),
+        levels: Sequence[Level] = tuple(Level),
+    ) -> None:
+        """`sources` are the run's data sets, `levels` the sandboxes that will do; NONE only if every environment says so."""
+        self._guarded = [name for name, env in environments.items() if not env.unsafe_no_sandbox]
+        specification = Specification(
+            {name: env.model_dump(mode="json") for name, env in environments.items()},
+            [source.model_dump(mode="json") for source in sources],
+            [level for level in levels if level is not Level.NONE or not self._guarded],
+        )
+        self._workers = [WorkerProcess(specification) for _ in range(size if environments else 0)]
         self._queue: asyncio.Queue[_Job] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
 
+    @property
+    def level(self) -> Level:
+        """The sandbox that the workers score in."""
+        return max((worker.level for worker in self._workers), default=Level.NONE)
+
     async def start(self) -> None:
-        """Start the workers and wait until all can score. Raises `ServiceError` with the first worker's reason if one can't."""
+        """Start the workers in the best sandbox that the machine grants, and wait until all can score.
+
+        Raises `ServiceError` with the first worker's reason if one can't, or if the machine grants no sandbox to an environment
+        that needs one.
+        """
         starts = [asyncio.create_task(worker.start()) for worker in self._workers]
         try:
             await asyncio.gather(*starts)
-        except ServiceError:
+        except ServiceError as error:
             await asyncio.gather(*starts, return_exceptions=True)
             await self.aclose()
+            if isinstance(error, SandboxDenied):
+                raise ServiceError(_refusal(str(error), self._guarded)) from error
             raise
+        for worker in self._workers[:1]:
+            said = _log.warning if worker.level is Level.NONE else _log.info
+            denied = f" (the machine denies more: {'; '.join(worker.denials)})" if worker.denials else ""
+            said("built-in environments score in a sandbox of level %s%s", _LEVELS[worker.level], denied)
         self._tasks = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
 
     def submit(self, trajectory: pb.Trajectory, timeout_s: float) -> asyncio.Future[pb.Result]:
-        """A future of its result: TIMED_OUT after `timeout_s` in a worker, FAILED if the worker died. Cancel it to withdraw."""
+        """A future of its result: TIMED_OUT after `timeout_s` in a worker, FAILED if its process died. Cancel it to withdraw."""
         future: asyncio.Future[pb.Result] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Job(trajectory.SerializeToString(), timeout_s, future))
+        self._queue.put_nowait(_Job(trajectory.environment, trajectory.SerializeToString(), timeout_s, future))
         return future
 
     def problem(self) -> str | None:
@@ -78,43 +123,65 @@ class WorkerPool:
                 continue
             if not worker.alive:  # it died while idle, which is not this trajectory's fault
                 await worker.restart()
-            result = await worker.score(job.trajectory, job.timeout_s)
+            result = await worker.score(job.environment, job.trajectory, job.timeout_s)
             if not job.result.done():
                 job.result.set_result(result)
             if not worker.alive:
                 await worker.restart()
 
 
+class SandboxDenied(ServiceError):
+    """The machine denies a worker every sandbox that would do; the message says what."""
+
+
 class WorkerProcess:
     """One worker: a process and its pipes."""
 
-    def __init__(self, specification: bytes) -> None:
+    # What the interpreter runs; -P: the working directory is not for imports.
+    program: Sequence[str] = ("-P", "-m", "headrace_services.reward.scoring_worker")
+
+    def __init__(self, specification: Specification) -> None:
         self._specification = specification
         self._process: asyncio.subprocess.Process | None = None
         self._usable = False
+        self._started = Started()
         self.problem: str | None = None
 
     @property
     def alive(self) -> bool:
         return self._usable and self._process is not None and self._process.returncode is None
 
+    @property
+    def level(self) -> Level:
+        return self._started.level
+
+    @property
+    def denials(self) -> list[str]:
+        return self._started.denials
+
     async def start(self) -> None:
+        """Raises `SandboxDenied`, or `ServiceError` if it can't score for another reason."""
+        # Nothing of the hub's surroundings is the scorers' business but where the interpreter finds its libraries.
+        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-P",  # the working directory is not for imports
-            "-m",
-            "headrace_services.reward.scoring_worker",
+            *self.program,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            env=kept | _ONE_THREAD,
         )
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                reason = (await self._ask(self._specification)).decode()
-        except (TimeoutError, asyncio.IncompleteReadError, OSError) as error:
-            reason = await self._exit_reason(error)
-        if reason:
+                answer = await self._ask(msgspec.json.encode(self._specification))
+            started = msgspec.json.decode(answer, type=Started)
+        except (TimeoutError, asyncio.IncompleteReadError, OSError, msgspec.DecodeError) as error:
+            started = Started(problem=await self._exit_reason(error))
+        if started.problem or not started.builds:
             await self.kill()
-            raise ServiceError(f"a worker for the built-in environments can't start: {reason}")
+            if started.problem:
+                raise ServiceError(f"a worker for the built-in environments can't start: {started.problem}")
+            raise SandboxDenied("; ".join(started.denials))
+        self._started = started
         self._usable = True
 
     async def restart(self) -> None:
@@ -129,19 +196,29 @@ class WorkerProcess:
                 _log.warning("%s; trying again", error)
                 await asyncio.sleep(_RESTART_PAUSE_S)
 
-    async def score(self, trajectory: bytes, timeout_s: float) -> pb.Result:
+    async def score(self, environment: str, trajectory: bytes, timeout_s: float) -> pb.Result:
         try:
-            async with asyncio.timeout(timeout_s):
-                return pb.Result.FromString(await self._ask(trajectory))
+            async with asyncio.timeout(timeout_s + _GRACE_S):
+                answer = await self._ask(TIMEOUT.pack(timeout_s) + trajectory)
+            return self._checked(environment, answer)
         except TimeoutError:
             self._usable = False
-            return pb.Result(
-                status=pb.STATUS_TIMED_OUT, message=f"not scored within {timeout_s:g} s; its worker was killed"
-            )
-        except (asyncio.IncompleteReadError, OSError, DecodeError) as error:
+            late = f"no answer within {timeout_s + _GRACE_S:g} s; its worker was killed"
+            return pb.Result(status=pb.STATUS_TIMED_OUT, message=late)
+        except (asyncio.IncompleteReadError, OSError) as error:
             self._usable = False
             reason = await self._exit_reason(error)
             return pb.Result(status=pb.STATUS_FAILED, message=f"the worker died while scoring it: {reason}")
+
+    def _checked(self, environment: str, answer: bytes) -> pb.Result:
+        """Law 7: what came out of the sandbox, or FAILED if it breaks the contract. Whose it is, is not for it to say."""
+        try:
+            score = score_from_wire(pb.Result.FromString(answer))
+        except DecodeError:
+            score = Score("FAILED", message="the scoring process answered what is no result")
+        return score_to_wire(
+            msgspec.structs.replace(score, environment=environment, build=self._started.builds.get(environment, ""))
+        )
 
     async def kill(self) -> None:
         self._usable = False
@@ -156,8 +233,10 @@ class WorkerProcess:
         assert stdout
         stdin.write(LENGTH.pack(len(frame)) + frame)
         await stdin.drain()
-        header = await stdout.readexactly(LENGTH.size)
-        return await stdout.readexactly(LENGTH.unpack(header)[0])
+        (length,) = LENGTH.unpack(await stdout.readexactly(LENGTH.size))
+        if length > MAX_RESULT_BYTES:
+            raise OSError(f"it answered {length} bytes, more than {MAX_RESULT_BYTES}")
+        return await stdout.readexactly(length)
 
     async def _exit_reason(self, error: Exception) -> str:
         """How the process ended, given the `error` that replaced its answer."""
@@ -172,3 +251,11 @@ class WorkerProcess:
         if code < 0:
             return f"ended by {signal.Signals(-code).name}"
         return f"ended with status {code}; the log has its error"
+
+
+def _refusal(denials: str, guarded: Iterable[str]) -> str:
+    unsafe = ", ".join(f"env.{name}.unsafe_no_sandbox: true" for name in guarded)
+    return (
+        f"no sandbox for the built-in environments, which read what the policy writes ({denials}); {_REMEDY}; "
+        f"or, where nothing is to be protected, set {unsafe}"
+    )

@@ -1,58 +1,123 @@
-"""The worker process of built-in environments, one trajectory at a time: `python -m headrace_services.reward.scoring_worker`.
+"""The worker process of built-in environments: `python -m headrace_services.reward.scoring_worker`.
 
-A process can be killed when a scorer hangs or crashes, and then costs only its own trajectory. A frame on standard input or
-output is a 4-byte big-endian length and that many bytes. The first frame in holds the environments as JSON (`{name: env
-section}`); the answer is an empty frame, or the reason why they can't be created. After that every frame in is a
-`headrace.v1.Trajectory` and every frame out its `headrace.v1.Result`.
+It loads the scorers, enters a sandbox, and forks a child for each trajectory: what a trajectory does, its child's end undoes.
+A frame on standard input or output is a 4-byte big-endian length and that many bytes. The first frame in is a `Specification` as
+JSON, the answer to it `Started` as JSON. After that every frame in is 8 bytes of seconds (a big-endian double) and a
+`headrace.v1.Trajectory`; every frame out its `headrace.v1.Result`.
 """
 
 from __future__ import annotations
 
-import json
+import gc
 import os
-import resource
 import signal
 import struct
 import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import BinaryIO
 
-from headrace.config.data import EnvConfig
+import msgspec
+
+from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.environment import Environment, checked, failed
+from headrace.errors import HeadraceError, ServiceError
 from headrace.service import die_with_parent
 from headrace.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.wire import sample_from_wire, score_to_wire
-from headrace_services.reward.environments import make
+from headrace_services.reward.environments import BuiltInEnvironment, make
+from headrace_services.reward.sandbox import ChildFailed, Denied, Level, Sandbox
 
 LENGTH = struct.Struct(">I")
-# A completion may ask for a number with more digits than fit in memory: only this process may fail then.
-_MEMORY_LIMIT_BYTES = 4 * 1024**3
+TIMEOUT = struct.Struct(">d")
 
 
-def main() -> None:
+class Specification(msgspec.Struct):
+    """What a worker scores: `env` sections by name, and the run's `data` sources, for what can be loaded beforehand. `levels` are
+    the sandboxes that it may score in."""
+
+    environments: dict[str, dict[str, object]]
+    sources: list[dict[str, object]]
+    levels: list[Level]
+
+
+class Started(msgspec.Struct):
+    """The builds of the environments by name and the sandbox that the worker scores in; or `problem`, why it can't score.
+    `denials` are what the machine denied a sandbox."""
+
+    problem: str = ""
+    level: Level = Level.NONE
+    denials: list[str] = []
+    builds: dict[str, str] = {}
+
+
+def main(make: Callable[[str, EnvConfig], BuiltInEnvironment] = make) -> None:
     die_with_parent(signal.SIGKILL)
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES))
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole terminal, and the hub stops its workers itself
+    # Ctrl-C reaches the whole terminal, and the hub stops its workers itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not end up between frames
-    specification = _read(requests)
-    if specification is None:
+    if (first := _read(requests)) is None:
         return
+    specification = msgspec.json.decode(first, type=Specification)
     try:
-        environments = {
-            name: make(name, EnvConfig.model_validate(env)) for name, env in json.loads(specification).items()
-        }
+        environments = _load(specification, make)
+        _check_threads()
+        gc.collect()
+        gc.freeze()  # a child that collects garbage would copy all that the scorers have loaded
+        sandbox = Sandbox({*specification.levels})
     except ImportError as error:
-        _write(replies, f"{error}; pip install 'headrace[reward]'".encode())
+        _write(replies, msgspec.json.encode(Started(problem=f"{error}; pip install 'headrace[reward]'")))
         return
-    _write(replies, b"")
+    except Denied as error:
+        _write(replies, msgspec.json.encode(Started(denials=[str(error)])))
+        return
+    except HeadraceError as error:
+        _write(replies, msgspec.json.encode(Started(problem=str(error))))
+        return
+    builds = {name: environment.build for name, environment in environments.items()}
+    _write(replies, msgspec.json.encode(Started(level=sandbox.level, denials=sandbox.denials, builds=builds)))
     while (request := _read(requests)) is not None:
-        trajectory = pb.Trajectory.FromString(request)
-        score = score_one(environments[trajectory.environment], trajectory)
-        _write(replies, score_to_wire(score).SerializeToString())
+        (timeout_s,) = TIMEOUT.unpack_from(request)
+        _write(replies, _in_child(sandbox, environments, request[TIMEOUT.size :], timeout_s))
+
+
+def _load(
+    specification: Specification, make: Callable[[str, EnvConfig], BuiltInEnvironment]
+) -> dict[str, BuiltInEnvironment]:
+    sources = [DataSourceConfig.model_validate(source) for source in specification.sources]
+    environments = {}
+    for name, env in specification.environments.items():
+        environments[name] = make(name, EnvConfig.model_validate(env))
+        environments[name].prepare([source for source in sources if source.env_name == name])
+    return environments
+
+
+def _check_threads() -> None:
+    """Raises `ServiceError` unless this process, which forks, has one thread."""
+    tasks = Path("/proc/self/task")
+    if tasks.is_dir() and (threads := len(os.listdir(tasks))) > 1:
+        raise ServiceError(
+            f"the scorers' libraries started {threads - 1} threads, and a process that forks must have none"
+        )
+
+
+def _in_child(sandbox: Sandbox, environments: Mapping[str, Environment], trajectory: bytes, timeout_s: float) -> bytes:
+    """The result as the child gave it, which the hub checks, or the reason why there is none."""
+
+    def work() -> bytes:
+        wire = pb.Trajectory.FromString(trajectory)
+        return score_to_wire(score_one(environments[wire.environment], wire)).SerializeToString()
+
+    try:
+        return sandbox.run(work, timeout_s)
+    except TimeoutError:
+        late = f"not scored within {timeout_s:g} s; its process was killed"
+        return pb.Result(status=pb.STATUS_TIMED_OUT, message=late).SerializeToString()
+    except ChildFailed as error:
+        return pb.Result(status=pb.STATUS_FAILED, message=str(error)).SerializeToString()
 
 
 def score_one(environment: Environment, trajectory: pb.Trajectory) -> Score:

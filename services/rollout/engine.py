@@ -93,6 +93,8 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
         "kv_cache_memory_bytes": vllm_cfg.kv_cache_memory_bytes,
         "enforce_eager": vllm_cfg.enforce_eager,
         "max_num_seqs": vllm_cfg.max_num_seqs,
+        # the run's own requests, of the highest priority, go before those of the HTTP API
+        "scheduling_policy": "priority",
         # log-probabilities of the sampling distribution, after temperature: those of the behaviour policy in the loss
         "logprobs_mode": "processed_logprobs",
         # replicas must not draw the same random numbers; a group that needs repeatable samples has its own seed

@@ -77,13 +77,27 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
     app.state.server = Namespace(should_exit=False)
     app.state.engine_client = engine
     app.state.openai_serving_models = served
-    app.state.openai_serving_completion = OpenAIServingCompletion(engine, served, **shared)
-    app.state.openai_serving_chat = OpenAIServingChat(engine, served, "assistant", **shared, **template)
+    after = BehindTraining(engine)
+    app.state.openai_serving_completion = OpenAIServingCompletion(after, served, **shared)
+    app.state.openai_serving_chat = OpenAIServingChat(after, served, "assistant", **shared, **template)
     app.state.openai_serving_chat_batch = None
     app.include_router(models.router)
     for router in (completion.router, chat.router):
         app.include_router(router, dependencies=[Depends(whole_weights)])
     init_exception_handler(app)
+
+
+class BehindTraining:
+    """The engine for requests from outside: whatever priority they ask for, the run's own (0) are scheduled first."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, *arguments: Any, priority: int = 0, **named: Any) -> Any:
+        return self._engine.generate(*arguments, priority=max(1, priority), **named)
 
 
 class RolloutMetrics(Collector):

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from headrace.config import Config
 from headrace.config.services import RolloutConfig
+from headrace.credentials import buffer_url
+from headrace.http_access import HttpAccess
 from headrace.model_name import check_model_name, check_tokenizer_name
 from headrace.replay import ReplayClient
 from headrace.service import bind, serve_http, stop_on_signals
@@ -30,7 +32,7 @@ def main(config: Config) -> None:
     if config.policy.tokenizer.name is not None:
         check_tokenizer_name("policy.tokenizer.name", config.policy.tokenizer.name)
     with closing(bind(config.rollout.host, config.rollout.port, "rollout.port")) as sock, asyncio.Runner() as runner:
-        replay = runner.run(ReplayClient.connect(config.redis_url, config.run.id))
+        replay = runner.run(ReplayClient.connect(buffer_url(config, "rollout"), config.run.id))
         try:
             _generate(config, sock, replay, runner)
         finally:
@@ -57,16 +59,18 @@ def _leave_on_signals() -> None:
 async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engine: AsyncLLM) -> None:
     stop = stop_on_signals()
     port = sock.getsockname()[1]
+    scheme = "http" if config.security.tls_cert is None else "https"
     info = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "url": f"http://{_reachable_as(config.rollout)}:{port}",
+        "url": f"{scheme}://{_reachable_as(config.rollout)}:{port}",
         "device": engine.vllm_config.device_config.device_type,
         "model": config.policy.model_name,
     }
     worker = RolloutWorker(config, engine, replay, info)
+    access = HttpAccess.of(config, config.rollout.host)
     with exported(worker, engine):
-        async with serve_http(build_app(config, engine, worker), sock):
+        async with serve_http(build_app(config, engine, worker), sock, access):
             await worker.run(stop)
 
 

@@ -39,6 +39,7 @@ class JoinGroup(WeightTransferInitInfo):
     backend: Backend
     host: str
     port: int
+    secret: str  # hexadecimal
     rank_offset: int
     world_size: int
     timeout_s: float
@@ -81,6 +82,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
             rank=init_info.rank_offset + self.parallel_config.rank,
             world_size=init_info.world_size,
             device=torch.device(self.device if init_info.backend == "nccl" else "cpu"),
+            secret=bytes.fromhex(init_info.secret),
         )
         with _mark_interrupted():
             self._channel = Channel.follow(membership, time.monotonic() + init_info.timeout_s)

@@ -155,6 +155,7 @@ class WeightReceiver:
             "backend": rendezvous.backend,
             "host": rendezvous.host,
             "port": rendezvous.port,
+            "secret": rendezvous.secret.hex(),
             "rank_offset": rendezvous.first_rank(self._replica, epoch.members),
             "world_size": rendezvous.world_size(epoch.members),
             "timeout_s": rendezvous.timeout_s,

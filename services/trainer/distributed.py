@@ -1,87 +1,115 @@
 """The trainer's ranks: a wrapper of `torch.distributed`.
 
 `torchrun` sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them there is one rank and no process group. Numbers,
-objects and rank 0's commands travel over gloo on the CPU; FSDP2's own collectives use the backend of the device. Commands have their
-own process group, which may be silent for as long as rank 0 waits for a batch; all other collectives keep torch's timeout. When a rank
-ends, its connections close, and ranks that wait for it get a `ServiceError`.
+records (msgpack) and rank 0's commands travel over gloo on the CPU; FSDP2's own collectives use the backend of the device.
+
+A rank that waits for a command may wait for ever: rank 0 sends none while it waits for a batch. Once a rank works, it and every other
+must show progress within `trainer.collective_timeout_s`: a watch in each rank ends its process if its own work stands still for longer,
+and says which rank it waited for. When a rank ends, its connections close, and ranks that wait for it raise `Restartable`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
+import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import rendezvous
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from headrace.config import Config
-from headrace.errors import ServiceError
+from headrace.errors import Restartable, ServiceError
+from headrace.service import EXIT_INTERNAL_ERROR
+from headrace_services.trainer.progress import Beat, Progress, silent_ranks
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 COMMAND_TIMEOUT = datetime.timedelta(days=30)
+# How often a rank publishes its `Beat`.
+BEAT_S = 1.0
+# torch's own timeout comes this much later than the watch, which can say which rank it was.
+GRACE_S = 60.0
 
 
 class Ranks:
     """This process among the ranks. Every method except `send` and `receive` is a collective: all ranks must call it.
 
-    With one rank nothing is sent, and a collective returns its argument.
+    With one rank nothing is sent, and a collective returns its argument. `progress` is that of this rank.
     """
 
-    def __init__(self, commands: dist.ProcessGroup | None = None) -> None:
-        """Wrap the current process group; `commands` is the group that `send` and `receive` use."""
+    def __init__(self, commands: dist.ProcessGroup | None = None, progress: Progress | None = None) -> None:
+        """Wrap the current process group; `commands` is the group in which ranks wait for commands."""
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self.progress = progress or Progress()
         self._commands = commands
 
     def send(self, command: bytes) -> None:
         """Rank 0: give `command` to every other rank's `receive`."""
         if self.size == 1:
             return
-        with _lost_rank_named():
+        with self._collective():
             dist.broadcast(torch.tensor([len(command)]), 0, group=self._commands)
-            dist.broadcast(torch.frombuffer(bytearray(command), dtype=torch.uint8), 0, group=self._commands)
+            dist.broadcast(torch.frombuffer(bytearray(command), dtype=torch.uint8), 0)
 
     def receive(self) -> bytes:
-        """Ranks above 0: the next command, however long it takes. Raises `ServiceError` when rank 0 is gone."""
-        with _lost_rank_named():
+        """Ranks above 0: the next command, however long it takes. Raises `Restartable` when rank 0 is gone."""
+        with self._collective():
             length = torch.zeros(1, dtype=torch.int64)
             dist.broadcast(length, 0, group=self._commands)
             data = torch.zeros(int(length), dtype=torch.uint8)
-            dist.broadcast(data, 0, group=self._commands)
+            dist.broadcast(data, 0)
         return data.numpy().tobytes()
 
     def raise_any(self, problems: Sequence[str]) -> None:
         """Raise `ServiceError` on every rank if any rank found a problem: a rank that went on alone would wait for the others forever."""
-        found = [problem for of_rank in self.all_gather(list(problems)) for problem in of_rank]
+        found = [problem for of_rank in self.all_gather(list(problems), list[str]) for problem in of_rank]
         if found:
             raise ServiceError("; ".join(found))
 
-    def all_gather(self, value: T) -> list[T]:
-        """Every rank's value, in order of rank."""
+    def all_gather(self, value: T, kind: type[T]) -> list[T]:
+        """Every rank's value, in order of rank. `kind` is its type, which msgpack must be able to carry."""
         if self.size == 1:
             return [value]
-        values: list[T] = [value] * self.size
-        with _lost_rank_named():
-            dist.all_gather_object(values, value)
-        return values
+        rows, sizes = self._rows(msgspec.msgpack.encode(value))
+        whole = [torch.empty_like(rows) for _ in range(self.size)]
+        with self._collective():
+            dist.all_gather(whole, rows)
+        return _decoded(whole, sizes, kind)
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, in order of rank, on rank 0; on the others only their own."""
+    def gather(self, value: T, kind: type[T]) -> list[T]:
+        """Every rank's value, in order of rank, on rank 0; on the others only their own. `kind` as in `all_gather`."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size if self.rank == 0 else [value]
-        with _lost_rank_named():
-            dist.gather_object(value, values if self.rank == 0 else None, group=self._commands)
-        return values
+        rows, sizes = self._rows(msgspec.msgpack.encode(value))
+        whole = [torch.empty_like(rows) for _ in range(self.size)] if self.rank == 0 else None
+        with self._collective():
+            dist.gather(rows, whole, dst=0)
+        return [value] if whole is None else _decoded(whole, sizes, kind)
+
+    def _rows(self, data: bytes) -> tuple[Tensor, list[int]]:
+        """`data` as a tensor as long as the longest of all ranks, and every rank's length."""
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        with self._collective():
+            dist.all_gather(sizes, torch.tensor([len(data)]))
+        lengths = [int(size) for size in sizes]
+        rows = torch.zeros(max(lengths), dtype=torch.uint8)
+        rows[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return rows, lengths
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sum over the ranks of each value."""
@@ -95,7 +123,7 @@ class Ranks:
         if self.size == 1:
             return values
         table = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64)).clone()
-        with _lost_rank_named():
+        with self._collective():
             dist.all_reduce(table)
         summed: npt.NDArray[np.float64] = table.numpy()
         return summed
@@ -115,9 +143,78 @@ class Ranks:
         if self.size == 1 or not values:
             return list(values)
         table = torch.tensor(values, dtype=torch.float64)
-        with _lost_rank_named():
+        with self._collective():
             dist.all_reduce(table, op=operation)
         return [float(x) for x in table.tolist()]
+
+    @contextlib.contextmanager
+    def _collective(self) -> Iterator[None]:
+        self.progress.mark()
+        with _lost_rank_named():
+            yield
+
+
+def _decoded(rows: Sequence[Tensor], sizes: Sequence[int], kind: type[T]) -> list[T]:
+    return [
+        msgspec.msgpack.decode(row[:size].numpy().tobytes(), type=kind) for row, size in zip(rows, sizes, strict=True)
+    ]
+
+
+class RankWatch:
+    """Ends this process if its work stands still for `timeout_s`, and says which rank it waited for: each publishes its beats in the
+    ranks' store.
+
+    It ends the process itself, because a thread that waits in a collective of a GPU can't be told to stop. A call of the store may hang
+    like any other, so it has a thread of its own.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, progress: Progress, timeout_s: float) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._progress, self._timeout_s = progress, timeout_s
+        self._period_s = min(BEAT_S, timeout_s / 8)
+        self._seen: list[list[Beat]] = []  # every rank's, since this one began to wait
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._watch)]
+
+    def start(self) -> None:
+        self._store.set(f"beat/{self._rank}", "0 0")
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(2 * self._period_s)
+
+    def _beat(self) -> None:
+        keys = [f"beat/{rank}" for rank in range(self._size)]
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the rank or the torchrun that holds it
+            for count in itertools.count(1):
+                if self._over.wait(self._period_s):
+                    return
+                self._store.set(keys[self._rank], f"{count} {self._progress.marks}")
+                if self._progress.silent_s < self._timeout_s / 2:
+                    self._seen = []
+                else:
+                    values = self._store.multi_get(keys)
+                    self._seen.append([Beat(*map(int, value.decode().split())) for value in values])
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._period_s):
+            if self._progress.silent_s > self._timeout_s:
+                seen = self._seen
+                # a store that does not answer is with rank 0, or with the torchrun that started it
+                silent = silent_ranks(seen[0], seen[-1]) if len(seen) > 1 else [0]
+                self._end(", ".join(f"rank {rank}" for rank in silent) or "one that can't be told from the others")
+
+    def _end(self, awaited: str) -> None:
+        log.error(
+            "error: the trainer's work stood still for %g s (trainer.collective_timeout_s); it waits for %s of its %d ranks. Look at "
+            "that process and its machine; this one ends, and goes on from the last checkpoint when it is started again",
+            self._timeout_s, awaited, self._size,
+        )  # fmt: skip
+        logging.shutdown()
+        os._exit(EXIT_INTERNAL_ERROR)
 
 
 @contextlib.contextmanager
@@ -137,26 +234,21 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks()
         return
+    timeout = datetime.timedelta(seconds=config.trainer.collective_timeout_s + GRACE_S)
+    progress = Progress()
     with _lost_rank_named():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        # a connection of its own: a call on this one may wait for other ranks
+        watch = RankWatch(store.clone(), rank, size, progress, config.trainer.collective_timeout_s)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=size, timeout=timeout
+        )
         commands = dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT)
+    watch.start()
     try:
-        yield Ranks(commands)
+        yield Ranks(commands, progress)
     finally:
-        dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def process_group() -> Iterator[None]:
-    """The ranks' process group, or a temporary one of this process alone while the context is open: without any,
-    `torch.distributed.checkpoint` warns each time."""
-    if dist.is_initialized():
-        yield
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
+        watch.close()
         dist.destroy_process_group()
 
 
@@ -176,6 +268,31 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of the tensor: rows of it if it is sharded, else all."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_rows(tensor: Tensor) -> tuple[int, int]:
+    """The rows `[first, last)` of the tensor that this rank holds: FSDP2 shards as `torch.chunk` does."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not isinstance(tensor, DTensor):
+        return 0, rows
+    chunk = -(-rows // dist.get_world_size())
+    first = min(dist.get_rank() * chunk, rows)
+    last = min(first + chunk, rows)
+    assert last - first == len(tensor.to_local())
+    return first, last
+
+
+def with_local_part(like: Tensor, part: Tensor) -> Tensor:
+    """The tensor of which `part` is what this rank holds, sharded as `like`; a number is not sharded."""
+    if not isinstance(like, DTensor) or part.dim() == 0:
+        return part
+    part = part.to(like.device)
+    return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
 def is_first_rank() -> bool:
     """Whether this is rank 0, which writes what all ranks hold."""
     return not dist.is_initialized() or dist.get_rank() == 0
@@ -187,6 +304,6 @@ def _lost_rank_named() -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = str(error).splitlines()[0].split(". ")[0]
-        raise ServiceError(
+        raise Restartable(
             f"another rank of the trainer failed or can't be reached ({reason}); see the end of its log"
         ) from error

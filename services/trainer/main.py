@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from headrace.config import Config
 from headrace.errors import ServiceError, WrongStep, WrongTimeline
+from headrace.http_access import HttpAccess
 from headrace.lineage import FOLDER
 from headrace.model_name import check_model_name, check_tokenizer_name
 from headrace.replay import BufferRetry, ReplayClient
@@ -71,9 +72,11 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
     try:
         async with contextlib.AsyncExitStack() as stack:
             sock = bind(config.trainer.host, config.trainer.port, "trainer.port")
+            access = HttpAccess.of(config, config.trainer.host)
             stack.enter_context(gauges.registered())
-            await stack.enter_async_context(serve_http(build_app(config, readiness), sock))
-            log.info("http://%s:%d", *sock.getsockname()[:2])
+            await stack.enter_async_context(serve_http(build_app(config, readiness, ranks.progress), sock, access))
+            scheme = "http" if access.certificate is None else "https"
+            log.info("%s://%s:%d", scheme, *sock.getsockname()[:2])
             journal = Journal(config.run_folder / JOURNAL)
             telemetry = Telemetry(config, journal)
 
@@ -94,13 +97,14 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             torch_thread = stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch"))
             lead = LeadRank(config, ranks, read)
             checkpoints = dependencies.checkpoints(config)
+            stack.callback(checkpoints.lock().release)
             newest = checkpoints.newest()
             folder = None if newest is None else str(checkpoints.path(newest))
             await events.run_in_executor(torch_thread, lead.load, folder)
             meter = await events.run_in_executor(torch_thread, ThroughputMeter.of, config)
             prompts = await asyncio.to_thread(Prompts, config, lead.learner.tokenizer)
 
-            resumed = await resume(replay, retry, checkpoints, config.run.id or "")
+            resumed = await resume(replay, retry, checkpoints, newest, config.run.id or "")
             if journal.read():
                 journal.append("rewind", resumed.version, resumed.timeline, {})
             lineage = LineageWriter(config.checkpoint_folder / FOLDER, resumed.timeline)

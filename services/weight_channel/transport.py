@@ -7,14 +7,21 @@ as long as it runs, and each group of ranks meets there under an id of its own. 
 Neither backend reliably notices a peer that died or hangs. So every blocking call runs on a thread, which the caller
 abandons at the deadline or as soon as the trainer closes the group; the thread itself ends at the timeout of its operation.
 A group in which a call failed is never used again.
+
+Anybody who reaches the store's port may read and write it. So each group has a secret, which its members get from the buffer:
+what they put into the store (the addresses of gloo, the id of NCCL) is signed with it, and before a tensor moves every member
+answers a challenge that rank 0 broadcasts through the group itself. Who does not know the secret can disturb a refit, but neither
+receive weights nor send any. The tensors themselves are not encrypted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hmac
 import ipaddress
 import os
+import secrets
 import socket
 import threading
 import time
@@ -34,7 +41,8 @@ from headrace.weights.manifest import Manifest
 Backend = Literal["gloo", "nccl"]
 T = TypeVar("T")
 
-_GO, _OVER = "go", "over"
+_GO, _OVER = b"go", b"over"
+_NONCE_BYTES = 32
 _GROUP_LIFETIME = timedelta(days=365)
 _STORE_TIMEOUT = timedelta(seconds=30)
 
@@ -71,7 +79,7 @@ class RendezvousStore:
 
 @dataclasses.dataclass(frozen=True)
 class GroupRank:
-    """One rank's place in a group. Rank 0 sends; the others receive. `device` holds the tensors."""
+    """One rank's place in a group. Rank 0 sends; the others receive. `device` holds the tensors; `secret` is the group's."""
 
     group_id: str
     backend: Backend
@@ -80,6 +88,46 @@ class GroupRank:
     rank: int
     world_size: int
     device: torch.device
+    secret: bytes = dataclasses.field(repr=False)
+
+
+class SignedStore(dist.Store):
+    """A group's part of the rendezvous store, whose values are signed with the group's secret. `get` raises `RuntimeError` for one that
+    is not. torch calls these methods too, from its own threads, with the keys of its backends."""
+
+    def __init__(self, store: dist.Store, group_id: str, secret: bytes) -> None:
+        super().__init__()
+        self._store = dist.PrefixStore(group_id, store)
+        self._group = group_id.encode()
+        self._secret = secret
+
+    def sign(self, *parts: bytes) -> bytes:
+        """HMAC-SHA256 of `parts`, for this group."""
+        message = b"".join(len(part).to_bytes(8, "little") + part for part in (self._group, *parts))
+        return hmac.digest(self._secret, message, "sha256")
+
+    def set(self, key: str, value: Any) -> None:
+        value = bytes(value)
+        self._store.set(key, self.sign(key.encode(), value) + value)
+
+    def get(self, key: str) -> bytes:
+        signed = self._store.get(key)
+        signature, value = signed[:32], signed[32:]
+        if not hmac.compare_digest(signature, self.sign(key.encode(), value)):
+            raise RuntimeError(f"key {key!r} of the rendezvous store was not written by a member of the group")
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self._store.wait(keys)
+        else:
+            self._store.wait(keys, timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)  # a count names no peer
 
 
 class Channel:
@@ -90,10 +138,11 @@ class Channel:
 
     def __init__(self, membership: GroupRank, store: dist.TCPStore) -> None:
         self.membership = membership
-        self._store = dist.PrefixStore(membership.group_id, store)
+        self._store = SignedStore(store, membership.group_id, membership.secret)
         # a connection is locked while it waits, so the signal that ends a wait needs another one
         with _torch_errors("connecting to the store"):
-            self._control = dist.PrefixStore(membership.group_id, store.clone())  # type: ignore[attr-defined]
+            control = store.clone()  # type: ignore[attr-defined]
+        self._control = SignedStore(control, membership.group_id, membership.secret)
         self._group: Any = None
         self._running: Future[Any] = Future()
         self._threads: list[threading.Thread] = []
@@ -115,6 +164,7 @@ class Channel:
             with _torch_errors("starting the group"):
                 channel._store.set("go", _GO)
             channel._form(deadline)
+            channel._challenge(deadline)
         return channel
 
     @classmethod
@@ -124,18 +174,19 @@ class Channel:
         try:
             store = dist.TCPStore(membership.host, membership.port, is_master=False, timeout=seconds)
             channel = cls(membership, store)
-            channel._store.set(f"ready/{membership.rank}", "")
+            channel._store.set(f"ready/{membership.rank}", b"")
         except (RuntimeError, OSError) as error:
             raise WeightChannelTimeout(
                 f"the trainer's store {membership.host}:{membership.port} can't be reached ({_line(error)}); "
                 "set weight_channel.host to an address of the trainer that replicas can reach"
             ) from error
         with channel._closing_on_failure():
-            go = channel._in_time("the trainer's start signal", deadline, lambda: channel._await_keys(["go"], deadline))
-            if go != _GO.encode():
+            (go,) = channel._in_time("the start signal", deadline, lambda: channel._await_keys(["go"], deadline))
+            if go != _GO:
                 raise WeightChannelAborted("the trainer gave the group up before it was complete")
             channel._watch()
             channel._form(deadline)
+            channel._answer(deadline)
         return channel
 
     def broadcast(self, tensor: torch.Tensor, deadline: float) -> None:
@@ -176,6 +227,33 @@ class Channel:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
+    def _challenge(self, deadline: float) -> None:
+        """Rank 0: broadcast a nonce, and wait until every other rank has signed it. Whoever took a rank's place in the group has the nonce
+        but not the secret, and the rank itself has the secret but not the nonce."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.broadcast(self._nonce(nonce), deadline)
+        ranks = range(1, self.membership.world_size)
+        proofs = [f"proof/{rank}" for rank in ranks]
+        found = self._in_time("the members' proofs", deadline, lambda: self._await_keys(proofs, deadline))
+        for rank, proof in zip(ranks, found, strict=True):
+            if not hmac.compare_digest(proof, self._proof(rank, nonce)):
+                raise WeightChannelError(
+                    f"rank {rank} of group {self.membership.group_id} did not get the challenge: another has its place"
+                )
+
+    def _answer(self, deadline: float) -> None:
+        """A rank above 0: sign the nonce that rank 0 broadcasts."""
+        nonce = self._nonce(bytes(_NONCE_BYTES))
+        self.broadcast(nonce, deadline)
+        with _torch_errors("answering the challenge"):
+            self._store.set(f"proof/{self.membership.rank}", self._proof(self.membership.rank, bytes(nonce.tolist())))
+
+    def _nonce(self, value: bytes) -> torch.Tensor:
+        return torch.tensor(list(value), dtype=torch.uint8, device=self.membership.device)
+
+    def _proof(self, rank: int, nonce: bytes) -> bytes:
+        return self._store.sign(b"challenge", str(rank).encode(), nonce)
+
     def _form(self, deadline: float) -> None:
         seconds = _left(deadline, "joining the group")
         self._group = self._in_time("peers to connect", deadline, lambda: self._process_group(seconds))
@@ -191,7 +269,9 @@ class Channel:
         nccl = dist.ProcessGroupNCCL.Options()
         # deadlines are this module's: torch's own watchdog would end the whole process at its timeout
         nccl._timeout = _GROUP_LIFETIME
-        with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        # its monitor would call the store from a thread of its own, and end the process when a peer hangs
+        quiet = _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"), _environment("TORCH_NCCL_ENABLE_MONITORING", "0")
+        with quiet[0], quiet[1]:
             return dist.ProcessGroupNCCL(self._store, m.rank, m.world_size, nccl)
 
     def _broadcast(self, tensor: torch.Tensor, options: BroadcastOptions) -> None:
@@ -202,10 +282,10 @@ class Channel:
         if tensor.is_cuda:  # for nccl, wait() only orders streams
             torch.cuda.synchronize(tensor.device)
 
-    def _await_keys(self, keys: list[str], deadline: float) -> bytes:
+    def _await_keys(self, keys: list[str], deadline: float) -> list[bytes]:
         if keys:
             self._store.wait(keys, timedelta(seconds=_left(deadline, "waiting in the store")))
-        return self._store.get(keys[0]) if keys else b""
+        return [self._store.get(key) for key in keys]
 
     def _watch(self) -> None:
         """Watch the group on a separate connection, to end a running call as soon as rank 0 closes the group or is gone."""

@@ -65,6 +65,7 @@ rollout: {{max_concurrent_groups: 4, heartbeat_s: 0.5, dead_after_s: {LEASE_S}, 
 reward: {{host: {address["reward"]}, http_port: {HTTP}, workers: 1}}
 trainer: {{host: {address["trainer"]}, port: {HTTP}, num_threads: 1}}
 weight_channel: {{host: {address["trainer"]}, timeout_s: 8}}
+security: {{insecure: true}}
 checkpointing: {{save_period: {shape.save_period}, keep_top_k: 3, metric_name: null}}
 """
 

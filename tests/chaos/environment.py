@@ -37,4 +37,4 @@ class Paced(headrace.Environment):
 
 
 if __name__ == "__main__":
-    headrace.serve(Paced(Path(sys.argv[3])), port=int(sys.argv[1]), host=sys.argv[2])
+    headrace.serve(Paced(Path(sys.argv[3])), port=int(sys.argv[1]), host=sys.argv[2], insecure=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from headrace.errors import LeaseLost, ReplayError, SamplingStarved, WrongStep
 from headrace.replay import End, Ended, Reservation, RunState, ScoringJob, Waiting
@@ -182,7 +182,28 @@ class Model(Fleet):
             tuple(held.id for held in groups),
             [place for held in groups for place in _described(held)],
             *self.batch_counts,
+            tuple(held.attempt for held in groups),
         )
+
+    def reject_step(
+        self, step: int, timeline: str, nonce: str, attempts: Mapping[str, int], reason: str, seen: object
+    ) -> None:
+        """The newest step, if nothing was trained on it, is open again: those named start over, the others keep it."""
+        self.expire()
+        self.require_timeline(timeline)
+        if nonce == self.rejected:
+            return
+        batch = self.of_step(step, "reserved") if self.committed <= step == self.next_step - 1 else []
+        if not batch or not set(attempts.items()) <= {(held.id, held.attempt) for held in batch}:
+            self.refuse(WrongStep)
+        for held in batch:
+            if held.id in attempts:
+                self.requeue(held, "invariant", counted=True)
+            else:
+                held.state = "ready"
+        self.next_step, self.rejected = step, nonce
+        self.scored_since = self.filtered_since = 0
+        self.batch_counts = (0, 0)
 
     def _unpin(self, need: int) -> None:
         """Nothing else can fill the holes: survivors of the last steps give up theirs."""
@@ -346,4 +367,4 @@ def orders(bitmap: bytes) -> set[int]:
 def seen_batch(batch: Reservation) -> tuple[object, ...]:
     """A reservation as the model describes it."""
     places = [(t.group_id, t.index, t.reward, t.length, t.oldest_version, t.newest_version) for t in batch.trajectories]
-    return (batch.step, batch.groups, places, batch.scored, batch.filtered)
+    return (batch.step, batch.groups, places, batch.scored, batch.filtered, batch.attempts)

@@ -62,6 +62,7 @@ class Core:
         self.requeues: collections.Counter[str] = collections.Counter()
         self.refusals = collections.Counter()
         self.last_ticket = -1
+        self.rejected = ""  # nonce of the newest rejection
         self.tokens: set[str] = set()
         self.scored_since = self.filtered_since = 0
         self.batch_counts = (0, 0)

@@ -73,6 +73,23 @@ class TrainerRules(Caller):
             self.saved = self.call("ended") or self.saved
         self.call("commit", max(0, self.model.next_step + off), self.timeline(late), how=how)
 
+    @rule(
+        off=st.sampled_from([0] * 6 + [1, -1]),
+        which=st.lists(st.integers(0, 3), min_size=1, max_size=3),
+        stale=st.sampled_from([0] * 6 + [1, -1]),
+        late=lateness,
+        how=deliveries,
+    )
+    def reject_step(self, off: int, which: list[int], stale: int, late: int, how: str) -> None:
+        """The trainer finds that some groups of its newest batch break a law. `stale`: it names another attempt."""
+        step = self.model.next_step - 1 + off
+        batch = self.model.of_step(step, "reserved", "trained")
+        if step < 0 or not batch:
+            return
+        chosen = [batch[place % len(batch)] for place in which]
+        attempts = {held.id: max(1, held.attempt + stale) for held in chosen}
+        self.call("reject_step", step, self.timeline(late), self.name(), attempts, "law 7", how=how)
+
     @rule(back=st.sampled_from([0, 0, 0, 1, 1, 2, 3, -1]), how=promptly)
     def rewind(self, back: int, how: str) -> None:
         assert self.world

@@ -30,7 +30,8 @@ ANSWERED_AGAIN = {"lease": "_read_leases", "heartbeat": None}
 IDEMPOTENT = {
     *("enqueue", "close", "commit", "rewind", "restore", "refilled", "drop_validation"),
     *("open_epoch", "acknowledge", "begin_epoch", "verify", "refuse", "end_epoch", "register", "deregister"),
-    *("make_room", "push_many", "save_many", "release", "reject", "abandon", "score_many", "release_scoring"),
+    *("make_room", "push_many", "save_many", "release", "reject", "abandon", "reject_step"),
+    *("score_many", "release_scoring"),
 }
 
 
@@ -118,7 +119,7 @@ class World:
     async def call(self, name: str, *args: Any, echo: bool = False) -> Any:
         """The answer, or the refusal, on which both agree. `echo`: the server gets the call twice."""
         before = {held.id: _seen_of(held) for held in self.model.groups.values()}
-        timeline, unlawful = self.model.timeline, self.model.unlawful()
+        now, unlawful = (self.model.timeline, self.model.next_step), self.model.unlawful()
         self.wire.on, self.wire.sent, self.wire.unheard = echo, [], None
         seen = await _outcome(getattr(self.client, name), name, args)
         self.wire.on, sent = False, self.wire.sent
@@ -139,7 +140,7 @@ class World:
         expected = self._expected_again(delivered, seen) if echo else self._expected(name, args, seen)
         assert _same(_plain(seen), expected), f"{name}{args}: {_plain(seen)!r}, and by the contract {expected!r}"
         self.calls += 1 + echo
-        await self._history(name, seen, timeline != self.model.timeline)
+        await self._history(seen, now)
         after = {held.id: _seen_of(held) for held in self.model.groups.values()}
         await self.compare([group for group in before | after if before.get(group) != after.get(group)])
         return seen
@@ -150,7 +151,7 @@ class World:
         delivered = self.delivered[-1 - which % len(self.delivered)]
         name, args, sent = delivered.name, delivered.args, delivered.sent
         before = {held.id: _seen_of(held) for held in self.model.groups.values()}
-        timeline = self.model.timeline
+        now = self.model.timeline, self.model.next_step
         replies: list[Any] = [None]
         heard = name in NEW_EACH_TIME or name == "lease"
         for commands in sent[:1] if heard else sent:
@@ -161,7 +162,7 @@ class World:
         if name == "rewind" and refused:  # its second half comes by itself
             self._expected("commit", args, None)
         self.calls += 1
-        await self._history(name, None, timeline != self.model.timeline)
+        await self._history(None, now)
         after = {held.id: _seen_of(held) for held in self.model.groups.values()}
         await self.compare([group for group in before | after if before.get(group) != after.get(group)])
         return seen
@@ -191,9 +192,9 @@ class World:
                 raise AssertionError(f"{name}{args} is refused with {seen!r}, against the contract") from None
             raise
 
-    async def _history(self, name: str, seen: Any, went_back: bool) -> None:
-        """What holds for batches and histories whatever the state (laws 1, 2, 3 and 7)."""
-        if went_back:
+    async def _history(self, seen: Any, before: tuple[str, int]) -> None:
+        """What holds for batches and histories whatever the state (laws 1, 2, 3 and 7). `before` the call: timeline and next step."""
+        if before[0] != self.model.timeline or self.model.next_step < before[1]:
             self.ledger = {step: ids for step, ids in self.ledger.items() if step < self.model.next_step}
         if not isinstance(seen, Reservation):
             return

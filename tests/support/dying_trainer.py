@@ -2,7 +2,8 @@
 
 Each fault is SIGKILL at one point: after `reserve` has answered, between the last file of a checkpoint and its rename, between its
 publication and `commit`, in the middle of a broadcast of weights, on rank 1 before it reads its share of a step, after a part of a
-refill, and between a refill and the word that it is done.
+refill, and between a refill and the word that it is done. Two faults are others: SIGSTOP before the publication of a checkpoint
+(`frozen_in_checkpoint:version`), and batches that break a law as they are read (`broken_batches:number`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from headrace.config import Config
 from headrace.errors import HeadraceError
 from headrace.replay import ReplayClient, Reservation
-from headrace.service import die_with_parent
 from headrace.trajectory import Group
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from headrace_services.trainer.control.context import Dependencies
@@ -69,6 +70,33 @@ class DyingReader(ReplayClient):
         return await super().read(keys)
 
 
+class BrokenReplay(ReplayClient):
+    """Of the first `times` batches of step 2 or later, the score of one trajectory is another than the one that was reserved."""
+
+    times = 0
+
+    async def read(self, keys: Sequence[str]) -> Any:
+        found = await super().read(keys)
+        if (await self.state()).next_step > 2 and self.times:
+            type(self).times -= 1
+            trajectory, score = found[0]
+            found[0] = trajectory, msgspec.structs.replace(score, reward=score.reward + 1)
+        return found
+
+
+class FrozenCheckpoints(Checkpoints):
+    """Stops its process between the last file of a checkpoint and its publication."""
+
+    version = -1
+
+    def publish(
+        self, state: CheckpointState, ledger: Mapping[int, Sequence[str]], keep: Any = (), files: Any = None
+    ) -> Path:
+        if state.version == self.version:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().publish(state, ledger, keep, files)
+
+
 class DyingCheckpoints(Checkpoints):
     version = -1
 
@@ -113,8 +141,11 @@ def dependencies(fault: str, version: int) -> Dependencies:
         return Dependencies(replay=DyingAfterRefill.connect)
     if fault == "rank_1_reads":
         return Dependencies(replay=DyingReader.connect)
-    if fault == "in_checkpoint":
-        dying = type("Dying", (DyingCheckpoints,), {"version": version})
+    if fault == "broken_batches":
+        return Dependencies(replay=type("Replay", (BrokenReplay,), {"times": version}).connect)
+    if fault in ("in_checkpoint", "frozen_in_checkpoint"):
+        kind = DyingCheckpoints if fault == "in_checkpoint" else FrozenCheckpoints
+        dying = type("Faulty", (kind,), {"version": version})
         return Dependencies(checkpoints=lambda config: dying(config.checkpoint_folder, config.checkpointing))
     if fault == "in_refit":
         return Dependencies(sender=type("Sender", (DyingSender,), {"version": version}))
@@ -128,15 +159,6 @@ def run(settings: str, fault: str) -> None:
         main(Config.model_validate_json(settings), dependencies(name, int(at or -1)))
     except HeadraceError as error:
         sys.exit(f"error: {error}")
-
-
-def run_forked(settings: str, fault: str, log: str) -> None:
-    """In a process forked from one that has everything imported."""
-    die_with_parent(signal.SIGKILL)
-    with open(log, "ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    run(settings, fault)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import Config
+from headrace.credentials import buffer_url
 from headrace.errors import ReplayUnavailable, ServiceError
+from headrace.http_access import HttpAccess
 from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.service import EXIT_STOPPED, stop_on_signals
+from headrace.service import EXIT_STOPPED, bind, serve_http, stop_on_signals
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +55,9 @@ def talking_trainer(config: Config) -> None:
 
     async def train() -> None:
         stop = stop_on_signals()
-        async with contextlib.aclosing(ReplayClient(open_redis(config.redis_url), str(config.run.id))) as replay:
+        async with contextlib.aclosing(
+            ReplayClient(open_redis(buffer_url(config, "trainer")), str(config.run.id))
+        ) as replay:
             timeline = (await replay.rewind(0, secrets.token_hex(8))).timeline
             for step in range(config.algorithm.max_num_steps):
                 await replay.publish_metrics("train", step, {"reward": 0.5}, timeline)
@@ -62,6 +66,22 @@ def talking_trainer(config: Config) -> None:
                     sys.exit(EXIT_STOPPED)
 
     asyncio.run(train())
+
+
+def paged_trainer(config: Config) -> None:
+    """Shows the trainer's pages, and trains nothing."""
+    from headrace_services.trainer.telemetry.http import build_app
+
+    async def ready() -> str | None:
+        return None
+
+    async def show() -> None:
+        stop = stop_on_signals()
+        with contextlib.closing(bind(config.trainer.host, config.trainer.port, "trainer.port")) as sock:
+            async with serve_http(build_app(config, ready), sock, HttpAccess.of(config, config.trainer.host)):
+                await stop.wait()
+
+    asyncio.run(show())
 
 
 def idle_rollout(config: Config) -> None:
@@ -98,7 +118,9 @@ async def _generate(config: Config) -> None:
     from tests.support.small_replica import SmallReplica
 
     stop = asyncio.create_task(stop_on_signals().wait())
-    async with contextlib.aclosing(_OfThisProcess(open_redis(config.redis_url), str(config.run.id))) as replay:
+    async with contextlib.aclosing(
+        _OfThisProcess(open_redis(buffer_url(config, "rollout")), str(config.run.id))
+    ) as replay:
         replica = SmallReplica(replay, Path(config.policy.model_name))
         while not stop.done():
             running = asyncio.create_task(replica.run())

@@ -21,6 +21,11 @@ def gone(pid: int, within_s: float = 60.0) -> bool:
         os.close(descriptor)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether process `pid` is stopped, as by SIGSTOP."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def eventually(condition: Callable[[], object], within_s: float = 60.0) -> object:
     """The first true value of `condition`; fails when there is none within this time."""
     deadline = time.monotonic() + within_s

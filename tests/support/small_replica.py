@@ -101,6 +101,7 @@ class SmallReplica:
                 rank=rendezvous.first_rank(self.id, epoch.members),
                 world_size=rendezvous.world_size(epoch.members),
                 device=torch.device("cpu"),
+                secret=rendezvous.secret,
             )
             self._channel = group, Channel.follow(place, deadline)
         weights = dict(item for bucket in receive(self._channel[1], rendezvous.manifest, deadline) for item in bucket)

@@ -94,14 +94,14 @@ class ThreadRanks(Ranks):
         self._barrier = barrier
         self._said = said
 
-    def all_gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T, kind: Any = None) -> list[T]:
         self._said[self.rank] = value
         self._barrier.wait()
         everyone = list(self._said)
         self._barrier.wait()
         return everyone
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, kind: Any = None) -> list[T]:
         everyone = self.all_gather(value)
         return everyone if self.rank == 0 else [value]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import multiprocessing
 import os
 import sys
 from multiprocessing.process import BaseProcess
@@ -21,18 +20,14 @@ from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, L
 from headrace_services.trainer.telemetry.journal import Journal, Line, surviving
 from headrace_services.trainer.telemetry.samples import SampleFiles
 from tests.support import dying_trainer
+from tests.support.forks import fork, fork_ranks
 from tests.support.small_replica import repeated
 
 STEPS, PROMPTS = 4, 2
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["headrace_services.trainer.main", "transformers.models.qwen2.modeling_qwen2"])
 
 
 class Trainer:
-    """Starts trainers of one run, one after the other; what they say goes to a file.
-
-    A trainer is forked from a process that has torch and transformers imported, which takes it most of its start.
-    """
+    """Starts trainers of one run, one after the other; what they say goes to a file."""
 
     def __init__(self, settings: dict[str, Any], log: Path) -> None:
         self.settings, self.log = settings, log
@@ -43,19 +38,22 @@ class Trainer:
         return Config.model_validate(self.settings)
 
     def start(self, fault: str = "none") -> BaseProcess:
-        arguments = (json.dumps(self.settings), fault, str(self.log))
-        process = FORKS.Process(target=dying_trainer.run_forked, args=arguments, daemon=True)
-        process.start()
+        process = fork(dying_trainer.run, json.dumps(self.settings), fault, log=self.log)
         self.processes.append(process)
         return process
 
     async def run(self, fault: str = "none") -> int | None:
         return await ended(self.start(fault))
 
-    async def run_ranks(self, ranks: int, fault: str = "none") -> int:
-        """Under torchrun."""
+    async def run_ranks(self, ranks: int, fault: str) -> list[int | None]:
+        """The exit code of each."""
+        arguments = (json.dumps(self.settings), fault)
+        with fork_ranks(ranks, dying_trainer.run, *arguments, log=self.log) as processes:
+            return [await ended(process) for process in processes]
+
+    async def run_torchrun(self, ranks: int) -> int:
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-        arguments = (dying_trainer.__file__, json.dumps(self.settings), fault)
+        arguments = (dying_trainer.__file__, json.dumps(self.settings), "none")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with self.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(

@@ -29,6 +29,7 @@ def main() -> None:
         rank=spec["rank"],
         world_size=spec["world_size"],
         device=torch.device("cpu"),
+        secret=bytes.fromhex(spec["secret"]),
     )
     started = time.monotonic()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -72,3 +73,32 @@ def test_the_import_contracts_hold() -> None:
         [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
+
+
+# Reading what they wrote can run anything. torch's checkpoints pickle their metadata.
+PICKLING = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "torch.distributed.checkpoint"}
+
+
+def pickles(source: str) -> list[str]:
+    """What a module does that pickles: imports, torch's collectives of objects, and files that torch loads without `weights_only`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                found += [name.name for name in names if name.name in PICKLING]
+            case ast.ImportFrom(module=str(module), names=names):
+                origins = {module, *(f"{module}.{name.name}" for name in names)}
+                found += sorted(origins & PICKLING) or [module for kind in PICKLING if module.startswith(f"{kind}.")]
+            case ast.Call(func=ast.Attribute(attr=name)) if name.endswith(("_object", "_object_list")):
+                found.append(name)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load" | "save"), keywords=keywords):
+                found += [] if any(keyword.arg == "weights_only" for keyword in keywords) else ["torch.load"]
+    return found
+
+
+def test_nothing_is_pickled() -> None:
+    for bad in ("import pickle", "from torch.distributed import checkpoint", "dist.gather_object(1)", "torch.load(f)"):
+        assert pickles(bad), bad
+    modules = [path for folder in ("headrace", "services") for path in (ROOT / folder).rglob("*.py")]
+    assert len(modules) > 100
+    assert {str(path): found for path in modules if (found := pickles(path.read_text()))} == {}

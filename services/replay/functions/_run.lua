@@ -19,6 +19,7 @@
 --   failed      zset    dead letters by time, the newest   counts     hash    `<lane>:<state>` -> groups
 --   ended       bitmap  orders of train groups that ended failed or filtered
 --   since       hash    scored, filtered: train groups since the last batch that got all their scores, and of them were filtered
+--   rejected    string  nonce of the newest rejection of a step
 --   refusals    hash    code -> calls refused (law 4)      requeues   hash    cause -> groups requeued, passed on
 --   replicas    zset    replicas by the time they are due  r:<id>     hash    a replica; h:<id> set of groups it holds
 --   epoch       hash    the newest membership epoch        members    hash    replica -> what it did in that epoch

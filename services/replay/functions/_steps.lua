@@ -68,12 +68,13 @@ local function empty_trash(run)
 end
 
 -- The batch of `step`, as `reserve` and `step` answer: step, payload_prefix (of keys), scored and filtered (groups since the batch before),
--- and of each group its id and, for its trajectories, indices, pushed (`p<i>`, see _group.lua) and rewards.
+-- and of each group its id, attempt and, for its trajectories, indices, pushed (`p<i>`, see _group.lua) and rewards.
 local function batch_of(run, step, ids)
   local groups = {}
   for i, id in ipairs(ids) do
     local key = group_key(run, id)
-    local count = tonumber(redis.call('HGET', key, 'count'))
+    local head = redis.call('HMGET', key, 'count', 'attempt')
+    local count, attempt = tonumber(head[1]), tonumber(head[2])
     local values = redis.call('HMGET', key, unpack(field_names('pr', count)))
     local indices, pushed, rewards, n = {}, {}, {}, 0
     for index = 0, count - 1 do
@@ -82,7 +83,7 @@ local function batch_of(run, step, ids)
         indices[n], pushed[n], rewards[n] = index, values[index + 1], values[count + index + 1]
       end
     end
-    groups[i] = {id = id, indices = indices, pushed = pushed, rewards = rewards}
+    groups[i] = {id = id, attempt = attempt, indices = indices, pushed = pushed, rewards = rewards}
   end
   local scored, filtered = unpack(redis.call('HMGET', run.base .. 'since', 'batch_scored', 'batch_filtered'))
   return {

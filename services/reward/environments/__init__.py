@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal
 
-from headrace.config.data import EnvConfig
+from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.environment import Environment, Sample
 from headrace.trajectory import Score
 
@@ -19,6 +20,7 @@ _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 _PATTERNS = {"last_number": _NUMBER, "answer_tag": _TAG, "answer_line": _LINE}
 ANSWER_TAIL = 300  # characters, as in DAPO
+_SHOWN = 1000
 
 
 class BuiltInEnvironment(Environment):
@@ -32,6 +34,10 @@ class BuiltInEnvironment(Environment):
         if self.env.require_stop and sample.finish_reason == "length":
             return Score("SCORED", reward=0.0, metadata={"rule": "require_stop: the completion was cut off"})
         return self.judge(sample)
+
+    def prepare(self, sources: Sequence[DataSourceConfig]) -> None:
+        """Load what its scores need, in a worker that has scored nothing yet; `sources` are the run's data sets that name it.
+        Raises `ConfigError` for one that it can't score."""
 
     def judge(self, sample: Sample) -> float | Score:
         raise NotImplementedError
@@ -52,6 +58,11 @@ def extract_answer(completion: str, how: Extract) -> str | None:
         return None
     answer: str = found[-1].strip()
     return answer.replace(",", "") if how == "last_number" else answer
+
+
+def shown(answer: str | None) -> str | None:
+    """As much of an answer as a score's metadata keeps."""
+    return answer and answer[:_SHOWN]
 
 
 def make(name: str, env: EnvConfig) -> BuiltInEnvironment:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from headrace.config.data import EnvConfig
+from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.environment import Sample
 from headrace.trajectory import Score
-from headrace_services.reward.environments import BuiltInEnvironment, extract_answer
+from headrace_services.reward.environments import BuiltInEnvironment, extract_answer, shown
 
 _EXPECTED = (LatexExtractionConfig(),)
 _ANSWER = (ExprExtractionConfig(), LatexExtractionConfig())
@@ -30,6 +30,9 @@ class Math(BuiltInEnvironment):
         self.build = f"math-verify {importlib.metadata.version('math-verify')}"
         self.description = "mathematical equality with extra_env_info.answer"
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its deadlines are off
+
+    def prepare(self, sources: Sequence[DataSourceConfig]) -> None:
+        _equal(_parse("\\boxed{\\frac{1}{2}}", _EXPECTED), _parse("1/2", _ANSWER))  # grammars, and sympy's own modules
 
     def judge(self, sample: Sample) -> float | Score:
         answer = sample.extra_env_info.get("answer")
@@ -51,20 +54,19 @@ class Math(BuiltInEnvironment):
         equal = _equal(expected, found)
         # `found` ends with the text as it was written, where it could be told
         written = next((item for item in reversed(found) if isinstance(item, str)), None)
-        return Score("SCORED", reward=float(equal), metadata={} if written is None else {"answer": written})
+        return Score("SCORED", reward=float(equal), metadata={} if written is None else {"answer": shown(written)})
 
 
-@lru_cache(maxsize=256)
-def _parse(text: str, extraction: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What math-verify finds in `text`. Kept, as a group's completions share their answer and often say the same, and this takes
-    longer than all else that a score needs."""
-    return tuple(parse(text, extraction_config=extraction, parsing_timeout=None))
+def _parse(text: str, extraction: Sequence[Any]) -> list[Any]:
+    """What math-verify finds in `text`. Nothing of it is evaluated as Python: LaTeX goes through a grammar (ANTLR), and what
+    sympy's `parse_expr` gets consists of digits and operators alone."""
+    return list(parse(text, extraction_config=extraction, parsing_timeout=None))
 
 
-def _equal(expected: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
+def _equal(expected: list[Any], found: list[Any]) -> bool:
     try:
-        return bool(verify(list(expected), list(found), timeout_seconds=None, raise_on_error=True))
+        return bool(verify(expected, found, timeout_seconds=None, raise_on_error=True))
     except MemoryError:  # law 7: not "not equal"
         raise
     except Exception:  # noqa: BLE001  # a comparison that can't be made must not hide another that can
-        return bool(verify(list(expected), list(found), timeout_seconds=None))
+        return bool(verify(expected, found, timeout_seconds=None))

@@ -7,7 +7,7 @@ import re
 from headrace.config.data import EnvConfig
 from headrace.environment import Sample
 from headrace.trajectory import Score
-from headrace_services.reward.environments import BuiltInEnvironment
+from headrace_services.reward.environments import BuiltInEnvironment, shown
 
 _FORMAT = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
 _NONE = {"correctness": 0.0, "format": 0.0, "integer": 0.0}
@@ -47,4 +47,4 @@ class MathMultiReward(BuiltInEnvironment):
             "format": float(tags == (1, 1) and _FORMAT.search(sample.completion) is not None),
             "integer": float(said.isdigit()),
         }
-        return Score("SCORED", reward=sum(components.values()), components=components, metadata={"answer": said})
+        return Score("SCORED", reward=sum(components.values()), components=components, metadata={"answer": shown(said)})

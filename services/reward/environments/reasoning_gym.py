@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import reasoning_gym
-from reasoning_gym.factory import DATASETS
 
-from headrace.config.data import EnvConfig
+from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.environment import Sample
+from headrace.errors import ConfigError
 from headrace.tagged_json import from_json
 from headrace.trajectory import Score
-from headrace_services.reward.environments import BuiltInEnvironment, extract_answer
+from headrace_services.reward.environments import BuiltInEnvironment, extract_answer, shown
+from headrace_services.reward.environments.gym_answers import TASKS, acceptable, sound
 
 
 class ReasoningGym(BuiltInEnvironment):
@@ -22,34 +24,70 @@ class ReasoningGym(BuiltInEnvironment):
     writes it, and `"task_config": {…}` where the entry was generated with one: some tasks score by their arguments.
 
     The reward is the task's `score_answer` of what `extract` takes from the completion: 0 to 1. With `threshold` it is 1
-    at or above it, else 0. A completion without such an answer is scored as the task scores no answer at all.
+    at or above it, else 0. A completion without such an answer is scored as the task scores no answer at all; so is one whose
+    answer the task's rule may not see (`gym_answers`) or can't read.
     """
 
     def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)
         self.build = f"reasoning-gym {importlib.metadata.version('reasoning-gym')}"
-        self.description = f"{len(DATASETS)} procedural tasks"
+        self.description = f"{len(TASKS)} procedural tasks"
         self._task = functools.lru_cache(maxsize=256)(_make_task)
+
+    def prepare(self, sources: Sequence[DataSourceConfig]) -> None:
+        for source in sources:
+            if source.dataset_name != "reasoning_gym":
+                continue
+            if source.task is None or source.task not in TASKS:
+                raise ConfigError(
+                    f"env.{self.name} can't score the task {source.task!r} of reasoning_gym: what its rule does with an answer is not "
+                    f"known to be safe. These work: {', '.join(sorted(TASKS))}"
+                )
+            try:
+                self._task(source.task, json.dumps(source.task_config, sort_keys=True))
+            except (TypeError, ValueError, AssertionError) as error:
+                raise ConfigError(
+                    f"env.{self.name}: task_config {source.task_config} of {source.task} is refused by {self.build}: {error}"
+                ) from error
 
     def judge(self, sample: Sample) -> float | Score:
         info = sample.extra_env_info
         task, entry, config = info.get("task"), info.get("entry"), info.get("task_config", {})
-        if not isinstance(task, str) or task not in DATASETS:
-            return Score("INVALID", message=f"extra_env_info.task is {task!r:.80}, not a task of {self.build}")
+        if not isinstance(task, str) or task not in TASKS:
+            return Score(
+                "INVALID", message=f"extra_env_info.task is {task!r:.80}, not a task that {self.name} can score"
+            )
         if not isinstance(entry, dict) or not {"question", "answer", "metadata"} <= entry.keys():
             return Score(
                 "INVALID", message="extra_env_info.entry must hold question, answer and metadata of the problem"
             )
-        if not isinstance(config, dict):
+        if not isinstance(config, dict) or "data_file" in config:  # one task reads a file of that name
             return Score("INVALID", message=f"extra_env_info.task_config is {config!r:.80}, not arguments of the task")
+        if not sound(task, from_json(entry)):
+            return Score("INVALID", message=f"extra_env_info.entry is not a problem as {task} writes it")
         try:
             dataset = self._task(task, json.dumps(config, sort_keys=True))
         except (TypeError, ValueError, AssertionError) as error:
             return Score("INVALID", message=f"extra_env_info.task_config {config!r:.80} is refused by {task}: {error}")
-        answer = extract_answer(sample.completion, self.env.extract)
-        score = float(dataset.score_answer(answer, from_json(entry)))
+        said = extract_answer(sample.completion, self.env.extract)
+        answer = said if said is not None and acceptable(task, said, from_json(entry)) else None
+        metadata: dict[str, Any] = {"answer": shown(said)}
+        if said is not None and answer is None:
+            metadata["rule"] = f"not an answer that {task} may read"
+        try:
+            score = float(dataset.score_answer(answer, from_json(entry)))
+        except MemoryError:
+            raise
+        except Exception as error:  # what rules raise on text they can't read is of every kind
+            if answer is None:
+                raise
+            dataset.score_answer(
+                from_json(entry)["answer"], from_json(entry)
+            )  # law 7: then it is the problem that is wrong
+            score = float(dataset.score_answer(None, from_json(entry)))
+            metadata["rule"] = f"{task} can't read the answer: {error!r:.200}"
         reward = score if self.env.threshold is None else float(score >= self.env.threshold)
-        return Score("SCORED", reward=reward, components={"score_answer": score}, metadata={"answer": answer})
+        return Score("SCORED", reward=reward, components={"score_answer": score}, metadata=metadata)
 
 
 def _make_task(task: str, config: str) -> Any:

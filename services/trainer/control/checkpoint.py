@@ -1,11 +1,12 @@
 """Checkpoints on disk (a folder `step_{version}` exists completely or not at all), each with its ledger of trained prompts.
 
 A checkpoint is written under a name that no reader looks at, flushed to disk file by file, and renamed. Whatever stops the
-writer (SIGKILL, a full disk, a power cut) leaves the earlier checkpoints intact; the next writer removes the remains. Layout:
+writer (SIGKILL, a full disk, a power cut) leaves the earlier checkpoints intact; the next trainer removes the remains. Which checkpoints
+are the run's, if another trainer of it wakes up late, is a matter of the chain beside them (`headrace.checkpoints`). Layout:
 
     step_12/policy/       Hugging Face checkpoint: config, safetensors, tokenizer
     step_12/value/        of ppo: the value model's backbone as a Hugging Face checkpoint, and its head (value_head.safetensors)
-    step_12/training/     torch.distributed.checkpoint: counters, and of each trained model its optimizer and schedule
+    step_12/training/     counters, and of each trained model its optimizer and schedule (`learning.training_state`)
     step_12/ledger.json   {step: [group ids]} of the steps trained since the checkpoint before it
     step_12/trained.roaring  `order` of every prompt that the weights were trained on (`Ledger.encode`)
     step_12/ended.bitmap  `order` of every group that ended failed or filtered (`headrace.replay.Ended`)
@@ -19,8 +20,8 @@ and none is trained twice.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import re
 import shutil
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,18 +32,19 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 from pyroaring import BitMap
 
+from headrace import checkpoints as folders
+from headrace.checkpoints import STATE, FolderLock, Start
 from headrace.config.services import CheckpointingConfig
 from headrace.errors import ServiceError
 from headrace.replay import Ended
 from headrace_services.trainer.files import atomic_write, cannot_write_checkpoint, fsync
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 TRAINED = "trained.roaring"
 ENDED = "ended.bitmap"
-
-_PUBLISHED = re.compile(r"step_(0|[1-9][0-9]*)")
-_UNFINISHED = ".unfinished-"
 
 
 class Ledger:
@@ -138,18 +140,45 @@ _GROUPS_BY_STEP = TypeAdapter(dict[int, list[str]])
 
 
 class Checkpoints:
-    """The checkpoints of a run, in one folder that the trainer's ranks share. Only rank 0 of one trainer calls the methods that write."""
+    """The checkpoints of a run, in one folder that the trainer's ranks share. Only rank 0 calls the methods that write, each with its
+    timeline: that of a trainer whose successor has started is refused, and nothing of the successor is touched."""
 
     def __init__(self, folder: Path, settings: CheckpointingConfig) -> None:
         self._folder = folder
         self._settings = settings
 
+    def lock(self) -> FolderLock:
+        """Take the folder's lock for as long as this process lives. If another holds it, or there are no locks, warn and go on. Raises
+        `ServiceError` for a folder that can't be written."""
+        with _disk_errors(self._folder):
+            lock = FolderLock(self._folder)
+        try:
+            holder = lock.take()
+        except OSError as error:
+            log.warning(
+                "%s can't be locked (%s): nothing tells if two trainers of this run are at work", self._folder, error
+            )
+            return lock
+        if holder is not None:
+            log.warning(
+                "%s is in use (%s): another trainer of this run is still there, perhaps frozen. This one takes over; what the other "
+                "publishes from now on is set aside. Stop it",
+                self._folder, holder,
+            )  # fmt: skip
+        return lock
+
+    def start(self, timeline: str, version: int) -> None:
+        """A trainer has gone on from `version` on `timeline`: what others made beyond that version is set aside, and what they left
+        unfinished is removed. Survives a power cut once this has returned. Raises `ServiceError`."""
+        with _disk_errors(self._folder):
+            folders.append_start(self._folder, Start(timeline, version))
+            for off in folders.abandoned(self._folder):
+                self._set_aside(off)
+            self._remove_remains(timeline)
+
     def published(self) -> list[int]:
-        """Versions that can be loaded, oldest first."""
-        if not self._folder.is_dir():
-            return []
-        names = (_PUBLISHED.fullmatch(path.name) for path in self._folder.iterdir() if (path / "state.json").is_file())
-        return sorted(int(match[1]) for match in names if match)
+        """Versions that a trainer may go on from, oldest first."""
+        return folders.published(self._folder)
 
     def newest(self) -> int | None:
         return max(self.published(), default=None)
@@ -159,7 +188,7 @@ class Checkpoints:
 
     def state(self, version: int) -> CheckpointState:
         """The state file. Raises `ServiceError` if it is not what `publish` writes."""
-        return self._read(version, "state.json", CheckpointState.model_validate_json)
+        return self._read(version, STATE, CheckpointState.model_validate_json)
 
     def ledger(self, version: int) -> dict[int, list[str]]:
         """Group ids of each step trained since the checkpoint before. Raises `ServiceError` as `state` does."""
@@ -169,27 +198,22 @@ class Checkpoints:
         """The content of one of the `files` that it was published with. Raises `ServiceError` as `state` does."""
         return self._read(version, name, bytes)
 
-    def begin(self, version: int) -> Path:
-        """Remove what earlier writers left and make an empty folder for the learner's files.
+    def begin(self, version: int, timeline: str) -> Path:
+        """Make an empty folder for the learner's files.
 
-        Raises `ServiceError` if `version` is published already or the folder can't be made.
+        Raises `ServiceError` if `version` is published already, if another trainer has taken over, or if the folder can't be made.
         """
-        if self.path(version).exists():
-            raise ServiceError(
-                f"checkpoint {self.path(version)} exists already; remove it, or set checkpointing.checkpoint_dir to a "
-                "folder of this run's own"
-            )
-        unfinished = self.unfinished(version)
+        self._require_newest(timeline)
+        unfinished = self.unfinished(version, timeline)
         with _disk_errors(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for remains in self._folder.glob(f"{_UNFINISHED}*"):
-                shutil.rmtree(remains)
+            self._make_way(version)
+            self._remove_remains(timeline)
             unfinished.mkdir()
         return unfinished
 
-    def unfinished(self, version: int) -> Path:
-        """The folder that `begin(version)` makes, into which every rank saves."""
-        return self._folder / f"{_UNFINISHED}step_{version}"
+    def unfinished(self, version: int, timeline: str) -> Path:
+        """The folder that `begin(version, timeline)` makes, into which every rank saves."""
+        return self._folder / folders.unfinished_name(version, timeline)
 
     def publish(
         self,
@@ -201,29 +225,36 @@ class Checkpoints:
         """Turn the folder from `begin`, now complete, into a checkpoint; then remove those that retention no longer keeps.
 
         `files` (contents by name) become part of it. Versions in `keep` stay: their metrics are still to come.
-        Once this returns, the checkpoint survives a power cut. Raises `ServiceError` for a full disk.
+        Once this returns, the checkpoint survives a power cut. Raises `ServiceError` for a full disk, and if another trainer has taken
+        over.
         """
-        unfinished, final = self.unfinished(state.version), self.path(state.version)
+        unfinished, final = self.unfinished(state.version, state.timeline), self.path(state.version)
+        self._require_newest(state.timeline)
         with _disk_errors(self._folder):
             (unfinished / "ledger.json").write_bytes(
                 _GROUPS_BY_STEP.dump_json({step: [*ids] for step, ids in ledger.items()})
             )
             for name, content in (files or {}).items():
                 (unfinished / name).write_bytes(content)
-            (unfinished / "state.json").write_text(state.model_dump_json(indent=2))
+            (unfinished / STATE).write_text(state.model_dump_json(indent=2))
             _fsync_all(unfinished)
+            self._require_newest(state.timeline)
+            self._make_way(state.version)
             unfinished.rename(final)
             fsync(self._folder)
+            self._require_newest(state.timeline)
             self._retain(keep)
         return final
 
-    def add_metrics(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics that became known after `publish`; retention uses them from now on. A no-op without such a checkpoint."""
+    def add_metrics(self, version: int, timeline: str, metrics: Mapping[str, float]) -> None:
+        """Add metrics that became known after `publish`; retention uses them from now on. A no-op without such a checkpoint. Raises
+        `ServiceError` as `publish` does."""
+        self._require_newest(timeline)
         if version not in self.published():
             return
         state = self.state(version)
         known = state.model_copy(update={"metrics": {**state.metrics, **metrics}})
-        path = self.path(version) / "state.json"
+        path = self.path(version) / STATE
         with _disk_errors(self._folder):
             with atomic_write(path) as unfinished:
                 unfinished.write_text(known.model_dump_json(indent=2))
@@ -244,9 +275,51 @@ class Checkpoints:
         """Remove checkpoints by `superseded`; the newest always stays."""
         metrics = {version: self.state(version).metrics for version in self.published()}
         for version in set(superseded(metrics, self._settings)) - set(keep):
-            removed = self._folder / f"{_UNFINISHED}removed-{version}"
-            self.path(version).rename(removed)  # half a checkpoint must never be found under its name
+            # half a checkpoint must never be found under its name
+            removed = self.unfinished(version, self.state(version).timeline)
+            self.path(version).rename(removed)
             shutil.rmtree(removed)
+
+    def _require_newest(self, timeline: str) -> None:
+        starts = folders.read_chain(self._folder)
+        if not starts or starts[-1].timeline != timeline:
+            newest = (
+                f"timeline {starts[-1].timeline} went on from version {starts[-1].version}"
+                if starts
+                else "there is none"
+            )
+            raise ServiceError(
+                f"{self._folder}: this trainer's timeline {timeline} is not the newest of the chain ({newest}): another trainer has taken "
+                "over the run, or `headrace rewind` has set it back. Stop the other, or start this one again: it resumes from the newest "
+                "checkpoint"
+            )
+
+    def _make_way(self, version: int) -> None:
+        """Set the checkpoint of this version aside if it is off the chain. Raises `ServiceError` if it isn't."""
+        if version in folders.abandoned(self._folder):
+            self._set_aside(version)
+        if self.path(version).exists():
+            raise ServiceError(
+                f"checkpoint {self.path(version)} exists already; remove it, or set checkpointing.checkpoint_dir to a "
+                "folder of this run's own"
+            )
+
+    def _set_aside(self, version: int) -> None:
+        """Nothing is deleted: no trainer chooses it under its new name."""
+        timeline = self.state(version).timeline
+        aside = self._folder / f"abandoned-step_{version}-{timeline}"
+        log.warning(
+            "checkpoint %d was published by a trainer (timeline %s) after another had taken over: set aside as %s",
+            version,
+            timeline,
+            aside,
+        )
+        self.path(version).rename(aside)
+
+    def _remove_remains(self, timeline: str) -> None:
+        names = [path.name for path in self._folder.glob(".unfinished-*")]
+        for name in folders.removable(folders.read_chain(self._folder), timeline, names):
+            shutil.rmtree(self._folder / name)
 
 
 def superseded(metrics: Mapping[int, Mapping[str, float]], settings: CheckpointingConfig) -> list[int]:

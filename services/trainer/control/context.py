@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from headrace.config import Config
+from headrace.credentials import buffer_url
 from headrace.replay import BufferRetry, ReplayClient
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.feeder import Feeder
@@ -36,7 +37,7 @@ class Dependencies:
     )
 
     async def connect(self, config: Config) -> ReplayClient:
-        return await self.replay(config.redis_url, config.run.id, config.trainer.fleet_deadline_s)
+        return await self.replay(buffer_url(config, "trainer"), config.run.id, config.trainer.fleet_deadline_s)
 
 
 @dataclasses.dataclass
@@ -76,4 +77,8 @@ class TrainerContext:
     clock: Callable[[], float] = time.monotonic
 
     async def torch(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.torch_thread, work)
+        def watched() -> T:
+            with self.lead.ranks.progress.working():
+                return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self.torch_thread, watched)

@@ -33,7 +33,7 @@ class LineageWriter:
         """Move the files of steps >= version aside, because the run resumes from `version` (idempotent)."""
         files = LineageFiles(self._folder)
         with self._disk_errors():
-            for step, path in files.files():
+            for step, _, path in files.written():
                 if step >= version:
                     (self._folder / ABANDONED).mkdir(exist_ok=True)
                     path.rename(self._folder / ABANDONED / path.name)

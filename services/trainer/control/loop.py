@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal, TypeVar
@@ -15,13 +16,14 @@ from typing import Literal, TypeVar
 from headrace.config import Config
 from headrace.errors import Fenced, InvalidCall, ReplayUnavailable, SamplingStarved, ServiceError
 from headrace.replay import End, Replica, Reservation, Waiting
+from headrace.replay.calls import BATCH
 from headrace.trajectory import Float32, Int32
 from headrace.weights.probe import choose_token_ids
 from headrace_services.trainer.control import decisions
 from headrace_services.trainer.control.checkpoint import ENDED, TRAINED, CheckpointState
 from headrace_services.trainer.control.context import TrainerContext
 from headrace_services.trainer.control.decisions import Action, Backoff, LoopState, Plan
-from headrace_services.trainer.control.rank import Weights, check_reservation, shard_batch
+from headrace_services.trainer.control.rank import InvariantBroken, Weights, check_reservation, shard_batch
 from headrace_services.trainer.control.resume import ResumeState, lost_writes
 from headrace_services.trainer.control.validation import Validation, reaches_target
 from headrace_services.trainer.telemetry.journal import Line, surviving
@@ -32,6 +34,8 @@ from headrace_services.trainer.telemetry.throughput import Devices, StepTimes
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
+# Batches in a row that may break a law.
+MAX_REJECTIONS = 3
 PROBE_TOKENS = 64
 
 T = TypeVar("T")
@@ -55,6 +59,7 @@ class Loop:
         self._saved_in_time = False
         self._reply: Reservation | Waiting | End | None = None
         self._reward: float | None = None
+        self._rejections = 0  # since the last step that was trained
         # the fleet
         self._refitted = False
         self._backoffs: dict[str, Backoff] = {}
@@ -202,7 +207,12 @@ class Loop:
         check_reservation(reservation, groups, config.algorithm.num_prompts_per_step)
         shares = shard_batch(reservation, config, lead.ranks.size)
         multipliers = [group.loss_multiplier for group in groups]
-        learnt = await context.torch(lambda: lead.step(reservation, multipliers, shares))
+        try:
+            learnt = await context.torch(lambda: lead.step(reservation, multipliers, shares))
+        except InvariantBroken as broken:
+            await self._reject(reservation, broken)
+            return
+        self._rejections = 0
         origins = await context.torch(lead.origins)
         if masked := int(learnt["masked_tokens"]):
             await self._call(lambda: self._replay.masked(step, self._timeline, masked))
@@ -225,6 +235,26 @@ class Loop:
             metrics["performance/tokens_per_sec"], metrics["timing/train/total_step_time"],
         )  # fmt: skip
         await self._publish("train", step, metrics)
+
+    async def _reject(self, reservation: Reservation, broken: InvariantBroken) -> None:
+        """Give the batch back: the groups that break a law are generated again, and the step is reserved anew. Raises `ServiceError` after
+        `MAX_REJECTIONS` in a row, which no data explains."""
+        self._rejections += 1
+        if self._rejections == MAX_REJECTIONS:
+            raise ServiceError(
+                f"{MAX_REJECTIONS} batches in a row broke a law, so that the check itself is in doubt, or the buffer's server: {broken}. "
+                "Look at these groups with `headrace groups show`, and report it"
+            ) from broken
+        log.error(
+            "step %d is rejected: %s. Of its %d groups %d are generated again",
+            reservation.step, broken, len(reservation.groups), len(broken.groups),
+        )  # fmt: skip
+        nonce, attempts = secrets.token_hex(8), dict(zip(reservation.groups, reservation.attempts, strict=True))
+        # the rest, if there are more, is found again
+        named = {group: attempts[group] for group in list(broken.groups)[:BATCH]}
+        reason = broken.groups[next(iter(named))]
+        await self._call(lambda: self._replay.reject_step(reservation.step, self._timeline, nonce, named, reason))
+        self._reply = None
 
     def _end_step(self, began: float, lengths: Sequence[int]) -> dict[str, float]:
         """End the step whose training began at `began`, and begin the next: metrics of where the time since the last step went."""
@@ -258,7 +288,7 @@ class Loop:
         files = {TRAINED: self._ledger.encode(), ENDED: ended.bitmap}
 
         def write() -> None:
-            folder = context.checkpoints.begin(state.version)
+            folder = context.checkpoints.begin(state.version, state.timeline)
             context.lead.save(str(folder))
             context.lineage.fsync()
             context.checkpoints.publish(state, self._ledger.steps, keep, files)
@@ -318,7 +348,7 @@ class Loop:
             log.info("the run ends: %s is at least %g", metric, threshold)
         await asyncio.to_thread(self._draw_curves)
         named = {f"val:{name}": value for name, value in metrics.items()}
-        await asyncio.to_thread(self._context.checkpoints.add_metrics, version, named)
+        await asyncio.to_thread(self._context.checkpoints.add_metrics, version, self._timeline, named)
 
     def _reaches_target(self, metrics: Mapping[str, float]) -> bool:
         algorithm = self._config.algorithm

@@ -6,6 +6,7 @@ its own trajectories from the buffer.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,14 @@ from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 
 Read = Callable[[Sequence[str]], list[tuple[Trajectory, Score]]]
+
+
+class InvariantBroken(ServiceError):
+    """What was read of the batch breaks a law; `groups` says how, by group id. No step was taken."""
+
+    def __init__(self, groups: dict[str, str]) -> None:
+        super().__init__("; ".join(groups.values()))
+        self.groups = groups
 
 
 class TrainerRank:
@@ -59,11 +68,12 @@ class TrainerRank:
         """Train on the reserved batch. `multipliers` are the groups' weights in the loss, `shares` each rank's places in the batch.
 
         Returns the metrics of `train_step`, plus `truncated`, the number of completions cut off at the length limit, and
-        `masked_tokens`, the number of policy tokens over age.
+        `masked_tokens`, the number of policy tokens over age. Raises `InvariantBroken` on every rank if what any rank read breaks a law.
         """
         algorithm, step, places = self._config.algorithm, reservation.step, shares[self.ranks.rank]
         reserved = [reservation.trajectories[place] for place in places]
         problems: list[str] = []
+        broken: dict[str, str] = {}
         try:
             read = self._read([one.key for one in reserved])
             for one, (trajectory, score) in zip(reserved, read, strict=True):
@@ -75,10 +85,16 @@ class TrainerRank:
                     max_age=algorithm.max_age,
                     policy=algorithm.asynchrony.staleness_policy,
                 )
-                problems += [problem] if problem else []
+                if problem:
+                    broken[one.group_id] = problem
         except HeadraceError as error:
             problems = [str(error) or type(error).__name__]
         self.ranks.raise_any(problems)
+        found = {
+            group: why for of_rank in self.ranks.all_gather(broken, dict[str, str]) for group, why in of_rank.items()
+        }
+        if found:
+            raise InvariantBroken(found)
         groups = [place // algorithm.num_generations_per_prompt for place in places]
         self._batch = batch = Batch.of(
             [trajectory for trajectory, _ in read],
@@ -107,7 +123,7 @@ class TrainerRank:
             )
         ]
         by_group: dict[str, list[Origin]] = {}
-        for group_id, origin in (pair for share in self.ranks.gather(own) for pair in share):
+        for group_id, origin in (pair for share in self.ranks.gather(own, list[tuple[str, Origin]]) for pair in share):
             by_group.setdefault(group_id, []).append(origin)
         return by_group
 
@@ -119,7 +135,9 @@ class TrainerRank:
         return self.learner.probe(np.asarray(token_ids, dtype=np.int32))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.learner.iter_weights()
+        for weight in self.learner.iter_weights():
+            self.ranks.progress.mark()
+            yield weight
 
     def save(self, folder: str) -> None:
         self.learner.save(Path(folder))
@@ -172,7 +190,8 @@ class Weights:
         return self._lead.learner.weight_metadata()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._lead.weights()
+        with self._lead.ranks.progress.working():
+            yield from self._lead.weights()
 
 
 def dismiss(ranks: Ranks) -> None:
@@ -184,19 +203,29 @@ def follow(rank: TrainerRank) -> None:
     """Ranks above 0: carry out rank 0's commands until it dismisses them."""
     while True:
         match msgspec.msgpack.decode(rank.ranks.receive()):
-            case ["step", reservation, multipliers, shares]:
-                rank.step(msgspec.convert(reservation, Reservation), multipliers, shares)
-            case ["weights"]:
-                for _ in rank.weights():
-                    continue
+            case ["load", checkpoint]:  # as long as it takes: a model may have to be downloaded
+                rank.load(checkpoint)
             case ["dismiss"]:
                 return
-            case [("load" | "origins" | "gather_batch" | "probe" | "save") as do, *arguments]:
-                getattr(rank, do)(*arguments)
-            case unknown:
-                raise ServiceError(
-                    f"rank 0 sent {unknown!r}, which this build does not know; start all ranks from one build"
-                )
+            case command:
+                with rank.ranks.progress.working():
+                    _obey(rank, command)
+
+
+def _obey(rank: TrainerRank, command: list[Any]) -> None:
+    match command:
+        case ["step", reservation, multipliers, shares]:
+            with contextlib.suppress(InvariantBroken):  # rank 0 gives the batch back
+                rank.step(msgspec.convert(reservation, Reservation), multipliers, shares)
+        case ["weights"]:
+            for _ in rank.weights():
+                continue
+        case [("origins" | "gather_batch" | "probe" | "save") as do, *arguments]:
+            getattr(rank, do)(*arguments)
+        case unknown:
+            raise ServiceError(
+                f"rank 0 sent {unknown!r}, which this build does not know; start all ranks from one build"
+            )
 
 
 def check_reservation(reservation: Reservation, groups: Sequence[Group], prompts_per_step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import secrets
@@ -70,9 +71,11 @@ class ResumeState:
         return self.ledger.missing(self.enqueued, self.ended)
 
 
-async def resume(replay: ReplayClient, retry: BufferRetry, checkpoints: Checkpoints, run_id: str) -> ResumeState:
-    """Rewind or restore the buffer to the newest checkpoint, on a new timeline."""
-    newest = checkpoints.newest()
+async def resume(
+    replay: ReplayClient, retry: BufferRetry, checkpoints: Checkpoints, newest: int | None, run_id: str
+) -> ResumeState:
+    """Rewind or restore the buffer to checkpoint `newest`, whose weights the trainer has loaded (None: the initial model), on a new
+    timeline, which becomes the newest of the checkpoints' chain."""
     checkpoint = None if newest is None else checkpoints.state(newest)
     ledger, ended = Ledger(), Ended()
     if checkpoint is not None:
@@ -96,6 +99,7 @@ async def resume(replay: ReplayClient, retry: BufferRetry, checkpoints: Checkpoi
         taken = ledger.trained | ended_bitmap
         last = int(taken.max()) if taken else -1
         run = await retry(lambda: replay.restore(version, timeline, incarnation, last, ended))
+    await asyncio.to_thread(checkpoints.start, timeline, version)
     return ResumeState(
         version=version,
         timeline=timeline,

@@ -204,6 +204,7 @@ class WeightSender:
             ),
             host=self._config.host,
             port=self._meeting.port,
+            secret=secrets.token_bytes(32),
             workers=self._workers,
             timeout_s=self._config.timeout_s,
             manifest=refit.manifest,
@@ -256,6 +257,7 @@ class WeightSender:
                 rank=0,
                 world_size=rendezvous.world_size(members),
                 device=self._device(rendezvous.backend),
+                secret=rendezvous.secret,
             )
             Channel.lead(place, self._meeting, deadline, self._opened)
             self._group = (group, members)

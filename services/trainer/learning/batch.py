@@ -12,6 +12,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -27,6 +28,15 @@ Int = npt.NDArray[np.intp]
 
 
 _BY_TRAJECTORY = {"places", "groups", "rewards", "multipliers"}
+
+
+class _Shared(msgspec.Struct, array_like=True):
+    """A `Batch` on its way to another rank; of each column dtype and bytes."""
+
+    size: int
+    trajectories: list[bytes]
+    scores: list[bytes]
+    columns: dict[str, tuple[str, bytes]]
 
 
 @dataclasses.dataclass
@@ -105,6 +115,29 @@ class Batch:
             rollout_logprobs=sampled[own],
             mask=ages <= max_age,
             ages=ages,
+        )
+
+    def encode(self) -> bytes:
+        """All of it in msgpack, for another rank."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        columns = {name: column for name, column in fields.items() if isinstance(column, np.ndarray)}
+        shared = _Shared(
+            self.size,
+            [trajectory.encode() for trajectory in self.trajectories],
+            [score.encode() for score in self.scores],
+            {name: (column.dtype.str, column.tobytes()) for name, column in columns.items()},
+        )
+        return msgspec.msgpack.encode(shared)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Batch:
+        """What `encode` wrote; columns that no step has added are None."""
+        shared = msgspec.msgpack.decode(data, type=_Shared)
+        return cls(
+            size=shared.size,
+            trajectories=tuple(map(Trajectory.decode, shared.trajectories)),
+            scores=tuple(map(Score.decode, shared.scores)),
+            **{name: np.frombuffer(column, np.dtype(dtype)) for name, (dtype, column) in shared.columns.items()},
         )
 
     def __len__(self) -> int:
@@ -211,9 +244,12 @@ class Batch:
 
 def gather(batch: Batch, ranks: Ranks) -> Batch:
     """A collective. Returns the whole batch with all its columns, in its order, on rank 0; their own part on the other ranks."""
-    parts = ranks.gather(batch)
-    if len(parts) == 1:
+    if ranks.size == 1:
         return batch
+    shares = ranks.gather(batch.encode(), bytes)
+    if len(shares) == 1:
+        return batch
+    parts = [Batch.decode(share) for share in shares]
     columns: dict[str, Any] = {}
     for field in dataclasses.fields(Batch):
         values = [getattr(part, field.name) for part in parts]

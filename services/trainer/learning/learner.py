@@ -8,29 +8,24 @@ moments from the start of each step would take three times the model's memory, o
 from __future__ import annotations
 
 import dataclasses
-import logging
-import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
 
 from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace.trajectory import Float32, Int32
-from headrace_services.trainer.distributed import Ranks, process_group
+from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.files import cannot_write_checkpoint
+from headrace_services.trainer.learning import training_state
 from headrace_services.trainer.learning.algorithms import required_passes
 from headrace_services.trainer.learning.optimizer import ModelOptimizer
 from headrace_services.trainer.network.packing import PackedRows, Packing
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, load_teacher, load_tokenizer
 from headrace_services.trainer.network.value_model import ValueModel
-
-log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -76,7 +71,7 @@ class Learner:
             )
         self.broken: str | None = None
         self.seconds: dict[str, float] = {}
-        self.counters = _load_state(checkpoint / "training", self._optimizers) if checkpoint else Counters()
+        self.counters = self._load(checkpoint / "training") if checkpoint else Counters()
 
     @property
     def version(self) -> int:
@@ -123,8 +118,10 @@ class Learner:
             value = self.value
             self._write(folder, lambda: value.save(folder / "value"))
         self._write(folder, lambda: self.ranks.rank or self.tokenizer.save_pretrained(folder / "policy"))
-        _save_state(
-            folder / "training", self.counters, self._optimizers, moments=self.config.checkpointing.save_optimizer
+        counters, moments = dataclasses.asdict(self.counters), self.config.checkpointing.save_optimizer
+        self._write(
+            folder,
+            lambda: training_state.save(folder / "training", self.ranks, counters, self._optimizers, moments=moments),
         )
 
     def refuse_if_broken(self) -> None:
@@ -136,6 +133,16 @@ class Learner:
         optimizers = {"policy": self.policy_optimizer, "value": self.value_optimizer}
         return {name: optimizer for name, optimizer in optimizers.items() if optimizer is not None}
 
+    def _load(self, folder: Path) -> Counters:
+        """Restore the optimizers; raise on every rank if any rank can't."""
+        problems, counters = [], Counters()
+        try:
+            counters = Counters(**training_state.load(folder, self._optimizers).counters)
+        except ServiceError as error:
+            problems = [str(error)]
+        self.ranks.raise_any(problems)
+        return counters
+
     def _write(self, folder: Path, write: Callable[[], object]) -> None:
         """Write on this rank; raise on every rank if any rank can't write."""
         problems = []
@@ -144,56 +151,3 @@ class Learner:
         except (OSError, SafetensorError) as error:
             problems = [str(cannot_write_checkpoint(folder, error))]
         self.ranks.raise_any(problems)
-
-
-def _save_state(folder: Path, counters: Counters, optimizers: Mapping[str, ModelOptimizer], *, moments: bool) -> None:
-    """A collective: write `folder`. There is no random state, because a step draws no random numbers. Raises `ServiceError` on every rank
-    if any of them can't write."""
-    state = {
-        **dataclasses.asdict(counters),
-        "trained": {name: optimizer.state(moments=moments) for name, optimizer in optimizers.items()},
-    }
-    try:
-        with process_group():
-            dcp.save(state, checkpoint_id=folder)
-    except dcp.CheckpointException as error:
-        raise cannot_write_checkpoint(folder.parent, _cause(error)) from error
-
-
-def _load_state(folder: Path, optimizers: Mapping[str, ModelOptimizer]) -> Counters:
-    """A collective: load what `_save_state` wrote into `optimizers`; returns the counters.
-
-    Raises `ServiceError` if the state can't be read, and if the checkpoint lacks one of the models.
-    """
-    reader = dcp.FileSystemReader(folder)
-    try:
-        saved = reader.read_metadata().state_dict_metadata
-        state: dict[str, Any] = dataclasses.asdict(Counters())
-        state["trained"] = {}
-        for name, optimizer in optimizers.items():
-            if f"trained.{name}.scheduled" not in saved:
-                raise ServiceError(
-                    f"checkpoint {folder.parent} holds no state of a {name} model: another algorithm or an older build wrote it; "
-                    "give run.id another name to start anew"
-                )
-            moments = any(key.startswith(f"trained.{name}.optimizer.") for key in saved)
-            state["trained"][name] = optimizer.empty_state(moments=moments)
-        with process_group():
-            dcp.load(state, storage_reader=reader)
-    except (OSError, EOFError, pickle.UnpicklingError, dcp.CheckpointException) as error:
-        raise ServiceError(
-            f"checkpoint {folder.parent}: its training state can't be read ({_cause(error)!r}); remove this checkpoint "
-            "to go on from an earlier one"
-        ) from error
-    for name, optimizer in optimizers.items():
-        if "optimizer" not in state["trained"][name] and state["trained"][name]["scheduled"]:
-            log.warning("%s: no optimizer state of the %s model; its moments start from zero", folder, name)
-        optimizer.restore(state["trained"][name])
-    return Counters(**{field.name: int(state[field.name]) for field in dataclasses.fields(Counters)})
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The error of the first rank that failed."""
-    if isinstance(error, dcp.CheckpointException):
-        return next(iter(error.failures.values()))[0]
-    return error

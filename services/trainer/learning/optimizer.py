@@ -7,18 +7,20 @@ count. When a run resumes, the schedule of the configuration, which may have cha
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn, optim
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
 from headrace.config.policy import NAMESPACE, OptimizerConfig, SchedulerConfig
 from headrace.errors import ServiceError
-from headrace_services.trainer.distributed import full_tensor
+from headrace_services.trainer.distributed import full_tensor, local_part, local_rows, with_local_part
+
+log = logging.getLogger(__name__)
 
 CLASSES: dict[str, type[optim.AdamW] | type[optim.Adam]] = {
     "torch.optim.AdamW": optim.AdamW,
@@ -110,29 +112,41 @@ class ModelOptimizer:
         """Advance the learning rate schedule by one: a trainer step (or an epoch) has trained this model."""
         self._rate.advance()
 
-    def state(self, *, moments: bool) -> dict[str, Any]:
-        """The state for a checkpoint, besides the weights: the schedule's count, and with `moments` the optimizer's own state."""
-        state: dict[str, Any] = {"scheduled": self._rate.steps}
-        # torch initializes an optimizer that has never stepped with an empty step when it is asked for its state
-        if moments and self._optimizer.state:
-            state["optimizer"] = get_optimizer_state_dict(self._model, self._optimizer)
-        return state
+    @property
+    def scheduled(self) -> int:
+        """How often the schedule advanced."""
+        return self._rate.steps
 
-    def empty_state(self, *, moments: bool) -> dict[str, Any]:
-        """A state for `torch.distributed.checkpoint` to read into, with the shapes and keys of `state`."""
-        state: dict[str, Any] = {"scheduled": 0}
-        if moments:
-            state["optimizer"] = get_optimizer_state_dict(self._model, self._optimizer)
-        return state
+    def moments(self) -> dict[str, Tensor]:
+        """This rank's part of the optimizer's own state, by `<parameter>/<moment>`; nothing before the first optimizer step."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._model.named_parameters()}
+        return {
+            f"{names[parameter]}/{moment}": local_part(tensor).contiguous()
+            for parameter, state in self._optimizer.state.items()
+            for moment, tensor in state.items()
+        }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned; learning rate, betas and so on come from the configuration, which may have changed since."""
-        if "optimizer" in state:
-            set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
+    def shards(self) -> dict[str, tuple[int, int, tuple[int, ...]]]:
+        """Of each parameter the rows `[first, last)` that this rank holds, and the shape of the whole."""
+        return {name: (*local_rows(tensor), tuple(tensor.shape)) for name, tensor in self._model.named_parameters()}
+
+    def restore(self, scheduled: int, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on where `scheduled` and `moments`, this rank's part by parameter, left off; without moments they start from zero. Learning
+        rate, betas and so on come from the configuration, which may have changed since."""
+        if scheduled and not moments:
+            log.warning(
+                "the checkpoint has no optimizer state of the %s model; its moments start from zero", self.section
+            )
+        state = {
+            place: {key: with_local_part(parameter, tensor) for key, tensor in moments[name].items()}
+            for place, (name, parameter) in enumerate(self._model.named_parameters())
+            if name in moments
+        }
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
         for group in self._optimizer.param_groups:
             group.update(self._arguments())
         self._rate = LearningRate(self._settings.kwargs.lr, self._schedule, self.section)
-        self._rate.advance(int(state["scheduled"]))
+        self._rate.advance(scheduled)
 
     def _arguments(self) -> dict[str, Any]:
         arguments = self._settings.kwargs.model_dump()

@@ -104,6 +104,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
         def backward(micro_batches: Sequence[Rows], counts: GlobalCounts) -> OptimizerStep:
             parts = []
             for rows in _pad_micro_batches(micro_batches, ranks):
+                ranks.progress.mark()
                 packed = pack(batch.trajectories, rows, packing).to(device)
                 part = loss_of(packed, MicroBatch.of(batch, packed.order, device), counts)
                 (part.loss * ranks.size).backward()  # FSDP averages over ranks; the loss is a sum
@@ -118,7 +119,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
                     optimizer.zero_grad()
                     # one backward pass per trajectory shows which of them cause it
                     causes = []
-                    for rank, names in enumerate(ranks.all_gather([batch.name(i) for i in weighted])):
+                    for rank, names in enumerate(ranks.all_gather([batch.name(i) for i in weighted], list[str])):
                         for turn, name in enumerate(names):
                             alone = backward([(((weighted[turn],),),) if rank == ranks.rank else ()], counts)
                             optimizer.zero_grad()
@@ -224,6 +225,7 @@ def _forward(
     """A collective: the values [N] that `compute` gives for the batch's policy tokens, without gradients."""
     found = np.zeros(batch.trajectory.size, np.float32)
     for rows in _pad_micro_batches(plan(batch.trajectories, packing), ranks):
+        ranks.progress.mark()
         packed = pack(batch.trajectories, rows, packing).to(device)
         with torch.no_grad():
             found[batch.tokens_of(packed.order)] = compute(packed).cpu().numpy()

@@ -16,25 +16,29 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from headrace.config import Config
 from headrace.service import Ready, create_app
-from headrace_services.trainer.telemetry.journal import JOURNAL, read_journal, surviving
+from headrace_services.trainer.progress import Progress
+from headrace_services.trainer.telemetry.journal import JOURNAL, read_journal, size, surviving
 from headrace_services.trainer.telemetry.plots import render_page
 
 REFRESH_S = 10
 
 
-def build_app(config: Config, ready: Ready) -> FastAPI:
-    app = create_app("Headrace trainer", ready)
+def build_app(config: Config, ready: Ready, progress: Progress) -> FastAPI:
+    def stuck() -> str | None:
+        silent, limit = progress.silent_s, config.trainer.collective_timeout_s
+        return f"no progress for {silent:.0f} s; trainer.collective_timeout_s is {limit:g}" if silent > limit else None
+
+    app = create_app("Headrace trainer", ready, stuck)
     journal = config.run_folder / JOURNAL
 
     @functools.lru_cache(maxsize=1)
-    def curves(size: int) -> str:
-        """The page of curves, cached by the journal's `size` in bytes: it only grows, and drawing takes up to a second."""
+    def curves(nbytes: int) -> str:
+        """The page of curves, cached by the journal's size: it only grows, and drawing takes up to a second."""
         return render_page(surviving(read_journal(journal)), f"Headrace, run {config.run.id}", REFRESH_S)
 
     @app.get("/", summary="The curves of the run", response_class=HTMLResponse)
     async def main_page() -> HTMLResponse:
-        size = journal.stat().st_size if journal.exists() else 0
-        return HTMLResponse(await asyncio.to_thread(curves, size))
+        return HTMLResponse(await asyncio.to_thread(curves, size(journal)))
 
     return app
 

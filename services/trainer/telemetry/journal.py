@@ -4,10 +4,14 @@ It has one JSON object per line: `kind` (`train`, `validation`, or `rewind`), `s
 seconds) and `metrics`. `step` of a `train` line is the step t that turned version t into t + 1; of a `validation` line the
 version that was evaluated; of a `rewind` line the checkpoint from which the trainer resumed, which supersedes the lines of
 later weights above it (`surviving`).
+
+The newest lines are in `metrics.jsonl` itself. Once it has `SEGMENT_BYTES` it is renamed, `metrics.000001.jsonl` and so on, and another
+begun; `read_journal` and `read_bytes` read all of them as one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,6 +23,7 @@ from typing import Any, Literal
 from headrace.errors import ServiceError
 
 JOURNAL = "metrics.jsonl"  # in the run's folder
+SEGMENT_BYTES = 64 << 20
 
 Kind = Literal["train", "validation", "rewind"]
 
@@ -36,13 +41,16 @@ def surviving(lines: Iterable[Line]) -> list[Line]:
     """The lines that belong to the history of the newest weights.
 
     A rewind to version c abandons the steps that made later versions (`train` lines with step >= c) and the validations of
-    those versions (`validation` lines with step > c). The weights of version c are unchanged, so its own validation survives.
+    those versions (`validation` lines with step > c). The weights of version c are unchanged, so its own validation survives. What a
+    trainer adds on its own timeline after its successor's `rewind` is abandoned as well.
     """
     kept: list[Line] = []
+    timeline: str | None = None
     for line in lines:
         if line.kind == "rewind":
+            timeline = line.timeline
             kept = [k for k in kept if k.step < line.step or (k.kind == "validation" and k.step == line.step)]
-        else:
+        elif timeline in (None, line.timeline):
             kept.append(line)
     return kept
 
@@ -50,13 +58,16 @@ def surviving(lines: Iterable[Line]) -> list[Line]:
 class Journal:
     """`metrics.jsonl`, appended to line by line."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.path = path
+        self._segment_bytes = segment_bytes
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
 
     def append(self, kind: Kind, step: int, timeline: str, metrics: Mapping[str, float]) -> None:
         line = Line(kind, step, timeline, time.time(), dict(metrics))
+        if self.path.exists() and self.path.stat().st_size >= self._segment_bytes:
+            self.path.rename(self.path.with_name(f"{self.path.stem}.{len(_older(self.path)) + 1:06}{self.path.suffix}"))
         with self.path.open("a") as file:
             file.write(json.dumps(dataclasses.asdict(line)) + "\n")
 
@@ -67,10 +78,37 @@ class Journal:
 
 def read_journal(path: Path) -> list[Line]:
     """The lines so far, also while the trainer writes; none if there is no such file. Raises as `Journal.read` does."""
-    if not path.exists():
-        return []
-    whole, _, _ = path.read_text().rpartition("\n")  # a writer may be in the middle of the last line
-    return list(parse_lines(whole, str(path)))
+    return list(parse_lines(read_bytes(path).decode(), str(path)))
+
+
+def read_bytes(path: Path, offset: int = 0) -> bytes:
+    """The complete lines of all segments as one, from the byte `offset` on; none if there is no such file."""
+    parts = []
+    with contextlib.ExitStack() as stack:
+        # the newest is opened first: if it is renamed meanwhile, it is found again, and what followed is for the next reader
+        newest = None
+        with contextlib.suppress(FileNotFoundError):
+            newest = stack.enter_context(path.open("rb"))
+        for older in _older(path):
+            if newest is None or not os.path.samestat(older.stat(), os.fstat(newest.fileno())):
+                parts.append(stack.enter_context(older.open("rb")))
+        data = bytearray()
+        for file in (*parts, *([newest] if newest else [])):
+            size = os.fstat(file.fileno()).st_size
+            file.seek(min(offset, size))
+            offset -= min(offset, size)
+            data += file.read()
+    return bytes(data[: data.rfind(b"\n") + 1])  # a writer may be in the middle of the last line
+
+
+def size(path: Path) -> int:
+    """Bytes of all segments."""
+    return sum(part.stat().st_size for part in (*_older(path), path) if part.exists())
+
+
+def _older(path: Path) -> list[Path]:
+    """The segments that are full, oldest first."""
+    return sorted(path.parent.glob(f"{path.stem}.[0-9][0-9][0-9][0-9][0-9][0-9]{path.suffix}"))
 
 
 def _cut_torn_line(path: Path) -> None:

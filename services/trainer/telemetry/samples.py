@@ -22,6 +22,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from headrace.errors import ServiceError
+from headrace.printable import printable
 from headrace.trajectory import Float32, Score, Trajectory
 from headrace.trajectory import Group as TrajectoryGroup
 from headrace_services.trainer.files import atomic_write
@@ -161,7 +162,8 @@ def show(console: Console, title: str, records: Sequence[Mapping[str, Any]]) -> 
     for place, record in enumerate(records, start=1):
         colour = "green" if record["rewards"] > 0 else "red"
         reward = Text.assemble((f"reward {record['rewards']:g}", colour), f"  {_note(record)}")
-        block = Group(Text(_prompt(record), style="dim"), Text(record["content"], style="bold"), reward)
+        prompt, content = (printable(text, keep="\n\t") for text in (_prompt(record), record["content"]))
+        block = Group(Text(prompt, style="dim"), Text(content, style="bold"), reward)
         heading = f"{title}, {place} of {len(records)}"
         console.print(Panel(block, title=heading, title_align="left", border_style=colour))
 

@@ -20,7 +20,7 @@ import msgspec
 from headrace.errors import ServiceError
 from headrace_services.trainer.files import atomic_write, fsync
 from headrace_services.trainer.telemetry import alarm
-from headrace_services.trainer.telemetry.journal import Line, parse_lines, surviving
+from headrace_services.trainer.telemetry.journal import Line, parse_lines, read_bytes, size, surviving
 from headrace_services.trainer.telemetry.metric_names import tracked_name
 from headrace_services.trainer.telemetry.samples import SampleFiles, as_markdown, choose
 from headrace_services.trainer.telemetry.trackers import Opener, Tracker, TrackerEntry
@@ -117,7 +117,7 @@ class TrackerThread:
         rewound_to = min((line.step for line in lines if line.kind == "rewind"), default=None)
         if rewound_to is not None:
             # the lines of those steps are void, except for one that survives: the validation of the version that was rewound to
-            whole = parse_lines(self._journal.read_bytes()[:end].decode(), str(self._journal))
+            whole = parse_lines(read_bytes(self._journal)[:end].decode(), str(self._journal))
             lines = [line for line in surviving(whole) if line.step >= rewound_to]
         entries = [self._entry(number, line) for number, line in enumerate(lines, start=position.entries)]
         self._tracker.write(entries, rewound_to)
@@ -150,15 +150,10 @@ class TrackerThread:
 
     def _unread(self) -> bytes:
         """The complete lines after the position."""
-        if not self._journal.exists():
-            return b""
-        with self._journal.open("rb") as file:
-            file.seek(self._position.offset)
-            data = file.read()
-        return data[: data.rfind(b"\n") + 1]
+        return read_bytes(self._journal, self._position.offset)
 
     def _load(self) -> Position:
-        """The saved position, limited to the file's size, because a power cut may have removed lines. Raises `ServiceError`
+        """The saved position, limited to the journal's size, because a power cut may have removed lines. Raises `ServiceError`
         for a file that `_save` did not write."""
         if not self._file.exists():
             return Position()
@@ -168,8 +163,7 @@ class TrackerThread:
             raise ServiceError(
                 f"{self._file} can't be read ({error}); remove it: {self.name} then gets the whole run again, as a new one"
             ) from error
-        size = self._journal.stat().st_size if self._journal.exists() else 0
-        return Position(position.run_id, min(position.offset, size), position.entries)
+        return Position(position.run_id, min(position.offset, size(self._journal)), position.entries)
 
     def _save(self, position: Position) -> None:
         self._position = position

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from headrace.checkpoints import CHAIN
 from headrace.cli import runs
 from headrace.config import load
 from headrace.config.services import CheckpointingConfig
+from headrace.errors import ServiceError
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from tests.support.command import error_of, headrace
 
@@ -30,8 +33,9 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def checkpoints(folder: Path) -> Checkpoints:
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointingConfig(keep_top_k=None))
+    checkpoints.start("t", 0)
     for version in (2, 4, 6, 10):
-        (checkpoints.begin(version) / "weights").write_text(f"weights {version}")
+        (checkpoints.begin(version, "t") / "weights").write_text(f"weights {version}")
         checkpoints.publish(CheckpointState(version=version, timeline="t", cursor=0, run_id="adder"), {})
     return checkpoints
 
@@ -45,7 +49,8 @@ def refused(folder: Path, *args: object) -> str:
 
 
 def everything(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".lock")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_newer_checkpoints_are_set_aside_and_none_is_lost(folder: Path, checkpoints: Checkpoints) -> None:
@@ -61,9 +66,12 @@ def test_newer_checkpoints_are_set_aside_and_none_is_lost(folder: Path, checkpoi
     assert "set back to checkpoint 4" in why
     assert "6, 8, 10" in why
     after = everything(folder / "checkpoints")
+    chain = after.pop(CHAIN)
+    assert chain.startswith(before.pop(CHAIN))
     assert {name.removeprefix(f"{aside.name}/"): data for name, data in after.items() if "WHY" not in name} == before
     # the next writer of checkpoints leaves them alone, and may publish those versions again
-    checkpoints.begin(6)
+    checkpoints.start("u", 4)
+    checkpoints.begin(6, "u")
     checkpoints.publish(CheckpointState(version=6, timeline="u", cursor=0, run_id="adder"), {})
     assert checkpoints.published() == [2, 4, 6]
     assert (aside / "step_6" / "weights").read_text() == "weights 6"
@@ -85,6 +93,12 @@ def test_what_can_not_be_done_is_refused_and_nothing_is_moved(folder: Path, chec
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "run adder is already up" in refused(folder, "adder", 4)
+    # a trainer that no `up` started
+    lock = checkpoints.lock()
+    assert f"a trainer of run adder is at work in {folder}/checkpoints (process {os.getpid()} on" in refused(
+        folder, "adder", 4
+    )
+    lock.release()
     assert everything(folder / "checkpoints") == before
 
 
@@ -96,3 +110,11 @@ def test_the_checkpoints_are_where_the_configuration_says(
     runs.save(config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder.parent)})}))
     assert rewind(folder, "adder", 2).returncode == 0
     assert Checkpoints(tmp_path / "big disk", CheckpointingConfig()).published() == [2]
+
+
+def test_a_trainer_that_slept_through_the_rewind_publishes_nothing(folder: Path, checkpoints: Checkpoints) -> None:
+    checkpoints.begin(12, "t")
+    assert rewind(folder, "adder", 4).returncode == 0
+    with pytest.raises(ServiceError, match=r"is not the newest of the chain \(timeline rewind-"):
+        checkpoints.publish(CheckpointState(version=12, timeline="t", cursor=0, run_id="adder"), {})
+    assert checkpoints.published() == [2, 4]

@@ -129,3 +129,46 @@ def test_sigkill_of_the_supervisor_leaves_no_orphan(tmp_path: Path, hearing: str
 def test_services_inherit_everything_but_what_the_configuration_has_resolved() -> None:
     environ = child_environ({"HF_TOKEN": "secret", "PATH": "/bin", "HEADRACE_GRPO__SEED": "3"})
     assert environ == {"HF_TOKEN": "secret", "PATH": "/bin", "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+
+
+async def test_a_log_stays_small_while_its_service_runs_and_keeps_its_newest_lines(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+for number in range(3000):
+    print(f"line {number:90}", flush=True)
+Path(sys.argv[1], "written").touch()
+import signal; signal.pause()
+"""
+    supervisor = Supervisor(os.environ, lambda line: None, QUICK, grace_s=1.0, log_bytes=100_000)
+    service = child(tmp_path, code)
+    running = asyncio.create_task(supervisor.supervise(service))
+    try:
+        await asyncio.to_thread(eventually, (tmp_path / "written").exists)
+        await asyncio.to_thread(service.keep_log_small, supervisor.log_bytes)
+        older = service.log.with_name("service.log.1")
+        assert older.read_text().splitlines()[-1].split() == ["line", "2999"]
+        assert service.log.stat().st_size == 0
+        assert service.log_tail() == ""
+    finally:
+        running.cancel()
+        await supervisor.stop([service])
+        supervisor.close()
+
+
+async def test_a_running_services_log_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.cli.supervisor._LOOK_AT_LOGS_S", 0.01)
+    supervisor = Supervisor(os.environ, lambda line: None, QUICK, grace_s=1.0, log_bytes=10_000)
+    code = "import time\nwhile True: print('x' * 99, flush=True); time.sleep(0.001)"
+    service = child(tmp_path, code)
+    running = asyncio.create_task(supervisor.supervise(service))
+    try:
+        older = service.log.with_name("service.log.1")
+        await asyncio.to_thread(eventually, older.exists)
+        before = older.stat().st_mtime_ns
+        await asyncio.to_thread(eventually, lambda: older.stat().st_mtime_ns > before)
+        assert service.log.stat().st_size < 1_000_000
+    finally:
+        running.cancel()
+        await supervisor.stop([service])
+        supervisor.close()

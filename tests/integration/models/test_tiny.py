@@ -123,6 +123,7 @@ def test_the_teacher_never_shows_a_held_out_pair() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the model may be in the making
 def test_the_warmed_up_model_is_right_some_of_the_time(warm_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(warm_model)
     tokenizer = AutoTokenizer.from_pretrained(warm_model)

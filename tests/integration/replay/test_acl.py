@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.credentials import REDIS_ROLES
 from headrace.errors import ReplayDenied
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
@@ -19,7 +20,7 @@ from tests.support.buffer import make_group, make_trajectory, nonce, reserve
 from tests.support.ports import free_port
 
 RUN = "guarded"
-PASSWORDS = {role: f"secret of {role}" for role in acl.role_names()}
+PASSWORDS = {role: f"secret of {role}" for role in REDIS_ROLES}
 ADMIN = f"headrace-admin:{PASSWORDS['admin'].replace(' ', '%20')}"
 
 

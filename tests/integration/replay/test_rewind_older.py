@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import InvalidCall, WrongTimeline
-from headrace.replay import Limits, ReplayClient
+from headrace.replay import Limits, ReplayClient, Waiting
 from tests.support.buffer import (
     enqueue,
     generate,

@@ -121,7 +121,7 @@ async def test_law_7_failure_is_not_zero_a_failing_environment_fails_its_group_w
     replay: ReplayClient,
 ) -> None:
     async with serving(Told()) as port:
-        env = {"told": {"target": f"127.0.0.1:{port}", "timeout_s": 1.0}}
+        env = {"told": {"target": f"127.0.0.1:{port}", "timeout_s": 5.0}}
         async with start_hub(env) as hub, scoring(replay, hub.port):
             wrong = [group(0, extra_env_info={"do": "raise"}), group(1, extra_env_info={"do": "hang"})]
             boast = group(4, extra_env_info={"do": "boast"})

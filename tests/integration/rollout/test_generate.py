@@ -30,6 +30,7 @@ from headrace_services.rollout.generate import (
     request_id,
     sampling_params,
 )
+from headrace_services.rollout.http import BehindTraining
 from headrace_services.trainer.network.packing import Packing, pack
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, kept
 
@@ -403,3 +404,24 @@ async def test_a_prompt_that_fills_the_context_is_named_a_problem() -> None:
     problem = str(prompt_problem(lease((3,) * 10).group, 10))
     assert "10 tokens" in problem
     assert "max_total_sequence_length" in problem
+
+
+async def test_requests_from_outside_wait_for_the_runs_own(engine: Any) -> None:
+    """Six hundred fill the engine, whatever priority they ask for; a request of the run that comes last overtakes those that wait."""
+    outside, parameters = BehindTraining(engine), sampling_params(Sampling(1.0, 40), 0)
+    parameters.ignore_eos = True
+    waiting = set(range(600))
+
+    async def ask(number: int) -> None:
+        prompt = {"prompt_token_ids": list(PROMPT)}
+        async for _ in outside.generate(prompt, parameters.clone(), f"outside-{number}", priority=-1_000_000):
+            pass
+        waiting.discard(number)
+
+    asking = [asyncio.create_task(ask(number)) for number in range(600)]
+    async with asyncio.timeout(120):
+        while engine.get_num_unfinished_requests() < len(asking):  # noqa: ASYNC110 - the engine sets no event
+            await asyncio.sleep(0)
+    await generate(engine, lease(max_new_tokens=8), 0, "replica")
+    assert len(waiting) > 300  # of three batches, it went into the second
+    await asyncio.gather(*asking)

@@ -219,8 +219,11 @@ async def test_a_replica_that_joins_late_gets_the_weights_before_it_leases(
     assert (await second.http.get("/readyz")).status_code == 503
     report = await fleet.refit(0)
     assert sorted(report.verified) == sorted((first.replica, second.replica))
-    for process in (first, second):
-        assert (await process.http.get("/readyz")).status_code == 200
+
+    async def ready() -> bool:
+        return {(await process.http.get("/readyz")).status_code for process in (first, second)} == {200}
+
+    await eventually(ready)  # the server knows of a proof before its replica does
 
 
 async def test_a_replica_killed_while_it_generates_leaves_no_orphan_and_its_groups_to_others(

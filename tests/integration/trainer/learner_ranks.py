@@ -1,8 +1,7 @@
-"""Process of the tests, under torchrun: the steps of several ranks. Arguments: model, teacher, folder for what came out."""
+"""Processes of the tests: the steps of several ranks."""
 
 import copy
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def share(whole: Batch, step: int) -> Batch:
     return whole.take(range(cut) if dist.get_rank() == 0 else range(cut, COUNT))
 
 
-def train(model: str, teacher: str, folder: Path, kind: str) -> None:
+def train(model: Path, teacher: Path, folder: Path, kind: str) -> None:
     chosen = settings(kind, model, teacher)
     learner = Learner(chosen)
     ids = np.arange(20, dtype=np.int32)
@@ -84,7 +83,7 @@ def train(model: str, teacher: str, folder: Path, kind: str) -> None:
         torch.save(weights, folder / f"{kind}.pt")
 
 
-def refuse(model: str, folder: Path) -> None:
+def refuse(model: Path, folder: Path) -> None:
     refused = []
     for reward, logprobs in ((float("nan"), None), (-1.0, -1e30)):
         learner = Learner(config(model, loss_fn={"prev_logprobs_source": "generation"}))
@@ -99,13 +98,10 @@ def refuse(model: str, folder: Path) -> None:
     (folder / f"refused{dist.get_rank()}.json").write_text(json.dumps(refused))
 
 
-def main(model: str, teacher: str, folder: Path) -> None:
+def run_rank(model: Path, teacher: Path, folder: Path) -> None:
+    """What came out is in `folder`."""
     dist.init_process_group("gloo")
     for kind in SETTINGS:
         train(model, teacher, folder, kind)
     refuse(model, folder)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -1,10 +1,6 @@
-"""Process of the tests: train and publish checkpoints until something stops it. Arguments: model, folder, file size limit.
-
-With a value model beside the policy.
-"""
+"""A process of the tests: a learner, with a value model beside the policy, that saves until something stops it."""
 
 import resource
-import sys
 from pathlib import Path
 
 from headrace.config.services import CheckpointingConfig
@@ -16,18 +12,15 @@ from tests.integration.trainer.learner_cases import config, random_batch
 PPOConfig = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "ppo_epochs": 1}
 
 
-def main(model: str, folder: str, limit: int) -> None:
-    """With `limit` above 0, no file may grow past so many bytes once the first checkpoint is there."""
+def train_and_save(model: Path, folder: Path, limit: int | None = None) -> None:
+    """Publish a checkpoint of every step. `limit`: once the first is there, no file may grow past so many bytes."""
     learner = Learner(config(model, ppo=PPOConfig))
-    checkpoints = Checkpoints(Path(folder), CheckpointingConfig(keep_top_k=2, metric_name=None))
+    checkpoints = Checkpoints(folder, CheckpointingConfig(keep_top_k=2, metric_name=None))
+    checkpoints.start("t", learner.version)
     while True:
         train_step(learner, random_batch(4, learner.version))
-        learner.save(checkpoints.begin(learner.version))
+        learner.save(checkpoints.begin(learner.version, "t"))
         state = CheckpointState(version=learner.version, timeline="t", cursor=0, run_id="r")
         checkpoints.publish(state, {learner.version - 1: ["g"]})
-        if limit:
+        if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,7 +1,5 @@
-"""Process of the tests, under torchrun: log-probabilities and gradients of two ranks with micro-batches of their own. Arguments: model,
-folder."""
+"""Processes of the tests: log-probabilities and gradients of two ranks with micro-batches of their own."""
 
-import sys
 from pathlib import Path
 
 import torch
@@ -15,10 +13,11 @@ from tests.integration.trainer.policy_cases import MODES, factors, groups, setti
 CUT = 10  # trajectories of the first rank; the second has 3 and keeps pace
 
 
-def main(model: str, folder: Path) -> None:
+def run_rank(model: Path, folder: Path) -> None:
+    """The gradients go to `folder`."""
     dist.init_process_group("gloo")
     for name, mode in MODES.items():
-        chosen = settings(Path(model), mode)
+        chosen = settings(model, mode)
         policy, packing = PolicyModel(chosen), Packing.of(chosen.policy, training=True)
         everyone, weights = groups(), weights_of(groups())
         own = slice(CUT) if dist.get_rank() == 0 else slice(CUT, None)
@@ -38,7 +37,3 @@ def main(model: str, folder: Path) -> None:
         if dist.get_rank() == 0:
             torch.save(gradients, folder / f"{name}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,8 +1,6 @@
 """Checkpoints of a real learner: what comes back is what was saved, whatever stopped the writer."""
 
 import json
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -19,14 +17,8 @@ from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import config, random_batch
-from tests.integration.trainer.learner_saves import PPOConfig
-
-REPOSITORY = Path(__file__).parents[3]
-
-
-def saver(model: Path, folder: Path, limit: int = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.integration.trainer.learner_saves", str(model), str(folder), str(limit)]
-    return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+from tests.integration.trainer.learner_saves import PPOConfig, train_and_save
+from tests.support.forks import fork
 
 
 def assert_same_weights(a: Learner, b: Learner) -> None:
@@ -109,46 +101,57 @@ def test_a_damaged_training_state_is_an_error_with_the_remedy(tiny_model: Path, 
     learner = Learner(config(tiny_model))
     train_step(learner, random_batch(5))
     learner.save(tmp_path)
-    (data,) = (tmp_path / "training").glob("*.distcp")
+    (data,) = (tmp_path / "training").glob("*.safetensors")
     data.write_bytes(data.read_bytes()[:100])
     with pytest.raises(ServiceError, match=r"training state can't be read .* remove this checkpoint"):
         Learner(config(tiny_model), tmp_path)
-    (tmp_path / "training" / ".metadata").unlink()
+    (tmp_path / "training" / "state.json").unlink()
     with pytest.raises(ServiceError, match=r"training state can't be read .* remove this checkpoint"):
+        Learner(config(tiny_model), tmp_path)
+
+
+def test_a_pickled_training_state_of_an_older_build_is_refused_unread(tiny_model: Path, tmp_path: Path) -> None:
+    Learner(config(tiny_model)).save(tmp_path)
+    (tmp_path / "training" / ".metadata").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    with pytest.raises(ServiceError, match="an older build wrote its training state, pickled"):
         Learner(config(tiny_model), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["policy", "value", "training"])
 def test_sigkill_in_the_middle_of_a_save_leaves_the_newest_usable(tiny_model: Path, tmp_path: Path, stage: str) -> None:
-    checkpoints = Checkpoints(tmp_path, CheckpointingConfig())
-    process = saver(tiny_model, tmp_path)
+    checkpoints, log = Checkpoints(tmp_path, CheckpointingConfig()), tmp_path / "log"
+    process = fork(train_and_save, tiny_model, tmp_path, log=log)
     try:
         deadline = time.monotonic() + 120
         while checkpoints.newest() is None or not [*tmp_path.glob(f".unfinished-step_*/{stage}/*")]:
-            assert process.poll() is None, process.communicate()[1]
+            assert process.is_alive(), log.read_text()
             assert time.monotonic() < deadline
+            time.sleep(0.001)
     finally:
         process.kill()
-        process.communicate()
+        process.join()
     newest = checkpoints.newest()
     assert newest is not None
     assert checkpoints.state(newest).version == newest
     assert checkpoints.ledger(newest) == {newest - 1: ["g"]}
     learner = Learner(config(tiny_model, ppo=PPOConfig), checkpoints.path(newest))
     train_step(learner, random_batch(4, newest))
-    learner.save(checkpoints.begin(learner.version))
-    assert [path.name for path in tmp_path.glob(".unfinished*")] == [f".unfinished-step_{newest + 1}"]
+    checkpoints.start("u", newest)
+    assert [*tmp_path.glob(".unfinished*")] == []
+    learner.save(checkpoints.begin(learner.version, "u"))
+    assert [path.name for path in tmp_path.glob(".unfinished*")] == [f".unfinished-step_{newest + 1}-u"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [1_000_000, 3_000_000], ids=["policy", "optimizer"])
 def test_a_disk_without_room_leaves_the_newest_usable(tiny_model: Path, tmp_path: Path, limit: int) -> None:
     """Policy and value model take 2.1 MB each, their optimizers twice that."""
-    process = saver(tiny_model, tmp_path, limit)
-    stderr = process.communicate(timeout=120)[1]
-    assert process.returncode == 1
-    last = stderr.strip().splitlines()[-1]
+    log = tmp_path / "log"
+    process = fork(train_and_save, tiny_model, tmp_path, limit, log=log)
+    process.join()
+    assert process.exitcode == 1
+    last = log.read_text().strip().splitlines()[-1]
     assert "ServiceError: can't write a checkpoint" in last
     assert "the earlier ones are untouched. Free space there" in last
     checkpoints = Checkpoints(tmp_path, CheckpointingConfig())

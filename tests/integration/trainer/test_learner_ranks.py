@@ -1,9 +1,6 @@
-"""Two gloo ranks under torchrun, sharded by FSDP2, against one process that holds every sample."""
+"""Two gloo ranks, sharded by FSDP2, against one process that holds every sample."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,8 @@ import torch
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import shaken
-from tests.integration.trainer.learner_ranks import SETTINGS, STEPS, settings, whole_batch
-
-REPOSITORY = Path(__file__).parents[3]
+from tests.integration.trainer.learner_ranks import SETTINGS, STEPS, run_rank, settings, whole_batch
+from tests.support.forks import fork_ranks
 
 GAP = "on_policy_distillation/teacher_student_logprob_gap_mean"
 
@@ -31,16 +27,11 @@ def teacher(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(tiny_model: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.integration.trainer.learner_ranks", str(tiny_model), str(teacher), str(folder)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    log = folder / "log"
+    with fork_ranks(2, run_rank, tiny_model, teacher, folder, log=log) as ranks:
+        for rank in ranks:
+            rank.join()
+            assert rank.exitcode == 0, log.read_text()
     return folder
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import os
 import signal
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from headrace.service import EXIT_STOPPED
 from headrace_services.trainer.control.resume import restore_reason
 from headrace_services.trainer.telemetry.metric_names import unknown
 from headrace_services.trainer.telemetry.samples import SampleFiles
+from tests.support.processes import eventually, is_stopped
 from tests.support.small_replica import SmallReplica, installed, running, score_all
 from tests.support.trainer_process import PROMPTS, STEPS, Trainer, check_history, check_samples, ended, settled
 
@@ -59,6 +62,44 @@ async def test_law_1_a_trainer_killed_at_any_point_trains_every_group_once(
     check_history(trainer)
     assert await settled(replay) == {"trained": STEPS * PROMPTS}
     assert [line.step for line in trainer.journal() if line.kind == "rewind"] == [2]
+
+
+@pytest.mark.nightly  # the unit tests have every order of events; this is two real processes
+async def test_law_1_a_trainer_frozen_in_a_save_wakes_up_after_its_successor(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        frozen = trainer.start("frozen_in_checkpoint:4")
+        assert frozen.pid is not None
+        await asyncio.to_thread(eventually, lambda: is_stopped(frozen.pid), 120)
+        assert await trainer.run() == 0, trainer.said()
+        os.kill(frozen.pid, signal.SIGCONT)
+        assert await ended(frozen) == 1
+    assert "is in use (process" in trainer.said()
+    assert "is not the newest of the chain" in trainer.said()
+    check_history(trainer)
+    assert await settled(replay) == {"trained": STEPS * PROMPTS}
+
+
+async def test_a_batch_that_breaks_a_law_is_given_back_and_trained_without_what_broke_it(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        assert await trainer.run("broken_batches:2") == 0, trainer.said()
+    assert trainer.said().count("step 2 is rejected: step 2: trajectory") == 2
+    check_history(trainer)
+    assert await settled(replay) == {"trained": STEPS * PROMPTS}
+    assert (await replay.stats())["requeues"]["invariant"] == 2
+
+
+@pytest.mark.nightly
+async def test_three_batches_in_a_row_that_break_a_law_end_the_run(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        assert await trainer.run("broken_batches:3") == 1
+    assert "error: 3 batches in a row broke a law" in trainer.said()
+    assert (await replay.stats())["requeues"]["invariant"] == 2
 
 
 async def test_a_buffer_that_was_emptied_is_made_anew_from_the_checkpoint(
@@ -202,7 +243,7 @@ async def test_two_ranks_take_the_steps_of_one(
     await twin.open_run(dataclasses.replace(limits, max_age=0))
     pair = Trainer({**trainer.settings, "run": {**trainer.settings["run"], "id": twin.run_id}}, tmp_path / "two.log")
     async with running(SmallReplica(twin, tiny_model).run(), score_all(twin)):
-        assert await pair.run_ranks(2) == 0, pair.said()
+        assert await pair.run_torchrun(2) == 0, pair.said()
     check_samples(SampleFiles(pair.config.log_folder, None), pair.journal())
     await twin.aclose()
     assert check_history(trainer) == check_history(pair)
@@ -214,5 +255,5 @@ async def test_two_ranks_take_the_steps_of_one(
 
 async def test_a_rank_that_dies_ends_the_others(trainer: Trainer, replay: ReplayClient, tiny_model: Path) -> None:
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
-        assert await trainer.run_ranks(2, "rank_1_reads") != 0
+        assert await trainer.run_ranks(2, "rank_1_reads") == [1, -signal.SIGKILL], trainer.said()
     assert "error: another rank of the trainer failed" in trainer.said()

@@ -1,9 +1,6 @@
 """However trajectories are packed, log-probabilities and gradients are those of each trajectory alone."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,8 +27,8 @@ from headrace_services.trainer.network.packing import PackedRows, Packing, Rows,
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 from tests.integration.trainer.learner_cases import token_ids
 from tests.integration.trainer.policy_cases import MODES, SIZES, factors, groups, own_tokens, settings, weights_of
-
-REPOSITORY = Path(__file__).parents[3]
+from tests.integration.trainer.policy_ranks import run_rank
+from tests.support.forks import fork_ranks
 
 
 @pytest.fixture(scope="module")
@@ -287,16 +284,11 @@ def test_two_ranks_with_micro_batches_of_their_own_give_the_gradient_of_all(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     """Under FSDP2, with a tied head, in every packing; one rank has more micro-batches, chunks and trees than the other."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.integration.trainer.policy_ranks", str(models["qwen2"]), str(tmp_path)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    log = tmp_path / "log"
+    with fork_ranks(2, run_rank, models["qwen2"], tmp_path, log=log) as ranks:
+        for rank in ranks:
+            rank.join()
+            assert rank.exitcode == 0, log.read_text()
     _, expected = alone(models["qwen2"], groups())
     for mode in MODES:
         gradients = torch.load(tmp_path / f"{mode}.pt")

@@ -25,6 +25,7 @@ def test_every_recipe_is_here() -> None:
     assert (EXAMPLES / "arithmetic_tiny.yaml").is_file(), "GRPO, which the others build on"
 
 
+@pytest.mark.timeout(900)  # the model may be in the making
 @pytest.mark.parametrize("recipe", ["arithmetic_tiny.yaml", *RECIPES])
 def test_steps_of_the_recipe_move_the_policy_and_its_metrics_are_finite(
     recipe: str, warm_model: Path, tiny_model: Path

@@ -64,7 +64,8 @@ def starts(trainer: Trainer) -> list[int]:
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     files = sorted(trainer.checkpoints().path(STEPS).glob("*/*.safetensors"))
-    assert [file.name for file in files] == ["model.safetensors", "model.safetensors", "value_head.safetensors"]
+    names = ["model.safetensors", "rank_0_of_1.safetensors", "model.safetensors", "value_head.safetensors"]
+    assert [file.name for file in files] == names
     return {f"{file.parent.name}/{name}": x for file in files for name, x in load_file(file).items()}
 
 

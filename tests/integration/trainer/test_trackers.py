@@ -60,8 +60,8 @@ def journal(tmp_path: Path) -> Journal:
     return Journal(tmp_path / "adder" / "metrics.jsonl")
 
 
-def train(journal: Journal, step: int, loss: float) -> None:
-    journal.append("train", step, "t", {"loss": loss, "timing/train/total_step_time": 1.0})
+def train(journal: Journal, step: int, loss: float, timeline: str = "t") -> None:
+    journal.append("train", step, timeline, {"loss": loss, "timing/train/total_step_time": 1.0})
 
 
 def two_lives(config: Config, journal: Journal) -> None:
@@ -72,8 +72,8 @@ def two_lives(config: Config, journal: Journal) -> None:
     journal.append("validation", 3, "t", {"accuracy": 0.1})
     follow(config, journal)
     journal.append("rewind", 2, "u", {})
-    train(journal, 2, 7.0)
-    train(journal, 3, 8.0)
+    train(journal, 2, 7.0, "u")
+    train(journal, 3, 8.0, "u")
     follow(config, journal)
 
 

@@ -16,12 +16,14 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from headrace.errors import ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
 from headrace.weights.manifest import Manifest
 from headrace_services.weight_channel import transport
-from headrace_services.weight_channel.transport import Channel, GroupRank, RendezvousStore, send
+from headrace_services.weight_channel.transport import Channel, GroupRank, RendezvousStore, SignedStore, send
 
+SECRET = bytes(range(32))
 PATIENCE_S = 60.0  # for what must happen and is not what the test is about
 ENDED = (
     "WeightChannelAborted",
@@ -65,13 +67,21 @@ class Fleet:
         self.peers: list[Peer] = []
         self.channel: Channel | None = None
 
-    def start(self, manifest: Manifest, size: int, timeout_s: float = PATIENCE_S, transfers: int = 1) -> None:
+    def start(
+        self,
+        manifest: Manifest,
+        size: int,
+        timeout_s: float = PATIENCE_S,
+        transfers: int = 1,
+        secret: bytes = SECRET,
+    ) -> None:
         for rank in range(1, size + 1):
             self.peers.append(
                 Peer(
                     {
                         "group_id": "g",
                         "port": self.store.port,
+                        "secret": secret.hex(),
                         "rank": rank,
                         "world_size": size + 1,
                         "timeout_s": timeout_s,
@@ -82,7 +92,7 @@ class Fleet:
             )
 
     def lead(self, size: int, timeout_s: float = PATIENCE_S) -> Channel:
-        place = GroupRank("g", "gloo", "127.0.0.1", self.store.port, 0, size + 1, torch.device("cpu"))
+        place = GroupRank("g", "gloo", "127.0.0.1", self.store.port, 0, size + 1, torch.device("cpu"), SECRET)
         return Channel.lead(place, self.store, time.monotonic() + timeout_s, self._opened)
 
     def _opened(self, channel: Channel) -> None:
@@ -104,7 +114,7 @@ def fleet() -> Iterator[Fleet]:
 
 def weights(*, large: bool = False) -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(7)
-    rows = 500_000 if large else 40  # 32 MB is more than the sockets of a peer that does not read will hold
+    rows = 1_000_000 if large else 40  # 64 MB is more than the sockets of a peer that does not read will hold
     return [
         ("a", torch.randn(rows, 16, generator=generator)),
         ("b", torch.randn(3, generator=generator).to(torch.bfloat16)),
@@ -172,7 +182,7 @@ def test_a_sender_that_gives_up_leaves_no_call_behind(fleet: Fleet) -> None:
         fleet.channel = channel
         threading.Timer(0.2, channel.close).start()
 
-    place = GroupRank("g", "gloo", "127.0.0.1", fleet.store.port, 0, 3, torch.device("cpu"))
+    place = GroupRank("g", "gloo", "127.0.0.1", fleet.store.port, 0, 3, torch.device("cpu"), SECRET)
     with pytest.raises(WeightChannelAborted):
         Channel.lead(place, fleet.store, time.monotonic() + 10 * PATIENCE_S, opened)
     assert fleet.channel is not None
@@ -187,14 +197,14 @@ def test_a_receiver_is_freed_when_the_sender_is_killed(fleet: Fleet) -> None:
         "from headrace_services.weight_channel.transport import *\n"
         "store = RendezvousStore('127.0.0.1', 0)\n"
         "print(store.port, flush=True)\n"
-        "place = GroupRank('g', 'gloo', '127.0.0.1', store.port, 0, 2, torch.device('cpu'))\n"
+        "place = GroupRank('g', 'gloo', '127.0.0.1', store.port, 0, 2, torch.device('cpu'), bytes.fromhex(sys.argv[1]))\n"
         "Channel.lead(place, store, time.monotonic() + 60, lambda channel: None)\n"
         "time.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as sender:
+    with subprocess.Popen([sys.executable, "-c", script, SECRET.hex()], stdout=subprocess.PIPE, text=True) as sender:
         try:
             port = int(sender.stdout.readline())
-            spec = {"group_id": "g", "port": port, "rank": 1, "world_size": 2, "transfers": 1}
+            spec = {"group_id": "g", "port": port, "secret": SECRET.hex(), "rank": 1, "world_size": 2, "transfers": 1}
             fleet.peers.append(Peer({**spec, "timeout_s": 10 * PATIENCE_S, "manifest": manifest.encode()}))
             fleet.peers[-1].expect("joined")
         finally:
@@ -210,11 +220,56 @@ def test_a_member_that_never_comes_ends_the_wait_at_the_deadline(fleet: Fleet) -
     assert fleet.peers[0].expect("error")["type"] == "WeightChannelAborted"
 
 
+def test_who_has_not_the_secret_gets_nothing(fleet: Fleet) -> None:
+    manifest = manifest_of(weights())
+    fleet.start(manifest, 1, secret=b"x" * 32)
+    with pytest.raises(WeightChannelError, match="'ready/1' of the rendezvous store was not written by a member"):
+        fleet.lead(1)
+    assert fleet.peers[0].expect("error")["type"] in ENDED
+
+
+def test_an_address_that_a_stranger_puts_into_the_store_is_not_used(fleet: Fleet) -> None:
+    store = SignedStore(fleet.store.connect(), "g", SECRET)
+    store.set("0/1", b"10.0.0.1")
+    assert store.get("0/1") == b"10.0.0.1"
+    stranger = dist.PrefixStore("g", fleet.store.connect())
+    stranger.set("0/1", bytes(32) + b"6.6.6.6")
+    with pytest.raises(RuntimeError, match="'0/1' of the rendezvous store was not written by a member"):
+        store.get("0/1")
+    # what a member signed counts neither under another key nor in another group
+    store.set("0/1", b"10.0.0.1")
+    stranger.set("0/2", stranger.get("0/1"))
+    other = SignedStore(fleet.store.connect(), "h", SECRET)
+    dist.PrefixStore("h", fleet.store.connect()).set("0/1", stranger.get("0/1"))
+    for view, key in ((store, "0/2"), (other, "0/1")):
+        with pytest.raises(RuntimeError, match="was not written"):
+            view.get(key)
+
+
+def test_a_rank_whose_place_another_has_taken_is_found_before_a_tensor_moves(fleet: Fleet) -> None:
+    """It has the secret, but the challenge went to the other."""
+
+    class Displaced(Channel):
+        def _answer(self, deadline: float) -> None:
+            self.broadcast(self._nonce(bytes(32)), deadline)
+            self._store.set("proof/1", self._proof(1, bytes(32)))
+
+    def follow() -> None:
+        place = GroupRank("g", "gloo", "127.0.0.1", fleet.store.port, 1, 2, torch.device("cpu"), SECRET)
+        Displaced.follow(place, time.monotonic() + PATIENCE_S)
+
+    member = threading.Thread(target=follow)
+    member.start()
+    with pytest.raises(WeightChannelError, match="rank 1 of group g did not get the challenge"):
+        fleet.lead(1)
+    member.join(PATIENCE_S)
+
+
 def test_an_unreachable_store_is_an_error_with_the_remedy() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    place = GroupRank("g", "gloo", "127.0.0.1", port, 1, 2, torch.device("cpu"))
+    place = GroupRank("g", "gloo", "127.0.0.1", port, 1, 2, torch.device("cpu"), SECRET)
     with pytest.raises(WeightChannelTimeout, match=r"weight_channel\.host"):
         Channel.follow(place, time.monotonic() + 1.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import stat
 from pathlib import Path
 
 import pytest
@@ -58,11 +59,29 @@ def test_a_trainer_that_nobody_supervises_saves_what_run_goes_by(
         runs.save_unsupervised(load(file, ["run.dir=" + str(tmp_path / "no")], environ={}), file)
 
 
-def test_a_saved_password_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_what_is_saved_is_for_its_owner_alone(tmp_path: Path) -> None:
     run = {"id": "x", "dir": str(tmp_path)}
-    for url, others in (("redis://host/0", True), ("redis://me:secret@host/0", False), ("redis://host/0", True)):
-        saved = runs.save(Config.model_validate({"run": run, "replay": {"redis_url": url}}))
-        assert bool(saved.stat().st_mode & 0o044) == others
+    saved = runs.save(Config.model_validate({"run": run}))
+    assert stat.S_IMODE(saved.stat().st_mode) == 0o600
+
+
+def test_a_run_has_credentials_in_its_folder_and_keeps_them(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run: {{id: adder, dir: {tmp_path}}}\n")
+    config, _ = runs.prepare(file, [])
+    with runs.locked(config):
+        runs.make_credentials(config)
+    assert stat.S_IMODE(config.run_folder.stat().st_mode) == 0o700
+    path = Path(config.security.credentials or "")
+    assert path == tmp_path / "adder" / "credentials"
+    before = path.read_text()
+    with runs.locked(config):
+        runs.make_credentials(config)
+    assert path.read_text() == before
+    runs.save(config)
+    assert not any(line.split()[-1] in (path.parent / runs.SAVED).read_text() for line in before.splitlines())
+    given, _ = runs.prepare(file, [f"security.credentials={tmp_path}/mine"])
+    assert given.security.credentials == f"{tmp_path}/mine"
 
 
 def test_ports_that_others_must_know_are_settled() -> None:

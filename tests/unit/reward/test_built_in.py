@@ -106,6 +106,22 @@ def gym(completion: str, info: dict[str, Any], **env: Any) -> Score:
     return score_one(ReasoningGym("gym", EnvConfig(type="reasoning_gym", **env)), sample_to_wire(sample))
 
 
+# Text that some rule can't read and raises for.
+UNREADABLE = [
+    "",
+    "no",
+    "-",
+    "[",
+    "null",
+    "[null]",
+    "[1]",
+    "1e400",
+    "1,nan",
+    "\x00",
+    "(" * 2000,
+    '{"a":' * 5000 + "}" * 5000,
+    "9" * 5000,
+]
 # Makes nothing without a list of other tasks.
 TASKS = sorted(set(DATASETS) - {"composite"})
 
@@ -117,10 +133,14 @@ def test_every_task_scores_an_entry_from_the_wire_as_it_scores_its_own(task: str
     answer = str(entry["answer"])
     info = {"task": task, "entry": to_json(entry)}
     wire = Trajectory.FromString(sample_to_wire(Sample(answer, info, environment="gym")).SerializeToString())
-    score = score_one(ReasoningGym("gym", EnvConfig(type="reasoning_gym")), wire)
+    environment = ReasoningGym("gym", EnvConfig(type="reasoning_gym"))
+    score = score_one(environment, wire)
     assert sample_from_wire(wire).extra_env_info == info
     assert (score.status, score.message) == ("SCORED", "")
     assert score.reward == pytest.approx(dataset.score_answer(answer.strip(), entry))
+    for text in UNREADABLE:
+        unreadable = score_one(environment, sample_to_wire(Sample(text, info, environment="gym")))
+        assert (unreadable.status, unreadable.message) == ("SCORED", ""), text
 
 
 def test_a_task_scores_by_the_arguments_it_was_made_with() -> None:

@@ -150,7 +150,9 @@ def equal(ours: Batch, theirs: Batch) -> None:
         if isinstance(a, np.ndarray):
             np.testing.assert_array_equal(a, b, strict=True)
         else:
-            assert a is b if not isinstance(a, tuple) else all(x is y for x, y in zip(a, b, strict=True)), field.name
+            assert a == b if not isinstance(a, tuple) else [x.encode() for x in a] == [y.encode() for y in b], (
+                field.name
+            )
 
 
 @given(whole=batches(), data=st.data())

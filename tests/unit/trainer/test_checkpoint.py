@@ -20,13 +20,15 @@ Publish = Callable[..., Path]
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
-    return Checkpoints(tmp_path / "runs" / "checkpoints", CheckpointingConfig(keep_top_k=2))
+    checkpoints = Checkpoints(tmp_path / "runs" / "checkpoints", CheckpointingConfig(keep_top_k=2))
+    checkpoints.start("t1", 0)
+    return checkpoints
 
 
 @pytest.fixture
 def publish(checkpoints: Checkpoints) -> Publish:
     def publish(version: int, **metrics: float) -> Path:
-        folder = checkpoints.begin(version)
+        folder = checkpoints.begin(version, "t1")
         (folder / "policy").mkdir()
         (folder / "policy" / "weights").write_text(str(version))
         return checkpoints.publish(
@@ -55,13 +57,13 @@ def test_half_written_checkpoints_are_never_listed_and_the_next_writer_removes_t
     checkpoints: Checkpoints, publish: Publish
 ) -> None:
     publish(1)
-    half = checkpoints.begin(2)
+    half = checkpoints.begin(2, "t1")
     (half / "state.json").write_text(state(2).model_dump_json())  # killed just before the rename
     (checkpoints.path(7)).mkdir()  # a copy by hand that was cut off
     assert checkpoints.published() == [1]
-    again = checkpoints.begin(3)
+    again = checkpoints.begin(3, "t1")
     assert not half.exists()
-    assert again == checkpoints.unfinished(3)
+    assert again == checkpoints.unfinished(3, "t1")
 
 
 def test_newest_stays_and_the_best_stay(checkpoints: Checkpoints, publish: Publish) -> None:
@@ -75,7 +77,7 @@ def test_newest_stays_and_the_best_stay(checkpoints: Checkpoints, publish: Publi
 def test_a_version_is_published_once(checkpoints: Checkpoints, publish: Publish) -> None:
     publish(1)
     with pytest.raises(ServiceError, match="exists already"):
-        checkpoints.begin(1)
+        checkpoints.begin(1, "t1")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_an_unwritable_place_is_an_error_that_says_what_to_do(tmp_path: Path) ->
     (tmp_path / "file").write_text("in the way")
     checkpoints = Checkpoints(tmp_path / "file" / "checkpoints", CheckpointingConfig())
     with pytest.raises(ServiceError, match=r"can't write a checkpoint .*checkpointing\.checkpoint_dir"):
-        checkpoints.begin(1)
+        checkpoints.start("t1", 0)
 
 
 histories = st.dictionaries(st.integers(0, 50), st.one_of(st.none(), st.floats(0, 1)), max_size=12)
@@ -126,3 +128,121 @@ def test_without_a_metric_the_newest_are_kept_and_without_a_limit_all() -> None:
     metrics = {version: {"val:accuracy": 1.0 / (version + 1)} for version in range(5)}
     assert superseded(metrics, CheckpointingConfig(keep_top_k=2, metric_name=None)) == [0, 1, 2]
     assert superseded(metrics, CheckpointingConfig(keep_top_k=None)) == []
+
+
+# -- two trainers of one run: the first is frozen, and wakes up after the second has started
+
+
+def write(folder: Path, version: int) -> None:
+    (folder / "policy").mkdir()
+    (folder / "policy" / "weights").write_text(f"{version} in {folder.name}")
+
+
+def of(timeline: str, version: int) -> CheckpointState:
+    return CheckpointState(version=version, timeline=timeline, cursor=9, run_id="r")
+
+
+def test_a_trainer_that_wakes_up_after_its_successor_has_started_harms_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = (Checkpoints(tmp_path, CheckpointingConfig(keep_top_k=1)) for _ in range(2))
+    old.start("old", 0)
+    write(old.begin(4, "old"), 4)
+    old.publish(of("old", 4), {})
+    half = old.begin(6, "old")
+    write(half, 6)
+    # frozen here; its successor goes on
+    new.start("new", 4)
+    assert not half.exists(), "unfinished, of a timeline that has ended"
+    being_written = new.begin(6, "new")
+    write(being_written, 6)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    half.mkdir()  # it wakes up, and its library makes the folder again
+    for late in (
+        lambda: old.publish(of("old", 6), {}),
+        lambda: old.begin(8, "old"),
+        lambda: old.add_metrics(4, "old", {"val:accuracy": 1.0}),
+    ):
+        with pytest.raises(
+            ServiceError, match=r"timeline old is not the newest of the chain \(timeline new went on from"
+        ):
+            late()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    new.publish(of("new", 6), {})
+    assert new.published() == [6]
+    assert (new.path(6) / "policy" / "weights").read_text() == "6 in .unfinished-step_6-new"
+
+
+class FrozenInPublish(Checkpoints):
+    """Frozen between the last look at the chain and the rename, while `meanwhile` happens."""
+
+    meanwhile: Callable[[], None]
+
+    def _make_way(self, version: int) -> None:
+        super()._make_way(version)
+        self.meanwhile()
+
+
+@pytest.mark.parametrize("successor_is_ahead", [False, True])
+def test_an_abandoned_checkpoint_is_set_aside_and_never_chosen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, successor_is_ahead: bool
+) -> None:
+    old, new = (make(tmp_path, CheckpointingConfig(keep_top_k=1)) for make in (FrozenInPublish, Checkpoints))
+    old.meanwhile = lambda: None
+    old.start("old", 0)
+    for version in (2, 4):
+        write(old.begin(version, "old"), version)
+        if version == 2:
+            old.publish(of("old", 2), {})
+
+    def take_over() -> None:
+        new.start("new", 2)
+        # its library, asleep in a write, makes what was removed again
+        write_again(old.unfinished(4, "old"))
+        if successor_is_ahead:
+            write(new.begin(4, "new"), 4)
+            new.publish(of("new", 4), {})
+
+    def write_again(half: Path) -> None:
+        half.mkdir()
+        (half / "state.json").write_text(of("old", 4).model_dump_json())
+
+    old.meanwhile = take_over
+    with pytest.raises(ServiceError):
+        old.publish(of("old", 4), {})
+    third = Checkpoints(tmp_path, CheckpointingConfig())
+    if successor_is_ahead:
+        assert third.published() == [4]
+        assert third.state(4).timeline == "new"
+        return
+    assert (tmp_path / "step_4" / "state.json").is_file(), "it was published, too late to be noticed"
+    assert third.published() == [2]
+    write(new.begin(4, "new"), 4)
+    assert "checkpoint 4 was published by a trainer (timeline old) after another had taken over" in caplog.text
+    new.publish(of("new", 4), {})
+    assert third.state(4).timeline == "new"
+    (aside,) = tmp_path.glob("abandoned-*")
+    assert (aside.name, (aside / "state.json").is_file()) == ("abandoned-step_4-old", True)
+
+
+def test_a_start_sets_aside_what_was_abandoned(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointingConfig(keep_top_k=None))
+    checkpoints.start("old", 0)
+    for version in (2, 4):
+        checkpoints.begin(version, "old")
+        checkpoints.publish(of("old", version), {})
+    checkpoints.start("new", 2)
+    assert checkpoints.published() == [2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["abandoned-step_4-old", "chain.jsonl", "step_2"]
+
+
+def test_a_lock_that_another_holds_warns_and_keeps_nobody_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    frozen, successor = (Checkpoints(tmp_path, CheckpointingConfig()) for _ in range(2))
+    held = frozen.lock()
+    assert caplog.text == ""
+    taken = successor.lock()
+    assert f"{tmp_path} is in use (process " in caplog.text
+    assert "This one takes over" in caplog.text
+    successor.start("new", 0)
+    held.release()
+    taken.release()

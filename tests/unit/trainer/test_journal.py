@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.errors import ServiceError
-from headrace_services.trainer.telemetry.journal import Journal, Line, surviving
+from headrace_services.trainer.telemetry import journal as journal_module
+from headrace_services.trainer.telemetry.journal import Journal, Line, read_bytes, read_journal, size, surviving
 from headrace_services.trainer.telemetry.plots import draw_curve
 
 
@@ -53,3 +57,49 @@ def test_the_curve_is_a_picture_however_long_the_run(tmp_path: Path, steps: int)
     draw_curve(lines, tmp_path / "curve.png", "a run")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["curve.png"]
+
+
+@given(
+    limit=st.integers(1, 400),
+    steps=st.integers(0, 12),
+    offset=st.integers(0, 2000),
+)
+def test_segments_are_read_through_as_one(limit: int, steps: int, offset: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.jsonl"
+        for step in range(steps):  # each line by a trainer of its own
+            Journal(path, limit).append("train", step, "a", {"reward": step / 2})
+        assert [entry.step for entry in read_journal(path)] == list(range(steps))
+        whole = b"".join(part.read_bytes() for part in sorted(Path(folder).iterdir()))
+        assert (size(path), read_bytes(path, offset)) == (len(whole), whole[offset:])
+        full = [part.stat().st_size for part in Path(folder).glob("metrics.0*.jsonl")]
+        assert all(nbytes >= limit for nbytes in full)
+
+
+def test_a_journal_that_is_renamed_while_it_is_read_loses_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    journal = Journal(path, 1)
+    for step in range(3):
+        journal.append("train", step, "a", {})
+    listed = journal_module._older
+
+    def meanwhile(of: Path) -> list[Path]:
+        monkeypatch.setattr(journal_module, "_older", listed)
+        journal.append("train", 3, "a", {})
+        return listed(of)
+
+    monkeypatch.setattr(journal_module, "_older", meanwhile)
+    assert [entry.step for entry in read_journal(path)] == [0, 1, 2]
+    assert [entry.step for entry in read_journal(path)] == [0, 1, 2, 3]
+
+
+def test_what_a_superseded_trainer_adds_late_is_abandoned() -> None:
+    lines = [
+        Line("train", 0, "a", 0.0, {}),
+        Line("rewind", 1, "b", 0.0, {}),
+        Line("train", 1, "a", 0.0, {}),
+        Line("train", 1, "b", 0.0, {}),
+    ]
+    assert [(entry.step, entry.timeline) for entry in surviving(lines)] == [(0, "a"), (1, "b")]

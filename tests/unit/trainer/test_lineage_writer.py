@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from headrace.checkpoints import Start, append_start
 from headrace.errors import CodecError, ServiceError
 from headrace.lineage import ABANDONED, GroupLineage, LineageFiles, Origin, TokenRange, origin_of
 from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
@@ -90,6 +91,23 @@ def test_what_a_rewind_abandons_is_moved_aside_and_weights_are_named_by_the_time
     assert made_on(files.find("g2")) == [(0, None), (1, "one"), (2, "one")]
     assert made_on(files.find("g3")) == [(2, "one"), (3, "two")]
     assert files.timelines() == [(0, "one"), (2, "two")]
+
+
+def test_a_step_that_two_trainers_wrote_is_that_of_the_chain(tmp_path: Path) -> None:
+    folder = tmp_path / "lineage"
+    late, successor = LineageWriter(folder, "late"), LineageWriter(folder, "successor")
+    append_start(tmp_path, Start("late", 0))
+    train(late, 0, 0)
+    train(late, 1, 1)
+    append_start(tmp_path, Start("successor", 1))
+    successor.supersede(1)
+    train(successor, 1, 2)
+    train(late, 1, 1)  # it wakes up
+    files = LineageFiles(folder)
+    assert files.timelines() == [(0, "late"), (1, "successor")]
+    assert (files.find("g1"), [group.group for group in files.read(1)]) == (None, ["g2"])
+    LineageWriter(folder, "third").supersede(1)
+    assert [(step, timeline) for step, timeline, _ in files.written()] == [(0, "late")]
 
 
 def test_a_writer_that_dies_leaves_no_half_file_to_readers(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ RENDEZVOUS = Rendezvous(
     backend="gloo",
     host="127.0.0.1",
     port=1234,
+    secret=bytes(32),
     workers=1,
     timeout_s=5.0,
     manifest=Manifest.of([("w", "float32", (2, 3))], 64),

@@ -32,7 +32,8 @@ def advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
     grpo = config.grpo
     assert grpo is not None
     own = [(int(p), dict(s.components), s.environment) for p, s in zip(batch.places, batch.scores, strict=True)]
-    everyone = sorted((row for of_rank in ranks.all_gather(own) for row in of_rank), key=lambda row: row[0])
+    rows = ranks.all_gather(own, list[tuple[int, dict[str, float], str]])
+    everyone = sorted((row for of_rank in rows for row in of_rank), key=lambda row: row[0])
     weights = grpo.adv_estimator.reward_weights
     components = scaled_components(
         [row[1] for row in everyone], [row[2] for row in everyone], weights, grpo.reward_scaling

@@ -86,7 +86,7 @@ def finite(batch: Batch, tokens: Float64, what: str, ranks: Ranks) -> Float64:
     """A collective: return `tokens` [N], or raise the same `ServiceError` on every rank, naming the trajectories with one that is not
     finite."""
     own = np.flatnonzero(batch.sums(~np.isfinite(tokens)))
-    found = ranks.all_gather([(int(batch.places[i]), batch.name(i)) for i in own])
+    found = ranks.all_gather([(int(batch.places[i]), batch.name(i)) for i in own], list[tuple[int, str]])
     names = [name for _, name in sorted(bad for of_rank in found for bad in of_rank)]
     if names:
         others = f" and {len(names) - 1} more of the {batch.size} trajectories" if len(names) > 1 else ""

@@ -1,0 +1,213 @@
+"""Which of the checkpoints in a folder are a run's: the chain of the trainers that wrote them.
+
+Each start of a trainer is a *timeline*. Once it has resumed it appends a line to `chain.jsonl`, beside the checkpoints: its timeline and
+the version it went on from. Whatever earlier trainers made beyond that version is abandoned with it. So a trainer that was frozen and
+wakes up after its successor has started can publish nothing that anybody goes on from; the buffer's `timelines` follow the same rule.
+
+    {"timeline": "1f0c…", "version": 0}
+    {"timeline": "93ab…", "version": 40}     version 41 and later ones are of this timeline
+
+A trainer holds the lock of the folder (`.trainer.lock`) while it lives. It says that somebody is at work, for `headrace rewind` and for
+people; it never keeps a trainer from starting, because the holder may be frozen for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from headrace.errors import ServiceError
+
+CHAIN, LOCK, STATE = "chain.jsonl", ".trainer.lock", "state.json"
+
+_PUBLISHED = re.compile(r"step_(0|[1-9][0-9]*)")
+# version, timeline; builds that knew no chain named no timeline
+_UNFINISHED = re.compile(r"\.unfinished-(?:step_|removed-)([0-9]+)(?:-([A-Za-z0-9_-]+))?")
+
+
+class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A trainer has gone on from `version` on `timeline`."""
+
+    timeline: str
+    version: int
+
+
+class _State(msgspec.Struct):
+    """What is read here of a checkpoint's state."""
+
+    timeline: str
+    ancestors: tuple[str, ...] = ()
+
+
+# -- decisions
+
+
+def in_effect(starts: Iterable[Start]) -> list[Start]:
+    """The starts that the newest weights descend from: each ends those before it that began at its version or later."""
+    kept: list[Start] = []
+    for start in starts:
+        while kept and kept[-1].version >= start.version:
+            kept.pop()
+        kept.append(start)
+    return kept
+
+
+def timeline_of(starts: Iterable[Start], version: int) -> str | None:
+    """The timeline that made the weights of `version` > 0; None without a start before it."""
+    return next((start.timeline for start in reversed(in_effect(starts)) if start.version < version), None)
+
+
+def on_chain(starts: Sequence[Start], found: Mapping[int, str | None]) -> list[int]:
+    """The versions, ascending, that a trainer may go on from, of the checkpoints `found`, each with its timeline. One whose timeline
+    can't be read stays, so that whoever goes on from it is told."""
+    return sorted(
+        version for version, timeline in found.items() if timeline is None or timeline == timeline_of(starts, version)
+    )
+
+
+def removable(starts: Sequence[Start], timeline: str, names: Iterable[str]) -> list[str]:
+    """Of the names of unfinished checkpoints those that the trainer on `timeline` removes: its own, those of timelines that have ended,
+    and those of builds that knew no chain. The newest trainer's and an unknown one's may still be written."""
+    if not starts or starts[-1].timeline != timeline:
+        return []
+    known = {start.timeline for start in starts} | {None}
+    matches = ((name, _UNFINISHED.fullmatch(name)) for name in names)
+    return [name for name, match in matches if match and match[2] in known]
+
+
+def first_chain(found: Mapping[int, tuple[str, Sequence[str]]]) -> list[Start]:
+    """The chain of a folder that has none yet: that of its newest checkpoint. `found`: timeline and its ancestors of each version."""
+    if not found:
+        return []
+    newest, ancestors = found[max(found)]
+    starts: list[Start] = []
+    before = 0
+    for version, (timeline, _) in sorted(found.items()):
+        if timeline in (newest, *ancestors):
+            if not starts or starts[-1].timeline != timeline:
+                starts.append(Start(timeline, before))
+            before = version
+    return starts
+
+
+# -- the folder
+
+
+def unfinished_name(version: int, timeline: str) -> str:
+    return f".unfinished-step_{version}-{timeline}"
+
+
+def read_chain(folder: Path) -> list[Start]:
+    """Every start so far. Raises `ServiceError` for lines that `append_start` did not write."""
+    path = folder / CHAIN
+    try:
+        whole, _, _ = path.read_bytes().rpartition(b"\n")  # a trainer may have died in the middle of the last line
+        return [msgspec.json.decode(line, type=Start) for line in whole.splitlines()]
+    except FileNotFoundError:
+        return first_chain(
+            {version: (state.timeline, state.ancestors) for version, state in _states(folder).items() if state}
+        )
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ServiceError(
+            f"{path} can't be read ({error}); move it away, and a new one is made from the checkpoints there are"
+        ) from error
+
+
+def append_start(folder: Path, start: Start) -> None:
+    """Add a start to the chain; it survives a power cut once this has returned. Raises `OSError`, `ServiceError` as `read_chain`."""
+    path = folder / CHAIN
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [start] if path.exists() else [*read_chain(folder), start]
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)  # what a trainer left that died in the middle of its line
+        file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())
+    _fsync(folder)
+
+
+def published(folder: Path) -> list[int]:
+    """The versions that a trainer may go on from, oldest first: complete checkpoints on the chain. Raises as `read_chain` does."""
+    return on_chain(read_chain(folder), _timelines(folder))
+
+
+def abandoned(folder: Path) -> dict[int, str]:
+    """Complete checkpoints off the chain, each with its timeline. Raises as `read_chain` does."""
+    found = _timelines(folder)
+    kept = on_chain(read_chain(folder), found)
+    return {version: timeline for version, timeline in found.items() if timeline is not None and version not in kept}
+
+
+def _timelines(folder: Path) -> dict[int, str | None]:
+    return {version: state.timeline if state else None for version, state in _states(folder).items()}
+
+
+def _states(folder: Path) -> dict[int, _State | None]:
+    """The state of every complete checkpoint, on the chain or off it; None where it can't be read."""
+    found: dict[int, _State | None] = {}
+    for path in folder.glob("step_*"):
+        match = _PUBLISHED.fullmatch(path.name)
+        if match and (path / STATE).is_file():
+            try:
+                found[int(match[1])] = msgspec.json.decode((path / STATE).read_bytes(), type=_State)
+            except (OSError, msgspec.MsgspecError):
+                found[int(match[1])] = None
+    return found
+
+
+def _fsync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class FolderLock:
+    """The lock of a folder of checkpoints, held until the process ends or `release` is called."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `OSError` if the folder can't be written."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / LOCK).open("a+", encoding="utf-8")
+
+    def take(self) -> str | None:
+        """Take the lock. Returns None, or who has it: then it is taken as soon as they let go of it. Raises `OSError` where the file
+        system has no locks."""
+        if (holder := self.try_take()) is not None:
+            threading.Thread(target=self._take_when_free, name="checkpoint lock", daemon=True).start()
+            return holder
+        self._sign()
+        return None
+
+    def try_take(self) -> str | None:
+        """As `take`, but not later."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            return self._file.read().strip() or "another process"
+        return None
+
+    def release(self) -> None:
+        self._file.close()
+
+    def _take_when_free(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._sign()
+
+    def _sign(self) -> None:
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()

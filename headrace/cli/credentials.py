@@ -1,0 +1,46 @@
+"""`headrace credentials`: tokens for a run whose services are on several machines, in a file for each service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.common import ConfigArgument, Overrides
+from headrace.config import Config, load
+from headrace.credentials import FILE, Credentials, complete, names_of, write
+
+
+def credentials(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    directory: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="Where to write them.", show_default=False)
+    ] = ...,  # type: ignore[assignment]
+) -> None:
+    """Write DIR/credentials, which has all tokens of the run, and beside it a file for each service with those that it needs.
+
+    Tokens that DIR/credentials has are kept: after changing it, run this again and copy the files.
+    """
+    loaded = load(config, overrides or ())
+    whole = directory / FILE
+    complete(whole, names_of(loaded, redis=True))
+    known = Credentials(whole)
+    for service, names in needed(loaded).items():
+        lines = [f"{name} {token}\n" for name in names for token in known.tokens(name)]
+        write(directory / f"{service}.{FILE}", "".join(lines))
+        typer.echo(f"{directory / f'{service}.{FILE}'}")
+
+
+def needed(config: Config) -> dict[str, list[str]]:
+    """The roles whose tokens each service accepts or presents, and those of each environment in a process of its own."""
+    served = [name for name in names_of(config, redis=False) if name.startswith("environment ")]
+    people = ["operator", "reader"]
+    return {
+        "replay": [*people, "scorer", "redis replay"],
+        "reward": [*people, "scorer", *served],
+        "rollout": [*people, "redis rollout"],
+        "trainer": [*people, "redis trainer", "redis reader"],
+        **{name.replace(" ", "-").replace("/", "-"): [name] for name in served},
+    }

@@ -1,0 +1,28 @@
+"""`headrace page`: the address of a run's page of curves, with a code that signs a browser in."""
+
+from __future__ import annotations
+
+import typer
+
+from headrace.cli import runs
+from headrace.cli.common import RunOption
+from headrace.config import Config
+from headrace.errors import ConfigError
+from headrace.http_access import new_code
+
+
+def page(run: RunOption) -> None:
+    """Print the address of the run's curves. It signs one browser in, once; an address printed before no longer does."""
+    config = runs.find(run)
+    if not config.trainer.port:
+        raise ConfigError(
+            f"--run {run}: trainer.port is 0, so only the trainer's log says where it listens; set trainer.port"
+        )
+    typer.echo(address(config))
+
+
+def address(config: Config) -> str:
+    """The address of the trainer's page, as it is reached on this machine, with a new code. Raises `ConfigError`."""
+    scheme = "http" if config.security.tls_cert is None else "https"
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.trainer.host, config.trainer.host)
+    return f"{scheme}://{host}:{config.trainer.port}/#code={new_code(config.run_folder)}"

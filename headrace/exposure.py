@@ -1,0 +1,110 @@
+"""What is beyond the loopback interface, and what a service needs before it listens or connects there."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, urlsplit
+
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.config import Config
+
+_REMEDY = (
+    "give security.tls_cert and security.tls_key (`headrace certs`) and security.credentials (`headrace credentials`), or "
+    "security.insecure: true to go without in a network that you trust"
+)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address, is this machine alone. A name other than `localhost` is not: what it means can change."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def target_is_local(target: str) -> bool:
+    """Whether a gRPC target (host:port, or unix:path) is on this machine alone."""
+    if target.startswith(("unix:", "unix-abstract:")):
+        return True
+    address = re.sub(r"^(dns:(//[^/]*/)?|ipv4:|ipv6:)", "", target)
+    return is_loopback(address.rpartition(":")[0] or address)
+
+
+def check(config: Config, service: str) -> None:
+    """Refuse to start `service` if it would listen or connect beyond the loopback interface without TLS and credentials.
+
+    Raises `ConfigError` naming key, value and remedy. The weight channel is not looked at: neither torch nor vLLM encrypts it.
+    """
+    if not config.security.insecure:
+        for problem in _problems(config, service):
+            raise ConfigError(problem)
+
+
+def _problems(config: Config, service: str) -> Iterator[str]:
+    security = config.security
+    guarded = security.tls_cert is not None and security.credentials is not None
+    host = {
+        "replay": config.replay.host,
+        "reward": config.reward.host,
+        "rollout": config.rollout.host,
+        "trainer": config.trainer.host,
+    }[service]
+    if not is_loopback(host) and not guarded:
+        yield f"{service}.host {host}: a service doesn't listen beyond the loopback interface without TLS and credentials; {_REMEDY}"
+    if service == "replay":
+        address = config.reward.address
+        if address is not None and not target_is_local(address):
+            yield from _dialled(config, "reward.address", address)
+        elif address is None and not is_loopback(config.reward.host):
+            yield from _dialled(config, "reward.host", config.reward.host)
+    if service == "reward":
+        for name, env in config.env.items():
+            if env.target is not None and not target_is_local(env.target):
+                yield from _dialled(config, f"env.{name}.target", env.target)
+    else:
+        yield from _redis(config, service)
+
+
+def _dialled(config: Config, key: str, value: str) -> Iterator[str]:
+    security = config.security
+    if not security.tls or security.credentials is None:
+        yield (
+            f"{key} {value}: nothing is sent beyond the loopback interface without TLS and credentials; give security.tls_ca "
+            "(`headrace certs`) and security.credentials (`headrace credentials`), or security.insecure: true to go without in a network "
+            "that you trust"
+        )
+
+
+def _redis(config: Config, service: str) -> Iterator[str]:
+    url, credentials = config.replay.redis_url, config.security.credentials
+    if url is None:
+        if not is_loopback(config.replay.redis_host):
+            yield (
+                f"replay.redis_host {config.replay.redis_host}: the embedded server speaks no TLS, and listens on the loopback "
+                "interface alone; give a server with TLS (replay.redis_url: rediss://…), or security.insecure: true to go without in a "
+                "network that you trust"
+            )
+        return
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return
+    hosts = [host.rpartition(":")[0] or host for host in parts.netloc.rpartition("@")[2].split(",")]
+    if all(map(is_loopback, hosts)):
+        return
+    options = parse_qs(parts.query)
+    tls = parts.scheme == "rediss" or options.get("ssl", [""])[0].lower() == "true"
+    known = "@" in parts.netloc or credentials is not None or "ssl_certfile" in options
+    if not tls or not known:
+        from headrace.replay.connection import shown
+
+        missing = "TLS" if not tls else "a login"
+        yield (
+            f"replay.redis_url {shown(url)}: without {missing} nothing is sent beyond the loopback interface; give "
+            f"rediss://…?ssl_ca_certs=FILE and the password of RUN-{service} in security.credentials (`headrace acl`), or "
+            "security.insecure: true to go without in a network that you trust"
+        )

@@ -1,0 +1,24 @@
+"""Text that others wrote, made safe for a terminal and for one line of a log."""
+
+from __future__ import annotations
+
+import logging
+import unicodedata
+
+
+def printable(text: str, keep: str = "") -> str:
+    """`text` with its control characters (terminal escapes, line breaks, text direction) written out as `\\x1b`, except those in `keep`."""
+    return "".join(
+        c if c in keep or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp") else _escaped(c) for c in text
+    )
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+class LineFormatter(logging.Formatter):
+    """Log records without control characters; the lines of a message after its first are indented, so none passes for a record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep="\n\t").replace("\n", "\n    ")

@@ -1,0 +1,58 @@
+-- reject: what the trainer read of the newest step's batch breaks a law. The step, which nothing was trained on yet, is reopened as by a
+-- rewind to it: its other groups keep it, and the named ones are generated again, each at the cost of an attempt.
+-- KEYS     the run
+-- ARGV     step, timeline, nonce (of this rejection), reason, groups (of the step, each with id and attempt, at least one)
+-- Returns  1
+-- Errors   HR_TIMELINE; HR_STEP: the step is not the newest reserved one, or is trained, or does not hold such a group in such an attempt;
+--          HR_INVALID
+--
+-- A repeat under the newest nonce is a no-op; an older one, however late it comes, names attempts that are over, and is refused. Leases,
+-- and the groups of later steps, stay as they are.
+-- uses: _args, _group, _register, _run, _steps
+
+local function named_groups(run, step, entries)
+  local of_step, named = {}, {}
+  for _, id in ipairs(step_ids(run, step)) do of_step[id] = true end
+  for _, entry in ipairs(entries) do
+    local id, attempt = name(entry.id, 'the id of a group'), positive(entry.attempt, 'the attempt of a group')
+    local group = of_step[id] and load_group(run, id)
+    if not group or group.attempt ~= attempt then
+      refuse('HR_STEP', 'step ' .. step .. ' does not hold attempt ' .. attempt .. ' of group ' .. id)
+    end
+    named[id] = true
+  end
+  return named
+end
+
+register('hr_reject', {
+  step = natural, timeline = text, nonce = name, reason = text, groups = list_of(map, BATCH),
+}, function(run, call)
+  local step, rejected = call.step, run.base .. 'rejected'
+  require_timeline(run, call.timeline)
+  if #call.groups == 0 then refuse('HR_INVALID', 'a rejection of step ' .. step .. ' that names no group') end
+  if redis.call('GET', rejected) == call.nonce then return 1 end
+  if step ~= run.next_step - 1 or step < run.committed then
+    refuse('HR_STEP', 'rejection of step ' .. step .. '; the steps from ' .. math.max(run.committed, 0) .. ' to ' .. run.next_step - 1 ..
+      ' are reserved')
+  end
+  local named, kept = named_groups(run, step, call.groups), {}
+  for _, id in ipairs(step_ids(run, step)) do
+    local group = load_group(run, id)
+    if named[id] then
+      requeue(run, group, 'invariant', true, call.reason)
+    else
+      redis.call('HSET', group.key, 'state', 'ready')
+      move(run, 'train', 'reserved', 'ready')
+      kept[#kept + 1] = id
+    end
+  end
+  keep_step(run, step, kept)
+  set(run, 'pinned', run.pinned + #kept)
+  set(run, 'next_step', step)
+  redis.call('UNLINK', run.base .. 'since')
+  redis.call('SET', rejected, call.nonce)
+  event(run, 'rejected', 'step', step, 'reason', words(call.reason))
+  wake(run, 'ready')
+  wake(run, 'work')
+  return 1
+end)

@@ -1,0 +1,183 @@
+"""The sandbox that built-in environments score in: a worker enters it once, and computes each score in a child of its own.
+
+Level A: user, mount, PID, network and IPC namespaces of its own, with a root that holds Python and its libraries alone,
+read-only; and all of level B. Level B, where namespaces are denied (in a container): no privileges, Landlock, and in the
+child a filter of system calls. Either way the child can compute, read Python's own files and write its result, and nothing else:
+it can't open a socket, start a process or thread, signal, trace, or change a file. NONE keeps a child for each score and its
+limits.
+
+This contains; it can't make honest. What a scorer evaluates runs in the process that judges it, so no answer may reach
+`eval` that is not known to be harmless: see `environments/gym_answers.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import NoReturn
+
+import headrace
+from headrace.service import die_with_parent
+from headrace_services.reward import sandbox_kernel as kernel
+
+MAX_RESULT_BYTES = 64 * 1024
+# A completion may ask for a number with more digits than fit in memory: only its own process may fail then.
+_MEMORY_LIMIT_BYTES = 2 * 1024**3
+_OPEN_FILES = 64
+_TRIAL_S = 10.0
+_RESULT_FD = 3
+_LENGTH = struct.Struct(">I")
+
+
+class Level(enum.StrEnum):
+    """How far a scorer is kept from everything else; `docs/environments.md` says what each stops."""
+
+    A = "A"
+    B = "B"
+    NONE = "none"
+
+
+class ChildFailed(Exception):
+    """The child gave no result; the message says how it ended."""
+
+
+class Denied(Exception):
+    """The machine grants no sandbox of the levels asked for; the message says what it denies."""
+
+
+class Sandbox:
+    """This process, which must have no threads, in the best sandbox of `levels` that the machine grants. Raises `Denied`.
+
+    With namespaces the calling process stays outside and ends with the new one, which is the one that goes on. Where the
+    machine grants namespaces but no new root, level B keeps them.
+    """
+
+    def __init__(self, levels: Collection[Level]) -> None:
+        self.denials: list[str] = []
+        self._nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, _OPEN_FILES))
+        self.level = self._isolate(levels)
+        die_with_parent(signal.SIGKILL)  # anew: a change of privileges forgets it
+        try:
+            self.run(lambda: b"", _TRIAL_S)
+        except (ChildFailed, TimeoutError) as error:
+            self.denials.append(str(error) or "a trial run took too long")
+            self.level = Level.NONE
+        if self.level not in levels:
+            raise Denied("; ".join(self.denials))
+
+    def _isolate(self, levels: Collection[Level]) -> Level:
+        user, group, readable = os.geteuid(), os.getegid(), _readable()
+        rooted = landlocked = False
+        if Level.A in levels and self._granted(kernel.unshare_all):
+            if child := os.fork():
+                _end_with(child)
+            rooted = self._granted(kernel.map_user, user, group) and self._granted(kernel.keep_only, readable)
+        if levels != {Level.NONE}:
+            landlocked = self._granted(kernel.drop_privileges) and self._granted(kernel.landlock, readable)
+        if rooted:
+            return Level.A  # without Landlock too: there is nothing else to open
+        return Level.B if landlocked else Level.NONE
+
+    def _granted(self, step: Callable[..., None], *arguments: object) -> bool:
+        try:
+            step(*arguments)
+        except OSError as error:
+            self.denials.append(str(error))
+            return False
+        return True
+
+    def run(self, work: Callable[[], bytes], timeout_s: float) -> bytes:
+        """What `work` returns (at most `MAX_RESULT_BYTES`) in a process of its own, which is gone when this returns.
+
+        Raises `TimeoutError` after `timeout_s`, and `ChildFailed` if it ended otherwise than by returning one result.
+        """
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            self._work(work, writer, timeout_s)
+        os.close(writer)
+        try:
+            answer = _read_all(reader, time.monotonic() + timeout_s)
+        finally:
+            os.close(reader)
+            os.kill(child, signal.SIGKILL)  # it can't leave any process behind: it can't start one
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if len(answer) < _LENGTH.size or len(answer) != _LENGTH.size + _LENGTH.unpack_from(answer)[0]:
+            how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            why = " (a system call that the sandbox denies)" if code == -signal.SIGSYS else ""
+            raise ChildFailed(f"the scoring process {how}{why}; it gave no result, or more than one")
+        return answer[_LENGTH.size :]
+
+    def _work(self, work: Callable[[], bytes], writer: int, timeout_s: float) -> NoReturn:
+        """The child: give up all but the pipe, work, answer, end."""
+        try:
+            die_with_parent(signal.SIGKILL)
+            self._confine(writer, timeout_s)
+            result = work()
+            answer = _LENGTH.pack(len(result)) + result
+            while answer:
+                answer = answer[os.write(_RESULT_FD, answer) :]
+        except BaseException:  # noqa: BLE001  # the parent sees that there is no result
+            os._exit(1)
+        os._exit(0)
+
+    def _confine(self, writer: int, timeout_s: float) -> None:
+        for standard in range(_RESULT_FD):
+            os.dup2(self._nowhere, standard)
+        os.dup2(writer, _RESULT_FD)
+        os.closerange(_RESULT_FD + 1, _OPEN_FILES)
+        limits = {
+            resource.RLIMIT_CPU: math.ceil(timeout_s) + 1,
+            resource.RLIMIT_AS: _MEMORY_LIMIT_BYTES,
+            resource.RLIMIT_NPROC: 0,
+            resource.RLIMIT_FSIZE: 0,
+            resource.RLIMIT_CORE: 0,
+        }
+        for limit, value in limits.items():
+            resource.setrlimit(limit, (value, value))
+        if self.level is not Level.NONE:
+            kernel.filter_system_calls()
+
+
+def _read_all(reader: int, deadline: float) -> bytes:
+    answer = b""
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+    while len(answer) <= _LENGTH.size + MAX_RESULT_BYTES:
+        if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+            raise TimeoutError
+        piece = os.read(reader, MAX_RESULT_BYTES)
+        if not piece:
+            break
+        answer += piece
+    return answer
+
+
+def _end_with(child: int) -> NoReturn:
+    """Wait for `child` and end as it did; if this process is killed, so is the child."""
+    die_with_parent(signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _readable() -> list[Path]:
+    """Where Python, its packages, this project's code and the system's libraries lie: what a scorer may still import."""
+    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    places += [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
+    places += [*headrace.__path__, str(Path(__file__).parents[1])]
+    places += [sysconfig.get_config_var("LIBDIR") or "", "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
+    paths = sorted({Path(place) for place in places if place and Path(place).exists()})
+    return [path for path in paths if not any(parent in path.parents for parent in paths)]

@@ -1,0 +1,116 @@
+"""Every port that `headrace up` opens tells a stranger nothing; with the run's own credentials the pages answer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import stat
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from headrace.credentials import Credentials
+from headrace.replay import ReplayClient
+from tests.support.command import headrace
+from tests.support.light_services import instead_of
+from tests.support.port_scan import listening, told
+from tests.support.ports import free_port
+from tests.support.up import Up
+
+CONFIG = """
+run: {{id: test, dir: {folder}/runs}}
+policy: {{max_total_sequence_length: 64, generation: {{max_new_tokens: 6}}}}
+grpo: {{num_prompts_per_step: 2, num_generations_per_prompt: 2, use_leave_one_out_baseline: false}}
+data: {{train: {{dataset_name: arithmetic, env_name: math}}}}
+env: {{math: {{type: math}}}}
+replay: {{port: 0, redis_port: {redis_port}}}
+reward: {{port: 0, http_port: 0, workers: 1}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_port_of_a_run_refuses_who_has_no_credentials(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(CONFIG.format(folder=tmp_path, redis_port=free_port()))
+    folder = tmp_path / "runs" / "test"
+    environ = instead_of(tmp_path / "services", rollout="idle_rollout", trainer="paged_trainer")
+    run = Up(config, output=tmp_path / "up.out", environ=environ)
+    try:
+        run.wait_for("trainer: ready")
+        saved = yaml.safe_load((folder / "config.yaml").read_text())
+        pages = {saved["replay"]["port"], saved["reward"]["http_port"], saved["trainer"]["port"]}
+        hub, redis = saved["reward"]["port"], saved["replay"]["redis_port"]
+        addresses = listening(run.started())
+        assert {port for _, port in addresses} == {*pages, hub, redis}
+        assert {host.removeprefix("::ffff:") for host, _ in addresses} == {"127.0.0.1"}
+        for _, port in addresses:
+            said = asyncio.run(told("127.0.0.1", port))
+            expected = {"http": "401"} if port in pages else {"grpc": "UNAUTHENTICATED"} if port == hub else {}
+            assert said == (expected or {"redis": "NOAUTH"}), port
+
+        credentials = Credentials(folder / "credentials")
+        private = [folder / "config.yaml", folder / "credentials", folder / "code", folder / "replay" / "users.acl"]
+        assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, *private)] == [0o700, *[0o600] * 4]
+        tokens = [line.split()[-1] for line in (folder / "credentials").read_text().splitlines()]
+        assert not_told(run, folder, tokens)
+        for port in pages:
+            reader = {"Authorization": f"Bearer {credentials.token('reader')}"}
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=reader, trust_env=False) as client:
+                assert client.get("/readyz").status_code == 200
+                assert client.get("/metrics/").text.startswith("# HELP")
+        signs_in_once(run)
+        assert "next step     0" in headrace("status", "--run", folder).stdout
+        assert headrace("groups", "list", "--run", folder).returncode == 0
+        assert asyncio.run(reader_may_not_write(redis, credentials))
+    finally:
+        if run.process.poll() is None:
+            run.stop(signal.SIGTERM)
+
+
+def not_told(run: Up, folder: Path, tokens: list[str]) -> bool:
+    """No token is on a command line, in an environment, in a log or among what `up` said."""
+    places = [run.said(), *(path.read_text() for path in (folder / "logs").iterdir())]
+    for pid in [run.process.pid, *run.started()]:
+        places += [Path(f"/proc/{pid}/{name}").read_text(errors="replace") for name in ("cmdline", "environ")]
+    return not any(token in place for place in places for token in tokens)
+
+
+def signs_in_once(run: Up) -> None:
+    """The address that `up` printed signs a browser in, and nobody after it."""
+    found = re.search(r"^curves: (http://127\.0\.0\.1:\d+)/#code=(\S+)$", run.said(), re.MULTILINE)
+    assert found
+    with httpx.Client(base_url=found[1], trust_env=False) as browser:
+        page = browser.get("/", headers={"Accept": "text/html"})
+        assert page.status_code == 401
+        assert "code" in page.text
+        assert "script-src 'sha256-" in page.headers["content-security-policy"]
+        answer = browser.post("/session", json={"code": found[2]}, headers={"Origin": found[1]})
+        assert answer.status_code == 204
+        assert "HttpOnly; SameSite=Strict" in answer.headers["set-cookie"]
+        curves = browser.get("/")
+        assert curves.status_code == 200
+        assert "No step has been trained yet" in curves.text
+        assert curves.headers["content-security-policy"].startswith("default-src 'none'; img-src data:")
+        assert curves.headers["x-content-type-options"] == "nosniff"
+        assert browser.get("/", headers={"Host": "evil.example"}).status_code == 403
+    with httpx.Client(base_url=found[1], trust_env=False) as other:
+        assert other.post("/session", json={"code": found[2]}).status_code == 401
+        assert other.get("/").status_code == 401
+
+
+async def reader_may_not_write(port: int, credentials: Credentials) -> bool:
+    from headrace.errors import ReplayDenied
+
+    url = f"redis://test-reader:{credentials.token('redis reader')}@127.0.0.1:{port}/0"
+    client = await ReplayClient.connect(url, "test")
+    try:
+        await client.rewind(0, "timeline")
+    except ReplayDenied:
+        return True
+    finally:
+        await client.aclose()
+    return False

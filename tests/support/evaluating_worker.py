@@ -1,0 +1,31 @@
+"""A scoring worker whose one environment runs the completion as Python and pays what that leaves in `reward`: what no built-in one does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.config.data import EnvConfig
+from headrace.environment import Sample
+from headrace.trajectory import Score
+from headrace_services.reward.environments import BuiltInEnvironment
+from headrace_services.reward.scoring_worker import main
+
+
+class Evaluating(BuiltInEnvironment):
+    build = "1"
+
+    def judge(self, sample: Sample) -> float | Score:
+        names: dict[str, Any] = {"reward": 0.0, "self": self}
+        exec(sample.completion, names)  # the point of it
+        return self.earned(names["reward"])
+
+    def earned(self, reward: float) -> float:
+        return reward
+
+
+def make(name: str, env: EnvConfig) -> BuiltInEnvironment:
+    return Evaluating(name, env)
+
+
+if __name__ == "__main__":
+    main(make)
