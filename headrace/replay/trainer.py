@@ -24,10 +24,10 @@ from headrace.replay.records import (
     score_key,
     unpack,
 )
-from headrace.trajectory import Group, Score, Trajectory
+from headrace.trajectory import SCORE_BYTES, Group, Score, Trajectory
 
-# Bytes per token of a payload (id, log-probability, mask, text), and per trajectory (field names, spans, timings, score).
-_TOKEN_BYTES, _OVERHEAD_BYTES = 15, 2048
+# Bytes per token of a payload (id, log-probability, mask, text), and per trajectory (field names, spans, timings; its score).
+_TOKEN_BYTES, _OVERHEAD_BYTES = 15, 2048 + SCORE_BYTES
 
 
 class TrainerClient(BufferClient):

@@ -306,6 +306,8 @@ class Model(Fleet):
     def refilled(self, timeline: str, seen: object) -> None:
         self.expire()
         self.require_timeline(timeline)
+        if self.refill and sum(self.count("train").values()) <= self.enqueued:
+            self.refuse(WrongStep)
         self.refill = False
 
     def groups_ended(self, seen: object) -> tuple[int, int, set[int]]:

@@ -42,12 +42,13 @@ class TrainerRules(Caller):
         self.call("enqueue", self.validation[-count:], self.timeline(late), False, version, how=how)
 
     @precondition(lambda self: self.model.refill)
-    @rule(finish=st.booleans(), how=promptly)
-    def refill(self, finish: bool, how: str) -> None:
-        """Those that are neither in the ledger nor, the trainer hopes, in the buffer."""
+    @rule(finish=st.booleans(), how=promptly, lost=st.sampled_from([0, 0, 1, 2]))
+    def refill(self, finish: bool, how: str, lost: int = 0) -> None:
+        """Those that are neither in the ledger nor, the trainer hopes, in the buffer. The server lost the first of them."""
         assert self.world
         trained = {group for ids in self.world.ledger.values() for group in ids}
         missing = [g for g in self.made[: self.model.enqueued + 1] if g.id not in trained]
+        missing = missing[lost:]
         timeline = self.model.timeline
         for start in range(0, len(missing), 60):
             self.call("enqueue", missing[start : start + 60], timeline, True, how=how)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -63,13 +62,26 @@ class Feeder:
     async def refill(self, orders: Iterable[int]) -> int:
         """Enqueue again the prompts that a rewind or restore left missing; returns how many were new to the buffer.
 
-        The buffer asks for a refill until `refilled` tells it that all are in, so a trainer killed in the middle repeats it.
+        The buffer counts them when it is told that all are in. It asks for the refill until then, so a trainer killed in the
+        middle repeats it.
         """
-        new, rest = 0, iter(orders)
-        while batch := list(itertools.islice(rest, BATCH)):
-            new += await self._enqueue(batch, refill=True)
-        await self._retry(lambda: self._replay.refilled(self._timeline))
-        return new
+        orders, total = list(orders), 0
+        while True:
+            # what earlier commits have left to free: until it is, the buffer knows it
+            state = await self._retry(self._replay.state)
+            await self._retry(partial(self._replay.commit, state.committed, self._timeline))
+            new = 0
+            for at in range(0, len(orders), BATCH):
+                new += await self._enqueue(orders[at : at + BATCH], refill=True)
+            total += new
+            try:
+                await self._retry(lambda: self._replay.refilled(self._timeline))
+            except WrongStep as error:
+                if not new:
+                    raise
+                log.warning("the buffer's server lost writes: %s", error)
+            else:
+                return total
 
     async def run(self, missing: Callable[[], Iterable[int]]) -> None:
         """Feed until cancelled. `missing`: the prompts of a refill, should the buffer ask for it again."""
@@ -78,7 +90,6 @@ class Feeder:
             self._wake.clear()
             state = await self._retry(self._replay.state)
             if state.refill and state.timeline == self._timeline:
-                await self._retry(partial(self._replay.commit, state.committed, self._timeline))
                 log.warning(
                     "the buffer's server lost writes: %d prompts are queued again", await self.refill(missing())
                 )

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from headrace.errors import InvalidCall
 from headrace.replay import BufferRetry, Evaluated, ReplayClient
 from headrace.trajectory import Group
 
@@ -74,7 +75,12 @@ class Validation:
         """Fetch the groups finished since the last call; True when none is pending. Groups that the buffer
         no longer knows are enqueued again."""
         if self._pending:
-            done, failed, unknown = await self._retry(lambda: self._replay.evaluated(self._pending))
+            try:
+                done, failed, unknown = await self._retry(lambda: self._replay.evaluated(self._pending))
+            except (
+                InvalidCall
+            ):  # what was just evaluated is gone: the buffer's server lost writes, as the next look shows
+                return False
             if unknown:  # the buffer's server lost writes
                 await self._enqueue([self._groups[id_] for id_ in unknown])
             self.evaluated.extend(done)

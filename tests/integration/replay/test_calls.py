@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 from headrace.errors import CodecError, InvalidCall, LeaseLost
 from headrace.replay import Lease, Limits, ReplayClient
 from headrace.replay.rollout import CARRIED_BYTES
-from headrace.trajectory import Score
+from headrace.trajectory import SCORE_BYTES, Score
 from headrace_services.replay import library
 from tests.support.buffer import (
     contents,
@@ -271,6 +271,8 @@ async def test_a_malformed_entry_refuses_the_call_and_changes_nothing(replay: Re
     ):
         with pytest.raises(InvalidCall, match=re.escape(said)):
             await replay._connection.call("score", Score("FAILED").encode(), scores=[{**score, **bad}])
+    with pytest.raises(InvalidCall, match=f"bytes, more than {SCORE_BYTES}"):
+        await replay._connection.call("score", msgspec.msgpack.encode({"message": "x" * SCORE_BYTES}), scores=[score])
     assert await contents(replay) == before
     await replay.score(job, Score("FAILED", message="the environment fell over"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.errors import InvalidCall, WrongTimeline
+from headrace.errors import InvalidCall, WrongStep, WrongTimeline
 from headrace.replay import Limits, ReplayClient, Waiting
 from tests.support.buffer import (
     enqueue,
@@ -108,6 +108,9 @@ async def test_a_restore_asks_for_a_refill_and_an_ordinary_rewind_does_not(repla
     state = await replay.restore(1, nonce(), nonce(), 3)
     assert state.refill
     assert (await replay.state()).refill
+    with pytest.raises(WrongStep, match="2 prompts of the refill are missing"):
+        await replay.refilled(state.timeline)
+    assert await refill(replay, range(2, 4)) == 2
     await replay.refilled(state.timeline)
     assert not (await replay.state()).refill
 
