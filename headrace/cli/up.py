@@ -280,6 +280,8 @@ class Pipeline:
             entries = await client.metrics(self.summary.last_entry)
             replicas = await client.replicas()
             self.summary.counts = (await client.state()).counts
+            environments = await client.environments()
+            self.summary.broken = {each.name: each.message for each in environments if each.broken}
         except ReplayUnavailable as error:
             self.summary.buffer = str(error)
             self._show([])

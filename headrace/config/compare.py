@@ -72,6 +72,8 @@ FREE = (
     "env.*.target",
     "env.*.timeout_s",
     "env.*.max_batch_size",
+    "env.*.failure_share",
+    "env.*.give_up_after",
     "replay.redis_url",
     "replay.redis_host",
     "replay.redis_port",

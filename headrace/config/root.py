@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,6 +26,9 @@ from headrace.config.services import (
     TrainerConfig,
     WeightChannelConfig,
 )
+
+# It is part of the buffer's keys.
+_ENVIRONMENT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class Config(Section):
@@ -73,6 +77,7 @@ class Config(Section):
                 raise ValueError(
                     f"env.{name}: give `type` ({', '.join(get_args(BuiltInName))}) or `target` (host:port of your environment)"
                 )
+            _check_environment(self, name, env)
         return self
 
     @property
@@ -134,6 +139,17 @@ class Config(Section):
         """Where the trainer keeps what trackers, samples and alarms leave. Raises as `run_folder` does."""
         folder = self.logger.log_dir
         return Path(folder) / self.run_folder.name if folder else self.run_folder / "logs"
+
+
+def _check_environment(config: Config, name: str, env: EnvConfig) -> None:
+    if not _ENVIRONMENT_NAME.fullmatch(name):
+        raise ValueError(f"env.{name}: an environment's name is 1 to 64 letters, digits and ._-; rename it")
+    deadline = config.replay.scoring_deadline_s
+    if env.timeout_s > deadline:
+        raise ValueError(
+            f"env.{name}.timeout_s {env.timeout_s:g} is more than replay.scoring_deadline_s {deadline:g}: after that, what a lost "
+            "scorer had sent is sent again, and must not be at work any more; lower the one or raise the other"
+        )
 
 
 def _check_one_algorithm(config: Config) -> None:

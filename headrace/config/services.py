@@ -57,11 +57,15 @@ class ReplayConfig(Section):
         600.0, gt=0, description="absolute deadline of one attempt at a group, whatever its heartbeats"
     )
     scoring_deadline_s: float = Field(
-        120.0, gt=0, description="a trajectory taken for scoring goes back to the line after this"
+        120.0,
+        gt=0,
+        description="what a scorer has taken and not renewed for this long goes back to the line, at no cost",
     )
     max_attempts: int = Field(3, ge=1, description="attempts at a group before it is failed")
     max_scoring_attempts: int = Field(
-        3, ge=1, description="attempts at scoring a trajectory before its group is failed"
+        3,
+        ge=1,
+        description="attempts at scoring a trajectory before its group is failed; twice as many while its environment scores no other",
     )
     max_bytes: int = Field(4 * 1024**3, ge=1024**2, description="payload bytes past which leases wait")
 

@@ -40,6 +40,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from headrace.errors import (
     ConfigError,
+    EnvironmentBroken,
     Fenced,
     InvalidCall,
     LeaseLost,
@@ -82,6 +83,7 @@ _BY_CODE = {
         WrongTimeline,
         WrongStep,
         SamplingStarved,
+        EnvironmentBroken,
         NotVerified,
     )
 }

@@ -26,13 +26,15 @@ _PLACES = {
 
 class InspectionClient(BufferClient):
     async def stats(self) -> dict[str, Any]:
-        """Statistics of the run: RunState fields, counts by lane and state, refusals by code, bytes, ages, replicas, scoring line."""
+        """Statistics of the run: RunState fields, counts by lane and state, refusals by code, bytes, ages, replicas, scoring line,
+        environments."""
         empty: dict[str, Any] = {"counts": {}, "refusals": {}, "requeues": {}}
         stats = empty | unpack(await self._connection.call("stats"))
         return {
             **stats,
             "counts": {"train": {}, "validation": {}} | stats["counts"],
             "replicas": [msgspec.structs.asdict(replica) for replica in await self.replicas()],
+            "environments": [msgspec.structs.asdict(environment) for environment in await self.environments()],
         }
 
     async def publish_metrics(

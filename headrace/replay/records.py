@@ -20,7 +20,15 @@ GroupState = Literal[
 ]
 
 
-# A dataclass, because it is configuration and not a reply.
+# Dataclasses, because they are configuration and not replies.
+@dataclasses.dataclass(frozen=True)
+class EnvironmentLimits:
+    """When the breaker of an environment opens (`failure_share` of its last results), and how long the run then waits for it."""
+
+    failure_share: float = 0.5
+    give_up_after_s: float | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """The run's settings for the state machine. Times are in seconds on the server's clock."""
@@ -44,6 +52,9 @@ class Limits:
     reward_max: float | None = None
     max_scored_per_step: int = 0  # groups scored since the last batch past which `reserve` refuses; 0 is no limit
     retain_steps: int = 0  # newest committed steps whose payloads stay
+    environments: Mapping[str, EnvironmentLimits] = dataclasses.field(
+        default_factory=dict
+    )  # by name; the default for others
 
 
 class RunState(msgspec.Struct, frozen=True):
@@ -138,6 +149,28 @@ class HeartbeatReply(msgspec.Struct, frozen=True):
     lost: tuple[str, ...]
     epoch: Epoch | None
     complete: tuple[str, ...] = ()
+
+
+class EnvironmentState(msgspec.Struct, frozen=True):
+    """How an environment fares.
+
+    Trajectories: `waiting` for it, of them `alone` to be sent alone because its process died with them; `taken` by a scorer; `failing`
+    among its last results. If its breaker is open (`broken`): `kind` is FAILING, or NOT_STARTED if it begins nothing; message and
+    traceback are of the failure that opened it or of the newest probe; `probes` failed in a row, and the next is due in `probe_in_s`.
+    """
+
+    name: str
+    waiting: int
+    alone: int
+    taken: int
+    failing: int
+    broken: bool
+    kind: str = ""
+    message: str = ""
+    traceback: str = ""
+    broken_s: float = 0.0
+    probes: int = 0
+    probe_in_s: float = 0.0
 
 
 class ScoringJob(msgspec.Struct, frozen=True):

@@ -102,7 +102,8 @@ class TrainerClient(BufferClient):
     async def reserve(self, step: int, timeline: str) -> Reservation | Waiting | End:
         """Reserve the batch of `step` by laws 2, 3 and 5; `step` must be `next_step` (repeating the last reserve returns the same batch).
 
-        Raises `WrongStep`, `WrongTimeline`, and `SamplingStarved` if it would have to wait, but dynamic sampling has reached its limit.
+        Raises `WrongStep`, `WrongTimeline`; and if it would have to wait, `SamplingStarved` if dynamic sampling has reached its limit,
+        `EnvironmentBroken` if an environment has been broken for longer than its `give_up_after`.
         """
         reply = decode_reserve(await self._connection.call("reserve", step=step, timeline=timeline))
         return reply.reservation() if isinstance(reply, BatchReply) else reply
@@ -198,6 +199,7 @@ def _queued(group: Group) -> dict[str, Any]:
         "id": group.id,
         "lane": group.lane,
         "order": group.order,
+        "env": group.env_name,
         "n": group.n,
         "worst": worst_case_bytes(group.n, group.prompt_token_ids.size, group.sampling.max_new_tokens),
         "nonce": secrets.token_hex(8),

@@ -42,7 +42,7 @@ class Role:
 
 
 # Functions that change something, by who calls them. Whoever is refused for want of memory reports it with `make_room`.
-_REPLAY = "make_room append_event open_run take_scoring release_scoring score"
+_REPLAY = "make_room append_event open_run take_scoring renew_scoring release_scoring score"
 _TRAINER = (
     "make_room rewind restore refilled enqueue close reserve reject commit masked publish_metrics evaluated drop_validation "
     "open_epoch begin_epoch end_epoch"

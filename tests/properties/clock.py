@@ -7,6 +7,7 @@ from redis.asyncio import Redis
 
 from headrace_services.replay import library
 from tests.properties.model import SWEEP
+from tests.properties.scoring import FIRST, WINDOW
 
 CLOCK = "clock"
 # How the functions ask the server for the time (_run.lua), and what they ask here.
@@ -17,6 +18,7 @@ MEMORY = "memory"
 _LOOKS = "local info = redis.call('INFO', 'memory')"
 _SAYS = f"local left = redis.call('GET', '{MEMORY}')\n  if left then return tonumber(left) end\n  local info = ''"
 _SWEEPS = "local SWEEP = 64"
+_WINDOWS = "local WINDOW, FIRST = 32, 8"
 # A time of day, so that sums are of the size they have in earnest.
 START_MS = 1_800_000_000_000
 
@@ -30,6 +32,8 @@ def for_test(source: str) -> str:
         "the functions look at memory in another way: see room_left"
     )
     assert source.count(_SWEEPS) == 1, "the functions bound their sweeps in another way: see _due.lua"
+    assert source.count(_WINDOWS) == 1, "the functions judge an environment in another way: see _scoring.lua"
+    source = source.replace(_WINDOWS, f"local WINDOW, FIRST = {WINDOW}, {FIRST}")
     return source.replace(_ASKS, _READS).replace(_LOOKS, _SAYS).replace(_SWEEPS, f"local SWEEP = {SWEEP}")
 
 

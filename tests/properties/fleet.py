@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from headrace.errors import Fenced, InvalidCall, LeaseLost, NotVerified, ReplayError, Surplus, WrongTimeline
 from headrace.replay import HeartbeatReply, Lease
 from headrace.trajectory import Trajectory
-from tests.properties.model import Core
 from tests.properties.records import Announced, Held, Member, Piece
+from tests.properties.scoring import Scoring
 
 Take = Callable[[Lease, Trajectory], ReplayError | None]
 
@@ -17,7 +17,7 @@ def milliseconds(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-class Fleet(Core):
+class Fleet(Scoring):
     # -- membership
 
     def healthy(self, replica: str) -> bool:
@@ -201,10 +201,12 @@ class Fleet(Core):
             queue = sorted((h for h in self.groups.values() if (h.lane, h.state) == (lane, "queued")), key=_order)
             room = most if lane == "validation" else min(most, 0 if self.refill else self.room(version))
             for held in queue[: max(room, 0)]:
-                if not self.fits(held):
+                if not self.may_generate(held.group.env_name) or not self.fits(held):
                     break
                 assert left, f"{replica} could have {held.id}, and was not given it"
                 self._grant(held, replica, version, left.pop(0))
+                environment = self.environment(held.group.env_name)
+                environment.group = held.id if environment.broken is not None else environment.group
                 most -= 1
         assert not left, f"{replica} was given {[lease.group.id for lease in left]} against admission, memory or order"
         return seen

@@ -43,7 +43,7 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
         if items:
             self.call("push_many", items)
         self.call("release_scoring")
-        while jobs := self.call("take_scoring", "scorer", 64):
+        while jobs := self.call("take_scoring", "scorer", dict.fromkeys(self.all_environments, 64)):
             scores = [Score("SCORED", float(job.trajectory.index + (not differ))) for job in jobs]
             self.call("score_many", list(zip(jobs, scores, strict=True)))
 
@@ -100,6 +100,21 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
         self.a_round(groups, "plain", True, "taken")
         if self.jobs:
             self.score(said, 0, how)
+
+    @rule(
+        which=st.integers(0, 1),
+        status=st.sampled_from(["FAILED", "INVALID", "INTERRUPTED", "NOT_STARTED"]),
+        rounds=st.integers(1, 6),
+        groups=st.integers(1, 4),
+    )
+    def an_environment_breaks(self, which: int, status: Status, rounds: int, groups: int) -> None:
+        """For some rounds it scores nothing."""
+        self.a_round(groups, "plain", True, "pushed")
+        for _ in range(rounds):
+            jobs = self.call("take_scoring", "scorer", {self.env_name(which): 8}) or []
+            if jobs:
+                self.call("score_many", [(job, Score(status, message="no")) for job in jobs])
+            self.time_passes("the next")
 
     @rule(steps=st.integers(2, 4), commits=st.booleans())
     def some_steps(self, steps: int, commits: bool) -> None:

@@ -16,13 +16,13 @@ from headrace.errors import InvalidCall, LeaseLost, ReplayError, WrongStep, Wron
 from headrace.replay import Limits
 from headrace.replay.trainer import worst_case_bytes
 from headrace.trajectory import Group
-from tests.properties.records import IN_FLIGHT, Announced, Held, Member, Meters
+from tests.properties.records import IN_FLIGHT, Announced, EnvironmentModel, Held, Member, Meters, Piece
 
 # A dead replica stays on the list this long.
 REMEMBER_DEAD_MS = 600_000
 # Of run time: the longest gap between two calls in which it passes, unless half of what a replica may be silent for is more; and how often
 # the server's clock is written down.
-LONGEST_PAUSE_MS = 5_000
+LONGEST_GAP_MS = 5_000
 TICK_MS = 1_000
 # Groups that are sent back for want of memory in one call.
 SHED = 64
@@ -67,6 +67,7 @@ class Core:
         self.scored_since = self.filtered_since = 0
         self.batch_counts = (0, 0)
         self.members: dict[str, Member] = {}
+        self.environments: dict[str, EnvironmentModel] = {}  # those that groups were enqueued for
         self.epoch_now: Announced | None = None
         self.epochs: set[str] = set()  # of this timeline
         self.validation = 0  # groups of older ones are dropped, and come no more
@@ -166,12 +167,26 @@ class Core:
         held.failures += counted
         held.token, held.replica, held.lease_end = None, "", held.deadline
 
-    def retry_scoring(self, held: Held, index: int) -> None:
-        """The trajectory waits for a scorer again, unless its attempts are used up."""
+    def environment(self, name: str) -> EnvironmentModel:
+        return self.environments.get(name) or EnvironmentModel()  # of one that nothing was enqueued for
+
+    def waiting(self, name: str) -> dict[tuple[str, int], Piece]:
+        """What waits for a score by this environment."""
+        return {place: piece for place, piece in self._pieces_of(name) if piece.waits}
+
+    def taken(self, name: str) -> set[tuple[str, int]]:
+        return {place for place, piece in self._pieces_of(name) if piece.taken}
+
+    def _pieces_of(self, name: str) -> list[tuple[tuple[str, int], Piece]]:
+        mine = [held for held in self.groups.values() if held.group.env_name == name]
+        return [((held.id, index), piece) for held in mine for index, piece in held.pieces.items()]
+
+    def void(self, held: Held, index: int, delay: int = 0, alone: bool | None = None) -> None:
+        """The trajectory waits for a scorer again, at no cost."""
         piece = held.pieces[index]
-        piece.token, piece.since = None, self.now
-        if piece.attempts >= self.limits.max_scoring_attempts:
-            self.drop(held, index)
+        piece.token, piece.since = None, self.now + delay
+        piece.attempts -= 1
+        piece.alone = piece.alone if alone is None else alone
 
     def drop(self, held: Held, index: int) -> None:
         """A trajectory failed for good: the group fails with it, unless others were started beyond n."""
@@ -191,7 +206,7 @@ class Core:
 
     @property
     def longest_gap(self) -> float:
-        return max(LONGEST_PAUSE_MS, 500 * min(self.limits.lease_s, self.limits.replica_dead_s))
+        return max(LONGEST_GAP_MS, 500 * min(self.limits.lease_s, self.limits.replica_dead_s))
 
     def tell_time(self) -> None:
         """Run time goes on with the server's clock, but not back, nor over a gap that nobody can have called in, nor while it is full."""
@@ -243,18 +258,18 @@ class Core:
         for _, group in sorted(due)[:SWEEP]:
             held = self.groups[group]
             if held.deadline <= self.now:
-                self.requeue(held, "deadline", counted=not held.orphaned)
+                broken = self.environment(held.group.env_name).broken is not None
+                self.requeue(held, "deadline", counted=not held.orphaned and not broken)
             else:
                 self.pass_on(held, "lease", counted=True)
-        taken = [
-            (piece.deadline, f"{held.id}:{index}", held, index)
-            for held in self.groups.values()
-            for index, piece in held.pieces.items()
-            if piece.overdue(self.now)
-        ]
-        for _, _, held, index in sorted(taken, key=lambda entry: entry[:2])[:SWEEP]:
-            if index in held.pieces:  # an earlier one may have failed the group
-                self.retry_scoring(held, index)
+        for name in self.environments:
+            overdue = [
+                (p.deadline, f"{place[0]}:{place[1]}", place)
+                for place, p in self._pieces_of(name)
+                if p.overdue(self.now)
+            ]
+            for _, _, (group, index) in sorted(overdue)[:SWEEP]:
+                self.void(self.groups[group], index)
         self._expire_replica()
 
     def _expire_replica(self) -> None:
@@ -280,7 +295,9 @@ class Core:
         """The nearest time at which something happens by itself."""
         times = [held.lease_end for held in self.groups.values() if held.state == "open"]
         times += [held.deadline for held in self.groups.values() if held.state == "open"]
-        times += [p.deadline for held in self.groups.values() for p in held.pieces.values() if p.taken]
+        pieces = [piece for held in self.groups.values() for piece in held.pieces.values()]
+        times += [piece.deadline for piece in pieces if piece.taken] + [piece.since for piece in pieces if piece.waits]
+        times += [environment.probe_at for environment in self.environments.values() if environment.broken is not None]
         times += [member.due for member in self.members.values()]
         return min((time for time in times if time > self.now), default=None)
 
@@ -305,6 +322,7 @@ class Core:
         for group in new.values():
             worst = worst_case_bytes(1, group.prompt_token_ids.size, group.sampling.max_new_tokens)
             self.groups[group.id] = Held(group, worst, validation if group.lane == "validation" else 0)
+            self.environments.setdefault(group.env_name, EnvironmentModel())
             if group.lane == "train":
                 self.enqueued = max(self.enqueued, group.order)
         return len(new)

@@ -16,13 +16,15 @@ HOLDING = ("scoring", "ready", "reserved", "trained", "evaluated")
 
 @dataclasses.dataclass
 class Piece:
-    """A pushed trajectory. It waits for a scorer since `since`, is with one until `deadline`, or has its `reward`."""
+    """A pushed trajectory. It waits and may be taken from `since` on, is with a scorer until `deadline`, or has its `reward`."""
 
     trajectory: Trajectory
     size: int  # bytes
     since: int
     latency: int  # from lease to push
     attempts: int = 0
+    alone: bool = False  # its environment died with it
+    scored_at_failure: int | None = None  # how many others had been scored when it first failed
     token: str | None = None
     deadline: int = 0
     reward: float | None = None
@@ -121,6 +123,26 @@ class Held:
         if self.state == "open":
             return self.worst * self.count
         return sum(piece.size for piece in self.pieces.values()) if self.state in HOLDING else 0
+
+
+@dataclasses.dataclass
+class EnvironmentModel:
+    """An environment: its results, and its breaker, which is open if it is `broken` (since when)."""
+
+    results: int = 0
+    scored: int = 0
+    not_started: int = 0
+    failing: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)  # by the number of the result
+    sent_alone: tuple[str, int] | None = None
+    since: int | None = None
+    broken: int | None = None
+    kind: str = ""
+    probes: int = 0
+    probe_at: int = 0
+    group: str | None = None  # leased to be the probe
+
+    def close(self) -> None:
+        self.broken, self.kind, self.results, self.not_started, self.probes, self.group = None, "", 0, 0, 0, None
 
 
 @dataclasses.dataclass

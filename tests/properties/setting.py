@@ -6,7 +6,7 @@ import dataclasses
 
 import hypothesis.strategies as st
 
-from headrace.replay import Limits
+from headrace.replay import EnvironmentLimits, Limits
 from headrace.replay.trainer import worst_case_bytes
 
 LEASE_S, SCORING_S, DEADLINE_S, DEAD_S = 10.0, 15.0, 25.0, 20.0
@@ -29,6 +29,9 @@ class Setting:
     filter: bool = False
     max_scored: int = 0
     redundant: int = 0
+    environments: int = 1
+    share: float = 0.5
+    give_up: float | None = None
 
     def limits(self) -> Limits:
         worst = worst_case_bytes(self.n + self.redundant, PROMPT_TOKENS, NEW_TOKENS)
@@ -51,6 +54,7 @@ class Setting:
             reward_max=1.0,
             max_scored_per_step=self.max_scored,
             retain_steps=self.retain,
+            environments={"math": EnvironmentLimits(self.share, self.give_up)},
         )
 
 
@@ -68,4 +72,7 @@ settings_of_runs = st.builds(
     filter=st.booleans(),
     max_scored=st.sampled_from([0, 0, 2, 4]),
     redundant=st.sampled_from([0, 0, 1, 2]),
+    environments=st.sampled_from([1, 2]),
+    share=st.sampled_from([0.5, 0.5, 0.2]),
+    give_up=st.sampled_from([None, 30.0]),
 )

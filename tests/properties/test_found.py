@@ -82,8 +82,9 @@ async def test_law_4_a_taking_to_score_that_arrives_again_late_gives_other_token
     await verified_replica(world)
     (lease,) = await world.call("lease", "replica", 1)
     await world.call("push_many", [(lease, make_trajectory(lease, index)) for index in range(2)])
-    jobs = await world.call("take_scoring", "scorer", 2)
+    jobs = await world.call("take_scoring", "scorer", {"math": 2})
     await world.call("score_many", [(job, Score("FAILED", message="no")) for job in jobs])
+    await world.pass_time(1000)
     late = await world.deliver_again(1)
     assert {job.token for job in late}.isdisjoint({job.token for job in jobs})
 
@@ -149,7 +150,7 @@ async def test_law_3_a_batch_whose_scores_end_a_group_answers_what_else_it_bring
     await verified_replica(world)
     (lease,) = await world.call("lease", "replica", 1)
     await world.call("push_many", [(lease, make_trajectory(lease, index)) for index in range(2)])
-    jobs = await world.call("take_scoring", "scorer", 2)
+    jobs = await world.call("take_scoring", "scorer", {"math": 2})
     scores = [Score("SCORED", 1.0), Score("FAILED", message="no")]
     none, lost = await world.call("score_many", list(zip(jobs, scores, strict=True)))
     assert none is None
@@ -167,7 +168,7 @@ async def test_law_4_a_score_that_comes_again_is_known_though_the_same_batch_end
     await verified_replica(world)
     (lease,) = await world.call("lease", "replica", 1)
     await world.call("push_many", [(lease, make_trajectory(lease, index)) for index in range(2)])
-    first, last = await world.call("take_scoring", "scorer", 2)
+    first, last = await world.call("take_scoring", "scorer", {"math": 2})
     await world.call("score_many", [(first, Score("SCORED", 1.0))])
     said = [(first, Score("TIMED_OUT", message="no")), (last, Score("SCORED", 1.0))]
     assert await world.call("score_many", said) == [None, None]

@@ -23,7 +23,7 @@ class TrainerRules(Caller):
         # a trainer takes up prompts where the buffer says it stands
         first = max(0, self.model.enqueued + 1 - overlap)
         for order in range(len(self.made), first + count):
-            self.made.append(make_group(order, n=self.setting.n))
+            self.made.append(make_group(order, n=self.setting.n, env_name=self.env_name(order)))
         self.call("enqueue", self.made[first : first + count], self.timeline(late), False, how=how)
 
     @rule(
@@ -37,7 +37,8 @@ class TrainerRules(Caller):
         if new or not self.validation:
             for _ in range(count):
                 order = len(self.validation)
-                self.validation.append(make_group(order, n=self.setting.n, lane="validation"))
+                env_name = self.env_name(order)
+                self.validation.append(make_group(order, n=self.setting.n, lane="validation", env_name=env_name))
         version = max(0, self.model.validation + version)
         self.call("enqueue", self.validation[-count:], self.timeline(late), False, version, how=how)
 

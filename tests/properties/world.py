@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.replay import Ended, Epoch, Limits, ReplayClient, Reservation, RunState
+from headrace.replay import Ended, EnvironmentState, Epoch, Limits, ReplayClient, Reservation, RunState
 from headrace.replay.bias import MOMENTS, QUANTITIES, Moment, TrajectoryMeter
 from headrace.replay.connection import BufferConnection, open_redis
 from tests.properties.clock import CLOCK, MEMORY, START_MS
@@ -31,7 +31,7 @@ IDEMPOTENT = {
     *("enqueue", "close", "commit", "rewind", "restore", "refilled", "drop_validation"),
     *("open_epoch", "acknowledge", "begin_epoch", "verify", "refuse", "end_epoch", "register", "deregister"),
     *("make_room", "push_many", "save_many", "release", "reject", "abandon", "reject_step"),
-    *("score_many", "release_scoring"),
+    *("score_many", "renew_scoring", "release_scoring"),
 }
 
 
@@ -225,8 +225,8 @@ class World:
         """The run as a whole, and these groups."""
         model, client = self.model, self.client
         # at once: what it costs is to wait for the server
-        stats, replicas, meters, *held = await asyncio.gather(
-            client.stats(), client.replicas(), client.bias(), *map(client.group, groups)
+        stats, replicas, environments, meters, *held = await asyncio.gather(
+            client.stats(), client.replicas(), client.environments(), client.bias(), *map(client.group, groups)
         )
         counts = stats["counts"]
         assert _plain(msgspec.convert(stats | {"counts": counts["train"]}, RunState)) == model.state()
@@ -239,6 +239,9 @@ class World:
         pieces = [piece for held in model.groups.values() for piece in held.pieces.values()]
         waiting = sum(piece.waits for piece in pieces), sum(piece.taken for piece in pieces)
         assert (stats["scoring"]["waiting"], stats["scoring"]["taken"]) == waiting
+        for seen_environment in environments:
+            self._compare_environment(seen_environment)
+        assert [environment.name for environment in environments] == sorted(model.environments)
         seen = {r.id: (r.state, r.version, r.leases) for r in replicas}
         assert seen == {replica: self._replica(replica) for replica in model.members}
         self._compare_meters(meters)
@@ -256,6 +259,16 @@ class World:
                     (metered.squares, sum(value * value for value in values)),
                 ):
                     assert math.isclose(one, other, abs_tol=1e-9), (moment, quantity)
+
+    def _compare_environment(self, seen: EnvironmentState) -> None:
+        held, model = self.model.environment(seen.name), self.model
+        waiting = model.waiting(seen.name).values()
+        counts = (len(waiting), sum(piece.alone for piece in waiting), len(model.taken(seen.name)), len(held.failing))
+        assert (seen.waiting, seen.alone, seen.taken, seen.failing) == counts, seen
+        assert (seen.broken, seen.kind, seen.probes) == (held.broken is not None, held.kind, held.probes), seen
+        if held.broken is not None:
+            assert seen.broken_s == (model.now - held.broken) / 1000
+            assert seen.probe_in_s == max(0, held.probe_at - model.now) / 1000
 
     def _replica(self, replica: str) -> tuple[str, int, int]:
         model = self.model

@@ -1,6 +1,6 @@
 -- What is due: every call that writes first ends the leases, scoring tokens and replicas whose time has passed, so that
 -- correctness needs no janitor (law 6). The run's `due` is a lower bound of the next deadline: most calls stop there.
--- uses: _group, _run
+-- uses: _group, _run, _scoring
 
 -- Deadlines of a kind that are looked at in one call, and groups of a lost replica: bounds its time; the next call goes on.
 local SWEEP = 64
@@ -19,7 +19,8 @@ local function expire_leases(run)
     if group.replica == '' then
       requeue(run, group, 'deadline', false, 'not finished within the deadline, and no replica to go on with it')
     elseif run.now >= group.deadline then
-      requeue(run, group, 'deadline', true, 'not finished within the deadline by replica ' .. group.replica)
+      local counted = not is_broken(run, environment_of(run, group))
+      requeue(run, group, 'deadline', counted, 'not finished within the deadline by replica ' .. group.replica)
     else
       pass_on(run, group, 'lease', true, 'lease not renewed by replica ' .. group.replica)
     end
@@ -27,18 +28,15 @@ local function expire_leases(run)
   return #ids
 end
 
+-- A scorer has not renewed what it held: it is silent, which is no fault of the trajectories nor of their environment.
 local function expire_scoring(run)
-  local members = due(run, 'taken')
-  for _, member in ipairs(members) do
-    -- an earlier one of this sweep may have failed the group
-    if redis.call('ZSCORE', run.base .. 'taken', member) then
-      local id, index = split_member(member)
-      local group = load_group(run, id)
-      local attempts = tonumber(string.match(redis.call('HGET', group.key, 'w' .. index), '^%d+'))
-      retry_scoring(run, group, index, attempts, 'no answer from the scorer within its deadline')
-    end
+  local most = 0
+  for _, env in ipairs(environments_of(run)) do
+    local members = due(run, 'taken:' .. env)
+    for _, member in ipairs(members) do void_token(run, env, member) end
+    most = math.max(most, #members)
   end
-  return #members
+  return most
 end
 
 -- Pass on what a replica holds, `LOST` groups at most; true when nothing is left.
@@ -75,7 +73,9 @@ local function expire(run)
   run.backlog = most >= SWEEP
   run.due = run.backlog and run.now or 1e15
   if run.backlog then return end
-  for _, what in ipairs({'leases', 'taken', 'replicas'}) do
+  local kinds = {'leases', 'replicas'}
+  for _, env in ipairs(environments_of(run)) do kinds[#kinds + 1] = 'taken:' .. env end
+  for _, what in ipairs(kinds) do
     local first = redis.call('ZRANGE', run.base .. what, 0, 0, 'WITHSCORES')
     if first[2] then due_at(run, tonumber(first[2])) end
   end

@@ -1,16 +1,16 @@
 -- Groups: their hash, and the moves that several transitions share.
 --
--- Fields of g:<id>: state, lane, order, n, record (nonce), worst (bytes n trajectories may grow to), attempt (leases so far), failures,
+-- Fields of g:<id>: state, lane, order, env (the environment that scores it), n, record (nonce), worst (bytes n trajectories may grow to), attempt (leases so far), failures,
 -- ticket, token, replica, deadline (ms, absolute), pushed, scored, oldest, newest (versions), actual and held (bytes pushed,
 -- bytes accounted), step, reason; count (trajectories this attempt starts: n, and in the train lane the run's `redundant` beyond) and
 -- dropped (those of them that failed for good). For each trajectory i: p<i> = `<nonce> <length> <oldest> <newest> <ms from lease to push>`, w<i> =
--- `<scoring attempts> <token>` (no token: nobody has it), r<i> = reward; x<i> = why it was dropped,
+-- `<scoring attempts> <token>` (no token: nobody has it), f<i> (see _scoring.lua), r<i> = reward; x<i> = why it was dropped,
 -- q<i> = `<nonce> <length> <oldest> <newest>` of what is saved of it unfinished (`saves`: how many there are).
 --
 -- The first n that are scored are the group (law 3); which indices they have is for chance to say, so that readers go by p<i>.
 -- uses: _args, _fields, _meter, _run
 
-local TEXTS = {'state', 'lane', 'record', 'token', 'replica', 'reason'}
+local TEXTS = {'state', 'lane', 'record', 'env', 'token', 'replica', 'reason'}
 local WHOLES = {
   'order', 'n', 'worst', 'attempt', 'failures', 'ticket', 'deadline', 'pushed', 'scored', 'oldest', 'newest', 'held', 'step', 'lost',
   'count', 'dropped', 'actual', 'saves',
@@ -61,7 +61,30 @@ local function hold(run, group, bytes)
   group.held = bytes
 end
 
--- Places with the scorer (`unscored`, `taken`) are `<id>:<index>`.
+-- `env_name` of a group's record, whose binary fields cmsgpack can't read: msgpack text of fewer than 32 or 256 bytes behind its name. Before
+-- it come only the group's id and task.
+local function recorded_environment(record)
+  local _, at = string.find(record, '\168env_name', 1, true)
+  local kind, length = string.byte(record, at + 1, at + 2)
+  if kind == 217 then return string.sub(record, at + 3, at + 2 + length) end
+  return string.sub(record, at + 2, at + 1 + kind - 160)
+end
+
+-- The environment that scores the group. What an earlier build enqueued has it in its record only.
+local function environment_of(run, group)
+  if not group.env then
+    group.env = recorded_environment(redis.call('GET', run.base .. 'd:' .. redis.call('HGET', group.key, 'record')))
+    redis.call('HSET', group.key, 'env', group.env)
+    redis.call('SADD', run.base .. 'environments', group.env)
+  end
+  return group.env
+end
+
+-- Where trajectories are with the scorer, each as `<id>:<index>` (_scoring.lua).
+local function place_of(run, place, env)
+  return run.base .. place .. ':' .. env
+end
+
 local function split_member(member)
   return string.match(member, '^(.+):(%d+)$')
 end
@@ -89,10 +112,11 @@ local function take_out(run, group, keys, indices)
     members[#members + 1] = group.id .. ':' .. index
     fields[#fields + 1] = 'p' .. index
     fields[#fields + 1] = 'w' .. index
+    fields[#fields + 1] = 'f' .. index
     fields[#fields + 1] = 'r' .. index
   end
-  redis.call('ZREM', run.base .. 'unscored', unpack(members))
-  redis.call('ZREM', run.base .. 'taken', unpack(members))
+  local env = environment_of(run, group)
+  for _, place in ipairs({'unscored', 'alone', 'taken'}) do redis.call('ZREM', place_of(run, place, env), unpack(members)) end
   redis.call('HDEL', group.key, unpack(fields))
 end
 
@@ -247,30 +271,6 @@ local function drop(run, group, index, reason)
   end
   event(run, 'dropped', 'group', group.id, 'index', index, 'reason', words(reason))
   return nil
-end
-
--- The trajectory waits for a scorer again, without a token; it is dropped once its attempts are used up (law 7).
-local function retry_scoring(run, group, index, attempts, message)
-  local member = group.id .. ':' .. index
-  if attempts >= run.max_scoring_attempts then
-    return drop(run, group, index, 'scoring failed ' .. attempts .. ' times: ' .. message)
-  end
-  redis.call('ZREM', run.base .. 'taken', member)
-  redis.call('HSET', group.key, 'w' .. index, attempts .. ' ')
-  redis.call('ZADD', run.base .. 'unscored', run.now, member)
-  wake(run, 'scoring')
-  return nil
-end
-
--- The scorer's token is void; the trajectory waits again, at no cost.
-local function void_token(run, member)
-  local id, index = split_member(member)
-  local key = group_key(run, id)
-  local attempts = tonumber(string.match(redis.call('HGET', key, 'w' .. index), '^%d+'))
-  redis.call('HSET', key, 'w' .. index, (attempts - 1) .. ' ')
-  redis.call('ZREM', run.base .. 'taken', member)
-  redis.call('ZADD', run.base .. 'unscored', run.now, member)
-  wake(run, 'scoring')
 end
 
 -- ids of a step, one a line

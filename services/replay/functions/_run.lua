@@ -9,8 +9,7 @@
 --   ready       zset    those of `line` that are ready, by ticket
 --   leases      zset    open groups by the time the lease ends, or the group's deadline where it has none
 --   orphans     zset    open groups whose lease was lost, by ticket: the next leases
---   unscored    zset    trajectories waiting for a scorer (`<id>:<index>`) by time of push
---   taken       zset    trajectories with a scorer by deadline
+--   environments, broken, env:<name>, and the places `unscored:<name>`, `alone:<name>`, `taken:<name>`, `failing:<name>`: see _scoring.lua
 --   steps       hash    step -> ids of reserved, retained, or kept by a rewind for it (one a line, in ticket order)
 --   timelines   list    `<timeline> <version it began at>`: what the weights descend from, oldest first
 --   trash       list    groups trained for good whose payloads are still to be freed
@@ -54,7 +53,7 @@ end
 
 -- A gap between two calls that is longer than this, and than half of what a replica may be silent for, is no time of the run. A shorter one
 -- is an ordinary pause: the replay service calls every second.
-local LONGEST_PAUSE_MS = 5000
+local LONGEST_GAP_MS = 5000
 -- How often the clock is written down.
 local TICK_MS = 1000
 
@@ -64,7 +63,7 @@ local TICK_MS = 1000
 local function tell_time(run)
   local clock = server_ms()
   local gap = clock - (run.clock or clock)
-  local longest = math.max(LONGEST_PAUSE_MS, math.min(run.lease_ms, run.replica_dead_ms) / 2)
+  local longest = math.max(LONGEST_GAP_MS, math.min(run.lease_ms, run.replica_dead_ms) / 2)
   run.offset, run.full = run.offset or 0, run.full or 0
   if gap < 0 or gap > longest or run.full > 0 then run.offset = run.offset - gap end
   run.now = clock + run.offset

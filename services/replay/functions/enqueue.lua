@@ -1,6 +1,6 @@
 -- enqueue: groups come into the queue of their lane; those already taken change nothing (law 1: no prompt twice).
 -- KEYS     the run
--- ARGV     timeline, incarnation, refill (take orders at or below the watermark), validation (version that the validation groups evaluate), groups: of each id, lane, order, n, worst (bytes that n
+-- ARGV     timeline, incarnation, refill (take orders at or below the watermark), validation (version that the validation groups evaluate), groups: of each id, lane, order, env, n, worst (bytes that n
 --          trajectories may grow to), nonce; then for each its record (msgpack; kept at d:<nonce>)
 -- Returns  how many were new. A train group is new if its order is past the watermark `enqueued` (any order while the run wants a refill) and
 --          not in `ended`, and its id unknown; a validation group if its id is unknown and its
@@ -18,8 +18,8 @@ local LANE = one_of({'train', 'validation'})
 local function parse(run, given, validation, record)
   local group = {
     validation = validation,
-    id = name(given.id, 'id'), lane = LANE(given.lane, 'lane'), order = natural(given.order, 'order'), n = positive(given.n, 'n'),
-    worst = natural(given.worst, 'worst'), nonce = name(given.nonce, 'nonce'), record = record,
+    id = name(given.id, 'id'), lane = LANE(given.lane, 'lane'), order = natural(given.order, 'order'), env = name(given.env, 'env'),
+    n = positive(given.n, 'n'), worst = natural(given.worst, 'worst'), nonce = name(given.nonce, 'nonce'), record = record,
   }
   -- tokens and members are made of it
   if #group.id > 200 then refuse('HR_INVALID', 'group id ' .. show(group.id) .. ' is longer than 200') end
@@ -47,7 +47,7 @@ end
 
 local function add(run, group)
   redis.call('SET', run.base .. 'd:' .. group.nonce, group.record)
-  redis.call('HSET', group.key, 'state', 'queued', 'lane', group.lane, 'order', group.order, 'n', group.n,
+  redis.call('HSET', group.key, 'state', 'queued', 'lane', group.lane, 'order', group.order, 'env', group.env, 'n', group.n,
     'record', group.nonce, 'worst', group.worst, 'attempt', 0, 'failures', 0, 'token', '', 'held', 0, 'pushed', 0,
     'scored', 0, 'actual', 0)
   redis.call('ZADD', queue_of(run, group.lane), group.order, group.id)
@@ -89,9 +89,11 @@ register('hr_enqueue', {
   end
   require_no_gap(run, new)
   for _, group in ipairs(new) do check_new(run, group) end
-  local enqueued = run.enqueued
+  local enqueued, environments = run.enqueued, {}
   for _, group in ipairs(new) do
     add(run, group)
+    if not environments[group.env] then redis.call('SADD', run.base .. 'environments', group.env) end
+    environments[group.env] = true
     if group.lane == 'train' then enqueued = math.max(enqueued, group.order) end
   end
   if enqueued ~= run.enqueued then set(run, 'enqueued', enqueued) end

@@ -22,7 +22,9 @@
 --
 -- Memory: a lease counts its group's worst case until it is complete. Past the bound leases wait, unless nothing is held at all
 -- (a single group over the bound must not stop the run). Payloads of steps that were trained but not committed go first.
--- uses: _args, _fields, _fleet, _group, _memory, _meter, _register, _run
+--
+-- Leasing stops at the first group whose environment is broken, in order (law 5): the others wait behind it.
+-- uses: _args, _fields, _fleet, _group, _memory, _meter, _register, _run, _scoring
 
 local function fits(run, worst)
   while true do
@@ -152,14 +154,16 @@ local function hand_on(run, most, replica, nonce, leases)
   return #ids
 end
 
-local QUEUED = {'state', 'lane', 'record', 'n', 'worst', 'attempt', 'held'}
+local QUEUED = {'state', 'lane', 'record', 'env', 'n', 'worst', 'attempt', 'held'}
 
 local function lease_from(run, lane, most, replica, version, nonce, leases)
-  local granted = 0
+  local granted, any_broken = 0, redis.call('EXISTS', run.base .. 'broken') == 1
   for _, id in ipairs(most > 0 and redis.call('ZRANGE', queue_of(run, lane), 0, most - 1) or {}) do
     local group = load_group(run, id, QUEUED)
     local count, worst = extent(run, group)
-    if not fits(run, worst) then break end
+    local env = any_broken and environment_of(run, group)
+    if env and not may_generate(run, env) or not fits(run, worst) then break end
+    if env and is_broken(run, env) then redis.call('HSET', environment_key(run, env), 'group', id) end
     granted = granted + 1
     leases[#leases + 1] = grant(run, group, replica, version, nonce, count, worst)
   end

@@ -3,13 +3,19 @@
 -- ARGV     none
 -- Returns  msgpack: the run's state, refusals by code, requeues by cause, bytes, full (see _memory.lua), ages of the last batch, the scoring line, leases,
 --          the newest dead letters, groups ready out of the next P in line
--- uses: _args, _group, _register
+-- uses: _args, _group, _register, _scoring
 local function scoring_line(run)
-  local first = redis.call('ZRANGE', run.base .. 'unscored', 0, 0, 'WITHSCORES')
-  return {
-    waiting = redis.call('ZCARD', run.base .. 'unscored'), taken = redis.call('ZCARD', run.base .. 'taken'),
-    oldest_s = first[2] and (run.now - first[2]) / 1000 or 0,
-  }
+  local line, oldest = {waiting = 0, taken = 0}, run.now
+  for _, env in ipairs(environments_of(run)) do
+    for _, place in ipairs({'unscored', 'alone'}) do
+      local first = redis.call('ZRANGE', place_of(run, place, env), 0, 0, 'WITHSCORES')
+      oldest = math.min(oldest, tonumber(first[2] or run.now))
+      line.waiting = line.waiting + redis.call('ZCARD', place_of(run, place, env))
+    end
+    line.taken = line.taken + redis.call('ZCARD', place_of(run, 'taken', env))
+  end
+  line.oldest_s = (run.now - oldest) / 1000
+  return line
 end
 
 local function newest_failed(run)

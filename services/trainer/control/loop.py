@@ -14,7 +14,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal, TypeVar
 
 from headrace.config import Config
-from headrace.errors import Fenced, InvalidCall, ReplayUnavailable, SamplingStarved, ServiceError
+from headrace.errors import (
+    EnvironmentBroken,
+    Fenced,
+    InvalidCall,
+    ReplayUnavailable,
+    SamplingStarved,
+    ServiceError,
+)
 from headrace.replay import End, Replica, Reservation, Waiting
 from headrace.replay.calls import BATCH
 from headrace.trajectory import Float32, Int32
@@ -191,6 +198,10 @@ class Loop:
     async def _reserve(self) -> Reservation | Waiting | End:
         try:
             return await self._call(lambda: self._replay.reserve(self._version, self._timeline))
+        except EnvironmentBroken as error:
+            raise ServiceError(
+                f"step {self._version}: {error}; repair the environment, and start the run again: it goes on where it stopped"
+            ) from error
         except SamplingStarved as error:
             algorithm = self._config.algorithm
             key = f"{algorithm.name}.dynamic_sampling_max_gen_batches"

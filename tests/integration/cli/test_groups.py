@@ -25,7 +25,7 @@ async def fill(replay: ReplayClient) -> None:
     await enqueue(replay, range(3))
     one, two = await replay.lease(await healthy_replica(replay), 2)
     await replay.push(one, make_trajectory(one, 0))
-    (job,) = await replay.take_scoring("scorer", 1)
+    (job,) = await replay.take_scoring("scorer", {"math": 1})
     await replay.score(job, Score("SCORED", 0.25, environment="math", build="7"))
     await replay.push(one, make_trajectory(one, 1))
     await replay.reject(two, "its prompt is too long")

@@ -90,7 +90,7 @@ async def test_each_role_does_its_whole_job_with_its_own_user(opened: EmbeddedSe
 
         await replay.release_scoring()
         await replay.wait_scoring(0.01)
-        while jobs := await replay.take_scoring("scorer", 64):
+        while jobs := await replay.take_scoring("scorer", {"math": 64}):
             assert not any(
                 await replay.score_many([(job, Score("SCORED", 1.0 + job.trajectory.index)) for job in jobs])
             )
