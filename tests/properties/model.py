@@ -208,12 +208,19 @@ class Core:
     def longest_gap(self) -> float:
         return max(LONGEST_GAP_MS, 500 * min(self.limits.lease_s, self.limits.replica_dead_s))
 
-    def tell_time(self) -> None:
-        """Run time goes on with the server's clock, but not back, nor over a gap that nobody can have called in, nor while it is full."""
+    @property
+    def stands(self) -> bool:
         gap = self.clock - self.written
-        stands = gap < 0 or gap > self.longest_gap or self.full > 0
-        self.now = self.written_now + (0 if stands else gap)
-        if stands or gap >= TICK_MS:
+        return gap < 0 or gap > self.longest_gap or self.full > 0
+
+    @property
+    def present(self) -> int:
+        """Run time goes on with the server's clock, but not back, nor over a gap that nobody can have called in, nor while it is full."""
+        return self.written_now + (0 if self.stands else self.clock - self.written)
+
+    def tell_time(self) -> None:
+        self.now, stands = self.present, self.stands
+        if stands or self.clock - self.written >= TICK_MS:
             self.written, self.written_now = self.clock, self.now
 
     def make_room(self, refused: int = 0, sheds: bool = True, *, seen: object) -> int:
@@ -222,7 +229,9 @@ class Core:
         if not refused:
             return 0
         lacks = refused - self.left
-        self.full = refused if lacks > 0 else 0
+        if self.full != (full := refused if lacks > 0 else 0):
+            self.full = full
+            self.written, self.written_now = self.clock, self.now
         if lacks > 0 and not self.evict() and sheds:
             self.shed(lacks)
         return self.full

@@ -37,7 +37,7 @@ async def go_on(world: World, lease: Lease) -> None:
     reply = await world.call("heartbeat", "replica", [lease.token])
     assert (reply.state, reply.lost) == ("HEALTHY", ())
     assert await world.call("push_many", [(lease, make_trajectory(lease, 0))]) == [None]
-    (job,) = await world.call("take_scoring", "scorer", 2)
+    (job,) = await world.call("take_scoring", "scorer", {"math": 2})
     assert job.group.id == lease.group.id
 
 

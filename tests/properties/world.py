@@ -267,8 +267,8 @@ class World:
         assert (seen.waiting, seen.alone, seen.taken, seen.failing) == counts, seen
         assert (seen.broken, seen.kind, seen.probes) == (held.broken is not None, held.kind, held.probes), seen
         if held.broken is not None:
-            assert seen.broken_s == (model.now - held.broken) / 1000
-            assert seen.probe_in_s == max(0, held.probe_at - model.now) / 1000
+            assert seen.broken_s == (model.present - held.broken) / 1000
+            assert seen.probe_in_s == max(0, held.probe_at - model.present) / 1000
 
     def _replica(self, replica: str) -> tuple[str, int, int]:
         model = self.model

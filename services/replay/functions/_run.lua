@@ -61,13 +61,19 @@ local TICK_MS = 1000
 -- with another clock took over; the clock was set) and while the server is at its limit of memory: nobody's deadline runs out meanwhile.
 -- Deadlines are written in run time and never rewritten. `clock` is what the server's clock said when it was last written down.
 local function tell_time(run)
-  local clock = server_ms()
-  local gap = clock - (run.clock or clock)
+  run.read = server_ms()
+  local gap = run.read - (run.clock or run.read)
   local longest = math.max(LONGEST_GAP_MS, math.min(run.lease_ms, run.replica_dead_ms) / 2)
+  local stands = gap < 0 or gap > longest or (run.full or 0) > 0
   run.offset, run.full = run.offset or 0, run.full or 0
-  if gap < 0 or gap > longest or run.full > 0 then run.offset = run.offset - gap end
-  run.now = clock + run.offset
-  if not run.clock or gap < 0 or gap > longest or gap >= TICK_MS or run.full > 0 then run.clock, run.ticked = clock, true end
+  if stands then run.offset = run.offset - gap end
+  run.now = run.read + run.offset
+  run.ticks = stands or not run.clock or gap >= TICK_MS
+end
+
+-- The clock is written down at the end of this call.
+local function tick(run)
+  run.ticks = true
 end
 
 local function run_key(keys)
@@ -143,7 +149,7 @@ local function flush(run)
     if delta ~= 0 then redis.call('HINCRBY', run.base .. 'counts', field, delta) end
   end
   if run.bytes_delta and run.bytes_delta ~= 0 then redis.call('HINCRBY', run.key, 'bytes', run.bytes_delta) end
-  if run.ticked then redis.call('HSET', run.key, 'clock', run.clock, 'offset', run.offset) end
+  if run.ticks then redis.call('HSET', run.key, 'clock', run.read, 'offset', run.offset) end
   if run.due ~= run.first_due then redis.call('HSET', run.key, 'due', run.due) end
   if run.tickets ~= run.first_ticket then redis.call('HSET', run.key, 'tickets', run.tickets) end
   for channel in pairs(run.waking) do redis.call('PUBLISH', run.key .. ':wake:' .. channel, '1') end

@@ -42,6 +42,7 @@ register('hr_make_room', {refused = natural, sheds = flag}, function(run, call)
   if lacks <= 0 then refused = 0 end
   if refused ~= run.full then
     set(run, 'full', refused)
+    tick(run)  -- time stands still from here, or goes on from here
     event(run, 'full', 'bytes', refused)
     wake(run, 'work')
   end

@@ -138,7 +138,7 @@ async def test_payloads_of_trained_steps_go_first_when_the_server_refuses_a_push
     await reserve(replay, 1)  # the trainer has trained step 0, and no checkpoint holds it yet
     await refit(replay, 1, [replica])
     (lease,) = await replay.lease(replica, 1)
-    await replay.redis.config_set("maxmemory", (await replay.redis.info("memory"))["used_memory"] - 2**21)
+    await replay.redis.config_set("maxmemory", (await replay.redis.info("memory"))["used_memory"] - 2**22)
     with pytest.raises(ReplayFull):
         await replay.push(lease, large(lease, 0, 2**20))
 
@@ -164,7 +164,7 @@ async def test_law_6_the_highest_tickets_go_back_uncharged_if_the_lowest_can_not
     for lease in others:
         await replay.push_many([(lease, large(lease, index, 2**22)) for index in range(2)])
     await score_all(replay)
-    await replay.redis.config_set("maxmemory", (await replay.redis.info("memory"))["used_memory"] - 2**21)
+    await replay.redis.config_set("maxmemory", (await replay.redis.info("memory"))["used_memory"] - 2**22)
     with pytest.raises(ReplayFull):
         await replay.push(lowest[0], large(lowest[0], 0, 2**21))
     assert isinstance(await replay.reserve(0, timeline), Waiting)
