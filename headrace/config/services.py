@@ -120,7 +120,7 @@ class TrainerConfig(Section):
     )
     validation_deadline_s: float = Field(300.0, gt=0, description="how long a refit waits for a running validation")
     collective_timeout_s: float = Field(
-        600.0,
+        1800.0,
         gt=0,
         description="a rank whose work makes no progress for this long ends, and names the rank that it waits for; with one rank, its "
         "/healthz turns red. More than fleet_deadline_s, weight_channel.timeout_s, a micro-batch, or writing a model to disk takes",

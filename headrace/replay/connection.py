@@ -169,7 +169,7 @@ def denial(error: BaseException, user: str | None = None) -> ReplayDenied | None
         if isinstance(cause, AuthenticationError | AuthorizationError):
             return ReplayDenied(
                 f"the Redis server refuses the login of user {user or 'default'!r} ({cause}); correct user and password in "
-                "replay.redis_url, or the server's ACL (`headrace acl` prints one)"
+                "replay.redis_url, or the server's ACL (`headrace acl` prints one); `--run RUN` finds the credentials of a run here"
             )
         if isinstance(cause, ssl.SSLCertVerificationError):
             return ReplayDenied(

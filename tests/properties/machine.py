@@ -123,6 +123,14 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
         if commits:
             self.commit(0, 0, "once")
 
+    @rule(which=st.lists(st.integers(0, 3), min_size=1, max_size=3), again=st.booleans(), how=deliveries)
+    def a_batch_is_given_back(self, which: list[int], again: bool, how: str) -> None:
+        """The trainer took it and found that it breaks a law. `again`: it then takes the step anew."""
+        self.some_steps(1, False)
+        self.reject_step(0, which, 0, 0, how)
+        if again:
+            self.a_round(1, "plain", True, "trained")
+
     @rule(
         groups=st.integers(1, 4),
         at=st.sampled_from(["leased", "begun", "begun", "pushed", "taken", "taken", "scored"]),
