@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import secrets
@@ -11,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import CodecError, InvalidCall, ReplayError, Unstaged
+from headrace.errors import CodecError, InvalidCall, ReplayError, Unstaged, WrongTimeline
 from headrace.replay.calls import BufferClient
 from headrace.replay.connection import refusal
 from headrace.replay.records import HeartbeatReply, Lease, unpack
@@ -33,8 +34,13 @@ _COLUMNS = ("group", "index", "token", "nonce", "bytes", "length", "oldest", "ne
 class RolloutClient(BufferClient):
     async def register(self, replica: str, info: Mapping[str, Any]) -> None:
         """Enter the fleet as STALE. `replica` is a nonce: one that has left or died never enters again. Raises `Fenced`."""
-        incarnation = (await self.state()).incarnation
-        await self._connection.call("register", msgspec.msgpack.encode(info), replica=replica, incarnation=incarnation)
+        packed, entered = msgspec.msgpack.encode(info), False
+        while not entered:
+            incarnation = (await self.state()).incarnation
+            with contextlib.suppress(WrongTimeline):  # a restore came in between
+                entered = bool(
+                    await self._connection.call("register", packed, replica=replica, incarnation=incarnation)
+                )
 
     async def deregister(self, replica: str) -> None:
         """Leave the fleet; the leases that it still holds are passed on at once, without costing an attempt."""
