@@ -47,12 +47,14 @@ _TRAINER = (
     "make_room rewind restore refilled enqueue close reserve reject commit masked publish_metrics evaluated drop_validation "
     "open_epoch begin_epoch end_epoch"
 )
+_OPERATOR = "retry"
 _ROLLOUT = "make_room register deregister heartbeat lease push save release abandon acknowledge verify refuse"
 
 ROLES = {
     "replay": Role(_names(_REPLAY), ("function|list", "function|load", "set", *_SWEEP)),
     "trainer": Role(_names(_TRAINER), _SWEEP),
     "rollout": Role(_names(_ROLLOUT), ("set",)),
+    "operator": Role(_names(_OPERATOR)),
     "reader": Role(),
 }
 

@@ -76,9 +76,9 @@ class RolloutRules(Caller):
         else:
             self.call("register", self.replica(which), {}, how=how)
 
-    @rule(which=some, how=deliveries)
-    def deregister(self, which: int, how: str) -> None:
-        self.call("deregister", self.replica(which), how=how)
+    @rule(which=some, died=st.booleans(), how=deliveries)
+    def deregister(self, which: int, died: bool, how: str) -> None:
+        self.call("deregister", self.replica(which), died, how=how)
 
     @rule(which=some, newest=st.integers(0, 4), how=deliveries)
     def heartbeat(self, which: int, newest: int, how: str) -> None:

@@ -10,8 +10,8 @@
 register('hr_refilled', {timeline = text}, function(run, call)
   require_timeline(run, call.timeline)
   if run.refill == 1 then
-    -- law 1: every prompt is held, or has come to its end
-    local known = 0
+    -- law 1: every prompt is held, wanted for a retry, or has come to its end
+    local known = redis.call('ZCARD', run.base .. 'wanted')
     for _, count in pairs(counts_of(run).train or {}) do known = known + count end
     if known <= run.enqueued then refuse('HR_STEP', run.enqueued + 1 - known .. ' prompts of the refill are missing; enqueue them again') end
     set(run, 'refill', 0)

@@ -14,6 +14,7 @@ register('hr_register', {replica = name, incarnation = text}, function(run, call
   end
   if state then return 1 end
   redis.call('HSET', replica_key(run, id), 'state', 'STALE', 'version', -1, 'timeline', run.timeline, 'info', args[2])
+  redis.call('HDEL', replica_key(run, id), 'together', 'cohort')
   see(run, id)
   event(run, 'replica', 'replica', id, 'state', 'STALE')
   wake(run, 'epoch')

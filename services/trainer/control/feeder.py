@@ -1,4 +1,5 @@
-"""Keeps the queue of training prompts filled ahead of the fleet, and closes it when no more will come.
+"""Keeps the queue of training prompts filled ahead of the fleet, closes it when no more will come, and supplies the prompts of failed
+groups that are retried.
 
 The buffer's server may lose writes without anybody noticing: each look compares where the run stands with what was done, and does
 again what is missing.
@@ -16,6 +17,7 @@ from headrace.config import Config
 from headrace.errors import WrongStep
 from headrace.replay import BufferRetry, ReplayClient, RunState
 from headrace_services.trainer.data import Prompts
+from headrace_services.trainer.telemetry.journal import Journal, retried
 
 log = logging.getLogger(__name__)
 
@@ -40,16 +42,24 @@ def next_orders(state: RunState, *, ahead: int, total: int, to_train: int) -> tu
 class Feeder:
     """Enqueues prompts in one task, without end: enqueue, wait for a second or for `wake`, look again.
 
-    Groups are made in another thread, because that tokenizes.
+    Groups are made in another thread, because that tokenizes. `retries` counts the lines of retries in the journal.
     """
 
     def __init__(
-        self, config: Config, replay: ReplayClient, retry: BufferRetry, timeline: str, prompts: Prompts
+        self,
+        config: Config,
+        replay: ReplayClient,
+        retry: BufferRetry,
+        timeline: str,
+        prompts: Prompts,
+        journal: Journal,
     ) -> None:
         self._replay = replay
         self._retry = retry
         self._timeline = timeline
         self._prompts = prompts
+        self._journal = journal
+        self.retries = len(retried(journal.read()))
         algorithm = config.algorithm
         self._ahead = algorithm.num_prompts_per_step * (algorithm.ahead_steps + 2)
         self._to_train = algorithm.num_prompts_per_step * algorithm.max_num_steps
@@ -93,6 +103,8 @@ class Feeder:
                 log.warning(
                     "the buffer's server lost writes: %d prompts are queued again", await self.refill(missing())
                 )
+            if state.wanted:
+                await self._supply(state.next_step)
             total = self._prompts.total
             orders, close = next_orders(state, ahead=self._ahead, total=total, to_train=self._to_train)
             try:
@@ -108,6 +120,14 @@ class Feeder:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_S):
                     await self._wake.wait()
+
+    async def _supply(self, step: int) -> None:
+        """Enqueue again the prompts of failed groups that are retried. The journal knows it first, should the buffer lose them."""
+        while orders := await self._retry(self._replay.wanted):
+            self._journal.append("retry", step, self._timeline, {}, orders)
+            self.retries += 1
+            await self._enqueue(orders, refill=True)
+            log.info("%d prompts whose groups had failed are queued again", len(orders))
 
     async def _enqueue(self, orders: Sequence[int], *, refill: bool) -> int:
         groups = await asyncio.to_thread(self._prompts.train, orders)

@@ -19,6 +19,7 @@ from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from headrace_services.trainer.control.feeder import Feeder
 from headrace_services.trainer.control.validation import Validation
+from headrace_services.trainer.telemetry.journal import JOURNAL, Journal
 from tests.support.buffer import eventually, generate, healthy_replica, make_group, nonce, reserve, rewind
 from tests.support.ports import free_port
 
@@ -28,12 +29,12 @@ class CutServer:
 
     def __init__(self, folder: Path, binary: str | None) -> None:
         self.server = EmbeddedServer(folder, "127.0.0.1", free_port(), "everysec", binary=binary)
-        self._folder = folder
+        self.folder = folder
         self._kept = 0
 
     @property
     def _file(self) -> Path:
-        (file,) = self._folder.rglob("*.incr.aof")
+        (file,) = self.folder.rglob("*.incr.aof")
         return file
 
     async def mark(self, replay: ReplayClient) -> None:
@@ -92,15 +93,15 @@ def marked(replay: ReplayClient, name: str, mark: Callable[[], Awaitable[None]])
     setattr(replay, name, call)
 
 
-def feeder_of(replay: ReplayClient, timeline: str, total: int) -> Feeder:
+def feeder_of(replay: ReplayClient, timeline: str, total: int, folder: Path) -> Feeder:
     config = Config.model_validate({"grpo": {"num_prompts_per_step": 2, "max_num_steps": 100}})
     retry = BufferRetry(first_pause_s=0.05, last_pause_s=0.05)
-    return Feeder(config, replay, retry, timeline, Prompts(total))  # type: ignore[arg-type]
+    return Feeder(config, replay, retry, timeline, Prompts(total), Journal(folder / JOURNAL))  # type: ignore[arg-type]
 
 
 @contextlib.asynccontextmanager
-async def feeding(replay: ReplayClient, timeline: str, total: int) -> AsyncIterator[Feeder]:
-    feeder = feeder_of(replay, timeline, total)
+async def feeding(replay: ReplayClient, timeline: str, total: int, folder: Path) -> AsyncIterator[Feeder]:
+    feeder = feeder_of(replay, timeline, total, folder)
     task = asyncio.create_task(feeder.run(lambda: range(total)))
     try:
         yield feeder
@@ -118,7 +119,7 @@ async def test_law_6_a_lost_close_is_made_good(cut: CutServer, replay: ReplayCli
     async def closed() -> bool:
         return (await replay.state()).closed
 
-    async with feeding(replay, timeline, 1):
+    async with feeding(replay, timeline, 1, cut.folder):
         await eventually(closed)
         assert await cut.lose() > 0
         await eventually(closed)
@@ -137,7 +138,7 @@ async def test_law_6_a_lost_end_of_a_refill_is_made_good(cut: CutServer, replay:
     async def complete() -> bool:
         return not (await replay.state()).refill
 
-    async with feeding(replay, timeline, 4) as feeder:
+    async with feeding(replay, timeline, 4, cut.folder) as feeder:
         await feeder.refill(range(4))
         assert await complete()
         assert await cut.lose() > 0
@@ -156,7 +157,7 @@ async def test_law_1_prompts_of_a_refill_that_were_lost_are_enqueued_again_befor
         assert await cut.lose() > 0
 
     marked(replay, "refilled", lose)
-    assert await feeder_of(replay, timeline, 4).refill(range(4)) == 8
+    assert await feeder_of(replay, timeline, 4, cut.folder).refill(range(4)) == 8
     state = await replay.state()
     assert (state.refill, state.counts["queued"]) == (False, 4)
 
