@@ -35,6 +35,12 @@ class ReplayUnavailable(ReplayError):
     code = "HR_UNAVAILABLE"
 
 
+class ReplayFull(ReplayUnavailable):
+    """The Redis server is at its `maxmemory` and refuses what would fill it further; time does not count until it takes it."""
+
+    code = "HR_FULL"
+
+
 class ReplayDenied(ReplayError):
     """The Redis server and this client don't accept each other (certificate, user, password, rights); retrying won't help."""
 
@@ -45,6 +51,12 @@ class InvalidCall(ReplayError):
     """The arguments are invalid (malformed record, unknown group, index out of range)."""
 
     code = "HR_INVALID"
+
+
+class Unstaged(InvalidCall):
+    """The payload that the call was to make visible is gone: its time ran out, or the server lost it."""
+
+    code = "HR_UNSTAGED"
 
 
 class Fenced(ReplayError):

@@ -191,6 +191,9 @@ class Trajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 
 Status = Literal["SCORED", "FAILED", "TIMED_OUT", "INVALID", "NOT_STARTED", "INTERRUPTED", "UNSENDABLE"]
 
+# What a score may take in the buffer, encoded (score.lua); leases reserve it.
+SCORE_BYTES = 8192
+
 
 class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
     """An environment's result for one trajectory. Law 7: only `SCORED` carries a reward; a failure is never a number.
@@ -214,8 +217,20 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
             raise CodecError(f"score: reward {self.reward} or a component of {self.components} is not finite")
 
     def encode(self) -> bytes:
-        """Raises `CodecError` for what msgpack can't carry."""
-        return _SCORE.encode(self)
+        """Raises `CodecError` for what msgpack can't carry, and for more than `SCORE_BYTES`."""
+        record = _SCORE.encode(self)
+        if len(record) > SCORE_BYTES:
+            raise CodecError(
+                f"score: {len(record)} bytes; with metadata, components and message it has at most {SCORE_BYTES}"
+            )
+        return record
+
+    def fitted(self) -> Score:
+        """The score as it is, or with a note in place of metadata that are too large, and with 2,000 characters of its message."""
+        if len(_SCORE.encode(self)) <= SCORE_BYTES:
+            return self
+        note = f"the environment's metadata was left out: a score has at most {SCORE_BYTES} bytes"
+        return msgspec.structs.replace(self, metadata={"headrace": note}, message=self.message[:2000])
 
     @classmethod
     def decode(cls, data: bytes) -> Score:

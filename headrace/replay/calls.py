@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ class BufferClient:
         self._incarnation: str | None = None
         self._reads, self._writes = asyncio.Semaphore(READS), asyncio.Semaphore(WRITES)
         self._epoch: Epoch | None = None  # the newest that a heartbeat brought
+        self._numbers = itertools.count(1)  # of calls that change nothing when they arrive again, however late
 
     async def aclose(self) -> None:
         await self._wakeups.aclose()
@@ -81,6 +83,12 @@ class BufferClient:
     ) -> list[R]:
         """`write` of all payloads, so that one batch is encoded while the server works on another. `size` of an item in bytes."""
         return await _each(write, of_bounded_size(items, size), self._writes)
+
+    async def make_room(self, refused: int = 0, sheds: bool = True) -> int:
+        """Look after the buffer, once a second: its time goes on, what is due ends, and if its server is at its limit of memory, room
+        is made. `refused`: the bytes that it did not take of the caller; `sheds`: groups may be sent back. Returns the
+        bytes that were refused and still don't fit, 0 if there are none."""
+        return int(await self._connection.call("make_room", refused=refused, sheds=sheds))
 
     async def _until_done(self, function: str, **arguments: Any) -> None:
         """Call a function that does a bounded part of its work per call and returns how much is left, until nothing is."""

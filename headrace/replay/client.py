@@ -104,7 +104,8 @@ class ReplayClient(TrainerClient, RolloutClient, ScoringClient, InspectionClient
                 for name, env in limits.environments.items()
             },
         )
-        await self._connection.command("SET", CURRENT_RUN, self.run_id)
+        if await self._connection.command("GET", CURRENT_RUN) != self.run_id.encode():
+            await self._connection.command("SET", CURRENT_RUN, self.run_id)
         await self._sweep_old_incarnations()
         return self._note(reply)
 

@@ -47,9 +47,11 @@ from headrace.errors import (
     NotVerified,
     ReplayDenied,
     ReplayError,
+    ReplayFull,
     ReplayUnavailable,
     SamplingStarved,
     Surplus,
+    Unstaged,
     WrongStep,
     WrongTimeline,
 )
@@ -77,6 +79,7 @@ _BY_CODE = {
         Fenced,
         LeaseLost,
         Surplus,
+        Unstaged,
         WrongTimeline,
         WrongStep,
         SamplingStarved,
@@ -301,6 +304,7 @@ class BufferConnection:
             with keeping_cancellation():
                 return await self.redis.execute_command(*command)
         except ResponseError as error:
+            await self._report(error, [command])
             raise self._refused(error, command) from error
         except (RedisError, OSError) as error:
             raise unavailable(error, self._user) from error
@@ -317,14 +321,27 @@ class BufferConnection:
             raise unavailable(error, self._user) from error
         for command, reply in zip(commands, replies, strict=True):
             if isinstance(reply, ResponseError):
+                await self._report(reply, commands)
                 raise self._refused(reply, command) from reply
             if isinstance(reply, Exception):
                 raise unavailable(reply, self._user) from reply
         return replies
 
+    async def _report(self, error: ResponseError, commands: Sequence[Sequence[Any]]) -> None:
+        """Tell the buffer that its server was at its limit of memory for these commands, so that it makes room, and charges nobody for the
+        wait. A report that is lost is made up for by the next refusal."""
+        if isinstance(error, OutOfMemoryError):
+            refused = sum(len(word) for command in commands for word in command if isinstance(word, bytes))
+            report = self.fcall("make_room", refused=refused, sheds=False)
+            with contextlib.suppress(RedisError, OSError), keeping_cancellation():
+                await self.redis.execute_command(*report)
+
     def _refused(self, error: ResponseError, command: Sequence[Any]) -> ReplayError:
         if isinstance(error, OutOfMemoryError):
-            return ReplayUnavailable("the Redis server is out of memory; raise its maxmemory or lower replay.max_bytes")
+            return ReplayFull(
+                "the Redis server is at its maxmemory and takes nothing more; raise maxmemory (at least 1.25 x replay.max_bytes), free "
+                "what else it holds, or lower replay.max_bytes"
+            )
         if not isinstance(error, NoPermissionError) and not _DENIED_INSIDE.search(str(error)):
             return refusal(str(error))
         what = " ".join(map(str, command[:2] if command[0] == "FCALL" else command[:1]))

@@ -13,9 +13,6 @@ from headrace.replay.calls import BATCH, BufferClient, chunks
 from headrace.replay.records import BatchReply, HeldGroup, Reservation, score_key, unpack
 from headrace.trajectory import Group, Score, Trajectory
 
-_METRICS_KEPT = 100_000
-_EVENTS_KEPT = 10_000
-
 # The indices in which the buffer keeps groups, and the states in each (groups.lua).
 _PLACES = {
     "queue": {"queued"},
@@ -41,14 +38,11 @@ class InspectionClient(BufferClient):
         }
 
     async def publish_metrics(
-        self, kind: Literal["train", "validation"], step: int, metrics: Mapping[str, float]
+        self, kind: Literal["train", "validation"], step: int, metrics: Mapping[str, float], timeline: str
     ) -> None:
-        """Append a step's metrics to the run's metric stream, which live views follow."""
+        """Append a step's metrics to the run's metric stream, which live views follow. Each step once, in their order."""
         entry = msgspec.msgpack.encode({name: float(value) for name, value in metrics.items()})
-        key = f"{self._connection.key}:metrics"
-        await self._connection.command(
-            "XADD", key, "MAXLEN", "~", _METRICS_KEPT, "*", "kind", kind, "step", step, "metrics", entry
-        )
+        await self._connection.call("publish_metrics", entry, kind=kind, step=step, timeline=timeline)
 
     async def metrics(self, after: str = "0", count: int = 1000) -> list[tuple[str, str, int, dict[str, float]]]:
         """Entries after id `after`: (id, kind, step, metrics)."""
@@ -78,9 +72,7 @@ class InspectionClient(BufferClient):
     async def append_event(self, kind: str, fields: Mapping[str, str]) -> None:
         """Append an event to the run's stream of events."""
         flat = [word for pair in fields.items() for word in pair]
-        await self._connection.command(
-            "XADD", f"{self._connection.key}:events", "MAXLEN", "~", _EVENTS_KEPT, "*", "kind", kind, *flat
-        )
+        await self._connection.call("append_event", kind=kind, fields=flat)
 
     async def newest_event(self) -> str:
         """Id of the newest event, from which to follow the stream."""

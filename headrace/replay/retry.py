@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from headrace.errors import HeadraceError, ReplayUnavailable
+from headrace.errors import HeadraceError, ReplayFull, ReplayUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,8 @@ LAST_PAUSE_S = 2.0
 
 
 class BufferRetry:
-    """Repeats a call while the buffer's server is away, for up to `deadline_s` from the first failure; then the error is raised.
+    """Repeats a call while the buffer's server is away, for up to `deadline_s` from the first failure; then the error is raised. A server
+    that is only full is waited for without a deadline: it is there, and a person has to give it memory.
 
         retry = BufferRetry(deadline_s=60.0)
         state = await retry(lambda: replay.state())
@@ -50,17 +51,22 @@ class BufferRetry:
 
     async def __call__(self, call: Callable[[], Awaitable[T]]) -> T:
         since: float | None = None
+        full = False
         pause = self._first_pause_s
         while True:
             try:
                 return await call()
             except self._errors as error:
                 now = self._clock()
-                if since is None:
+                if isinstance(error, ReplayFull):
+                    if not full:
+                        log.log(self._log_level, "%s; waiting for it", error)
+                    since, full = None, True
+                elif since is None:
                     since = now
                     limit = "" if math.isinf(self._deadline_s) else f" for up to {self._deadline_s:g} s"
                     log.log(self._log_level, "%s; trying again%s", error, limit)
-                if now - since >= self._deadline_s:
+                if since is not None and now - since >= self._deadline_s:
                     raise
             await self._sleep(pause)
             pause = min(self._last_pause_s, 2 * pause)

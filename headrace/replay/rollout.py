@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -10,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import CodecError, InvalidCall, ReplayError
+from headrace.errors import CodecError, InvalidCall, ReplayError, Unstaged, WrongTimeline
 from headrace.replay.calls import BufferClient
 from headrace.replay.connection import refusal
 from headrace.replay.records import HeartbeatReply, Lease, unpack
@@ -31,8 +33,14 @@ _COLUMNS = ("group", "index", "token", "nonce", "bytes", "length", "oldest", "ne
 
 class RolloutClient(BufferClient):
     async def register(self, replica: str, info: Mapping[str, Any]) -> None:
-        """Enter the fleet as STALE. `replica` is a nonce made when the process starts: a restarted replica is a new one."""
-        await self._connection.call("register", msgspec.msgpack.encode(info), replica=replica)
+        """Enter the fleet as STALE. `replica` is a nonce: one that has left or died never enters again. Raises `Fenced`."""
+        packed, entered = msgspec.msgpack.encode(info), False
+        while not entered:
+            incarnation = (await self.state()).incarnation
+            with contextlib.suppress(WrongTimeline):  # a restore came in between
+                entered = bool(
+                    await self._connection.call("register", packed, replica=replica, incarnation=incarnation)
+                )
 
     async def deregister(self, replica: str, *, died: bool = False) -> None:
         """Leave the fleet; the leases that it still holds are passed on at once, without costing an attempt. `died`: an error ends it, and
@@ -43,7 +51,8 @@ class RolloutClient(BufferClient):
         """Renew the replica and these leases (never past a group's absolute deadline, law 6). The reply tells a replica that it
         is DEAD or unknown."""
         known = f"{self._epoch.id} {self._epoch.state}" if self._epoch else ""
-        reply = await self._connection.call("heartbeat", replica=replica, epoch=known, tokens=tokens)
+        number = next(self._numbers)
+        reply = await self._connection.call("heartbeat", replica=replica, number=number, epoch=known, tokens=tokens)
         fields = unpack(reply)
         if fields.pop("epoch_changed"):
             self._epoch = await self.epoch()
@@ -61,7 +70,9 @@ class RolloutClient(BufferClient):
         """
         nonce = secrets.token_hex(8)
         return await self._read_leases(
-            await self._connection.call("lease", replica=replica, most=max_groups, nonce=nonce)
+            await self._connection.call(
+                "lease", replica=replica, most=max_groups, number=next(self._numbers), nonce=nonce
+            )
         )
 
     async def _read_leases(self, answer: bytes) -> list[Lease]:
@@ -129,8 +140,19 @@ class RolloutClient(BufferClient):
     async def _hand_in(
         self, function: str, items: Sequence[tuple[Lease, Trajectory]]
     ) -> list[ReplayError | CodecError | None]:
-        """Push or save in one round trip: large payloads are staged under nonces, then one call per timeline makes them permanent or
-        deletes them, and carries the small ones."""
+        """Push or save. What was staged and is gone when the call comes (the server lost it, or its time ran out) is sent again."""
+        errors = await self._hand_in_once(function, items, CARRIED_BYTES)
+        gone = [position for position, error in enumerate(errors) if isinstance(error, Unstaged)]
+        again = await self._hand_in_once(function, [items[position] for position in gone], math.inf)
+        for position, error in zip(gone, again, strict=True):
+            errors[position] = error
+        return errors
+
+    async def _hand_in_once(
+        self, function: str, items: Sequence[tuple[Lease, Trajectory]], carried_bytes: float
+    ) -> list[ReplayError | CodecError | None]:
+        """Push or save in one round trip: payloads above `carried_bytes` are staged under nonces, then one call per timeline makes them
+        permanent or deletes them, and carries the others."""
         errors: list[ReplayError | CodecError | None] = [None] * len(items)
         nonces = secrets.token_hex(8 * len(items))  # one system call for all
         commands: list[tuple[Any, ...]] = []
@@ -147,7 +169,7 @@ class RolloutClient(BufferClient):
             versions = trajectory.oldest_version, trajectory.newest_version
             size = len(payload), trajectory.completion_token_ids.size
             entries.append((lease.group.id, trajectory.index, lease.token, nonce, *size, *versions))
-            if len(payload) > CARRIED_BYTES:
+            if len(payload) > carried_bytes:
                 key = f"{self._connection.key}:{lease.incarnation}:p:{nonce}"
                 commands.append((b"SET", key, payload, b"NX", b"EX", STAGED))
                 payload = b""

@@ -24,10 +24,10 @@ from headrace.replay.records import (
     score_key,
     unpack,
 )
-from headrace.trajectory import Group, Score, Trajectory
+from headrace.trajectory import SCORE_BYTES, Group, Score, Trajectory
 
-# Bytes per token of a payload (id, log-probability, mask, text), and per trajectory (field names, spans, timings, score).
-_TOKEN_BYTES, _OVERHEAD_BYTES = 15, 2048
+# Bytes per token of a payload (id, log-probability, mask, text), and per trajectory (field names, spans, timings; its score).
+_TOKEN_BYTES, _OVERHEAD_BYTES = 15, 2048 + SCORE_BYTES
 
 
 class TrainerClient(BufferClient):
@@ -82,10 +82,10 @@ class TrainerClient(BufferClient):
         """Orders of the prompts to enqueue again (`refill`) because their failed groups are retried: the lowest of them."""
         return [int(order) for order in await self._connection.call("wanted")]
 
-    async def enqueue(self, groups: Sequence[Group], timeline: str, refill: bool = False) -> int:
+    async def enqueue(self, groups: Sequence[Group], timeline: str, refill: bool = False, validation: int = 0) -> int:
         """Append groups to the queues of their lanes; returns how many were new. A group at or below `enqueued` order, or with a known
         id, or among those that ended, is not new (idempotent). `refill` also takes groups at or below `enqueued`
-        that are `wanted`, and any while the state says `refill`. Raises
+        that are `wanted`, and any while the state says `refill`. `validation`: the version that validation groups evaluate. Raises
         `WrongTimeline`, and `WrongStep` for groups beyond the next order: the server lost the writes of those in between."""
         if self._incarnation is None:
             await self.state()
@@ -98,6 +98,7 @@ class TrainerClient(BufferClient):
                 timeline=timeline,
                 incarnation=self._incarnation,
                 refill=refill,
+                validation=validation,
                 groups=[_queued(group) for group, _ in batch],
             )
         return new
@@ -158,8 +159,9 @@ class TrainerClient(BufferClient):
         """Meter that `tokens` > 0 tokens over age were left out of the policy loss of `step`; counted once per step."""
         await self._connection.call("masked", step=step, timeline=timeline, tokens=tokens)
 
-    async def evaluated(self, ids: Sequence[str]) -> tuple[list[Evaluated], dict[str, str], int]:
-        """The state of these validation groups: (those evaluated, reasons of those failed by id, number still pending)."""
+    async def evaluated(self, ids: Sequence[str]) -> tuple[list[Evaluated], dict[str, str], list[str]]:
+        """The state of these validation groups: (those evaluated, reasons of those failed by id, ids that the buffer does not know). The
+        others are pending."""
         replies: list[Any] = []
         for batch in chunks(ids, BATCH):
             replies += unpack(await self._connection.call("evaluated", groups=batch))
@@ -171,11 +173,11 @@ class TrainerClient(BufferClient):
                 done.append(Evaluated(Group.decode(group), tuple(await self.read(reply["keys"]))))
             elif reply["state"] == "failed":
                 failed[group_id] = reply["reason"]
-        return done, failed, len(replies) - len(done) - len(failed)
+        return done, failed, [id_ for id_, reply in zip(ids, replies, strict=True) if reply["state"] == "unknown"]
 
-    async def drop_validation(self, timeline: str) -> None:
-        """Forget every group of the validation lane, leased or not, with its payloads."""
-        await self._until_done("drop_validation", timeline=timeline)
+    async def drop_validation(self, timeline: str, before: int) -> None:
+        """Forget every group of validations of versions < `before`, leased or not, with its payloads; the buffer takes no more of them."""
+        await self._until_done("drop_validation", timeline=timeline, before=before)
 
     # -- epochs of the weight channel --------------------------------------------------------------------------------------
 

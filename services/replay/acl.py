@@ -41,18 +41,18 @@ class Role:
     commands: tuple[str, ...] = ()
 
 
-# Functions that change something, by who calls them.
-_REPLAY = "open_run take_scoring renew_scoring release_scoring score"
+# Functions that change something, by who calls them. Whoever is refused for want of memory reports it with `make_room`.
+_REPLAY = "make_room append_event open_run take_scoring renew_scoring release_scoring score"
 _TRAINER = (
-    "rewind restore refilled enqueue close reserve reject commit masked evaluated drop_validation "
+    "make_room rewind restore refilled enqueue close reserve reject commit masked publish_metrics evaluated drop_validation "
     "open_epoch begin_epoch end_epoch"
 )
 _OPERATOR = "retry"
-_ROLLOUT = "register deregister heartbeat lease push save release abandon acknowledge verify refuse"
+_ROLLOUT = "make_room register deregister heartbeat lease push save release abandon acknowledge verify refuse"
 
 ROLES = {
-    "replay": Role(_names(_REPLAY), ("function|load", "set", *_SWEEP)),
-    "trainer": Role(_names(_TRAINER), ("xadd", *_SWEEP)),
+    "replay": Role(_names(_REPLAY), ("function|list", "function|load", "set", *_SWEEP)),
+    "trainer": Role(_names(_TRAINER), _SWEEP),
     "rollout": Role(_names(_ROLLOUT), ("set",)),
     "operator": Role(_names(_OPERATOR)),
     "reader": Role(),

@@ -40,6 +40,7 @@ _HISTOGRAMS: dict[Quantity, tuple[str, str, list[float]]] = {
 _GAUGES = {
     "bytes": "payload bytes held or reserved by leases",
     "max_bytes": "payload bytes past which leases wait",
+    "full": "bytes that the server refused for want of memory, until they fit",
     "leases": "groups leased",
     "line": "groups open, scoring or ready",
     "next_step": "the step that is reserved next",

@@ -8,6 +8,7 @@ own scope.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from functools import cache
 from importlib import resources
@@ -16,10 +17,12 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from headrace.errors import ReplayUnavailable, ServiceError
+from headrace.errors import ReplayFull, ReplayUnavailable, ServiceError
 from headrace.replay.connection import BufferConnection, shown
 
 NAME = "headrace"
+# What a server's `maxmemory` must be at least, in units of `replay.max_bytes`.
+_MEMORY_SHARE = 1.25
 
 _log = logging.getLogger("headrace.replay")
 _USES = re.compile(r"^-- uses: (.*)$", re.MULTILINE)
@@ -143,10 +146,20 @@ def built_in() -> Library:
 
 async def load(redis: Redis) -> None:
     """Load the library, in place of any earlier build of it. Raises `ReplayUnavailable`, `ReplayDenied`."""
+    connection, source = BufferConnection(redis, "none"), built_in().source()
     try:
-        await BufferConnection(redis, "none").command("FUNCTION", "LOAD", "REPLACE", built_in().source())
+        await connection.command("FUNCTION", "LOAD", "REPLACE", source)
     except ReplayUnavailable as error:
+        # a service that starts again needs no memory, if its build is the one that is there
+        if isinstance(error, ReplayFull) and await _has(connection, source):
+            return
         raise ReplayUnavailable(f"the function library can't be loaded into the server: {error}") from error
+
+
+async def _has(connection: BufferConnection, source: str) -> bool:
+    """Whether the server has this very library."""
+    found = await connection.command("FUNCTION", "LIST", "LIBRARYNAME", NAME, "WITHCODE")
+    return any(library[b"library_code"] == source.encode() for library in found)
 
 
 async def check_server(redis: Redis, url: str, max_bytes: int) -> None:
@@ -154,15 +167,15 @@ async def check_server(redis: Redis, url: str, max_bytes: int) -> None:
     does not answer, `ReplayDenied` if it refuses the login. `max_bytes` is the bound of the payloads."""
     info = await BufferConnection(redis, "none").command("INFO", "everything")
     where = f"replay.redis_url {shown(url)}"
-    problem = incompatibility(info)
+    problem = incompatibility(info, max_bytes)
     if problem is not None:
         raise ServiceError(f"{where}: {problem}")
-    for risk in risks(info, max_bytes):
+    for risk in risks(info):
         _log.warning("%s: %s", where, risk)
 
 
-def incompatibility(info: dict[str, Any]) -> str | None:
-    """Why a server with this INFO can't hold the buffer, with the remedy; None if it can."""
+def incompatibility(info: dict[str, Any], max_bytes: int) -> str | None:
+    """Why a server with this INFO can't hold `max_bytes` of payloads, with the remedy; None if it can."""
     version = str(info["redis_version"])
     if int(version.split(".")[0]) < 7:
         return f"Redis {version} has no functions; run Redis 7.0 or later, or Valkey"
@@ -178,21 +191,24 @@ def incompatibility(info: dict[str, Any]) -> str | None:
             f"it is a replica of {info['master_host']}:{info['master_port']}; give the primary, an address that follows it, or "
             "sentinel://host:port/SERVICE"
         )
+    # beside the payloads: scores, records, the functions' own keys, and what the allocator wastes
+    needed = math.ceil(_MEMORY_SHARE * max_bytes)
+    if 0 < int(info["maxmemory"]) < needed:
+        return (
+            f"maxmemory {info['maxmemory']} is less than {_MEMORY_SHARE} x replay.max_bytes {max_bytes}: it would refuse trajectories that "
+            f"were leased; set it with `CONFIG SET maxmemory {needed}`, or replay.max_bytes to "
+            f"{int(int(info['maxmemory']) / _MEMORY_SHARE)}"
+        )
     return None
 
 
-def risks(info: dict[str, Any], max_bytes: int) -> list[str]:
-    """What a server with this INFO may lose, or refuse, that another would not."""
+def risks(info: dict[str, Any]) -> list[str]:
+    """What a server with this INFO may lose that another would not."""
     found = []
     # while it loads its file, a server says that it has none
     if not info["aof_enabled"] and not info["loading"]:
         found.append(
             "appendonly is off: a restart of the server loses the queue, the generations in flight and what was trained since the "
             "last checkpoint, and the trainer goes on from there; set it with `CONFIG SET appendonly yes`"
-        )
-    if 0 < int(info["maxmemory"]) < max_bytes:
-        found.append(
-            f"maxmemory {info['maxmemory']} is less than replay.max_bytes {max_bytes}: pushes will be refused before leases wait; "
-            "raise the one or lower the other"
         )
     return found

@@ -175,7 +175,7 @@ class _Buffer:
                 self.snapshot.meters = await self._client.bias()
                 await self._warn_of_bias(self.snapshot.meters)
                 self._report(self.snapshot.stats["environments"])
-                self._trouble = None
+                self._note_full(await self._client.make_room())
             except ReplayUnavailable as error:
                 self.snapshot.stats = self.snapshot.meters = None
                 if self._trouble is None:
@@ -185,6 +185,16 @@ class _Buffer:
                 with contextlib.suppress(ReplayUnavailable):
                     await self.prepare()
             await asyncio.sleep(_LOOK_S)
+
+    def _note_full(self, refused: int) -> None:
+        """Log once that the server is at its limit of memory, and that it is no longer."""
+        full = (
+            f"the Redis server is at its maxmemory and has refused {refused} bytes; raise maxmemory (at least 1.25 x replay.max_bytes), "
+            "free what else it holds, or lower replay.max_bytes. The run waits, at no cost of an attempt"
+        )
+        if refused and self._trouble is None:
+            _log.warning("%s", full)
+        self._trouble = full if refused else None
 
     def _report(self, environments: Sequence[Mapping[str, Any]]) -> None:
         """Log once that an environment is broken, with the traceback, and once that it works again."""

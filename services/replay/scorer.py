@@ -279,8 +279,10 @@ class _Scorer:
 
 
 def storable(score: Score) -> Score:
-    """`score`, or FAILED if the buffer's codec can't encode it (an integer of more than 64 bits in its metadata)."""
+    """`score`, without metadata that are too large; or FAILED if the buffer can't keep it: an integer of more than 64 bits in its metadata,
+    or components that are too large."""
     try:
+        score = score.fitted()
         score.encode()
     except CodecError as error:
         message = f"the score can't be kept: {error}"

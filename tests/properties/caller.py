@@ -35,6 +35,7 @@ class Caller(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         self.names = itertools.count()
+        self.replicas = [f"replica-{which}" for which in range(REPLICAS)]
         self.held_back: list[tuple[Any, ...]] = []
         self.timelines: list[str] = []
         self.world: World | None = None
@@ -74,7 +75,14 @@ class Caller(RuleBasedStateMachine):
         return ENVIRONMENTS[: self.setting.environments]
 
     def replica(self, which: int) -> str:
-        return f"replica-{which % REPLICAS}"
+        return self.replicas[which % REPLICAS]
+
+    def enter(self, which: int, how: str = "once") -> None:
+        """The replica registers; under a new name if it has left or died."""
+        name = self.replica(which)
+        if name in self.model.used or (name in self.model.members and self.model.state_of(name) == "DEAD"):
+            self.replicas[which % REPLICAS] = f"replica-{which % REPLICAS}-{self.name()}"
+        self.call("register", self.replica(which), {}, how=how)
 
     def timeline(self, late: int) -> str:
         return self.timelines[-1 - late % len(self.timelines)]
@@ -108,6 +116,21 @@ class Caller(RuleBasedStateMachine):
         to_next = due - self.model.now
         steps = {"a little": 700, "just before the next": to_next - 1, "the next": to_next, "a lease": 10_000}
         self.run(self.world.pass_time(steps.get(what, 25_000 if what == "a deadline" else 60_000)))
+
+    @rule(by=st.sampled_from([-600_000, 600_000, -3_000, 5_100, -1, 3_600_000]))
+    def the_servers_clock_jumps(self, by: int) -> None:
+        """Another server with another clock takes over, somebody sets it, or the server was frozen."""
+        assert self.world
+        self.run(self.world.jump(by))
+
+    @rule(
+        room=st.sampled_from([-1, 100, 1000, None]), refused=st.sampled_from([0, 50, 500, 40_000]), sheds=st.booleans()
+    )
+    def memory_is_short(self, room: int | None, refused: int, sheds: bool) -> None:
+        """A client reports that it was refused; the replay service looks."""
+        assert self.world
+        self.run(self.world.has_room(room))
+        self.call("make_room", refused, sheds)
 
     @rule(room=st.sampled_from([0, 1, 3]), attempts=st.integers(1, 3), retain=st.integers(0, 2))
     def the_service_starts_again(self, room: int, attempts: int, retain: int) -> None:

@@ -30,15 +30,23 @@ class Fleet(Scoring):
             return "DEAD"
         return "HEALTHY" if self.healthy(replica) else "STALE"
 
-    def register(self, replica: str, info: object, seen: object) -> None:
+    def register(self, replica: str, info: object, seen: object, incarnation: str | None = None) -> None:
+        """`incarnation`: that the caller knew, None is the present one."""
         self.expire()
-        self.members[replica] = Member(self.now + milliseconds(self.limits.replica_dead_s))
+        if incarnation not in (None, self.incarnation):
+            self.refuse(WrongTimeline)
+        member = self.members.get(replica)
+        if replica in self.used or (member and member.dead):
+            self.refuse(Fenced)
+        if member is None:
+            self.members[replica] = Member(self.now + milliseconds(self.limits.replica_dead_s))
 
     def deregister(self, replica: str, died: bool, seen: object) -> None:
         self.expire()
         if replica in self.members:
             self.take_back(replica, died=died)
             del self.members[replica]
+            self.used.add(replica)
 
     def heartbeat(self, replica: str, tokens: Sequence[str], seen: HeartbeatReply) -> HeartbeatReply:
         self.expire()
@@ -61,6 +69,11 @@ class Fleet(Scoring):
         newest = (self.epoch_now.id, self.epoch_now.state) if self.epoch_now else None
         assert newest == ((seen.epoch.id, seen.epoch.state) if seen.epoch else None)
         return HeartbeatReply(state, self.timeline, seen.lost, seen.epoch, seen.complete)  # type: ignore[arg-type]
+
+    def heartbeat_again(self, number: int, replica: str, tokens: Sequence[str], seen: object) -> object:
+        """It renews nothing."""
+        self.expire()
+        return seen
 
     # -- epochs
 
@@ -93,6 +106,9 @@ class Fleet(Scoring):
         self.expire()
         self.require_timeline(timeline)
         if self.epoch_now is None or self.epoch_now.id != epoch:
+            if epoch in self.epochs:
+                self.refuse(Fenced)
+            self.epochs.add(epoch)
             did = {replica: "asked" for replica, member in self.members.items() if not member.dead}
             self.epoch_now = Announced(epoch, version, timeline, "announced", did)
         return self._view()
@@ -159,23 +175,22 @@ class Fleet(Scoring):
         return held.group.n + (self.limits.redundant if held.lane == "train" else 0)
 
     def fits(self, held: Held) -> bool:
-        """Memory: a group over the bound is let in alone; payloads of trained steps go first, the oldest step first."""
+        """Memory: a group over the bound is let in alone; payloads of trained steps go first."""
         if self.bytes == 0 or self.bytes + held.worst * self.started(held) <= self.limits.max_bytes:
             return True
-        trained = [h for h in self.train("reserved", "trained") if h.step is not None and not h.evicted]
-        steps = {h.step for h in trained if h.step < max(self.committed, self.next_step - 1)}  # type: ignore[operator]
-        if not steps:
+        if not self.evict():
             return False
-        for h in self.of_step(min(steps), "reserved", "trained"):  # type: ignore[type-var]
-            self.meter_trained(h)
-            h.pieces, h.evicted = {}, True
         return self.fits(held)
 
     def lease(self, replica: str, most: int, seen: list[Lease]) -> list[Lease]:
-        self.expire()
-        if not self.healthy(replica):
+        self.expire(fills=True)
+        member = self.members.get(replica)
+        if member:
+            member.leased, member.answer = self.call_number, None
+        if member is None or not self.healthy(replica):
             self.refuse(NotVerified)
         assert isinstance(seen, list), seen
+        member.answer = seen
         version, left = self.members[replica].version, list(seen)
         member = self.members[replica]
         suspects = sorted((h for h in self.groups.values() if h.cohort is not None), key=_ticket)
@@ -207,6 +222,17 @@ class Fleet(Scoring):
                 environment.group = held.id if environment.broken is not None else environment.group
                 most -= 1
         assert not left, f"{replica} was given {[lease.group.id for lease in left]} against admission, memory or order"
+        return seen
+
+    def lease_again(self, number: int, replica: str, most: int, seen: list[Lease]) -> list[Lease]:
+        """The newest is answered as before; nothing more is granted."""
+        member = self.members.get(replica)
+        if member is None or number > member.leased:  # the buffer has not seen it
+            return self.lease(replica, most, seen)
+        self.expire(fills=True)
+        if number < member.leased or member.answer is None:
+            self.refuse(Fenced)
+        assert {lease.token for lease in seen} <= {lease.token for lease in member.answer}
         return seen
 
     def _drains(self, replica: str, first: Held) -> bool:
@@ -305,7 +331,7 @@ class Fleet(Scoring):
             fences.setdefault((lease.timeline, lease.incarnation), []).append(place)
         answers: list[ReplayError | None] = [None] * len(items)
         for fence, places in fences.items():
-            self.expire()
+            self.expire(fills=True)
             for place in places:
                 if fence != (self.timeline, self.incarnation):
                     answers[place] = self.refusal(WrongTimeline(""))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from headrace.errors import EnvironmentBroken, InvalidCall, SamplingStarved, WrongStep
+from headrace.errors import EnvironmentBroken, SamplingStarved, WrongStep
 from headrace.replay import End, Ended, Reservation, RunState, Waiting
 from tests.properties.fleet import Fleet, milliseconds
 from tests.properties.records import IN_FLIGHT, Held
@@ -55,15 +55,15 @@ class Model(Fleet):
             return self._batch(step)
         if step != self.next_step:
             self.refuse(WrongStep)
+        prompts = self.limits.prompts_per_step
         if self.refill:
-            self.refuse(InvalidCall)
+            return Waiting(0, prompts)
         for held in self.train("ready"):
             if held.id in sent_back or (held.step == step and not self.lawful(held.oldest, held.newest)):
                 # newer than the step: a rejection took the run back to it
                 old = not self.lawful(held.oldest, min(held.newest, self.next_step))
                 self.requeue(held, "over_age" if old else "too_new", counted=False)
         kept = self.of_step(step, "ready")
-        prompts = self.limits.prompts_per_step
         need = prompts - len(kept)
         if self.closed:
             if len(self.train("queued", *IN_FLIGHT)) + len(self.wanted) < prompts:
@@ -234,6 +234,8 @@ class Model(Fleet):
                 else:
                     self.requeue(held, "rewind", counted=False)
         self.void_scoring()
+        self.validation = 0
+        self.epochs = set()
         if self.epoch_now:
             self.epoch_now.state = "aborted"
 
@@ -243,7 +245,7 @@ class Model(Fleet):
         self.expire()
         if incarnation != self.incarnation:
             self.require_unused(incarnation, timeline)
-            self.used |= {self.timeline, self.incarnation}
+            self.used |= {self.timeline, self.incarnation, *self.members}
             self.begin(timeline, incarnation, version, version, enqueued)
             self.refill = True
             self.gone["train", "trained"] = version * self.limits.prompts_per_step
@@ -254,6 +256,8 @@ class Model(Fleet):
     def refilled(self, timeline: str, seen: object) -> None:
         self.expire()
         self.require_timeline(timeline)
+        if self.refill and sum(self.count("train").values()) <= self.enqueued:
+            self.refuse(WrongStep)
         self.refill = False
 
     def groups_ended(self, seen: object) -> tuple[object, ...]:
@@ -280,18 +284,18 @@ class Model(Fleet):
 
     def evaluated(self, ids: Sequence[str], seen: object) -> object:
         self.expire()
-        held = [self.groups.get(group) for group in ids]
-        if any(group is None or group.lane != "validation" for group in held):
-            self.refuse(InvalidCall)
-        done = [group for group in held if group and group.state == "evaluated"]
-        failed = {group.id for group in held if group and group.state == "failed"}
-        return [(group.id, _described(group)) for group in done], failed, len(held) - len(done) - len(failed)
+        lane = {group.id: group for group in self.groups.values() if group.lane == "validation"}
+        held = [lane[group] for group in ids if group in lane]
+        done = [group for group in held if group.state == "evaluated"]
+        failed = {group.id for group in held if group.state == "failed"}
+        return [(group.id, _described(group)) for group in done], failed, [group for group in ids if group not in lane]
 
-    def drop_validation(self, timeline: str, seen: object) -> None:
+    def drop_validation(self, timeline: str, before: int, seen: object) -> None:
         self.expire()
         self.require_timeline(timeline)
+        self.validation = max(self.validation, before)
         for held in list(self.groups.values()):
-            if held.lane == "validation":
+            if held.lane == "validation" and held.validation < before:
                 self._drop(held)
 
     def _drop(self, held: Held) -> None:

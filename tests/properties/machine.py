@@ -220,7 +220,7 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
         else:
             raise AssertionError("the run does not come to its end")
         self.call("commit", model.next_step, model.timeline)
-        self.call("drop_validation", model.timeline)
+        self.call("drop_validation", model.timeline, 10**6)
         self.run(self.world.compare_all())
         counts = model.count("train")
         assert set(counts) <= {"trained", "filtered", "failed", "unused"}

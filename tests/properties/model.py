@@ -9,6 +9,7 @@ must raise. It was written from the design, not from the functions, so that the 
 from __future__ import annotations
 
 import collections
+import math
 from typing import NoReturn
 
 from headrace.errors import InvalidCall, LeaseLost, ReplayError, WrongStep, WrongTimeline
@@ -19,6 +20,12 @@ from tests.properties.records import IN_FLIGHT, NEVER, Announced, EnvironmentMod
 
 # A dead replica stays on the list this long.
 REMEMBER_DEAD_MS = 600_000
+# Of run time: the longest gap between two calls in which it passes, unless half of what a replica may be silent for is more; and how often
+# the server's clock is written down.
+LONGEST_GAP_MS = 5_000
+TICK_MS = 1_000
+# Groups that are sent back for want of memory in one call.
+SHED = 64
 # Of each kind of deadline, how many are looked at in one call.
 SWEEP = 4
 # Groups that a replica held when it died are leased again in cohorts of this share of them.
@@ -30,9 +37,15 @@ class Core:
 
     def __init__(self, limits: Limits, now: int, timeline: str, incarnation: str) -> None:
         self.limits = limits
-        self.now = now
+        self.now = now  # in run time
+        self.clock = self.written = self.written_now = (
+            now  # the server's clock; what it and run time were when last written down
+        )
+        self.left = math.inf  # bytes that the server may still take
+        self.full = 0  # bytes that it refused and that don't fit
         self.refusals: collections.Counter[str] = collections.Counter()
-        self.used: set[str] = set()  # timelines and incarnations that have ended
+        self.used: set[str] = set()  # timelines and incarnations that have ended, replicas that have left
+        self.call_number = 0  # of the call that is made
         self.meters = Meters()
         self.begin(timeline, incarnation, 0, -1, -1)
 
@@ -62,6 +75,8 @@ class Core:
         self.environments: dict[str, EnvironmentModel] = {}  # those that groups were enqueued for
         self.draining = ""  # the replica that gets no more groups until it can have suspects
         self.epoch_now: Announced | None = None
+        self.epochs: set[str] = set()  # of this timeline
+        self.validation = 0  # groups of older ones are dropped, and come no more
 
     # -- what people see
 
@@ -200,11 +215,68 @@ class Core:
         age = self.next_step - (newest if self.limits.staleness_policy == "mask" else oldest)
         return age <= self.limits.max_age and newest <= self.next_step
 
-    # -- time
+    # -- time and memory
 
-    def expire(self) -> None:
+    @property
+    def longest_gap(self) -> float:
+        return max(LONGEST_GAP_MS, 500 * min(self.limits.lease_s, self.limits.replica_dead_s))
+
+    @property
+    def stands(self) -> bool:
+        gap = self.clock - self.written
+        return gap < 0 or gap > self.longest_gap or self.full > 0
+
+    @property
+    def present(self) -> int:
+        """Run time goes on with the server's clock, but not back, nor over a gap that nobody can have called in, nor while it is full."""
+        return self.written_now + (0 if self.stands else self.clock - self.written)
+
+    def tell_time(self) -> None:
+        self.now, stands = self.present, self.stands
+        if stands or self.clock - self.written >= TICK_MS:
+            self.written, self.written_now = self.clock, self.now
+
+    def make_room(self, refused: int = 0, sheds: bool = True, *, seen: object) -> int:
+        self.expire()
+        refused = max(self.full, refused)
+        if not refused:
+            return 0
+        lacks = refused - self.left
+        if self.full != (full := refused if lacks > 0 else 0):
+            self.full = full
+            self.written, self.written_now = self.clock, self.now
+        if lacks > 0 and not self.evict() and sheds:
+            self.shed(lacks)
+        return self.full
+
+    def evict(self) -> bool:
+        """The payloads of the oldest trained step go; False if there is none."""
+        trained = [h for h in self.train("reserved", "trained") if h.step is not None and not h.evicted]
+        steps = {h.step for h in trained if h.step < max(self.committed, self.next_step - 1)}  # type: ignore[operator]
+        for held in self.of_step(min(steps), "reserved", "trained") if steps else []:  # type: ignore[type-var]
+            self.meter_trained(held)
+            held.pieces, held.evicted = {}, True
+        return bool(steps)
+
+    def shed(self, lacks: float) -> None:
+        """The highest tickets go back, if the next step waits for the lowest."""
+        need = self.limits.prompts_per_step - len(self.of_step(self.next_step, "ready"))
+        line = self.line()
+        first = line if self.limits.staleness_policy != "ordered" else line[:need]
+        if need <= 0 or sum(held.state == "ready" for held in first) >= need:
+            return
+        for held in line[need:][::-1][:SHED]:
+            if lacks > 0 and (held.pieces or held.saved):
+                lacks -= sum(piece.size for piece in held.pieces.values())
+                self.requeue(held, "memory", counted=False)
+
+    def expire(self, *, fills: bool = False) -> None:
         """What every call that may write does first: a replica whose time has passed; if there is none, leases, then scorers, those
-        first that are due the longest. What is left over is for the next call."""
+        first that are due the longest. What is left over is for the next call. `fills`: the server would refuse it if it had no memory
+        left."""
+        self.tell_time()
+        if fills:
+            self.full = 0
         if self._expire_replica():
             return
         due = [(held.lease_end, held.id) for held in self.groups.values() if held.overdue(self.now)]
@@ -233,6 +305,7 @@ class Core:
         member = self.members[replica]
         if member.dead:
             del self.members[replica]
+            self.used.add(replica)
         else:
             self.take_back(replica, died=True)
             member.dead, member.due = True, self.now + REMEMBER_DEAD_MS
@@ -261,8 +334,8 @@ class Core:
 
     # -- the queue
 
-    def enqueue(self, groups: list[Group], timeline: str, refill: bool, seen: object) -> int:
-        self.expire()
+    def enqueue(self, groups: list[Group], timeline: str, refill: bool, validation: int = 0, *, seen: object) -> int:
+        self.expire(fills=True)
         self.require_timeline(timeline)
         new: dict[str, Group] = {}
         for group in sorted(groups, key=lambda group: group.order):
@@ -270,7 +343,7 @@ class Core:
                 continue
             asked = refill and (self.refill or group.order in self.wanted)
             fresh = (asked or group.order > self.enqueued) and group.order not in self.ended
-            if group.lane == "validation" or fresh:
+            if validation >= self.validation if group.lane == "validation" else fresh:
                 new[group.id] = group
         # a feeder goes on where it left off
         ahead = [group.order for group in new.values() if group.lane == "train" and group.order > self.enqueued]
@@ -281,7 +354,7 @@ class Core:
             self.refuse(InvalidCall)
         for group in new.values():
             worst = worst_case_bytes(1, group.prompt_token_ids.size, group.sampling.max_new_tokens)
-            self.groups[group.id] = Held(group, worst)
+            self.groups[group.id] = Held(group, worst, validation if group.lane == "validation" else 0)
             self.environments.setdefault(group.env_name, EnvironmentModel())
             if group.lane == "train":
                 self.enqueued = max(self.enqueued, group.order)

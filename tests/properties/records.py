@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
+from headrace.replay import Lease
 from headrace.trajectory import Group, Trajectory
 
 # A group takes part in admission (the `O` of the design) in these states.
@@ -54,6 +55,7 @@ class Held:
 
     group: Group
     worst: int  # bytes that one of its trajectories may take
+    validation: int = 0  # the version that it evaluates
     count: int = 0  # trajectories started under its newest lease
     dropped: set[int] = dataclasses.field(default_factory=set)  # those of them that failed for good
     surplus: bool = False  # complete without some that may still be generated
@@ -156,6 +158,8 @@ class Member:
     dead: bool = False
     version: int = -1
     timeline: str = ""  # on which it was verified; '' is STALE
+    leased: int = 0  # its newest `lease`, by the number of the call
+    answer: list[Lease] | None = None  # to that; None if it was refused
     cohort: bool = False  # what it holds, if anything, are suspects
 
 

@@ -33,7 +33,7 @@ class RolloutRules(Caller):
         epoch, timeline = self.name(), self.model.timeline
         for i in which:
             if self.model.state_of(self.replica(i)) == "DEAD":
-                self.call("register", self.replica(i), {})
+                self.enter(i)
         self.epochs.append(epoch)
         self.call("open_epoch", epoch, self.model.next_step, timeline, {})
         for i in which:
@@ -69,18 +69,21 @@ class RolloutRules(Caller):
 
     # -- replicas
 
-    @rule(which=some, how=deliveries)
-    def register(self, which: int, how: str) -> None:
-        self.call("register", self.replica(which), {}, how=how)
+    @rule(which=some, new=st.booleans(), how=deliveries)
+    def register(self, which: int, new: bool, how: str) -> None:
+        if new:
+            self.enter(which, how)
+        else:
+            self.call("register", self.replica(which), {}, how=how)
 
     @rule(which=some, died=st.booleans(), how=deliveries)
     def deregister(self, which: int, died: bool, how: str) -> None:
         self.call("deregister", self.replica(which), died, how=how)
 
-    @rule(which=some, newest=st.integers(0, 4))
-    def heartbeat(self, which: int, newest: int) -> None:
+    @rule(which=some, newest=st.integers(0, 4), how=deliveries)
+    def heartbeat(self, which: int, newest: int, how: str) -> None:
         tokens = [lease.token for lease in self.leases[len(self.leases) - newest :]]
-        self.call("heartbeat", self.replica(which), tokens)
+        self.call("heartbeat", self.replica(which), tokens, how=how)
 
     @rule()
     def all_heartbeats(self) -> None:

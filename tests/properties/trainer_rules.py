@@ -26,22 +26,30 @@ class TrainerRules(Caller):
             self.made.append(make_group(order, n=self.setting.n, env_name=self.env_name(order)))
         self.call("enqueue", self.made[first : first + count], self.timeline(late), False, how=how)
 
-    @rule(count=st.integers(1, 2), new=st.booleans(), late=lateness, how=promptly)
-    def enqueue_validation(self, count: int, new: bool, late: int, how: str) -> None:
+    @rule(
+        count=st.integers(1, 2),
+        new=st.booleans(),
+        version=st.sampled_from([0, 0, 0, 1, -1]),
+        late=lateness,
+        how=st.sampled_from(["once"] * 5 + ["again", "echo", "later"]),
+    )
+    def enqueue_validation(self, count: int, new: bool, version: int, late: int, how: str) -> None:
         if new or not self.validation:
             for _ in range(count):
                 order = len(self.validation)
                 env_name = self.env_name(order)
                 self.validation.append(make_group(order, n=self.setting.n, lane="validation", env_name=env_name))
-        self.call("enqueue", self.validation[-count:], self.timeline(late), False, how=how)
+        version = max(0, self.model.validation + version)
+        self.call("enqueue", self.validation[-count:], self.timeline(late), False, version, how=how)
 
     @precondition(lambda self: self.model.refill)
-    @rule(finish=st.booleans(), how=promptly)
-    def refill(self, finish: bool, how: str) -> None:
-        """Those that are neither in the ledger nor, the trainer hopes, in the buffer."""
+    @rule(finish=st.booleans(), how=promptly, lost=st.sampled_from([0, 0, 1, 2]))
+    def refill(self, finish: bool, how: str, lost: int = 0) -> None:
+        """Those that are neither in the ledger nor, the trainer hopes, in the buffer. The server lost the first of them."""
         assert self.world
         trained = {group for ids in self.world.ledger.values() for group in ids}
         missing = [g for g in self.made[: self.model.enqueued + 1] if g.id not in trained]
+        missing = missing[lost:]
         timeline = self.model.timeline
         for start in range(0, len(missing), 60):
             self.call("enqueue", missing[start : start + 60], timeline, True, how=how)
@@ -122,9 +130,9 @@ class TrainerRules(Caller):
         version = max(0, self.model.next_step - back)
         self.call("restore", version, self.timelines[-1], self.name(), self.model.enqueued, self.saved, how=how)
 
-    @rule(late=lateness, how=deliveries)
-    def drop_validation(self, late: int, how: str) -> None:
-        self.call("drop_validation", self.timeline(late), how=how)
+    @rule(further=st.sampled_from([0, 1, 1, 2]), late=lateness, how=deliveries)
+    def drop_validation(self, further: int, late: int, how: str) -> None:
+        self.call("drop_validation", self.timeline(late), self.model.validation + further, how=how)
 
     @precondition(lambda self: self.validation)
     @rule(count=st.integers(1, 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from headrace.errors import HeadraceError
 from headrace.replay import Ended, EnvironmentState, Epoch, Limits, ReplayClient, Reservation, RunState
 from headrace.replay.bias import MOMENTS, QUANTITIES, Moment, TrajectoryMeter
 from headrace.replay.connection import BufferConnection, open_redis
-from tests.properties.clock import CLOCK, START_MS
+from tests.properties.clock import CLOCK, MEMORY, START_MS
 from tests.properties.learning import Model, orders, seen_batch, shape
 from tests.properties.records import Held
 
@@ -22,14 +23,20 @@ from tests.properties.records import Held
 NAMES = {"refuse": "refuse_epoch", "ended": "groups_ended"}
 
 # Calls whose second delivery does what the first did, once more; the caller of the first never hears what it was given.
-NEW_EACH_TIME = {"lease": "_read_leases", "take_scoring": "_read_jobs"}
+NEW_EACH_TIME = {"take_scoring": "_read_jobs"}
+# Calls that have a number: the server knows the second delivery, and answers it again at most.
+ANSWERED_AGAIN = {"lease": "_read_leases", "heartbeat": None}
 # Calls that change nothing when they come again, and say nothing that their caller has to hear.
 IDEMPOTENT = {
     *("enqueue", "close", "commit", "rewind", "restore", "refilled", "drop_validation"),
     *("open_epoch", "acknowledge", "begin_epoch", "verify", "refuse", "end_epoch", "register", "deregister"),
-    *("push_many", "save_many", "release", "reject", "abandon", "reject_step", "score_many"),
-    *("renew_scoring", "release_scoring", "retry"),
+    *("make_room", "push_many", "save_many", "release", "reject", "abandon", "reject_step"),
+    *("score_many", "renew_scoring", "release_scoring", "retry"),
 }
+
+
+# The longest that nobody calls while time passes.
+PACE_MS = 4_000
 
 
 class Echo(BufferConnection):
@@ -57,6 +64,17 @@ class Echo(BufferConnection):
         return await super().pipeline(commands)
 
 
+@dataclasses.dataclass(frozen=True)
+class Delivered:
+    """A call that was made: its commands, and when."""
+
+    name: str
+    args: tuple[Any, ...]
+    sent: list[list[tuple[Any, ...]]]
+    number: int
+    incarnation: str
+
+
 class World:
     """One run on a real server."""
 
@@ -65,17 +83,32 @@ class World:
         self.wire = self.client._connection = Echo(self.client.redis, run_id)
         self.ledger: dict[int, tuple[str, ...]] = {}  # step -> groups, in the history of the surviving weights
         self.calls = 0
-        self.delivered: list[tuple[str, tuple[Any, ...], list[list[tuple[Any, ...]]]]] = []
+        self.delivered: list[Delivered] = []
 
     async def open(self, limits: Limits) -> None:
         await self.client.redis.set(CLOCK, START_MS)
+        await self.client.redis.delete(MEMORY)
         state = await self.client.open_run(limits)
         self.model = Model(limits, START_MS, state.timeline, state.incarnation)
         await self.compare([])
 
     async def pass_time(self, milliseconds: int) -> None:
-        self.model.now += milliseconds
-        await self.client.redis.set(CLOCK, self.model.now)
+        """The replay service calls every second, and so at least as often as here."""
+        while (step := min(milliseconds, PACE_MS)) > 0:
+            milliseconds -= step
+            await self.jump(step)
+            if milliseconds:
+                await self.call("make_room")
+
+    async def jump(self, milliseconds: int) -> None:
+        """The server's clock is another, and nobody has called meanwhile."""
+        self.model.clock += milliseconds
+        await self.client.redis.set(CLOCK, self.model.clock)
+
+    async def has_room(self, room: int | None) -> None:
+        """The server may take `room` bytes more; None: as many as there are."""
+        self.model.left = math.inf if room is None else room
+        await (self.client.redis.delete(MEMORY) if room is None else self.client.redis.set(MEMORY, room))
 
     async def limit(self, limits: Limits) -> None:
         """The replay service starts again with other limits."""
@@ -93,14 +126,18 @@ class World:
         self.wire.sent = []  # what follows is only to compare
         if name == "rewind" and len(sent) == 1:  # it was refused; where it is not, the client goes on so
             sent = [*sent, [self.client._connection.fcall("commit", version=args[0], timeline=args[1])]]
-        if name in IDEMPOTENT or name in NEW_EACH_TIME:
-            self.delivered = [*self.delivered[-40:], (name, args, sent)]
+        self.model.call_number += 1
+        delivered = Delivered(name, args, sent, self.model.call_number, self.model.incarnation)
+        if name in IDEMPOTENT or name in NEW_EACH_TIME or name in ANSWERED_AGAIN:
+            self.delivered = [*self.delivered[-40:], delivered]
         if name == "reserve":
             args = (*args, {group for group in unlawful if await self._state(group) == "queued"})
         if echo:
-            first = await self._heard(name, self.wire.unheard) if name in NEW_EACH_TIME else seen
+            first = seen
+            if name in NEW_EACH_TIME or name == "lease":
+                first = await self._heard(name, self.wire.unheard)
             self._expected(name, args, first)
-        expected = self._expected(name, args, seen)
+        expected = self._expected_again(delivered, seen) if echo else self._expected(name, args, seen)
         assert _same(_plain(seen), expected), f"{name}{args}: {_plain(seen)!r}, and by the contract {expected!r}"
         self.calls += 1 + echo
         await self._history(seen, now)
@@ -111,15 +148,17 @@ class World:
     async def deliver_again(self, which: int) -> Any:
         """The very commands of an earlier call arrive once more, however late. Nobody waits for the answer; it is returned where
         the call gives something new each time."""
-        name, args, sent = self.delivered[-1 - which % len(self.delivered)]
+        delivered = self.delivered[-1 - which % len(self.delivered)]
+        name, args, sent = delivered.name, delivered.args, delivered.sent
         before = {held.id: _seen_of(held) for held in self.model.groups.values()}
         now = self.model.timeline, self.model.next_step
         replies: list[Any] = [None]
-        for commands in sent[:1] if name in NEW_EACH_TIME else sent:
+        heard = name in NEW_EACH_TIME or name == "lease"
+        for commands in sent[:1] if heard else sent:
             with contextlib.suppress(HeadraceError):
                 replies = await BufferConnection.pipeline(self.wire, commands)
-        seen = await self._heard(name, replies[0]) if name in NEW_EACH_TIME else None
-        refused = isinstance(self._expected(name, args, seen), HeadraceError)
+        seen = await self._heard(name, replies[0]) if heard else None
+        refused = isinstance(self._expected_again(delivered, seen), HeadraceError)
         if name == "rewind" and refused:  # its second half comes by itself
             self._expected("commit", args, None)
         self.calls += 1
@@ -130,13 +169,22 @@ class World:
 
     async def _heard(self, name: str, reply: Any) -> Any:
         """What a caller would make of the reply; None was refused."""
-        seen = None if reply is None else await getattr(self.client, NEW_EACH_TIME[name])(reply)
+        decode = {**NEW_EACH_TIME, **ANSWERED_AGAIN}[name]
+        seen = None if reply is None else await getattr(self.client, decode)(reply)
         self.wire.sent = []
         return seen
 
-    def _expected(self, name: str, args: tuple[Any, ...], seen: Any) -> Any:
+    def _expected_again(self, delivered: Delivered, seen: Any) -> Any:
+        """Of the second delivery of a call, at once or late."""
+        if delivered.name in ANSWERED_AGAIN:
+            return self._expected(f"{delivered.name}_again", (delivered.number, *delivered.args), seen)
+        if delivered.name == "register":
+            return self._expected("register", delivered.args, seen, incarnation=delivered.incarnation)
+        return self._expected(delivered.name, delivered.args, seen)
+
+    def _expected(self, name: str, args: tuple[Any, ...], seen: Any, **context: Any) -> Any:
         try:
-            return getattr(self.model, NAMES.get(name, name))(*args, seen=seen)
+            return getattr(self.model, NAMES.get(name, name))(*args, seen=seen, **context)
         except HeadraceError as error:
             return error
         except (AttributeError, TypeError):
@@ -185,7 +233,7 @@ class World:
         assert {lane: _nonzero(counts[lane]) for lane in counts} == {lane: model.count(lane) for lane in counts}
         assert stats["refusals"] == dict(model.refusals)
         assert stats["requeues"] == dict(model.requeues)
-        assert stats["bytes"] == model.bytes
+        assert (stats["bytes"], stats["full"]) == (model.bytes, model.full)
         suspects = sum(held.cohort is not None for held in model.groups.values())
         assert stats["suspects"] == suspects
         assert stats["leases"] == sum(held.state == "open" for held in model.groups.values()) - suspects
@@ -221,8 +269,8 @@ class World:
         assert (seen.waiting, seen.alone, seen.taken, seen.failing) == counts, seen
         assert (seen.broken, seen.kind, seen.probes) == (held.broken is not None, held.kind, held.probes), seen
         if held.broken is not None:
-            assert seen.broken_s == (model.now - held.broken) / 1000
-            assert seen.probe_in_s == max(0, held.probe_at - model.now) / 1000
+            assert seen.broken_s == (model.present - held.broken) / 1000
+            assert seen.probe_in_s == max(0, held.probe_at - model.present) / 1000
 
     def _replica(self, replica: str) -> tuple[str, int, int]:
         model = self.model
@@ -297,12 +345,12 @@ def _plain(seen: Any) -> Any:
             return seen_batch(seen)
         case Ended():
             return (seen.failed, seen.filtered, orders(seen.bitmap), orders(seen.failures), seen.retries)
-        case ([*done], dict(failed), int(pending)):
+        case ([*done], dict(failed), list(unknown)):
             described = [
                 (e.group.id, [(e.group.id, t.index, score.reward, *shape(t)) for t, score in e.trajectories])
                 for e in done
             ]
-            return (described, set(failed), pending)
+            return (described, set(failed), unknown)
     return seen
 
 

@@ -140,15 +140,20 @@ async def tighten(replay: ReplayClient, limits: Limits, **changes: float) -> Non
     await replay.open_run(dataclasses.replace(limits, **changes))  # type: ignore[arg-type]
 
 
+_NEWEST_CALL = (b"leased", b"answer", b"clock", b"offset")
+
+
 async def contents(replay: ReplayClient) -> dict[bytes, object]:
-    """Everything the server holds of this run but the count of refusals: what a refused call must leave as it was."""
+    """Everything the server holds of this run but the count of refusals, which of a replica's calls was the newest, and the time: what a
+    refused call must leave as it was."""
     redis, held = replay.redis, {}
     async for key in redis.scan_iter(match=f"hr:{{{replay.run_id}}}*", count=1000):
         if key.endswith(b":refusals"):
             continue
         match await redis.type(key):
             case b"hash":
-                held[key] = await redis.hgetall(key)
+                fields = await redis.hgetall(key)
+                held[key] = {name: value for name, value in fields.items() if name not in _NEWEST_CALL}
             case b"zset":
                 held[key] = await redis.zrange(key, 0, -1, withscores=True)
             case b"set":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -57,8 +58,9 @@ def talking_trainer(config: Config) -> None:
         async with contextlib.aclosing(
             ReplayClient(open_redis(buffer_url(config, "trainer")), str(config.run.id))
         ) as replay:
+            timeline = (await replay.rewind(0, secrets.token_hex(8))).timeline
             for step in range(config.algorithm.max_num_steps):
-                await replay.publish_metrics("train", step, {"reward": 0.5})
+                await replay.publish_metrics("train", step, {"reward": 0.5}, timeline)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), 0.1)
                     sys.exit(EXIT_STOPPED)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from headrace.codec import SCHEMA
 from headrace.errors import CodecError
-from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
+from headrace.trajectory import SCORE_BYTES, Group, Sampling, Score, Span, Trajectory
 
 GROUP = Group(
     id="e0-train-7",
@@ -287,3 +287,21 @@ def test_a_score_without_a_finite_reward_is_refused() -> None:
 def test_what_msgpack_cant_hold_is_refused_on_the_way_out() -> None:
     with pytest.raises(CodecError, match="can't be packed"):
         msgspec.structs.replace(GROUP, extra_env_info={"answer": object()}).encode()
+
+
+def test_a_score_with_much_metadata_keeps_its_reward_and_says_what_was_left_out() -> None:
+    large = Score("SCORED", 1.0, components={"a": 0.5}, metadata={"log": "x" * 2 * SCORE_BYTES}, environment="math")
+    with pytest.raises(CodecError, match=f"at most {SCORE_BYTES}"):
+        large.encode()
+    kept = large.fitted()
+    assert Score.decode(kept.encode()) == kept
+    assert (kept.reward, kept.components, kept.environment) == (1.0, {"a": 0.5}, "math")
+    assert kept.metadata == {
+        "headrace": f"the environment's metadata was left out: a score has at most {SCORE_BYTES} bytes"
+    }
+    failed = Score("FAILED", message="x" * 2 * SCORE_BYTES).fitted()
+    assert len(failed.message) == 2000
+    small = Score("SCORED", 1.0, metadata={"log": "x"})
+    assert small.fitted() is small
+    with pytest.raises(CodecError):  # components are never left out: they may be trained on
+        Score("SCORED", 1.0, components={"x" * 2 * SCORE_BYTES: 1.0}).fitted().encode()

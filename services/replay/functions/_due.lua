@@ -67,6 +67,7 @@ local function expire_replicas(run)
   elseif redis.call('EXISTS', run.base .. 'h:' .. id) == 0 then
     redis.call('UNLINK', key)
     redis.call('ZREM', run.base .. 'replicas', id)
+    redis.call('SADD', run.key .. ':used', id)
     return SWEEP
   end
   if take_back(run, id, true) then redis.call('ZADD', run.base .. 'replicas', run.now + REMEMBER_DEAD_MS, id) end

@@ -4,10 +4,10 @@
 
 local function replica_key(run, id) return run.base .. 'r:' .. id end
 
-local function see(run, id)
+local function see(run, id, ...)
   local dead_at = run.now + run.replica_dead_ms
   redis.call('ZADD', run.base .. 'replicas', dead_at, id)
-  redis.call('HSET', replica_key(run, id), 'seen', run.now)
+  redis.call('HSET', replica_key(run, id), 'seen', run.now, ...)
   due_at(run, dead_at)
 end
 

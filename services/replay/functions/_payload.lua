@@ -68,7 +68,7 @@ local function keep_payload(entry)
   if entry.payload ~= '' then
     redis.call('SET', entry.key, entry.payload)
   elseif redis.call('PERSIST', entry.key) == 0 then
-    return 'HR_INVALID', 'the payload of group ' .. entry.id .. ' was not staged, or its time ran out'
+    return 'HR_UNSTAGED', 'the payload of group ' .. entry.id .. ' was not staged, its time ran out, or the server lost it'
   end
 end
 

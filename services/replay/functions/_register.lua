@@ -10,13 +10,14 @@ end
 
 local function answer(call, handler, spec, bytes, keys, args)
   call.run = load_run(keys)
+  if call.fills and call.run.full > 0 then set(call.run, 'full', 0) end  -- the server let it in
   local parsed = parse_call(spec, bytes, args)
   if not call.reads then expire(call.run) end
   return handler(call.run, parsed, args)
 end
 
-local function respond(handler, spec, bytes, keys, args, reads)
-  local call = {reads = reads}
+local function respond(handler, spec, bytes, keys, args, reads, fills)
+  local call = {reads = reads, fills = fills}
   local ok, reply = pcall(answer, call, handler, spec, bytes, keys, args)
   local run = call.run
   local refused = not ok and type(reply) == 'table' and reply.code
@@ -30,9 +31,14 @@ local function respond(handler, spec, bytes, keys, args, reads)
   error(reply)
 end
 
--- The handler is called with the run, its named arguments, and all arguments: bytes are those from the second on.
-local function register(function_name, spec, handler, bytes)
-  redis.register_function(function_name, function(keys, args) return respond(handler, spec, bytes, keys, args, false) end)
+-- The handler is called with the run, its named arguments, and all arguments: bytes are those from the second on. Whatever frees, proves or
+-- moves is allowed at the server's limit of memory; a function that `fills` it is refused there by Redis.
+local function register(function_name, spec, handler, bytes, fills)
+  redis.register_function{
+    function_name = function_name,
+    callback = function(keys, args) return respond(handler, spec, bytes, keys, args, false, fills) end,
+    flags = not fills and {'allow-oom'} or nil,
+  }
 end
 
 -- A function that changes nothing, not even what is due: for people, and for replicas of the server.

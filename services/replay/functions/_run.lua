@@ -26,8 +26,10 @@
 --   refusals    hash    code -> calls refused (law 4)      requeues   hash    cause -> groups requeued, passed on
 --   replicas    zset    replicas by the time they are due  r:<id>     hash    a replica; h:<id> set of groups it holds
 --   epoch       hash    the newest membership epoch        members    hash    replica -> what it did in that epoch
+--   epochs      set     every epoch of this timeline
 -- Of all incarnations: `events` and `metrics` (streams), `m:<moment>` (hashes, see _meter.lua), `old` (set of incarnations to be swept), `used` (set of timelines and
--- incarnations that have ended), channels `wake:<what>`.
+-- incarnations that have ended, of replicas that
+-- have left, and of starts of the replay service that another has followed), channels `wake:<what>`.
 -- uses: _args
 
 local LIMITS = {
@@ -37,7 +39,11 @@ local LIMITS = {
 }
 -- staleness_policy: ordered, drop or mask; filter: see _filter.lua
 local WORDS = {'staleness_policy', 'filter'}
-local NUMBERS = {'next_step', 'committed', 'enqueued', 'closed', 'tickets', 'pinned', 'top', 'evicted', 'freed', 'refill', 'bytes', 'due'}
+-- clock, offset: see `tell_time`; full: see _memory.lua; validation: groups of those before it are dropped, and come no more
+local NUMBERS = {
+  'next_step', 'committed', 'enqueued', 'closed', 'tickets', 'pinned', 'top', 'evicted', 'freed', 'refill', 'bytes', 'due',
+  'clock', 'offset', 'full', 'validation',
+}
 -- While a library loads there are no iterators.
 local FIELDS = {'timeline', 'incarnation'}
 for i = 1, #NUMBERS do FIELDS[#FIELDS + 1] = NUMBERS[i] end
@@ -47,6 +53,31 @@ for i = 1, #WORDS do FIELDS[#FIELDS + 1] = WORDS[i] end
 local function server_ms()
   local time = redis.call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- A gap between two calls that is longer than this, and than half of what a replica may be silent for, is no time of the run. A shorter one
+-- is an ordinary pause: the replay service calls every second.
+local LONGEST_GAP_MS = 5000
+-- How often the clock is written down.
+local TICK_MS = 1000
+
+-- Run time, `run.now`, is the server's clock plus an offset. It stands still while nobody can call (the server was frozen, down, or another one
+-- with another clock took over; the clock was set) and while the server is at its limit of memory: nobody's deadline runs out meanwhile.
+-- Deadlines are written in run time and never rewritten. `clock` is what the server's clock said when it was last written down.
+local function tell_time(run)
+  run.read = server_ms()
+  local gap = run.read - (run.clock or run.read)
+  local longest = math.max(LONGEST_GAP_MS, math.min(run.lease_ms, run.replica_dead_ms) / 2)
+  local stands = gap < 0 or gap > longest or (run.full or 0) > 0
+  run.offset, run.full = run.offset or 0, run.full or 0
+  if stands then run.offset = run.offset - gap end
+  run.now = run.read + run.offset
+  run.ticks = stands or not run.clock or gap >= TICK_MS
+end
+
+-- The clock is written down at the end of this call.
+local function tick(run)
+  run.ticks = true
 end
 
 local function run_key(keys)
@@ -66,7 +97,7 @@ local function load_run(keys)
   for i = 3, #FIELDS - #WORDS do run[FIELDS[i]] = tonumber(values[i] or nil) end
   for i = #FIELDS - #WORDS + 1, #FIELDS do run[FIELDS[i]] = values[i] end
   run.base = key .. ':' .. run.incarnation .. ':'
-  run.now = server_ms()
+  tell_time(run)
   run.deltas, run.waking, run.first_due, run.first_ticket = {}, {}, run.due, run.tickets
   return run
 end
@@ -100,6 +131,14 @@ local function set(run, field, value)
   redis.call('HSET', run.key, field, value)
 end
 
+-- Whether the trainer has told `what` of `step`, or of a later one, on this timeline; if not, it has now.
+local function told_before(run, what, step)
+  local timeline, last = string.match(redis.call('HGET', run.key, what) or '', '^(%S+) (%d+)$')
+  if timeline == run.timeline and tonumber(last) >= step then return true end
+  redis.call('HSET', run.key, what, run.timeline .. ' ' .. step)
+  return false
+end
+
 -- What happened, for people. Capped: history is the ledger's.
 local function event(run, kind, ...)
   redis.call('XADD', run.key .. ':events', 'MAXLEN', '~', 10000, '*', 'kind', kind, ...)
@@ -114,6 +153,7 @@ local function flush(run)
     if delta ~= 0 then redis.call('HINCRBY', run.base .. 'counts', field, delta) end
   end
   if run.bytes_delta and run.bytes_delta ~= 0 then redis.call('HINCRBY', run.key, 'bytes', run.bytes_delta) end
+  if run.ticks then redis.call('HSET', run.key, 'clock', run.read, 'offset', run.offset) end
   if run.due ~= run.first_due then redis.call('HSET', run.key, 'due', run.due) end
   if run.tickets ~= run.first_ticket then redis.call('HSET', run.key, 'tickets', run.tickets) end
   for channel in pairs(run.waking) do redis.call('PUBLISH', run.key .. ':wake:' .. channel, '1') end

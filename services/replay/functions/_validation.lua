@@ -1,8 +1,11 @@
--- Drop up to `most` groups of the validation lane, leased or not; returns how many are left.
+-- Drop up to `most` groups of validations of versions < before, leased or not; returns how many may be left.
 -- uses: _args, _group, _run
-local function drop_validation(run, most)
-  local lane = run.base .. 'lane'
-  local ids = redis.call('SRANDMEMBER', lane, most)
+local function drop_validation(run, most, before)
+  local lane, ids = run.base .. 'lane', {}
+  for _, id in ipairs(redis.call('SRANDMEMBER', lane, most)) do
+    local version = tonumber(redis.call('HGET', group_key(run, id), 'validation') or 0)
+    if version < before then ids[#ids + 1] = id end
+  end
   for _, id in ipairs(ids) do
     local group = load_group(run, id)
     leave(run, group)
@@ -15,5 +18,5 @@ local function drop_validation(run, most)
   for first = 1, #ids, BATCH do
     redis.call('SREM', lane, unpack(ids, first, math.min(first + BATCH - 1, #ids)))
   end
-  return redis.call('SCARD', lane)
+  return #ids > 0 and redis.call('SCARD', lane) or 0
 end

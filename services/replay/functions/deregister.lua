@@ -14,6 +14,7 @@ register('hr_deregister', {replica = name, died = flag}, function(run, call)
   end
   redis.call('UNLINK', replica_key(run, id))
   redis.call('ZREM', run.base .. 'replicas', id)
+  retire(run, id)
   event(run, 'replica', 'replica', id, 'state', 'LEFT')
   wake(run, 'epoch')
   return 0

@@ -1,11 +1,12 @@
--- drop_validation: forget every group of the validation lane, leased or not, with its payloads.
+-- drop_validation: forget every group of validations of versions < before, leased or not, with its payloads. No more of them come.
 -- KEYS     the run
--- ARGV     timeline
+-- ARGV     timeline, before
 -- Returns  groups still to be dropped: call again until 0
 -- Errors   HR_TIMELINE
 -- uses: _args, _register, _run, _validation
-register('hr_drop_validation', {timeline = text}, function(run, call)
+register('hr_drop_validation', {timeline = text, before = natural}, function(run, call)
   require_timeline(run, call.timeline)
+  if call.before > (run.validation or 0) then set(run, 'validation', call.before) end
   wake(run, 'work')
-  return drop_validation(run, BATCH)
+  return drop_validation(run, BATCH, call.before)
 end)

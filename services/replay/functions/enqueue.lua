@@ -1,9 +1,11 @@
 -- enqueue: groups come into the queue of their lane; those already taken change nothing (law 1: no prompt twice).
 -- KEYS     the run
--- ARGV     timeline, incarnation, refill (take orders at or below the watermark that the run wants), groups: of each id, lane, order, env, n,
---          worst (bytes that n trajectories may grow to), nonce; then for each its record (msgpack; kept at d:<nonce>)
+-- ARGV     timeline, incarnation, refill (take orders at or below the watermark that the run wants), validation (version that the validation
+--          groups evaluate), groups: of each id, lane, order, env, n, worst (bytes that n trajectories may grow to), nonce; then for each
+--          its record (msgpack; kept at d:<nonce>)
 -- Returns  how many were new. A train group is new if its order is past the watermark `enqueued` (with `refill`: or is wanted for a retry; any
---          order while the run wants a refill) and not in `ended`, and its id unknown; a validation group if its id is unknown.
+--          order while the run wants a refill) and not in `ended`, and its id unknown; a validation group if its id is unknown and its
+--          validation not dropped.
 -- Errors   HR_TIMELINE, HR_STEP (train groups that leave out some after `enqueued`), HR_INVALID (malformed; new train groups after close, but
 --          for those that are wanted; refill while steps are being freed)
 -- uses: _args, _group, _register, _run
@@ -14,8 +16,9 @@ local MOST_ORDERS = 2 ^ 32
 
 local LANE = one_of({'train', 'validation'})
 
-local function parse(run, given, record)
+local function parse(run, given, validation, record)
   local group = {
+    validation = validation,
     id = name(given.id, 'id'), lane = LANE(given.lane, 'lane'), order = natural(given.order, 'order'), env = name(given.env, 'env'),
     n = positive(given.n, 'n'), worst = natural(given.worst, 'worst'), nonce = name(given.nonce, 'nonce'), record = record,
   }
@@ -33,7 +36,7 @@ end
 
 local function is_new(run, group, refill, seen)
   if seen[group.id] or redis.call('EXISTS', group.key) == 1 then return false end
-  if group.lane == 'validation' then return true end
+  if group.lane == 'validation' then return group.validation >= (run.validation or 0) end
   return (refill or group.wanted or group.order > run.enqueued) and redis.call('GETBIT', run.base .. 'ended', group.order) == 0
 end
 
@@ -49,7 +52,10 @@ local function add(run, group)
     'record', group.nonce, 'worst', group.worst, 'attempt', 0, 'failures', 0, 'token', '', 'held', 0, 'pushed', 0,
     'scored', 0, 'actual', 0)
   redis.call('ZADD', queue_of(run, group.lane), group.order, group.id)
-  if group.lane == 'validation' then redis.call('SADD', run.base .. 'lane', group.id) end
+  if group.lane == 'validation' then
+    redis.call('HSET', group.key, 'validation', group.validation)
+    redis.call('SADD', run.base .. 'lane', group.id)
+  end
   if group.wanted then redis.call('ZREM', run.base .. 'wanted', group.order) end
   move(run, group.lane, nil, 'queued')
 end
@@ -66,7 +72,7 @@ local function require_no_gap(run, groups)
 end
 
 register('hr_enqueue', {
-  timeline = text, incarnation = text, refill = flag, groups = list_of(map, BATCH),
+  timeline = text, incarnation = text, refill = flag, validation = natural, groups = list_of(map, BATCH),
 }, function(run, call, args)
   require_bytes(#call.groups, args)
   require_timeline(run, call.timeline)
@@ -79,7 +85,7 @@ register('hr_enqueue', {
   end
   local new, seen = {}, {}
   for i, given in ipairs(call.groups) do
-    local group = parse(run, given, args[i + 1])
+    local group = parse(run, given, call.validation, args[i + 1])
     group.wanted = call.refill and group.lane == 'train' and redis.call('ZSCORE', run.base .. 'wanted', group.order)
     if is_new(run, group, refill, seen) then new[#new + 1] = group end
     seen[group.id] = true
@@ -96,4 +102,4 @@ register('hr_enqueue', {
   if enqueued ~= run.enqueued then set(run, 'enqueued', enqueued) end
   if #new > 0 then wake(run, 'work') end
   return #new
-end, true)
+end, true, true)

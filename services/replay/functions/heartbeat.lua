@@ -1,11 +1,12 @@
 -- heartbeat: a replica lives, and so do its leases.
 -- KEYS     the run
--- ARGV     replica, epoch that the caller knows (`<id> <state>`, or ''), tokens of its leases
+-- ARGV     replica, number (of this heartbeat, higher than that of any before), epoch that the caller knows (`<id> <state>`, or ''), tokens of its leases
 -- Returns  msgpack: state, timeline, epoch_changed (the newest epoch is another than the caller knows), lost (tokens that are no longer
 --          valid), complete (those of them whose groups are complete: what is still being generated under them is surplus)
 -- Errors   HR_INVALID
 --
--- Renews the replica, and its leases up to their groups' absolute deadlines (law 6). DEAD and unknown replicas are told so.
+-- Renews the replica, and its leases up to their groups' absolute deadlines (law 6). DEAD and unknown replicas are told so. One that arrives
+-- again, or late, renews nothing.
 -- uses: _args, _fleet, _group, _register
 local function renew(run, id, token, renewed, complete)
   local group = string.match(token, '^[^/]+/(.+)$')
@@ -23,16 +24,18 @@ local function renew(run, id, token, renewed, complete)
   return true
 end
 
-register('hr_heartbeat', {replica = name, epoch = text, tokens = list_of(name, 4 * BATCH)}, function(run, call)
+register('hr_heartbeat', {replica = name, number = natural, epoch = text, tokens = list_of(name, 4 * BATCH)}, function(run, call)
   local id = call.replica
-  local state, timeline = unpack(redis.call('HMGET', replica_key(run, id), 'state', 'timeline'))
+  local state, timeline, newest = unpack(redis.call('HMGET', replica_key(run, id), 'state', 'timeline', 'heartbeat'))
   state = state_of(run, state or nil, timeline)
   local lost, renewed, complete = {}, {}, {}
   for _, token in ipairs(call.tokens) do
     if state == 'DEAD' or not renew(run, id, token, renewed, complete) then lost[#lost + 1] = token end
   end
-  if #renewed > 0 then redis.call('ZADD', run.base .. 'leases', unpack(renewed)) end
-  if state ~= 'DEAD' then see(run, id) end
+  if state ~= 'DEAD' and call.number > tonumber(newest or 0) then
+    if #renewed > 0 then redis.call('ZADD', run.base .. 'leases', unpack(renewed)) end
+    see(run, id, 'heartbeat', call.number)
+  end
   local epoch, epoch_state = unpack(redis.call('HMGET', run.base .. 'epoch', 'id', 'state'))
   local known = epoch and epoch .. ' ' .. epoch_state or ''
   return cmsgpack.pack({

@@ -2,11 +2,14 @@
 -- allow. Suspects, whose replica died, go in cohorts to a replica that holds nothing, before anything else; it gets no more until it has
 -- none again. If the lowest ticket is a suspect, one replica that holds others drains for it.
 -- KEYS     the run
--- ARGV     replica, most (groups), nonce (tokens are made of it)
+-- ARGV     replica, most (groups), number (of this call, higher than that of any before), nonce (tokens are made of it)
 -- Returns  msgpack: timeline, incarnation, version, leases. Each of these has group (id), record (key), token, expires_in_s, attempt, ticket
 --          (-1: validation), count (trajectories of the group); if it had a lease before, also missing (indices to generate) and
 --          prefixes (of those that another replica has begun: index and payload key)
--- Errors   HR_NOT_VERIFIED: the replica is not HEALTHY on this timeline; HR_INVALID
+-- Errors   HR_NOT_VERIFIED: the replica is not HEALTHY on this timeline; HR_FENCED: it arrives late; HR_INVALID
+--
+-- The last call, delivered again, is answered as it was before, and grants nothing more; an earlier one is refused: nobody would hear of what
+-- it was given.
 --
 -- Admission: with v the replica's version, P groups a step, R = P * next_step and O = groups open, scoring or ready, a lease is granted
 -- iff R + O < (v + ahead + 1) * P. Under `ordered`, `ahead` is the age bound A: a group's place in line is its step, so that the step is
@@ -22,23 +25,7 @@
 -- (a single group over the bound must not stop the run). Payloads of steps that were trained but not committed go first.
 --
 -- Leasing stops at the first group whose environment is broken, in order (law 5): the others wait behind it.
--- uses: _args, _fields, _group, _meter, _register, _run, _scoring
-
--- Steps before the newest reserved one are trained; their payloads only serve people and a rewind, which can have them made again.
--- The oldest go first, so that those that are merely retained go before those that a crash would need.
-local function evict_trained_step(run)
-  local step = math.max(run.evicted, run.freed)
-  if step >= math.max(run.committed, run.next_step - 1) then return false end
-  for _, id in ipairs(lines(redis.call('HGET', run.base .. 'steps', step))) do
-    local group = load_group(run, id)
-    meter_trained(run, group)
-    discard(run, group)
-    redis.call('HSET', group.key, 'held', 0, 'lost', 1)
-  end
-  set(run, 'evicted', step + 1)
-  event(run, 'evicted', 'step', step)
-  return true
-end
+-- uses: _args, _fields, _fleet, _group, _memory, _meter, _register, _run, _scoring
 
 local function fits(run, worst)
   while true do
@@ -232,7 +219,7 @@ local function lease_from(run, lane, most, replica, version, nonce, leases)
   return granted
 end
 
-register('hr_lease', {replica = name, most = positive, nonce = name}, function(run, call)
+local function lease(run, call)
   local replica, most, nonce = call.replica, math.min(call.most, BATCH), call.nonce
   local state, version, timeline, cohort =
     unpack(redis.call('HMGET', run.base .. 'r:' .. replica, 'state', 'version', 'timeline', 'cohort'))
@@ -250,4 +237,15 @@ register('hr_lease', {replica = name, most = positive, nonce = name}, function(r
   local room = run.refill == 1 and 0 or (version + steps + 1) * run.prompts_per_step - reserved - ahead
   lease_from(run, 'train', math.min(most, room), replica, version, nonce, leases)
   return cmsgpack.pack({timeline = run.timeline, incarnation = run.incarnation, version = version, leases = leases})
-end)
+end
+
+register('hr_lease', {replica = name, most = positive, number = positive, nonce = name}, function(run, call)
+  local key = replica_key(run, call.replica)
+  local newest, answer = unpack(redis.call('HMGET', key, 'leased', 'answer'))
+  if call.number == tonumber(newest or 0) and answer ~= '' then return answer end
+  if call.number <= tonumber(newest or 0) then refuse('HR_FENCED', 'lease ' .. call.number .. ' of replica ' .. call.replica .. ' was answered before') end
+  if redis.call('EXISTS', key) == 1 then redis.call('HSET', key, 'leased', call.number, 'answer', '') end
+  answer = lease(run, call)
+  redis.call('HSET', key, 'answer', answer)
+  return answer
+end, false, true)

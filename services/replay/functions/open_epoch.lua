@@ -2,7 +2,7 @@
 -- KEYS     the run
 -- ARGV     epoch (a nonce), version, timeline; then the rendezvous (msgpack)
 -- Returns  msgpack: id, version, timeline, state, members (each followed by what it did); then the rendezvous. Repeating it gives the same epoch.
--- Errors   HR_TIMELINE, HR_INVALID
+-- Errors   HR_TIMELINE, HR_FENCED (it arrives late: another was opened since), HR_INVALID
 -- uses: _args, _epoch, _fleet, _register, _run
 register('hr_open_epoch', {epoch = name, version = natural, timeline = text}, function(run, call, args)
   local id, version, timeline = call.epoch, call.version, call.timeline
@@ -10,6 +10,7 @@ register('hr_open_epoch', {epoch = name, version = natural, timeline = text}, fu
   require_timeline(run, timeline)
   local before = load_epoch(run)
   if before and before.id == id then return reply_epoch(run, before) end
+  if redis.call('SADD', run.base .. 'epochs', id) == 0 then refuse('HR_FENCED', 'epoch ' .. id .. ' is over; make a new nonce') end
   local epoch = {id = id, version = version, timeline = timeline, rendezvous = args[2]}
   redis.call('HSET', run.base .. 'epoch', 'id', id, 'version', version, 'timeline', timeline, 'rendezvous', args[2])
   redis.call('UNLINK', run.base .. 'members')

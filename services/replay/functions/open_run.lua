@@ -1,9 +1,9 @@
 -- open_run: make the run if it is not there, else give it these limits.
 -- KEYS     the run
--- ARGV     timeline, incarnation (nonces, used only for a new run), the limits by their names in _run.lua, environments (of each name
---          failure_share, and give_up_ms if the run does not wait for it for ever)
+-- ARGV     timeline, incarnation (nonces, used only for a new run; the timeline names this call too), the limits by their names in _run.lua, environments
+--          (of each name failure_share, and give_up_ms if the run does not wait for it for ever)
 -- Returns  the run's state, msgpack
--- Errors   HR_INVALID
+-- Errors   HR_TIMELINE (it arrives late: another start of the replay service has set the limits since), HR_INVALID
 -- uses: _args, _filter, _group, _register, _run
 
 -- What a group may have beyond n: its trajectories are arguments of one command.
@@ -50,7 +50,10 @@ local function make_run(keys, args)
       'enqueued', -1, 'closed', 0, 'tickets', 0, 'pinned', 0, 'top', 0, 'evicted', 0, 'freed', 0, 'refill', 0, 'bytes', 0, 'due', 1e15)
     redis.call('RPUSH', key .. ':' .. incarnation .. ':timelines', timeline .. ' 0')
   end
-  redis.call('HSET', key, unpack(fields))
+  local opened = redis.call('HGET', key, 'opened')
+  require_unused({key = key}, timeline)
+  if opened and opened ~= timeline then redis.call('SADD', key .. ':used', opened) end
+  redis.call('HSET', key, 'opened', timeline, unpack(fields))
 end
 
 -- An earlier build kept all that waited for scores in one line.
@@ -64,7 +67,7 @@ local function split_line(run)
   end
 end
 
-redis.register_function('hr_open_run', function(keys, args)
+local function open_run(keys, args)
   local ok, problem = pcall(make_run, keys, args)
   if not ok and problem.code then return redis.error_reply(problem.code .. ' ' .. problem.message) end
   if not ok then error(problem) end
@@ -74,4 +77,6 @@ redis.register_function('hr_open_run', function(keys, args)
     event(run, 'opened')
     return cmsgpack.pack(run_state(run))
   end, nil, false, keys, {}, false)
-end)
+end
+
+redis.register_function{function_name = 'hr_open_run', callback = open_run, flags = {'allow-oom'}}

@@ -3,7 +3,8 @@
 -- ARGV     timeline, incarnation, the columns of _payload.lua; then the bytes of each trajectory
 -- Returns  for each trajectory '' or `<code> <message>`; a refused one leaves nothing behind. The same index again under the same
 --          token is accepted and changes nothing.
--- Errors   HR_INVALID (malformed). Of entries: HR_TIMELINE, HR_LEASE_LOST, HR_SURPLUS (the group has its n without it), HR_INVALID
+-- Errors   HR_INVALID (malformed). Of entries: HR_TIMELINE, HR_LEASE_LOST, HR_SURPLUS (the group has its n without it), HR_UNSTAGED (its staged
+--          payload is not there), HR_INVALID
 -- uses: _args, _group, _payload, _register, _run
 
 -- The group with what these entries have to know of it: its lease, and which of their indices it has (`p<i>`) or has dropped (`x<i>`).
@@ -65,4 +66,4 @@ register('hr_push', PAYLOADS, function(run, call, args)
   local reply = {}
   for _, of_group in ipairs(groups) do push(run, of_group, foreign, reply) end
   return reply
-end, true)
+end, true, true)

@@ -2,7 +2,7 @@
 -- KEYS     the run
 -- ARGV     timeline
 -- Returns  1
--- Errors   HR_TIMELINE
+-- Errors   HR_TIMELINE, HR_STEP (prompts are still missing: the server lost some of them)
 --
 -- Until this call the run's state says `refill`, so that a trainer killed in the middle does it again, and no training prompt is leased or
 -- reserved (laws 1 and 5).
@@ -10,6 +10,10 @@
 register('hr_refilled', {timeline = text}, function(run, call)
   require_timeline(run, call.timeline)
   if run.refill == 1 then
+    -- law 1: every prompt is held, wanted for a retry, or has come to its end
+    local known = redis.call('ZCARD', run.base .. 'wanted')
+    for _, count in pairs(counts_of(run).train or {}) do known = known + count end
+    if known <= run.enqueued then refuse('HR_STEP', run.enqueued + 1 - known .. ' prompts of the refill are missing; enqueue them again') end
     set(run, 'refill', 0)
     event(run, 'refilled')
     wake(run, 'work')

@@ -184,7 +184,7 @@ local function reserve(run, step)
   if step ~= run.next_step then
     refuse('HR_STEP', 'reserve of step ' .. step .. '; the next step is ' .. run.next_step)
   end
-  if run.refill == 1 then refuse('HR_INVALID', 'reserve of step ' .. step .. ' while prompts are missing; enqueue them and call refilled') end
+  if run.refill == 1 then return {reply = 'waiting', ready = 0, needed = run.prompts_per_step} end
   local groups, ids = pinned_groups(run, step)
   keep_step(run, step, ids)
   local survivors = #groups

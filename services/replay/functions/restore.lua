@@ -30,13 +30,14 @@ register('hr_restore', {
   require_unused(run, timeline)
   retire(run, run.incarnation)
   retire(run, run.timeline)
+  for _, replica in ipairs(redis.call('ZRANGE', run.base .. 'replicas', 0, -1)) do retire(run, replica) end
   redis.call('SADD', run.key .. ':old', run.incarnation)
   run.deltas, run.bytes_delta = {}, 0
   run.timeline, run.incarnation, run.base = timeline, incarnation, run.key .. ':' .. incarnation .. ':'
   run.next_step, run.committed, run.enqueued, run.closed, run.due = version, version, enqueued, 0, 1e15
   redis.call('HSET', run.key, 'timeline', timeline, 'incarnation', incarnation, 'next_step', version, 'committed', version,
     'enqueued', enqueued, 'closed', 0, 'tickets', 0, 'pinned', 0, 'top', version, 'evicted', version, 'freed', version, 'refill', 1,
-    'bytes', 0, 'due', 1e15)
+    'bytes', 0, 'due', 1e15, 'validation', 0)
   run.refill = 1
   begin_timeline(run, version, timeline)
   take_over_ended(run, call.failed, call.filtered, args[2], args[3])

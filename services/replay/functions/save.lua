@@ -3,7 +3,7 @@
 -- ARGV     timeline, incarnation, the columns of _payload.lua; then the bytes of each trajectory
 -- Returns  for each '' or `<code> <message>`; a refused one leaves nothing behind. One that is not longer than what is saved already, or whose
 --          trajectory is in, changes nothing.
--- Errors   HR_INVALID (malformed). Of entries: HR_TIMELINE, HR_LEASE_LOST, HR_SURPLUS, HR_INVALID
+-- Errors   HR_INVALID (malformed). Of entries: HR_TIMELINE, HR_LEASE_LOST, HR_SURPLUS, HR_UNSTAGED, HR_INVALID
 --
 -- Its bytes are those that the lease counts for the finished trajectory.
 -- uses: _group, _payload, _register
@@ -45,4 +45,4 @@ register('hr_save', PAYLOADS, function(run, call, args)
     reply[entry.place] = code and refuse_entry(run, code, message) or ''
   end
   return reply
-end, true)
+end, true, true)

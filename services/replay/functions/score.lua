@@ -19,6 +19,9 @@
 -- its last score, so that it leaves the line at once and another takes its place.
 -- uses: _args, _fields, _filter, _group, _meter, _register, _run, _scoring
 
+-- SCORE_BYTES in headrace/trajectory.py: what leases reserve for a score.
+local MOST_BYTES = 8192
+
 local STATUS = one_of({'SCORED', 'FAILED', 'TIMED_OUT', 'INVALID', 'INTERRUPTED', 'NOT_STARTED', 'UNSENDABLE'})
 
 -- `at` as in _payload.lua.
@@ -28,6 +31,9 @@ local function parse(by_components, place, given, record)
     status = STATUS(given.status, 'status'), reward = given.reward, record = record, place = place,
   }
   entry.at = tostring(entry.index)
+  if #record > MOST_BYTES then
+    refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' has ' .. #record .. ' bytes, more than ' .. MOST_BYTES)
+  end
   if entry.status == 'SCORED' then
     finite(entry.reward, 'reward')
     if by_components and not score_field(record, 'components', 'table') then

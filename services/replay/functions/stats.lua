@@ -1,9 +1,9 @@
 -- stats: what people look at.
 -- KEYS     the run
 -- ARGV     none
--- Returns  msgpack: the run's state, refusals by code, requeues by cause, bytes, ages of the last batch, the scoring line, leases,
---          suspects (groups that wait to be leased apart, because their replica died), the newest dead letters, groups ready out of the
---          next P in line
+-- Returns  msgpack: the run's state, refusals by code, requeues by cause, bytes, full (see _memory.lua), ages of the last batch, the scoring
+--          line, leases, suspects (groups that wait to be leased apart, because their replica died), the newest dead letters, groups ready
+--          out of the next P in line
 -- uses: _args, _group, _register, _scoring
 local function scoring_line(run)
   local line, oldest = {waiting = 0, taken = 0}, run.now
@@ -34,7 +34,7 @@ register_reader('hr_stats', nil, function(run)
   stats.counts = unless_empty(counts_of(run))
   stats.refusals = unless_empty(numbers(redis.call('HGETALL', run.base .. 'refusals')))
   stats.requeues = unless_empty(numbers(redis.call('HGETALL', run.base .. 'requeues')))
-  stats.bytes, stats.max_bytes = run.bytes, run.max_bytes
+  stats.bytes, stats.max_bytes, stats.full = run.bytes, run.max_bytes, run.full
   stats.age_mean, stats.age_max = tonumber(age_mean or nil) or 0, tonumber(age_max or nil) or 0
   stats.scoring = scoring_line(run)
   stats.leases = redis.call('ZCARD', run.base .. 'leases')

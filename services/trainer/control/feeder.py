@@ -1,15 +1,20 @@
 """Keeps the queue of training prompts filled ahead of the fleet, closes it when no more will come, and supplies the prompts of failed
-groups that are retried."""
+groups that are retried.
+
+The buffer's server may lose writes without anybody noticing: each look compares where the run stands with what was done, and does
+again what is missing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from headrace.config import Config
+from headrace.errors import WrongStep
 from headrace.replay import BufferRetry, ReplayClient, RunState
 from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.telemetry.journal import Journal, retried
@@ -35,7 +40,7 @@ def next_orders(state: RunState, *, ahead: int, total: int, to_train: int) -> tu
 
 
 class Feeder:
-    """Enqueues prompts in one task: enqueue, wait for a second or for `wake`, look again.
+    """Enqueues prompts in one task, without end: enqueue, wait for a second or for `wake`, look again.
 
     Groups are made in another thread, because that tokenizes. `retries` counts the lines of retries in the journal.
     """
@@ -67,27 +72,51 @@ class Feeder:
     async def refill(self, orders: Iterable[int]) -> int:
         """Enqueue again the prompts that a rewind or restore left missing; returns how many were new to the buffer.
 
-        The buffer asks for a refill until `refilled` tells it that all are in, so a trainer killed in the middle repeats it.
+        The buffer counts them when it is told that all are in. It asks for the refill until then, so a trainer killed in the
+        middle repeats it.
         """
-        new, rest = 0, iter(orders)
-        while batch := list(itertools.islice(rest, BATCH)):
-            new += await self._enqueue(batch, refill=True)
-        await self._retry(lambda: self._replay.refilled(self._timeline))
-        return new
+        orders, total = list(orders), 0
+        while True:
+            # what earlier commits have left to free: until it is, the buffer knows it
+            state = await self._retry(self._replay.state)
+            await self._retry(partial(self._replay.commit, state.committed, self._timeline))
+            new = 0
+            for at in range(0, len(orders), BATCH):
+                new += await self._enqueue(orders[at : at + BATCH], refill=True)
+            total += new
+            try:
+                await self._retry(lambda: self._replay.refilled(self._timeline))
+            except WrongStep as error:
+                if not new:
+                    raise
+                log.warning("the buffer's server lost writes: %s", error)
+            else:
+                return total
 
-    async def run(self) -> None:
+    async def run(self, missing: Callable[[], Iterable[int]]) -> None:
+        """Feed until cancelled. `missing`: the prompts of a refill, should the buffer ask for it again."""
+        closed = False
         while True:
             self._wake.clear()
             state = await self._retry(self._replay.state)
+            if state.refill and state.timeline == self._timeline:
+                log.warning(
+                    "the buffer's server lost writes: %d prompts are queued again", await self.refill(missing())
+                )
             if state.wanted:
                 await self._supply(state.next_step)
             total = self._prompts.total
             orders, close = next_orders(state, ahead=self._ahead, total=total, to_train=self._to_train)
-            for at in range(0, len(orders), BATCH):
-                await self._enqueue(orders[at : at + BATCH], refill=False)
+            try:
+                for at in range(0, len(orders), BATCH):
+                    await self._enqueue(orders[at : at + BATCH], refill=False)
+            except WrongStep as error:
+                log.warning("the buffer's server lost writes: %s", error)
+                continue  # from where it stands now
             if close and not state.closed:
                 await self._retry(lambda: self._replay.close(self._timeline))
-                log.info("the queue is closed: all %d prompts are in", total)
+                log.info("the queue is closed%s: all %d prompts are in", " again" if closed else "", total)
+                closed = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_S):
                     await self._wake.wait()

@@ -16,11 +16,11 @@ from typing import Literal, TypeVar
 from headrace.config import Config
 from headrace.errors import (
     EnvironmentBroken,
+    Fenced,
+    InvalidCall,
     ReplayUnavailable,
     SamplingStarved,
     ServiceError,
-    WrongStep,
-    WrongTimeline,
 )
 from headrace.replay import End, Replica, Reservation, Waiting
 from headrace.replay.calls import BATCH
@@ -96,11 +96,11 @@ class Loop:
             if self._resumed.refill:
                 again = await self._context.feeder.refill(self._resumed.missing())
                 log.info("%d prompts that nothing was trained on are queued again", again)
-            feeding = asyncio.create_task(self._context.feeder.run())
+            feeding = asyncio.create_task(self._context.feeder.run(self._resumed.missing))
             self._began = self._step_began = self._healthy_at = self._clock()
             self._init_metrics = {"efficiency/init/total_s": self._began - self._context.began}
             return await self._take_turns(feeding)
-        except (WrongTimeline, WrongStep, ServiceError) as error:
+        except (Fenced, InvalidCall, ServiceError) as error:
             reserved = self._version + isinstance(self._reply, Reservation)
             if lost_writes(self._resumed, await self._call(self._replay.state), reserved):
                 raise ReplayUnavailable(
@@ -385,7 +385,7 @@ class Loop:
         self._context.journal.append(kind, step, self._timeline, metrics)
         self._context.telemetry.notify()
         self._context.gauges.update(kind, step, metrics)
-        await self._call(lambda: self._replay.publish_metrics(kind, step, metrics))
+        await self._call(lambda: self._replay.publish_metrics(kind, step, metrics, self._timeline))
 
     async def _finish(self) -> None:
         folder = self._config.run_folder

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from headrace.errors import InvalidCall
 from headrace.replay import BufferRetry, Evaluated, ReplayClient
 from headrace.trajectory import Group
 
@@ -56,19 +57,32 @@ class Validation:
         self._replay = replay
         self._retry = retry
         self._timeline = timeline
+        self._groups: dict[str, Group] = {}
         self._pending: tuple[str, ...] = ()
         self._failed: dict[str, str] = {}
 
     async def start(self, groups: Sequence[Group]) -> None:
         """Enqueue `groups`, after dropping what the previous validation left behind."""
-        await self.abandon()
-        self._pending = tuple(group.id for group in groups)
-        await self._retry(lambda: self._replay.enqueue(groups, self._timeline))
+        self._groups = {group.id: group for group in groups}
+        self._pending = tuple(self._groups)
+        await self._enqueue(groups)
+
+    async def _enqueue(self, groups: Sequence[Group]) -> None:
+        await self._retry(lambda: self._replay.drop_validation(self._timeline, before=self.version))
+        await self._retry(lambda: self._replay.enqueue(groups, self._timeline, validation=self.version))
 
     async def poll(self) -> bool:
-        """Fetch the groups finished since the last call; True when none is pending."""
+        """Fetch the groups finished since the last call; True when none is pending. Groups that the buffer
+        no longer knows are enqueued again."""
         if self._pending:
-            done, failed, _ = await self._retry(lambda: self._replay.evaluated(self._pending))
+            try:
+                done, failed, unknown = await self._retry(lambda: self._replay.evaluated(self._pending))
+            except (
+                InvalidCall
+            ):  # what was just evaluated is gone: the buffer's server lost writes, as the next look shows
+                return False
+            if unknown:  # the buffer's server lost writes
+                await self._enqueue([self._groups[id_] for id_ in unknown])
             self.evaluated.extend(done)
             self._failed.update(failed)
             finished = {evaluated.group.id for evaluated in done} | failed.keys()
@@ -77,7 +91,7 @@ class Validation:
 
     async def abandon(self) -> None:
         """Drop the pending groups from the buffer; they stay counted as pending."""
-        await self._retry(lambda: self._replay.drop_validation(self._timeline))
+        await self._retry(lambda: self._replay.drop_validation(self._timeline, before=self.version + 1))
 
     def metrics(self) -> dict[str, float]:
         return summarize(self.evaluated, len(self._failed), len(self._pending))

@@ -100,8 +100,8 @@ async def test_each_role_does_its_whole_job_with_its_own_user(opened: EmbeddedSe
         assert len(await trainer.read_groups(batch.groups)) == 2
         done, _, _ = await trainer.evaluated(["e0-validation-0"])
         assert len(done) == 1
-        await trainer.drop_validation(state.timeline)
-        await trainer.publish_metrics("train", 1, {"reward": 1.0})
+        await trainer.drop_validation(state.timeline, 1)
+        await trainer.publish_metrics("train", 1, {"reward": 1.0}, state.timeline)
         await trainer.commit(1, state.timeline)
         await trainer.close(state.timeline)
         await trainer.wait_ready(0.01)
@@ -241,12 +241,12 @@ async def test_rights_that_a_function_lacks_inside_are_told_as_such(opened: Embe
     """An ACL of an older build, say: the function may be called, but not what it is made of."""
     async with connected(opened, "admin") as admin:
         await admin.redis.execute_command(
-            *("ACL", "SETUSER", "stale", "on", ">x", "resetchannels", "-@all", "+fcall|hr_register", "+time"),
+            *("ACL", "SETUSER", "stale", "on", ">x", "resetchannels", "-@all", "+fcall|hr_deregister", "+time"),
             *(f"~hr:{{{RUN}}}", f"~hr:{{{RUN}}}:*"),
         )
     async with open_redis(opened.url.replace("redis://", "redis://stale:x@")) as redis:
-        with pytest.raises(ReplayDenied, match=r"'stale' .* may not do FCALL hr_register .* load the ACL"):
-            await ReplayClient(redis, RUN).register("r", {})
+        with pytest.raises(ReplayDenied, match=r"'stale' .* may not do FCALL hr_deregister .* load the ACL"):
+            await ReplayClient(redis, RUN).deregister("r")
 
 
 def test_every_function_belongs_to_a_role() -> None:

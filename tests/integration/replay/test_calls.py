@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 from headrace.errors import CodecError, InvalidCall, LeaseLost
 from headrace.replay import Lease, Limits, ReplayClient
 from headrace.replay.rollout import CARRIED_BYTES
-from headrace.trajectory import Score
+from headrace.trajectory import SCORE_BYTES, Score
 from headrace_services.replay import library
 from tests.support.buffer import (
     contents,
@@ -271,6 +271,8 @@ async def test_a_malformed_entry_refuses_the_call_and_changes_nothing(replay: Re
     ):
         with pytest.raises(InvalidCall, match=re.escape(said)):
             await replay._connection.call("score", Score("FAILED").encode(), scores=[{**score, **bad}])
+    with pytest.raises(InvalidCall, match=f"bytes, more than {SCORE_BYTES}"):
+        await replay._connection.call("score", msgspec.msgpack.encode({"message": "x" * SCORE_BYTES}), scores=[score])
     assert await contents(replay) == before
     await replay.score(job, Score("FAILED", message="the environment fell over"))
 
@@ -280,8 +282,39 @@ async def test_a_push_without_its_payload_is_refused(replay: ReplayClient) -> No
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     fence = {"timeline": lease.timeline, "incarnation": lease.incarnation}
     (answer,) = await replay._connection.call("push", b"", **fence, **in_columns(push_entry(lease, 0, "aa", 100)))
-    assert answer.startswith(b"HR_INVALID")
+    assert answer.startswith(b"HR_UNSTAGED")
     assert (await group_of(replay, lease))["pushed"] == 0
+
+
+@pytest.mark.parametrize("function", ["push", "save"])
+async def test_a_staged_payload_that_is_gone_is_sent_again(
+    replay: ReplayClient, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """The server lost it, or its time ran out, before the call that makes it permanent."""
+    await enqueue(replay, [0])
+    replica = await healthy_replica(replay)
+    (lease,) = await replay.lease(replica, 1)
+    trajectory = msgspec.structs.replace(make_trajectory(lease, 0), text="7" * 2 * CARRIED_BYTES)
+    pipeline = replay._connection.pipeline
+
+    async def lossy(commands: list[tuple[Any, ...]]) -> list[Any]:
+        for command in commands:
+            if command[0] == b"SET":
+                commands = [*commands[:-1], ("UNLINK", command[1]), commands[-1]]
+        return await pipeline(commands)
+
+    monkeypatch.setattr(replay._connection, "pipeline", lossy)
+    await getattr(replay, function)(lease, trajectory)
+    monkeypatch.undo()
+    if function == "push":
+        (held, _) = await replay.trajectory(lease.group.id, 0) or (None, None)
+    else:
+        await replay.release(lease, "leaving", failed=False)
+        (again,) = await replay.lease(replica, 1)
+        held = again.prefixes[0]
+    assert held
+    assert held.text == trajectory.text
+    assert await refusals(replay) == {"HR_UNSTAGED": 1}
 
 
 async def test_a_payload_that_no_call_follows_is_gone_in_time(replay: ReplayClient) -> None:
@@ -311,7 +344,7 @@ async def test_repeats_change_nothing(replay: ReplayClient) -> None:
     assert await replay.restore(0, nonce(), state.incarnation, enqueued=-1) == state
     assert await enqueue(replay, range(6)) == 0
     await replay.deregister("nobody")
-    await replay.drop_validation(timeline)
+    await replay.drop_validation(timeline, 0)
     assert await contents(replay) == before
     with pytest.raises(InvalidCall, match="not held"):
         await replay.read([batch.trajectories[0].key])
@@ -353,7 +386,7 @@ async def test_a_record_that_can_not_be_read_fails_its_group(replay: ReplayClien
     fence = {"timeline": state.timeline, "incarnation": state.incarnation}
     group = {"id": "bad", "lane": "train", "order": 0, "env": "math", "n": 2, "worst": 1000, "nonce": "aa"}
     record = msgspec.msgpack.encode({"schema": 1})
-    assert await replay._connection.call("enqueue", record, **fence, refill=False, groups=[group]) == 1
+    assert await replay._connection.call("enqueue", record, **fence, refill=False, validation=0, groups=[group]) == 1
     assert await replay.lease(await healthy_replica(replay), 4) == []
     ((letter),) = (await replay.stats())["failed"]
     assert letter["group"] == "bad"

@@ -148,8 +148,8 @@ async def test_validation_is_never_filtered(replay: ReplayClient) -> None:
     timeline = (await replay.state()).timeline
     await replay.enqueue([make_group(0, lane="validation")], timeline)
     await generate(replay, await healthy_replica(replay), [[1, 1]])
-    done, failed, pending = await replay.evaluated(["e0-validation-0"])
-    assert (len(done), failed, pending) == (1, {}, 0)
+    done, failed, unknown = await replay.evaluated(["e0-validation-0"])
+    assert (len(done), failed, unknown) == (1, {}, [])
 
 
 async def test_without_dynamic_sampling_equal_rewards_are_trained(replay: ReplayClient, limits: Limits) -> None:

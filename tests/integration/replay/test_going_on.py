@@ -30,15 +30,15 @@ async def test_validation_is_dropped_with_its_leases(replay: ReplayClient) -> No
     pushed, leased = await replay.lease(replica, 2)
     await replay.push(pushed, make_trajectory(pushed, 0))
     await score_all(replay)
-    await replay.drop_validation(timeline)
+    await replay.drop_validation(timeline, 1)
     stats = await replay.stats()
     assert some(stats["counts"]["validation"]) == {"evaluated": 1, "unused": 599}
     assert (stats["bytes"], stats["leases"]) == (0, 0)
     with pytest.raises(LeaseLost):
         await replay.push(leased, make_trajectory(leased, 0))
-    with pytest.raises(InvalidCall, match="validation lane"):
-        await replay.evaluated(["v0"])
-    assert await replay.enqueue(groups[:1], timeline) == 1
+    assert await replay.evaluated(["v0"]) == ([], {}, ["v0"])
+    assert await replay.enqueue(groups[:1], timeline) == 0
+    assert await replay.enqueue(groups[:1], timeline, validation=1) == 1
     await rewind(replay, 0)
     assert await replay.lease(await healthy_replica(replay), 2) == []
 

@@ -83,7 +83,7 @@ async def test_law_4_fencing_another_timeline(replay: ReplayClient) -> None:
         (replay.commit(0, old), WrongTimeline),
         (replay.enqueue([make_group(9)], old), WrongTimeline),
         (replay.close(old), WrongTimeline),
-        (replay.drop_validation(old), WrongTimeline),
+        (replay.drop_validation(old, 1), WrongTimeline),
         (replay.open_epoch(nonce(), 0, old, {}), WrongTimeline),
         (replay.acknowledge(replica, epoch), WrongTimeline),
         (replay.lease(replica, 1), NotVerified),
@@ -165,6 +165,10 @@ async def test_law_4_fencing_only_a_verified_replica_leases(replay: ReplayClient
         await replay.begin_epoch(epoch, {})
     assert await replay.verify(replica, epoch, 1e-4, 1e-3)
     assert len(await replay.lease(replica, 1)) == 1
-    await replay.register(replica, {})  # started again: new to the fleet
+    await replay.register(replica, {})  # again: it stays as it is
+    assert len(await replay.lease(replica, 1)) == 1
+    await replay.deregister(replica)
+    with pytest.raises(Fenced, match="enter the fleet under a new name"):
+        await replay.register(replica, {})
     with pytest.raises(NotVerified):
         await replay.lease(replica, 1)

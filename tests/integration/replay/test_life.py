@@ -86,13 +86,13 @@ async def test_validation_goes_first_and_waits_for_nobody(replay: ReplayClient) 
     for lease in leases:
         await replay.push(lease, make_trajectory(lease, 0))
     ids = [group.id for group in groups]
-    assert await replay.evaluated(ids) == ([], {}, 3)
+    assert await replay.evaluated([*ids, "other"]) == ([], {}, ["other"])
     await score_all(replay)
-    done, failed, pending = await replay.evaluated(ids)
-    assert (failed, pending) == ({}, 0)
+    done, failed, unknown = await replay.evaluated(ids)
+    assert (failed, unknown) == ({}, [])
     assert [item.group.id for item in done] == ids
     assert done[0].trajectories[0][1].reward == 1.0
-    await replay.drop_validation(timeline)
+    await replay.drop_validation(timeline, 1)
     assert (await replay.stats())["counts"]["validation"]["evaluated"] == 3
 
 
@@ -115,7 +115,7 @@ async def test_wait_returns_at_a_wake_up(replay: ReplayClient) -> None:
 
 
 async def test_metrics_and_events_are_followed(replay: ReplayClient) -> None:
-    await replay.publish_metrics("train", 3, {"reward": 0.5})
+    await replay.publish_metrics("train", 3, {"reward": 0.5}, (await replay.state()).timeline)
     ((entry, kind, step, metrics),) = await replay.metrics()
     assert (kind, step, metrics) == ("train", 3, {"reward": 0.5})
     assert await replay.metrics(after=entry) == []

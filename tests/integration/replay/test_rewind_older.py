@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.errors import InvalidCall, WrongTimeline
-from headrace.replay import Limits, ReplayClient
+from headrace.errors import InvalidCall, WrongStep, WrongTimeline
+from headrace.replay import Limits, ReplayClient, Waiting
 from tests.support.buffer import (
     enqueue,
     generate,
@@ -95,8 +95,7 @@ async def test_law_5_order_nothing_is_leased_or_reserved_before_a_refill_is_comp
     assert state.refill
     await refit(replay, 1, [replica])
     assert await replay.lease(replica, 8) == []
-    with pytest.raises(InvalidCall, match="call refilled"):
-        await replay.reserve(1, state.timeline)
+    assert await replay.reserve(1, state.timeline) == Waiting(0, 2)
     await refill_all(replay, batches[:1])
     assert (await train(replay, replica, range(1, 2))) == batches[1:]
 
@@ -109,6 +108,9 @@ async def test_a_restore_asks_for_a_refill_and_an_ordinary_rewind_does_not(repla
     state = await replay.restore(1, nonce(), nonce(), 3)
     assert state.refill
     assert (await replay.state()).refill
+    with pytest.raises(WrongStep, match="2 prompts of the refill are missing"):
+        await replay.refilled(state.timeline)
+    assert await refill(replay, range(2, 4)) == 2
     await replay.refilled(state.timeline)
     assert not (await replay.state()).refill
 

@@ -176,17 +176,26 @@ async def test_what_a_server_may_lose_is_said_at_the_start(
         await check_server(redis, server.url, 1)
         assert not caplog.messages
         await redis.config_set("appendonly", "no")
-        await redis.config_set("maxmemory", 2**30)
-        await check_server(redis, server.url.replace("://", "://me:secret@"), 2**31)
-    durability, memory = caplog.messages
+        await check_server(redis, server.url.replace("://", "://me:secret@"), 1)
+    (durability,) = caplog.messages
     assert "appendonly is off: a restart of the server loses the queue" in durability
-    assert "maxmemory 1073741824 is less than replay.max_bytes 2147483648" in memory
     assert "secret" not in caplog.text
 
 
+async def test_a_server_whose_limit_of_memory_is_near_that_of_the_payloads_is_refused(server: EmbeddedServer) -> None:
+    async with open_redis(server.url) as redis:
+        await redis.config_set("maxmemory", 5 * 2**28)
+        await check_server(redis, server.url, 2**30)
+        with pytest.raises(
+            ServiceError, match=r"maxmemory 1342177280 is less than 1\.25 x replay.max_bytes 1073741825"
+        ) as error:
+            await check_server(redis, server.url, 2**30 + 1)
+        assert "`CONFIG SET maxmemory 1342177282`, or replay.max_bytes to 1073741824" in str(error.value)
+
+
 def test_a_server_that_loads_its_append_only_file_is_not_said_to_have_none() -> None:
-    assert risks({"aof_enabled": 0, "loading": 1, "maxmemory": 0}, 1) == []
-    assert len(risks({"aof_enabled": 0, "loading": 0, "maxmemory": 0}, 1)) == 1
+    assert risks({"aof_enabled": 0, "loading": 1}) == []
+    assert len(risks({"aof_enabled": 0, "loading": 0})) == 1
 
 
 async def test_a_replica_is_refused(server: EmbeddedServer, tmp_path: Path, redis_binary: str | None) -> None:
@@ -265,7 +274,7 @@ async def test_service_serves_the_run_over_http(tmp_path: Path) -> None:
         replica = await healthy_replica(replay)
         (lease, _) = await replay.lease(replica, 2)
         await replay.push(lease, make_trajectory(lease, 0))
-        await replay.publish_metrics("train", 1, {"reward": 0.5})
+        await replay.publish_metrics("train", 1, {"reward": 0.5}, lease.timeline)
 
         group = (await http.get(f"/v1/groups/{lease.group.id}")).json()
         assert (group["state"], group["pushed"], group["group"]["prompt_token_ids"]) == ("open", 1, [1, 2, 3, 4])

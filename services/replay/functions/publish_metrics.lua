@@ -1,0 +1,19 @@
+-- publish_metrics: a step's metrics, for live views. The same step or an older one again changes nothing.
+-- KEYS     the run
+-- ARGV     kind (train, validation), step, timeline; then the metrics (msgpack)
+-- Returns  1
+-- Errors   HR_TIMELINE, HR_INVALID
+-- uses: _args, _register, _run
+
+-- Entries that the stream keeps, about.
+local KEPT = 100000
+
+register('hr_publish_metrics', {
+  kind = one_of({'train', 'validation'}), step = natural, timeline = text,
+}, function(run, call, args)
+  require_bytes(1, args)
+  require_timeline(run, call.timeline)
+  if told_before(run, 'published_' .. call.kind, call.step) then return 1 end
+  redis.call('XADD', run.key .. ':metrics', 'MAXLEN', '~', KEPT, '*', 'kind', call.kind, 'step', call.step, 'metrics', args[2])
+  return 1
+end, true)
