@@ -34,6 +34,7 @@ local function parse(by_components, place, given, record)
     end
     entry.message = score_field(record, 'message', 'string')
     if not entry.message then refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' says not what went wrong') end
+    text(entry.message, 'message')
   end
   return entry
 end
