@@ -8,7 +8,6 @@ import dataclasses
 import math
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from random import Random
 from typing import Any, get_args
 
