@@ -166,7 +166,7 @@ class Fleet:
     async def _score(self) -> None:
         jobs: list[ScoringJob] | None = None
         while jobs is None or len(jobs) == SCORED:
-            jobs = await self._timed("take_scoring", self._service.take_scoring("scorer", SCORED))
+            jobs = await self._timed("take_scoring", self._service.take_scoring("scorer", {"math": SCORED}))
             scores = [(job, Score("SCORED", self._random.random())) for job in jobs]
             if scores:
                 assert not any(await self._timed("score", self._service.score_many(scores)))

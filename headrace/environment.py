@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+import traceback
 from collections.abc import Awaitable, Sequence
 from typing import Any, cast
 
@@ -21,6 +23,8 @@ import msgspec
 from headrace.trajectory import FinishReason, Message, Score
 
 _LONGEST_MESSAGE = 2000
+# Of a traceback's end, where it says what was raised.
+_LONGEST_TRACEBACK = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,8 @@ class Environment:
     """Base class of an environment. Override `score`, or `score_batch` if scoring many at once is cheaper; both may be `async def`.
 
     A plain `score` runs in a thread, an `async` one in the event loop, at most `concurrency` at a time: set it to 1 if yours is
-    not thread-safe. An exception becomes FAILED with its message; so does a reward that is not a finite number.
+    not thread-safe. No more is sent to the environment than it can begin on at once, which is `capacity`.
+    An exception becomes FAILED with its message; so does a reward that is not a finite number.
     Return `Score("INVALID", message=…)` for a sample that can never be scored.
     """
 
@@ -59,6 +64,7 @@ class Environment:
     build: str = ""  # version of the environment's code, stored with every reward
     description: str = ""  # one line
     concurrency: int = 16
+    max_batch_size: int = 64  # samples in one call of `score_batch`
 
     def score(self, sample: Sample) -> Scored | Awaitable[Scored]:
         """The reward of one completion: a number, or a `Score` with named components and metadata."""
@@ -71,6 +77,15 @@ class Environment:
     @property
     def label(self) -> str:
         return self.name or type(self).__name__
+
+    @property
+    def scores_batches(self) -> bool:
+        return type(self).score_batch is not Environment.score_batch
+
+    @property
+    def capacity(self) -> int:
+        """Samples that it works on at a time."""
+        return self.concurrency * (self.max_batch_size if self.scores_batches else 1)
 
 
 def checked(environment: Environment, value: object) -> Score:
@@ -86,6 +101,19 @@ def checked(environment: Environment, value: object) -> Score:
 
 
 def failed(environment: Environment, reason: object) -> Score:
-    """A FAILED score that names the environment. `reason` is a message or the exception that `score` raised."""
-    message = f"{type(reason).__name__}: {reason}" if isinstance(reason, BaseException) else str(reason)
-    return Score("FAILED", message=message[:_LONGEST_MESSAGE], environment=environment.label, build=environment.build)
+    """A FAILED score that names the environment. `reason` is a message, or the exception that `score` raised: then the message says where,
+    and the traceback is among the metadata."""
+    message, metadata = str(reason), {}
+    if isinstance(reason, BaseException):
+        message = f"{type(reason).__name__}: {reason}"[: _LONGEST_MESSAGE // 2] + _place_of(environment, reason)
+        metadata = {"traceback": "".join(traceback.format_exception(reason))[-_LONGEST_TRACEBACK:]}
+    message = message[:_LONGEST_MESSAGE]
+    return Score("FAILED", message=message, metadata=metadata, environment=environment.label, build=environment.build)
+
+
+def _place_of(environment: Environment, error: BaseException) -> str:
+    """The innermost line of the environment's own file that `error` came through; of any other, if of none of that."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = getattr(sys.modules.get(type(environment).__module__), "__file__", None)
+    frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1] if frames else None)
+    return f" ({frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})" if frame else ""

@@ -52,7 +52,7 @@ async def serving(
     credentials: Credentials | None = None,
     certificate: CertificateFiles | None = None,
 ) -> AsyncIterator[int]:
-    """Serve while the context is open; yields the port. On exit, running calls get two seconds to finish.
+    """Serve while the context is open; yields the port. On exit, what is being scored has two seconds to finish, or is NOT_STARTED.
 
     With `credentials`, to callers that present an environment's token alone.
     """
@@ -60,25 +60,35 @@ async def serving(
     methods = [f"/{service.full_name}/{method.name}" for method in service.methods]
     roles = dict.fromkeys([*methods, rpc.REFLECTION], ("environment",))
     server = rpc.server(access=None if credentials is None else rpc.RpcAccess(credentials, roles))
-    pb_grpc.add_EnvironmentServiceServicer_to_server(_Servicer(environment), server)
+    scorer = BatchScorer(environment)
+    pb_grpc.add_EnvironmentServiceServicer_to_server(_Servicer(scorer), server)
     bound = rpc.listen(server, host, port, "port", certificate)
     health = await rpc.add_health_and_reflection(server, [service.full_name])
     await server.start()
     try:
         yield bound
     finally:
-        await health.enter_graceful_shutdown()
-        await asyncio.shield(server.stop(_GRACE_S))
+        await asyncio.shield(_shut_down(scorer, health, server))
+
+
+async def _shut_down(scorer: BatchScorer, health: Any, server: grpc.aio.Server) -> None:
+    await health.enter_graceful_shutdown()
+    await scorer.drain(_GRACE_S)
+    await server.stop(_GRACE_S)
 
 
 class _Servicer(pb_grpc.EnvironmentServiceServicer):
-    def __init__(self, environment: Environment) -> None:
-        self._environment = environment
-        self._scorer = BatchScorer(environment)
+    def __init__(self, scorer: BatchScorer) -> None:
+        self._scorer = scorer
 
     async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.DescribeResponse:
+        environment = self._scorer.environment
         return pb.DescribeResponse(
-            name=self._environment.label, build=self._environment.build, description=self._environment.description
+            name=environment.label,
+            build=environment.build,
+            description=environment.description,
+            capacity=environment.capacity,
+            calls=environment.concurrency if environment.scores_batches else 0,
         )
 
     async def Score(
@@ -97,58 +107,111 @@ class _Servicer(pb_grpc.EnvironmentServiceServicer):
 
 
 class BatchScorer:
-    """Scores whole batches with one environment, within its `concurrency` and the caller's deadline."""
+    """Scores with one environment, within its `concurrency` and the caller's deadline. What it can't begin on at once is NOT_STARTED."""
 
     def __init__(self, environment: Environment) -> None:
         if environment.concurrency < 1:
             raise ValueError(f"{environment.label}.concurrency is {environment.concurrency}; it must be at least 1")
         self.environment = environment
-        self._slots = asyncio.Semaphore(environment.concurrency)
-        self._batched = type(environment).score_batch is not Environment.score_batch
+        self._free = environment.concurrency
+        self._draining = False
+        self._calls: set[asyncio.Future[Any]] = set()  # under way
+        self._cut = asyncio.Event()
 
     async def score(self, samples: Sequence[Sample], timeout_s: float | None) -> list[Score]:
-        """One `Score` per sample, in order, within `timeout_s`: samples scored by then keep their reward, the rest are TIMED_OUT."""
-        if not samples:
-            return []
-        if self._batched:
-            tasks = [asyncio.create_task(self._batch(samples))]
+        """One `Score` per sample, in order, within `timeout_s`: samples scored by then keep their reward, the others that were begun are
+        TIMED_OUT."""
+        begun = samples[: self._room()]
+        if self.environment.scores_batches:
+            parts = [begun] if begun else []
+            tasks = [asyncio.create_task(self._batch(part, self._slot())) for part in parts]
         else:
-            tasks = [asyncio.create_task(self._one(sample)) for sample in samples]
+            parts = [[sample] for sample in begun]
+            tasks = [asyncio.create_task(self._one(sample, self._slot())) for sample in begun]
+        refused = [self._refusal()] * (len(samples) - len(begun))
+        scores = await self._scores(tasks, timeout_s)
+        late = self._late(timeout_s)
+        found = [score or [late] * len(part) for part, score in zip(parts, scores, strict=True)]
+        return [*(score for part in found for score in part), *refused]
+
+    async def drain(self, grace_s: float) -> None:
+        """Begin on nothing more; what is under way has `grace_s` to finish."""
+        self._draining = True
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=grace_s)
+        self._cut.set()
+
+    async def _scores(
+        self, tasks: Sequence[asyncio.Task[list[Score]]], timeout_s: float | None
+    ) -> list[list[Score] | None]:
+        """The results of those that end in time; None of the others, which are cancelled."""
+        if not tasks:
+            return []
+        everything, cut = asyncio.ensure_future(asyncio.wait(tasks)), asyncio.ensure_future(self._cut.wait())
+        self._calls.add(everything)
         try:
-            await asyncio.wait(tasks, timeout=timeout_s)
-            message = f"no answer from {self.environment.label} within {timeout_s or 0:.1f} s"
-            late = [Score("TIMED_OUT", message=message, environment=self.environment.label)]
-            late = late * (len(samples) if self._batched else 1)
-            return [score for task in tasks for score in (task.result() if task.done() else late)]
+            await asyncio.wait([everything, cut], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            return [task.result() if task.done() else None for task in tasks]
         finally:
-            for task in tasks:
+            self._calls.discard(everything)
+            for task in (*tasks, everything, cut):
                 task.cancel()
 
-    async def _one(self, sample: Sample) -> list[Score]:
+    def _room(self) -> int:
+        """Samples of a call that it can begin on now."""
+        if self._draining:
+            return 0
+        return self._free if not self.environment.scores_batches else self.environment.max_batch_size * (self._free > 0)
+
+    def _refusal(self) -> Score:
+        label, concurrency = self.environment.label, self.environment.concurrency
+        message = (
+            f"{label} is at work on {concurrency - self._free} of the {concurrency} calls that its concurrency allows"
+        )
+        return self._not_started(f"{label} is shutting down" if self._draining else message)
+
+    def _not_started(self, message: str) -> Score:
+        return Score("NOT_STARTED", message=message, environment=self.environment.label)
+
+    def _late(self, timeout_s: float | None) -> Score:
+        label = self.environment.label
+        if self._cut.is_set():
+            return self._not_started(f"{label} was shut down before it was done with it")
+        return Score("TIMED_OUT", message=f"no answer from {label} within {timeout_s or 0:.1f} s", environment=label)
+
+    async def _one(self, sample: Sample, slot: Callable[[], None]) -> list[Score]:
         try:
-            return [checked(self.environment, await self._call(self.environment.score, sample))]
+            return [checked(self.environment, await self._call(self.environment.score, sample, slot))]
         except Exception as error:  # noqa: BLE001  # whatever the user's code raised reaches the caller as FAILED
             return [failed(self.environment, error)]
 
-    async def _batch(self, samples: Sequence[Sample]) -> list[Score]:
+    async def _batch(self, samples: Sequence[Sample], slot: Callable[[], None]) -> list[Score]:
         try:
-            values = list(await self._call(self.environment.score_batch, samples))
+            values = list(await self._call(self.environment.score_batch, samples, slot))
             if len(values) != len(samples):
                 raise ValueError(f"score_batch returned {len(values)} results for {len(samples)} samples")
             return [checked(self.environment, value) for value in values]
         except Exception as error:  # noqa: BLE001  # as above
             return [failed(self.environment, error)] * len(samples)
 
-    async def _call(self, method: Callable[..., Any], argument: object) -> Any:
-        await self._slots.acquire()
+    def _slot(self) -> Callable[[], None]:
+        """Take one of the `concurrency` slots; the function that is returned gives it back."""
+        self._free -= 1
+
+        def give_back() -> None:
+            self._free += 1
+
+        return give_back
+
+    async def _call(self, method: Callable[..., Any], argument: object, give_back: Callable[[], None]) -> Any:
         if inspect.iscoroutinefunction(method):
             try:
                 return await method(argument)
             finally:
-                self._slots.release()
+                give_back()
         # A thread can't be stopped: it keeps its slot until it ends, even if the caller has given up.
         running = _in_thread(method, argument)
-        running.add_done_callback(lambda _: self._slots.release())
+        running.add_done_callback(lambda _: give_back())
         result = await asyncio.shield(running)
         return await result if inspect.isawaitable(result) else result
 

@@ -83,6 +83,12 @@ class SamplingStarved(ReplayError):
     code = "HR_STARVED"
 
 
+class EnvironmentBroken(ReplayError):
+    """An environment has been broken for longer than the run was configured to wait for it (`env.<name>.give_up_after`)."""
+
+    code = "HR_BROKEN"
+
+
 class NotVerified(Fenced):
     """The replica is not HEALTHY: it holds no verified weights and may not lease."""
 

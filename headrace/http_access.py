@@ -84,7 +84,7 @@ class HttpAccess:
     def of(cls, config: Config, host: str) -> HttpAccess:
         """That of a service which listens on `host`. Raises `ConfigError` for credentials that can't be used."""
         security = config.security
-        names = {host, socket.gethostname(), socket.getfqdn(), *security.hosts}
+        names = {host, socket.gethostname(), *security.hosts}
         if config.rollout.advertise_host is not None:
             names.add(config.rollout.advertise_host)
         certificate = None

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from headrace.http_access import HttpAccess
 
 Ready = Callable[[], Awaitable[str | None]]
+WaitsFor = Callable[[], list[str]]
 
 # Exit codes of a service. The user must fix something: starting the service again won't help.
 EXIT_USER_ERROR = 1
@@ -66,11 +67,13 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def create_app(title: str, ready: Ready, stuck: Callable[[], str | None] = lambda: None) -> FastAPI:
+def create_app(
+    title: str, ready: Ready, stuck: Callable[[], str | None] = lambda: None, waits_for: WaitsFor = list
+) -> FastAPI:
     """A FastAPI application with `/healthz`, `/readyz` and `/metrics`.
 
     `ready` returns None when the service can do its work, else the reason why it can't (503); `stuck` returns None, or the reason why
-    only a new process can.
+    only a new process can. `waits_for` names what a service that is ready waits for.
     """
     import prometheus_client
     from fastapi import FastAPI
@@ -104,7 +107,7 @@ def create_app(title: str, ready: Ready, stuck: Callable[[], str | None] = lambd
         reason = await ready()
         if reason is not None:
             return JSONResponse({"status": "not ready", "reason": reason}, status_code=503)
-        return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "ready"} | ({"waits_for": found} if (found := waits_for()) else {}))
 
     app.mount("/metrics", prometheus_client.make_asgi_app())
     return app

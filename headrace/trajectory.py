@@ -189,10 +189,17 @@ class Trajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
         return None if edge == length else f"writers end at {edge}, the completion at {length}"
 
 
-class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
-    """An environment's result for one trajectory. Law 7: only `SCORED` carries a reward; a failure is never a number."""
+Status = Literal["SCORED", "FAILED", "TIMED_OUT", "INVALID", "NOT_STARTED", "INTERRUPTED", "UNSENDABLE"]
 
-    status: Literal["SCORED", "FAILED", "TIMED_OUT", "INVALID"]
+
+class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
+    """An environment's result for one trajectory. Law 7: only `SCORED` carries a reward; a failure is never a number.
+
+    `NOT_STARTED`: it did not begin on it. `INTERRUPTED`: its process died, or the connection to it was lost, while it was at it.
+    `UNSENDABLE` is the scorer's: no environment can be sent this trajectory.
+    """
+
+    status: Status
     reward: float | None = None
     components: dict[str, float] = {}
     metadata: dict[str, Any] = {}

@@ -17,6 +17,8 @@ _STATUS = {
     "FAILED": pb.STATUS_FAILED,
     "TIMED_OUT": pb.STATUS_TIMED_OUT,
     "INVALID": pb.STATUS_INVALID,
+    "NOT_STARTED": pb.STATUS_NOT_STARTED,
+    "INTERRUPTED": pb.STATUS_INTERRUPTED,
 }
 _FINISH_NAMES = {value: name for name, value in _FINISH.items()}
 _STATUS_NAMES = {value: name for name, value in _STATUS.items()}
@@ -71,7 +73,7 @@ def score_to_wire(score: Score) -> pb.Result:
             environment=score.environment,
             build=score.build,
         )
-    except (CodecError, TypeError, ValueError) as error:
+    except (CodecError, KeyError, TypeError, ValueError) as error:
         refusal = f"the score can't be sent: {error}"
         return pb.Result(status=pb.STATUS_FAILED, message=refusal, environment=score.environment, build=score.build)
 

@@ -38,6 +38,9 @@ class RunSummary:
     validation: dict[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     last_entry: str = "0"
     buffer: str = ""  # why the buffer can't be read at the moment
+    broken: dict[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # environments that the run waits for, and what is wrong
 
     def add(self, entry: str, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """Add an entry of the metric stream. A step before the last one means a rewind: the steps after it are dropped."""
@@ -54,6 +57,7 @@ class Display:
     def __init__(self, console: Console) -> None:
         self.console = console
         self._states: dict[str, str] = {}
+        self._broken: set[str] = set()
 
     def print(self, line: str) -> None:
         self.console.print(printable(line, keep="\n"), markup=False, highlight=False, soft_wrap=True)
@@ -75,6 +79,11 @@ class Display:
             if line.state != UPDATING and self._states.get(line.name) != line.state:
                 self._states[line.name] = line.state
                 self.print(f"{line.name}: {line.state}")
+        for name in run.broken.keys() - self._broken:
+            self.print(waits_for(name, run.broken[name]))
+        for name in self._broken - run.broken.keys():
+            self.print(f"environment {name} works again")
+        self._broken = set(run.broken)
 
 
 class LiveDisplay(Display):
@@ -100,18 +109,23 @@ def draw(run: RunSummary) -> RenderableType:
         services.add_row(
             Text(printable(line.name)), state, Text(printable(line.note)), str(line.restarts) if line.restarts else ""
         )
-    groups = ", ".join(f"{count} {state}" for state, count in run.counts.items() if count)
+    groups = _counted(run.counts)
     lines: list[RenderableType] = [Text(f"run {run.run_id}", style="bold"), services]
     if groups:
         lines.append(Text(f"groups: {groups}", style="dim"))
     if run.buffer:
         lines.append(Text(f"buffer: {printable(run.buffer)}", style="red"))
+    lines += [Text(printable(waits_for(name, message)), style="red") for name, message in run.broken.items()]
     if run.train or run.validation:
         lines.append(_steps(run))
     newest = max(run.train, default=0)
     if disagreement := _disagreement(newest, run.train.get(newest, {})):
         lines.append(Text(disagreement, style="red"))
     return Group(*lines)
+
+
+def waits_for(name: str, message: str) -> str:
+    return f"waits for environment {name}, which is broken: {message}"
 
 
 def _disagreement(step: int, metrics: Mapping[str, float]) -> str | None:
@@ -152,8 +166,13 @@ def closing_table(run: RunSummary, seconds: float) -> Table:
         if steps:
             ends = [f"{_number(series[step], key, '.3f')} (step {step})" for step in (steps[0], steps[-1])]
             table.add_row(title, *ends)
+    table.add_row("prompts", "", _counted(run.counts) or "-")
     table.add_row("time", "", f"{int(seconds // 60)} min {seconds % 60:.0f} s")
     return table
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {state}" for state, count in counts.items() if count)
 
 
 def _number(metrics: Mapping[str, float], key: str, form: str) -> str:

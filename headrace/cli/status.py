@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -19,7 +19,7 @@ from headrace.config import load
 from headrace.credentials import buffer_url
 from headrace.errors import ConfigError, ReplayUnavailable
 from headrace.printable import printable
-from headrace.replay import ReplayClient, Replica, RunState
+from headrace.replay import EnvironmentState, ReplayClient, Replica, RunState
 from headrace.replay.bias import Distribution, Moment, TrajectoryMeter, beyond, skews
 
 # Entries of the metric stream to read: in most runs they include the last validation.
@@ -48,7 +48,8 @@ def status(
         raise ConfigError("give either CONFIG or --run FOLDER")
     loaded = load(config, overrides or ()) if config else runs.find(run or "", overrides or ())
     try:
-        state, replicas, meters, newest = asyncio.run(_read(buffer_url(loaded, "reader"), loaded.run.id))
+        found = asyncio.run(_read(buffer_url(loaded, "reader"), loaded.run.id))
+        state, replicas, meters, newest, environments = found
     except ReplayUnavailable as error:
         if run is None or loaded.replay.redis_url is not None:
             raise
@@ -57,19 +58,35 @@ def status(
             f"`headrace up {loaded.run_folder / runs.SAVED}` goes on with it"
         ) from error
     loaded = loaded.model_copy(update={"run": loaded.run.model_copy(update={"id": state.run_id})})
-    show(sys.stdout, state, replicas, meters, loaded.replay.bias_warning, progress(newest, loaded.log_folder))
+    lines = [*waits_for(environments), *progress(newest, loaded.log_folder)]
+    show(sys.stdout, state, replicas, meters, loaded.replay.bias_warning, lines)
 
 
 Newest = list[tuple[str, str, int, dict[str, float]]]
 
 
-async def _read(url: str, run_id: str | None) -> tuple[RunState, list[Replica], dict[Moment, TrajectoryMeter], Newest]:
+async def _read(
+    url: str, run_id: str | None
+) -> tuple[RunState, list[Replica], dict[Moment, TrajectoryMeter], Newest, list[EnvironmentState]]:
     client = await ReplayClient.connect(url, run_id, timeout_s=3.0)
     try:
         newest = await client.newest_metrics(NEWEST)
-        return await client.state(), await client.replicas(), await client.bias(), newest
+        environments = await client.environments()
+        return await client.state(), await client.replicas(), await client.bias(), newest, environments
     finally:
         await client.aclose()
+
+
+def waits_for(environments: Sequence[EnvironmentState]) -> Iterator[tuple[str, str]]:
+    """Lines about the broken environments: since when, what waits for each, what it said, and the traceback."""
+    for each in environments:
+        if each.broken:
+            waiting = each.waiting + each.taken
+            yield (
+                "waits for",
+                f"environment {each.name}, broken for {each.broken_s:.0f} s, {waiting} trajectories: {each.message}",
+            )
+            yield from (("", line) for line in each.traceback.splitlines())
 
 
 def progress(newest: Newest, logs: Path) -> list[tuple[str, str]]:

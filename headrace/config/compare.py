@@ -12,6 +12,7 @@ from headrace.config.root import Config
 # are (model, data, seed, P, n, sampling, environments, the age bound), so a checkpoint made under another value can't go on.
 FREE = (
     "run.dir",
+    "run.max_failed_share",
     *(
         f"{algorithm}.{key}"
         for algorithm in ("grpo", "ppo")
@@ -72,6 +73,8 @@ FREE = (
     "env.*.target",
     "env.*.timeout_s",
     "env.*.max_batch_size",
+    "env.*.failure_share",
+    "env.*.give_up_after",
     "replay.redis_url",
     "replay.redis_host",
     "replay.redis_port",

@@ -143,6 +143,15 @@ class EnvConfig(Section):
         description="time for one call of a served environment, for one trajectory of a built-in one; past it: TIMED_OUT",
     )
     max_batch_size: int = Field(64, ge=1, description="trajectories in one call of a served environment")
+    failure_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="while more than this share of its last 32 trajectories fails, the environment is broken: the run waits for it",
+    )
+    give_up_after: float | None = Field(
+        None, gt=0, description="seconds after which a broken environment ends the run as an error; null waits for ever"
+    )
     unsafe_no_sandbox: bool = Field(
         False,
         description="score without a sandbox where the machine grants none (built-in environments); false refuses to start there. What "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,6 +26,9 @@ from headrace.config.services import (
     TrainerConfig,
     WeightChannelConfig,
 )
+
+# It is part of the buffer's keys.
+_ENVIRONMENT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class Config(Section):
@@ -61,6 +65,7 @@ class Config(Section):
         _check_estimator(self)
         _check_shaping(self)
         _check_data_sets(self)
+        _check_leases(self)
         _check_collective_timeout(self)
         for source in (*self.data.train, *self.data.validation):
             if source.env_name is None or source.env_name not in self.env:
@@ -73,6 +78,7 @@ class Config(Section):
                 raise ValueError(
                     f"env.{name}: give `type` ({', '.join(get_args(BuiltInName))}) or `target` (host:port of your environment)"
                 )
+            _check_environment(self, name, env)
         return self
 
     @property
@@ -134,6 +140,17 @@ class Config(Section):
         """Where the trainer keeps what trackers, samples and alarms leave. Raises as `run_folder` does."""
         folder = self.logger.log_dir
         return Path(folder) / self.run_folder.name if folder else self.run_folder / "logs"
+
+
+def _check_environment(config: Config, name: str, env: EnvConfig) -> None:
+    if not _ENVIRONMENT_NAME.fullmatch(name):
+        raise ValueError(f"env.{name}: an environment's name is 1 to 64 letters, digits and ._-; rename it")
+    deadline = config.replay.scoring_deadline_s
+    if env.timeout_s > deadline:
+        raise ValueError(
+            f"env.{name}.timeout_s {env.timeout_s:g} is more than replay.scoring_deadline_s {deadline:g}: after that, what a lost "
+            "scorer had sent is sent again, and must not be at work any more; lower the one or raise the other"
+        )
 
 
 def _check_one_algorithm(config: Config) -> None:
@@ -251,4 +268,14 @@ def _check_data_sets(config: Config) -> None:
         raise ValueError(
             f"{algorithm.name}.num_prompts_per_step {algorithm.num_prompts_per_step} is no multiple of the {sets} data sets of data.train "
             f"times data.num_prompts_per_dataloader {each or 'null (any)'}: a batch would not be drawn evenly; change one of them"
+        )
+
+
+def _check_leases(config: Config) -> None:
+    """What a dead replica held is known to have been with it: its leases outlive it."""
+    lease_s, dead_after_s = config.replay.lease_s, config.rollout.dead_after_s
+    if lease_s < dead_after_s:
+        raise ValueError(
+            f"replay.lease_s {lease_s:g} is less than rollout.dead_after_s {dead_after_s:g}: a group that kills its replica would not be "
+            "found, since its lease ends before the replica counts as dead; raise the one or lower the other"
         )

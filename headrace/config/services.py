@@ -18,6 +18,12 @@ class RunConfig(Section):
         description="name of the run; `up` with the id of an earlier run continues it; null makes one",
     )
     dir: str = Field("runs", description="holds one folder a run: logs, metrics, checkpoints, the buffer's files")
+    max_failed_share: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="a run of whose prompts a larger share failed ends as an error, once 100 prompts have ended",
+    )
     hang_timeout_s: float = Field(
         120.0,
         gt=0,
@@ -57,11 +63,15 @@ class ReplayConfig(Section):
         600.0, gt=0, description="absolute deadline of one attempt at a group, whatever its heartbeats"
     )
     scoring_deadline_s: float = Field(
-        120.0, gt=0, description="a trajectory taken for scoring goes back to the line after this"
+        120.0,
+        gt=0,
+        description="what a scorer has taken and not renewed for this long goes back to the line, at no cost",
     )
     max_attempts: int = Field(3, ge=1, description="attempts at a group before it is failed")
     max_scoring_attempts: int = Field(
-        3, ge=1, description="attempts at scoring a trajectory before its group is failed"
+        3,
+        ge=1,
+        description="attempts at scoring a trajectory before its group is failed; twice as many while its environment scores no other",
     )
     max_bytes: int = Field(4 * 1024**3, ge=1024**2, description="payload bytes past which leases wait")
 
@@ -116,7 +126,7 @@ class TrainerConfig(Section):
     )
     validation_deadline_s: float = Field(300.0, gt=0, description="how long a refit waits for a running validation")
     collective_timeout_s: float = Field(
-        600.0,
+        1800.0,
         gt=0,
         description="a rank whose work makes no progress for this long ends, and names the rank that it waits for; with one rank, its "
         "/healthz turns red. More than fleet_deadline_s, weight_channel.timeout_s, a micro-batch, or writing a model to disk takes",

@@ -4,6 +4,8 @@ from headrace.replay.client import ReplayClient
 from headrace.replay.records import (
     End,
     Ended,
+    EnvironmentLimits,
+    EnvironmentState,
     Epoch,
     Evaluated,
     GroupState,
@@ -26,6 +28,8 @@ __all__ = [
     "BufferRetry",
     "End",
     "Ended",
+    "EnvironmentLimits",
+    "EnvironmentState",
     "Epoch",
     "Evaluated",
     "GroupState",

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from headrace.errors import InvalidCall
 from headrace.replay.connection import BufferConnection, WakeupSubscription
-from headrace.replay.records import Epoch, Replica, RunState, decode_run_state, epoch_of, unpack
+from headrace.replay.records import EnvironmentState, Epoch, Replica, RunState, decode_run_state, epoch_of, unpack
 
 # Entries in one call of a batched function (BATCH in _args.lua); payloads that are read in one round trip.
 BATCH = 256
@@ -51,6 +51,10 @@ class BufferClient:
             msgspec.convert({**unpack(replica), "info": unpack(info)}, Replica)
             for replica, info in await self._connection.call("replicas")
         ]
+
+    async def environments(self) -> list[EnvironmentState]:
+        """How the environments of the groups enqueued so far fare, by name."""
+        return msgspec.convert(unpack(await self._connection.call("environments")), list[EnvironmentState])
 
     async def epoch(self) -> Epoch | None:
         """The newest epoch."""

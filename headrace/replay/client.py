@@ -96,6 +96,13 @@ class ReplayClient(TrainerClient, RolloutClient, ScoringClient, InspectionClient
             retain_steps=limits.retain_steps,
             staleness_policy=limits.staleness_policy,
             filter=bounds if limits.filter_equal else "",
+            environments={
+                name: {
+                    "failure_share": float(env.failure_share),
+                    "give_up_ms": None if env.give_up_after_s is None else _milliseconds(env.give_up_after_s),
+                }
+                for name, env in limits.environments.items()
+            },
         )
         await self._connection.command("SET", CURRENT_RUN, self.run_id)
         await self._sweep_old_incarnations()

@@ -40,6 +40,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from headrace.errors import (
     ConfigError,
+    EnvironmentBroken,
     Fenced,
     InvalidCall,
     LeaseLost,
@@ -79,6 +80,7 @@ _BY_CODE = {
         WrongTimeline,
         WrongStep,
         SamplingStarved,
+        EnvironmentBroken,
         NotVerified,
     )
 }
@@ -164,7 +166,7 @@ def denial(error: BaseException, user: str | None = None) -> ReplayDenied | None
         if isinstance(cause, AuthenticationError | AuthorizationError):
             return ReplayDenied(
                 f"the Redis server refuses the login of user {user or 'default'!r} ({cause}); correct user and password in "
-                "replay.redis_url, or the server's ACL (`headrace acl` prints one)"
+                "replay.redis_url, or the server's ACL (`headrace acl` prints one); `--run RUN` finds the credentials of a run here"
             )
         if isinstance(cause, ssl.SSLCertVerificationError):
             return ReplayDenied(

@@ -7,7 +7,7 @@ directly; `*_of` functions build those that have several sources.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -21,7 +21,15 @@ GroupState = Literal[
 ]
 
 
-# A dataclass, because it is configuration and not a reply.
+# Dataclasses, because they are configuration and not replies.
+@dataclasses.dataclass(frozen=True)
+class EnvironmentLimits:
+    """When the breaker of an environment opens (`failure_share` of its last results), and how long the run then waits for it."""
+
+    failure_share: float = 0.5
+    give_up_after_s: float | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """The run's settings for the state machine. Times are in seconds on the server's clock."""
@@ -45,6 +53,9 @@ class Limits:
     reward_max: float | None = None
     max_scored_per_step: int = 0  # groups scored since the last batch past which `reserve` refuses; 0 is no limit
     retain_steps: int = 0  # newest committed steps whose payloads stay
+    environments: Mapping[str, EnvironmentLimits] = dataclasses.field(
+        default_factory=dict
+    )  # by name; the default for others
 
 
 class RunState(msgspec.Struct, frozen=True):
@@ -53,7 +64,8 @@ class RunState(msgspec.Struct, frozen=True):
     `timeline` and `incarnation` are nonces (random hex). `next_step` is the step the next `reserve` must name; `committed`
     the newest published checkpoint's version (-1 before the first); `enqueued` the highest `order` taken so far (-1: none).
     `refill`: prompts up to `enqueued` are missing (neither trained nor held) until the trainer has enqueued them again and called
-    `refilled`. `timelines`: those that the weights descend from, each with the version it began at, oldest first.
+    `refilled`. `wanted`: how many prompts it is to enqueue again because their failed groups are retried.
+    `timelines`: those that the weights descend from, each with the version it began at, oldest first.
     """
 
     run_id: str
@@ -65,6 +77,7 @@ class RunState(msgspec.Struct, frozen=True):
     closed: bool
     counts: dict[str, int] = {}  # groups by GroupState, train lane
     refill: bool = False
+    wanted: int = 0
     timelines: tuple[tuple[str, int], ...] = ()
 
     def timeline_of(self, version: int) -> str | None:
@@ -73,12 +86,28 @@ class RunState(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """Train groups that ended without being trained: `failed` and `filtered` of them, `bitmap` over the orders of both (the most
-    significant bit of the first byte is order 0)."""
+    """Train groups that ended without being trained: `failed` and `filtered` of them, `bitmap` over the orders of both and `failures` over
+    those that failed (the most significant bit of the first byte is order 0). `retries`: how often a group was retried, by order."""
 
     failed: int = 0
     filtered: int = 0
     bitmap: bytes = b""
+    failures: bytes = b""
+    retries: dict[int, int] = {}
+
+    def failed_orders(self) -> list[int]:
+        return [8 * i + bit for i, byte in enumerate(self.failures) for bit in range(8) if byte & 128 >> bit]
+
+    def without(self, orders: Iterable[int]) -> Ended:
+        """This, but without the failures of groups of these orders, which have been retried."""
+        bitmap, failures, failed = bytearray(self.bitmap), bytearray(self.failures), self.failed
+        for order in set(orders):
+            byte, bit = order // 8, 128 >> order % 8
+            if byte < len(failures) and failures[byte] & bit:
+                failures[byte] ^= bit
+                bitmap[byte] ^= bit
+                failed -= 1
+        return msgspec.structs.replace(self, failed=failed, bitmap=bytes(bitmap), failures=bytes(failures))
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -139,6 +168,28 @@ class HeartbeatReply(msgspec.Struct, frozen=True):
     lost: tuple[str, ...]
     epoch: Epoch | None
     complete: tuple[str, ...] = ()
+
+
+class EnvironmentState(msgspec.Struct, frozen=True):
+    """How an environment fares.
+
+    Trajectories: `waiting` for it, of them `alone` to be sent alone because its process died with them; `taken` by a scorer; `failing`
+    among its last results. If its breaker is open (`broken`): `kind` is FAILING, or NOT_STARTED if it begins nothing; message and
+    traceback are of the failure that opened it or of the newest probe; `probes` failed in a row, and the next is due in `probe_in_s`.
+    """
+
+    name: str
+    waiting: int
+    alone: int
+    taken: int
+    failing: int
+    broken: bool
+    kind: str = ""
+    message: str = ""
+    traceback: str = ""
+    broken_s: float = 0.0
+    probes: int = 0
+    probe_in_s: float = 0.0
 
 
 class ScoringJob(msgspec.Struct, frozen=True):

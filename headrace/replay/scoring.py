@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.errors import CodecError, LeaseLost, ReplayError
@@ -14,12 +14,31 @@ from headrace.trajectory import Group, Score, Trajectory
 
 
 class ScoringClient(BufferClient):
-    async def take_scoring(self, scorer: str, max_trajectories: int) -> list[ScoringJob]:
-        """Pushed trajectories waiting for a score, oldest first, until `scoring_deadline_s` from now."""
-        nonce = secrets.token_hex(8)
+    async def take_scoring(self, scorer: str, room: Mapping[str, int]) -> list[ScoringJob]:
+        """Pushed trajectories waiting for a score, of each environment up to its `room` (what may be sent to it now), oldest first. They
+        are the scorer's until `scoring_deadline_s` from now, or from when it renews them."""
         return await self._read_jobs(
-            await self._connection.call("take_scoring", scorer=scorer, most=max_trajectories, nonce=nonce)
+            await self._connection.call(
+                "take_scoring",
+                scorer=scorer,
+                environments=list(room),
+                most=list(room.values()),
+                nonce=secrets.token_hex(8),
+            )
         )
+
+    async def renew_scoring(self, jobs: Sequence[ScoringJob]) -> list[ScoringJob]:
+        """Keep what is being scored; returns those of `jobs` that are no longer with this scorer."""
+        lost: list[ScoringJob] = []
+        for batch in chunks(jobs, BATCH):
+            places = await self._connection.call(
+                "renew_scoring",
+                groups=[job.group.id for job in batch],
+                indices=[job.trajectory.index for job in batch],
+                tokens=[job.token for job in batch],
+            )
+            lost += [batch[place] for place in places]
+        return lost
 
     async def _read_jobs(self, answer: bytes) -> list[ScoringJob]:
         reply = unpack(answer)
@@ -44,8 +63,8 @@ class ScoringClient(BufferClient):
         return jobs
 
     async def _score_unreadable(self, group_id: str, index: int, token: str, problem: str) -> None:
-        """Score bytes that are not a trajectory of this group as INVALID (law 7): the group fails with the reason."""
-        (error,) = await self._score_batch([(group_id, index, token, Score("INVALID", message=problem))])
+        """Score bytes that are not a trajectory of this group as UNSENDABLE (law 7): the group fails with the reason."""
+        (error,) = await self._score_batch([(group_id, index, token, Score("UNSENDABLE", message=problem))])
         if error is not None and not isinstance(error, LeaseLost):
             raise error
 
@@ -57,8 +76,9 @@ class ScoringClient(BufferClient):
         await self._wakeups.wait("scoring", timeout_s)
 
     async def score(self, job: ScoringJob, score: Score) -> None:
-        """Write a score back. `SCORED` counts towards the group's completeness. Law 7: `FAILED` and `TIMED_OUT` are retried up to
-        `max_scoring_attempts` times and then fail the group with the message; `INVALID` fails it at once."""
+        """Write a score back. `SCORED` counts towards the group's completeness. Law 7: what failed is retried, after a pause, up to
+        `max_scoring_attempts` times, and then fails the group with the message, `INVALID` at once; unless it was the environment, whose
+        breaker then opens. `NOT_STARTED`, and `INTERRUPTED` if it was not alone, cost no attempt."""
         (error,) = await self.score_many([(job, score)])
         if error is not None:
             raise error

@@ -42,6 +42,8 @@ class DescribeResponse(_message.Message):
     BUILD_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    CAPACITY_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
     SANDBOX_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The environment's own name."""
@@ -51,6 +53,12 @@ class DescribeResponse(_message.Message):
     """One line for people."""
     steps: _builtins.bool
     """It answers Step."""
+    capacity: _builtins.int
+    """Trajectories it works on at a time. 0: as many as one call has at most."""
+    calls: _builtins.int
+    """Score calls it works on at a time, if it scores a call as a whole; 0: as many as its capacity allows. A call then has
+    at most capacity / calls trajectories.
+    """
     sandbox: _builtins.str
     """The sandbox that it scores in: "A" (namespaces, Landlock, a filter of system calls), "B" (without namespaces), "none", or
     empty if it doesn't say.
@@ -62,11 +70,13 @@ class DescribeResponse(_message.Message):
         build: _builtins.str = ...,
         description: _builtins.str = ...,
         steps: _builtins.bool = ...,
+        capacity: _builtins.int = ...,
+        calls: _builtins.int = ...,
         sandbox: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "description", b"description", "name", b"name", "sandbox", b"sandbox", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "calls", b"calls", "capacity", b"capacity", "description", b"description", "name", b"name", "sandbox", b"sandbox", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,11 +31,16 @@ class EnvironmentServiceStub:
 
     One trajectory that can't be scored is a Result with another status than STATUS_SCORED, not a failed call: the others of
     the batch keep their rewards. A failed call fails the whole batch:
-    INVALID_ARGUMENT   the request is malformed; the trajectories become STATUS_INVALID
-    DEADLINE_EXCEEDED  the trajectories become STATUS_TIMED_OUT
-    anything else      the trajectories become STATUS_FAILED with the call's message
+    INVALID_ARGUMENT    the request is malformed; the trajectories become STATUS_INVALID
+    RESOURCE_EXHAUSTED  the environment has no room; the trajectories become STATUS_NOT_STARTED
+    UNAVAILABLE         STATUS_NOT_STARTED if there was no connection, STATUS_INTERRUPTED if it was lost (CANCELLED too)
+    DEADLINE_EXCEEDED   the trajectories become STATUS_TIMED_OUT
+    anything else       the trajectories become STATUS_FAILED with the call's message
     The call carries a gRPC deadline. An environment that answers shortly before it, with STATUS_TIMED_OUT for what is not
     done, saves the rewards that are.
+
+    The hub never has more with the environment than the capacity that `Describe` states. So an environment begins on what it
+    receives, and the deadline is about its work, not about waiting. What it can't begin on it answers with STATUS_NOT_STARTED.
     """
 
     def __init__(self, channel):
@@ -67,11 +72,16 @@ class EnvironmentServiceServicer:
 
     One trajectory that can't be scored is a Result with another status than STATUS_SCORED, not a failed call: the others of
     the batch keep their rewards. A failed call fails the whole batch:
-    INVALID_ARGUMENT   the request is malformed; the trajectories become STATUS_INVALID
-    DEADLINE_EXCEEDED  the trajectories become STATUS_TIMED_OUT
-    anything else      the trajectories become STATUS_FAILED with the call's message
+    INVALID_ARGUMENT    the request is malformed; the trajectories become STATUS_INVALID
+    RESOURCE_EXHAUSTED  the environment has no room; the trajectories become STATUS_NOT_STARTED
+    UNAVAILABLE         STATUS_NOT_STARTED if there was no connection, STATUS_INTERRUPTED if it was lost (CANCELLED too)
+    DEADLINE_EXCEEDED   the trajectories become STATUS_TIMED_OUT
+    anything else       the trajectories become STATUS_FAILED with the call's message
     The call carries a gRPC deadline. An environment that answers shortly before it, with STATUS_TIMED_OUT for what is not
     done, saves the rewards that are.
+
+    The hub never has more with the environment than the capacity that `Describe` states. So an environment begins on what it
+    receives, and the deadline is about its work, not about waiting. What it can't begin on it answers with STATUS_NOT_STARTED.
     """
 
     def Describe(self, request, context):
@@ -127,11 +137,16 @@ class EnvironmentService:
 
     One trajectory that can't be scored is a Result with another status than STATUS_SCORED, not a failed call: the others of
     the batch keep their rewards. A failed call fails the whole batch:
-    INVALID_ARGUMENT   the request is malformed; the trajectories become STATUS_INVALID
-    DEADLINE_EXCEEDED  the trajectories become STATUS_TIMED_OUT
-    anything else      the trajectories become STATUS_FAILED with the call's message
+    INVALID_ARGUMENT    the request is malformed; the trajectories become STATUS_INVALID
+    RESOURCE_EXHAUSTED  the environment has no room; the trajectories become STATUS_NOT_STARTED
+    UNAVAILABLE         STATUS_NOT_STARTED if there was no connection, STATUS_INTERRUPTED if it was lost (CANCELLED too)
+    DEADLINE_EXCEEDED   the trajectories become STATUS_TIMED_OUT
+    anything else       the trajectories become STATUS_FAILED with the call's message
     The call carries a gRPC deadline. An environment that answers shortly before it, with STATUS_TIMED_OUT for what is not
     done, saves the rewards that are.
+
+    The hub never has more with the environment than the capacity that `Describe` states. So an environment begins on what it
+    receives, and the deadline is about its work, not about waiting. What it can't begin on it answers with STATUS_NOT_STARTED.
     """
 
     @staticmethod

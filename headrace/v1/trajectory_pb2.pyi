@@ -43,7 +43,13 @@ class _StatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Status.ValueTy
     """No answer by the deadline. Scoring may be tried again."""
     STATUS_INVALID: _Status.ValueType  # 4
     """This trajectory can never be scored here (unknown environment, missing fields in `extra_env_info_json`).
-    It is not tried again.
+    It is not tried again, unless the environment says so of most: then it is the environment that is asked wrongly.
+    """
+    STATUS_NOT_STARTED: _Status.ValueType  # 5
+    """The environment did not begin on this trajectory: it has no room, is shutting down, or can't be reached. Costs no attempt."""
+    STATUS_INTERRUPTED: _Status.ValueType  # 6
+    """The environment's process died, or the connection to it was lost, while it was at work on this trajectory. The hub says
+    so. The trajectory is sent alone next, and charged only if that happens again.
     """
 
 class Status(_Status, metaclass=_StatusEnumTypeWrapper):
@@ -59,7 +65,13 @@ STATUS_TIMED_OUT: Status.ValueType  # 3
 """No answer by the deadline. Scoring may be tried again."""
 STATUS_INVALID: Status.ValueType  # 4
 """This trajectory can never be scored here (unknown environment, missing fields in `extra_env_info_json`).
-It is not tried again.
+It is not tried again, unless the environment says so of most: then it is the environment that is asked wrongly.
+"""
+STATUS_NOT_STARTED: Status.ValueType  # 5
+"""The environment did not begin on this trajectory: it has no room, is shutting down, or can't be reached. Costs no attempt."""
+STATUS_INTERRUPTED: Status.ValueType  # 6
+"""The environment's process died, or the connection to it was lost, while it was at work on this trajectory. The hub says
+so. The trajectory is sent alone next, and charged only if that happens again.
 """
 Global___Status: _TypeAlias = Status  # noqa: Y015
 

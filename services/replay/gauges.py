@@ -61,6 +61,15 @@ class _Gauges(Collector):
             yield GaugeMetricFamily(f"headrace_replay_{name}", what, value=stats[name])
         for name, what in (("waiting", "trajectories waiting for a scorer"), ("taken", "trajectories being scored")):
             yield GaugeMetricFamily(f"headrace_replay_scoring_{name}", what, value=stats["scoring"][name])
+        for name, what in (
+            ("waiting", "trajectories waiting for the environment"),
+            ("taken", "trajectories being scored by the environment"),
+            ("broken", "1 while the environment's breaker is open"),
+        ):
+            gauge = GaugeMetricFamily(f"headrace_replay_environment_{name}", what, labels=["environment"])
+            for environment in stats["environments"]:
+                gauge.add_metric([environment["name"]], float(environment[name]))
+            yield gauge
         groups = GaugeMetricFamily("headrace_replay_groups", "groups by lane and state", labels=["lane", "state"])
         for lane, counts in stats["counts"].items():
             for state, count in counts.items():

@@ -19,7 +19,7 @@ from headrace.errors import CodecError, InvalidCall, ReplayUnavailable
 from headrace.lineage import LineageFiles
 from headrace.replay import GroupState, ReplayClient
 from headrace.replay.bias import QUANTITIES, Distribution, TrajectoryMeter, skews
-from headrace.service import Ready, create_app, problems
+from headrace.service import Ready, WaitsFor, create_app, problems
 from headrace.trajectory import Group, Score, Trajectory
 
 _EVENTS_BLOCK_S = 5.0
@@ -31,9 +31,9 @@ States = Annotated[
 ]
 
 
-def build_app(client: ReplayClient, ready: Ready, lineage: LineageFiles) -> FastAPI:
+def build_app(client: ReplayClient, ready: Ready, lineage: LineageFiles, waits_for: WaitsFor = list) -> FastAPI:
     """The replay service's application. `lineage` are the trainer's files; if it runs on another machine, they may not be there."""
-    app = create_app("Headrace replay", ready)
+    app = create_app("Headrace replay", ready, waits_for=waits_for)
     app.router.responses |= problems(503)
     _answer_errors(app)
     _add_run(app, client)
@@ -47,7 +47,10 @@ def _add_run(app: FastAPI, client: ReplayClient) -> None:
     async def run() -> dict[str, Any]:
         return msgspec.structs.asdict(await client.state())
 
-    @app.get("/v1/stats", summary="Groups by state, refusals, requeues, bytes, ages, replicas, the scoring line")
+    @app.get(
+        "/v1/stats",
+        summary="Groups by state, refusals, requeues, bytes, ages, replicas, the scoring line, environments",
+    )
     async def stats() -> dict[str, Any]:
         return await client.stats()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from redis import exceptions as redis_errors
@@ -16,7 +16,7 @@ from headrace.credentials import buffer_url
 from headrace.errors import ConfigError, ReplayUnavailable, Restartable, ServiceError
 from headrace.http_access import HttpAccess
 from headrace.lineage import FOLDER, LineageFiles
-from headrace.replay import Limits, ReplayClient, worst_case_bytes
+from headrace.replay import EnvironmentLimits, Limits, ReplayClient, worst_case_bytes
 from headrace.replay.bias import Moment, Quantity, TrajectoryMeter, beyond, skews
 from headrace.replay.connection import open_redis, shown
 from headrace.service import bind, serve_http, stop_on_signals
@@ -72,6 +72,9 @@ def limits_of(config: Config) -> Limits:
         reward_max=algorithm.reward_scaling.source_max if algorithm.reward_scaling.enabled else None,
         max_scored_per_step=most_scored(config) if algorithm.use_dynamic_sampling else 0,
         retain_steps=replay.retain_steps,
+        environments={
+            name: EnvironmentLimits(env.failure_share, env.give_up_after) for name, env in config.env.items()
+        },
     )
 
 
@@ -110,7 +113,8 @@ async def running(
         await buffer.prepare()
         stack.enter_context(exported(buffer.snapshot))
         lineage = LineageFiles(config.checkpoint_folder / FOLDER)
-        await stack.enter_async_context(serve_http(build_app(client, buffer.trouble, lineage), sock, access))
+        app = build_app(client, buffer.trouble, lineage, buffer.waits_for)
+        await stack.enter_async_context(serve_http(app, sock, access))
 
         async def work() -> None:
             helpers = [buffer.watch()]
@@ -149,6 +153,11 @@ class _Buffer:
         self._bias_warning = bias_warning
         self._warned: set[Quantity] = set()
         self._trouble: str | None = None
+        self._broken: dict[str, str] = {}  # environments, with what is wrong
+
+    def waits_for(self) -> list[str]:
+        """The broken environments that the run waits for, and why."""
+        return [f"environment {name}: {message}" for name, message in self._broken.items()]
 
     async def trouble(self) -> str | None:
         """Why the buffer can't be used now, or None."""
@@ -165,6 +174,7 @@ class _Buffer:
                 self.snapshot.stats = await self._client.stats()
                 self.snapshot.meters = await self._client.bias()
                 await self._warn_of_bias(self.snapshot.meters)
+                self._report(self.snapshot.stats["environments"])
                 self._trouble = None
             except ReplayUnavailable as error:
                 self.snapshot.stats = self.snapshot.meters = None
@@ -175,6 +185,21 @@ class _Buffer:
                 with contextlib.suppress(ReplayUnavailable):
                     await self.prepare()
             await asyncio.sleep(_LOOK_S)
+
+    def _report(self, environments: Sequence[Mapping[str, Any]]) -> None:
+        """Log once that an environment is broken, with the traceback, and once that it works again."""
+        broken = {environment["name"]: environment for environment in environments if environment["broken"]}
+        for name in broken.keys() - self._broken.keys():
+            traceback = broken[name]["traceback"]
+            _log.error(
+                "environment %s is broken; the run waits for it, and nothing is lost: %s%s",
+                name,
+                broken[name]["message"],
+                f"\n{traceback}" if traceback else "",
+            )
+        for name in self._broken.keys() - broken.keys():
+            _log.info("environment %s works again", name)
+        self._broken = {name: environment["message"] for name, environment in broken.items()}
 
     async def _warn_of_bias(self, meters: Mapping[Moment, TrajectoryMeter]) -> None:
         """Log a warning and append an event each time the bias of a quantity exceeds the limit."""

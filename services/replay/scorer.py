@@ -1,6 +1,7 @@
 """The scorer: sends pushed trajectories to the reward hub in batches, several in flight, and writes the scores back.
 
-Law 7: a failure of an environment is written as a failure, never as a number. A hub that can't be reached costs no
+Of each environment it takes only what may be sent at once (`Room`), so that a slow one takes none of the others' places, and renews what it
+holds. Law 7: a failure of an environment is written as a failure, never as a number. A hub that can't be reached costs no
 scoring attempt: trajectories return to the line and are taken again when the hub answers.
 """
 
@@ -11,7 +12,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 import prometheus_client
@@ -27,17 +28,19 @@ from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
 from headrace.v1.trajectory_pb2 import Trajectory
 from headrace.wire import sample_to_wire, score_from_wire
+from headrace_services.replay.room import LARGEST_BATCH, Room
 
 _log = logging.getLogger("headrace.scorer")
 
-# gRPC carries batches of 256 KB to 1 MB best.
 _BATCH_BYTES = 1024**2
-_BATCH = 64
 _MOST_IN_FLIGHT = 1024
-_POLL_S = 5.0
+_POLL_S = 1.0
 _LONGEST_PAUSE_S = 5.0
-# Share of the scoring deadline for the hub's answer; the rest is for writing the scores back.
-_SHARE_OF_DEADLINE = 0.8
+# What the hub has beyond an environment's time: to find out whether it can be reached, and to answer.
+_MARGIN_S = 5.0
+# What is held is renewed this often within the scoring deadline.
+_RENEWALS = 4
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _TOO_LARGE_OR_MALFORMED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
 
 SCORES = prometheus_client.Counter(
@@ -88,13 +91,14 @@ class _Scorer:
         self._client = client
         self._address = reward.address or f"{reward.host}:{reward.port}"
         self._max_message_bytes = reward.max_message_bytes
+        self._renew_s = config.replay.scoring_deadline_s / _RENEWALS
         self._security = config.security
         credentials = credentials_of(config)
         self._token = None if credentials is None else credentials.presented("scorer")
-        self._deadline_s = _SHARE_OF_DEADLINE * config.replay.scoring_deadline_s
         self._name = f"scorer-{secrets.token_hex(4)}"
-        self._in_flight = 0
-        self._room = asyncio.Event()
+        self._rooms: dict[str, Room] = {}  # by environment
+        self._held: dict[str, ScoringJob] = {}  # by idempotency key
+        self._awake = asyncio.Event()  # something may be taken
         self._progress = False  # this round has scored something
 
     async def run(self) -> None:
@@ -119,77 +123,129 @@ class _Scorer:
 
     async def _round(self, channel: grpc.aio.Channel) -> None:
         """Score until the hub or the buffer is lost: returns if that is after some scores, raises if it is before any."""
-        self._in_flight, self._progress = 0, False
+        self._rooms, self._held, self._progress = {}, {}, False
         await self._reach(channel)
         await self._client.release_scoring()
         stub = pb_grpc.RewardServiceStub(channel)
+        await self._look(stub)
         try:
-            async with asyncio.TaskGroup() as batches:
+            async with asyncio.TaskGroup() as tasks:
+                for helper in (self._renew(), self._listen(), self._keep_looking(stub)):
+                    tasks.create_task(helper)
                 while True:
-                    while self._in_flight >= _MOST_IN_FLIGHT:
-                        self._room.clear()
-                        await self._room.wait()
-                    jobs = await self._client.take_scoring(
-                        self._name, min(4 * _BATCH, _MOST_IN_FLIGHT - self._in_flight)
-                    )
+                    self._awake.clear()
+                    jobs = await self._take()
+                    for batch in in_batches(await self._prepare(jobs), lambda name: self._rooms[name].batch):
+                        self._begin(batch)
+                        tasks.create_task(self._batch(stub, batch))
                     if not jobs:
-                        await self._client.wait_scoring(_POLL_S)
-                        continue
-                    items = await self._prepare(jobs)
-                    for batch in in_batches(items):
-                        self._count(len(batch))
-                        batches.create_task(self._batch(stub, batch))
+                        await self._awake.wait()
         except ExceptionGroup as group:  # the first loss cancelled the others
             loss = group.exceptions[0]
             if not (self._progress and isinstance(loss, _LOSSES)):
                 raise loss from group
             _log.warning("scoring waits: %s", loss)
 
+    async def _take(self) -> Sequence[ScoringJob]:
+        """What may be sent now."""
+        most = _MOST_IN_FLIGHT - len(self._held)
+        room = {name: min(room.free, most) for name, room in self._rooms.items() if min(room.free, most) > 0}
+        return await self._client.take_scoring(self._name, room) if room else []
+
+    async def _look(self, stub: pb_grpc.RewardServiceStub) -> None:
+        """Learn which environments there are, and what each can take. What is for one that only the buffer knows is sent as well: the hub
+        says what is wrong with it."""
+        try:
+            answer = await stub.ListEnvironments(pb.ListEnvironmentsRequest(), timeout=_MARGIN_S)
+        except grpc.aio.AioRpcError as error:
+            raise self._gone(error) from error
+        for name in {
+            *(known.name for known in await self._client.environments()),
+            *(e.name for e in answer.environments),
+        }:
+            self._rooms.setdefault(name, Room())
+        for each in answer.environments:
+            if each.HasField("description"):
+                capacity, calls = each.description.capacity, each.description.calls
+                most = each.max_batch_size if each.kind == pb.EnvironmentStatus.KIND_SERVED else LARGEST_BATCH
+                self._rooms[each.name].state(capacity, calls, most, each.timeout_ms / 1000)
+        self._awake.set()
+
+    async def _keep_looking(self, stub: pb_grpc.RewardServiceStub) -> None:
+        while True:
+            await asyncio.sleep(_POLL_S)
+            await self._look(stub)
+
+    async def _listen(self) -> None:
+        while True:
+            await self._client.wait_scoring(_POLL_S)
+            self._awake.set()
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._renew_s)
+            await self._client.renew_scoring(list(self._held.values()))
+
     async def _prepare(self, jobs: Sequence[ScoringJob]) -> list[Item]:
-        """The jobs with their messages; a job that can't be sent at all is scored INVALID at once."""
+        """The jobs with their messages; a job that can't be sent at all is scored UNSENDABLE at once."""
         items: list[Item] = []
         for job in jobs:
             try:
                 items.append((job, sample_to_wire(self._sample(job))))
             except (CodecError, ValueError) as error:
-                await self._write([(job, Score("INVALID", message=f"can't be sent for scoring: {error}"))])
+                await self._write([(job, Score("UNSENDABLE", message=f"can't be sent for scoring: {error}"))])
         return items
 
+    def _begin(self, batch: Sequence[Item]) -> None:
+        self._rooms[batch[0][1].environment].send(len(batch))
+        self._held |= {trajectory.idempotency_key: job for job, trajectory in batch}
+        IN_FLIGHT.set(len(self._held))
+
     async def _batch(self, stub: pb_grpc.RewardServiceStub, batch: Sequence[Item]) -> None:
-        try:
-            await self._write(await self._score(stub, batch))
-        finally:
-            self._count(-len(batch))
+        room = self._rooms[batch[0][1].environment]
+        scores = await self._score(stub, batch, room.timeout_s + _MARGIN_S)
+        room.done(len(batch))
+        room.hear(score.status for _, score in scores)
+        await self._write(scores)
+        for _, trajectory in batch:
+            del self._held[trajectory.idempotency_key]
+        IN_FLIGHT.set(len(self._held))
+        self._awake.set()
 
-    def _count(self, change: int) -> None:
-        self._in_flight += change
-        IN_FLIGHT.set(self._in_flight)
-        self._room.set()
-
-    async def _score(self, stub: pb_grpc.RewardServiceStub, batch: Sequence[Item]) -> list[tuple[ScoringJob, Score]]:
+    async def _score(
+        self, stub: pb_grpc.RewardServiceStub, batch: Sequence[Item], timeout_s: float
+    ) -> list[tuple[ScoringJob, Score]]:
         started = time.monotonic()
         request = pb.ScoreRequest(trajectories=[trajectory for _, trajectory in batch])
         try:
-            response = await stub.Score(request, timeout=self._deadline_s)
+            response = await stub.Score(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            code, details = error.code(), error.details()
-            if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                UNREACHABLE.inc()
-                raise _HubUnreachable(f"the reward hub at {self._address} is gone ({code.name}: {details})") from error
-            if code in _TOO_LARGE_OR_MALFORMED and len(batch) > 1:  # one of them is: find it, score the others
+            if error.code() in _GONE:
+                raise self._gone(error) from error
+            if error.code() in _TOO_LARGE_OR_MALFORMED and len(batch) > 1:  # one of them is: find it, score the others
                 half = len(batch) // 2
-                return [*await self._score(stub, batch[:half]), *await self._score(stub, batch[half:])]
-            invalid = code in _TOO_LARGE_OR_MALFORMED
-            message = f"the reward hub refused it: {code.name}: {details}"
-            if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
-                message += f"; raise reward.max_message_bytes ({self._max_message_bytes})"
-            return [(job, Score("INVALID" if invalid else "FAILED", message=message)) for job, _ in batch]
+                return [
+                    *await self._score(stub, batch[:half], timeout_s),
+                    *await self._score(stub, batch[half:], timeout_s),
+                ]
+            return [(job, self._refused(error)) for job, _ in batch]
         SECONDS.observe(time.monotonic() - started)
         self._progress = True
         if len(response.results) != len(batch):
             message = f"the reward hub answered {len(response.results)} results for {len(batch)} trajectories"
-            return [(job, Score("FAILED", message=message)) for job, _ in batch]
+            return [(job, Score("NOT_STARTED", message=message)) for job, _ in batch]
         return [(job, score_from_wire(result)) for (job, _), result in zip(batch, response.results, strict=True)]
+
+    def _refused(self, error: grpc.aio.AioRpcError) -> Score:
+        """What the hub did not score. Its own faults are not the trajectory's, nor the environment's."""
+        message = f"the reward hub refused it: {error.code().name}: {error.details()}"
+        if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            message += f"; raise reward.max_message_bytes ({self._max_message_bytes})"
+        return Score("UNSENDABLE" if error.code() in _TOO_LARGE_OR_MALFORMED else "NOT_STARTED", message=message)
+
+    def _gone(self, error: grpc.aio.AioRpcError) -> _HubUnreachable:
+        UNREACHABLE.inc()
+        return _HubUnreachable(f"the reward hub at {self._address} is gone ({error.code().name}: {error.details()})")
 
     async def _write(self, scores: Sequence[tuple[ScoringJob, Score]]) -> None:
         scores = [(job, storable(score)) for job, score in scores]
@@ -201,8 +257,7 @@ class _Scorer:
                 VOID.inc()
             else:
                 raise error
-            if score.status != "SCORED":
-                _log.warning("group %s[%d]: %s: %s", job.group.id, job.trajectory.index, score.status, score.message)
+        _log_failures(scores)
 
     def _sample(self, job: ScoringJob) -> Sample:
         group, trajectory = job.group, job.trajectory
@@ -233,19 +288,33 @@ def storable(score: Score) -> Score:
     return score
 
 
-def in_batches(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Batches with one environment each, so that a slow one delays no other, of at most 64 trajectories and 1 MB (but at least one)."""
+def in_batches(items: Sequence[Item], most: Callable[[str], int]) -> Iterator[list[Item]]:
+    """Batches with one environment each, so that a slow one delays no other, of at most `most` (by its name) trajectories and 1 MB (but at
+    least one)."""
     by_environment: dict[str, list[Item]] = {}
     for item in items:
         by_environment.setdefault(item[1].environment, []).append(item)
-    for mine in by_environment.values():
+    for name, mine in by_environment.items():
         batch: list[Item] = []
         size = 0
         for item in mine:
             weight = item[1].ByteSize()
-            if batch and (len(batch) == _BATCH or size + weight > _BATCH_BYTES):
+            if batch and (len(batch) == most(name) or size + weight > _BATCH_BYTES):
                 yield batch
                 batch, size = [], 0
             batch.append(item)
             size += weight
         yield batch
+
+
+def _log_failures(scores: Sequence[tuple[ScoringJob, Score]]) -> None:
+    """One line for what an environment said of several trajectories alike."""
+    alike: dict[tuple[str, str, str], list[ScoringJob]] = {}
+    for job, score in scores:
+        if score.status != "SCORED":
+            alike.setdefault((job.group.env_name, score.status, score.message), []).append(job)
+    for (name, status, message), jobs in alike.items():
+        level = logging.INFO if status == "NOT_STARTED" else logging.WARNING
+        first, others = jobs[0], f" and {len(jobs) - 1} others" if len(jobs) > 1 else ""
+        place = f"group {first.group.id}[{first.trajectory.index}]{others}"
+        _log.log(level, "environment %s, %s: %s: %s", name, place, status, message)

@@ -21,6 +21,8 @@ from headrace.wire import sample_from_wire, score_from_wire, score_to_wire
 from headrace_services.reward.pool import WorkerPool
 
 _DESCRIBE_TIMEOUT_S = 1.0
+# Trajectories of a built-in environment for each worker, the one that it is at included.
+_AHEAD_OF_A_WORKER = 16
 RESULTS = prometheus_client.Counter(
     "headrace_reward_results", "Results given by environments", ["environment", "status"]
 )
@@ -30,14 +32,19 @@ SECONDS = prometheus_client.Histogram(
 
 
 class BuiltInBackend:
-    """A built-in environment, scored by the hub's worker processes. Each trajectory gets `timeout_s` of a worker's time."""
+    """A built-in environment, scored by the hub's worker processes. Each trajectory gets `timeout_s` of a worker's time.
+
+    Its capacity is what the workers are at, and what waits for them here, so that none is idle between two calls: a trajectory's time does
+    not run while it waits, and one that no worker came to in the caller's time is NOT_STARTED.
+    """
 
     kind = pb.EnvironmentStatus.KIND_BUILT_IN
 
-    def __init__(self, name: str, env: EnvConfig, pool: WorkerPool) -> None:
+    def __init__(self, name: str, env: EnvConfig, pool: WorkerPool, workers: int) -> None:
         self._name = name
         self._env = env
         self._pool = pool
+        self._capacity = workers * _AHEAD_OF_A_WORKER
 
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
@@ -47,8 +54,8 @@ class BuiltInBackend:
         try:
             await asyncio.wait(pending, timeout=timeout_s)
             late = trajectory_pb2.Result(
-                status=trajectory_pb2.STATUS_TIMED_OUT,
-                message=f"no worker had scored it when the caller's deadline came ({timeout_s or 0:.1f} s)",
+                status=trajectory_pb2.STATUS_NOT_STARTED,
+                message=f"no worker was done with it when the caller's deadline came ({timeout_s or 0:.1f} s)",
                 environment=self._name,
             )
             results = [future.result() if future.done() else late for future in pending]
@@ -63,7 +70,7 @@ class BuiltInBackend:
         """(its description, or None if it can't be asked; the reason why it can't score now, or None)."""
         name = self._env.type or self._name
         description = environment_pb2.DescribeResponse(
-            name=self._name, description=f"built-in {name}", sandbox=self._pool.level
+            name=self._name, description=f"built-in {name}", capacity=self._capacity, sandbox=self._pool.level
         )
         return description, self._pool.problem()
 
@@ -71,7 +78,8 @@ class BuiltInBackend:
 class RemoteBackend:
     """An environment in a process of its own, which the hub calls at `env.<name>.target`.
 
-    A call has at most `max_batch_size` trajectories and a deadline of `timeout_s`; it waits for a process that is not up yet.
+    A call has at most `max_batch_size` trajectories and a deadline of `timeout_s`. Nothing beyond the capacity that the environment
+    states is with it at a time, over all callers, so that receipt is the beginning of work. What was not sent is NOT_STARTED.
     """
 
     kind = pb.EnvironmentStatus.KIND_SERVED
@@ -95,31 +103,96 @@ class RemoteBackend:
             token=None if credentials is None else credentials.presented(f"environment {name}"),
         )
         self._stub = environment_pb2_grpc.EnvironmentServiceStub(self._channel)
+        self._description: environment_pb2.DescribeResponse | None = (
+            None  # of the process that the channel is connected to
+        )
+        self._sent = 0  # trajectories that are with it
+        self._calls = 0
 
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
     ) -> list[trajectory_pb2.Result]:
         """As `BuiltInBackend.score`."""
-        size = self._env.max_batch_size
-        batches = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
         limit = self._env.timeout_s if timeout_s is None else min(self._env.timeout_s, timeout_s)
+        problem = await self._unreachable()
+        if problem is not None:
+            return [self._result(trajectory_pb2.STATUS_NOT_STARTED, problem)] * len(trajectories)
+        batches = self._admitted(trajectories)
         answers = await asyncio.gather(*(self._call(batch, limit) for batch in batches))
-        return [result for answer in answers for result in answer]
+        results = [result for answer in answers for result in answer]
+        full = f"{self._target} has all that its capacity allows, or it was more than it takes in one call"
+        return [
+            *results,
+            *[self._result(trajectory_pb2.STATUS_NOT_STARTED, full)] * (len(trajectories) - len(results)),
+        ]
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
+        """As `BuiltInBackend.describe`."""
         try:
-            return await self._stub.Describe(environment_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S), None
+            self._description = await self._stub.Describe(
+                environment_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S
+            )
         except grpc.aio.AioRpcError as error:
-            return None, f"env.{self._name}.target {self._target} can't be reached ({error.details()})"
+            if error.code() == grpc.StatusCode.UNIMPLEMENTED:  # it is there, and says nothing of itself
+                self._description = environment_pb2.DescribeResponse()
+                return self._described(self._description), None
+            self._description = None
+            away = f"env.{self._name}.target {self._target} can't be reached"
+            return None, f"{away} ({error.code().name}: {error.details()}); is it running?"
+        return self._described(self._description), None
 
     async def aclose(self) -> None:
         await self._channel.close()
 
+    def _described(self, description: environment_pb2.DescribeResponse) -> environment_pb2.DescribeResponse:
+        """With a capacity, if it states none."""
+        if description.capacity:
+            return description
+        stated = environment_pb2.DescribeResponse()
+        stated.CopyFrom(description)
+        stated.capacity = self._env.max_batch_size
+        return stated
+
+    async def _unreachable(self) -> str | None:
+        """Why nothing can be sent, or None: the channel is connected, to a process whose capacity is known."""
+        if self._description is None or self._channel.get_state() != grpc.ChannelConnectivity.READY:
+            return (await self.describe())[1]
+        return None
+
+    def _admitted(self, trajectories: Sequence[trajectory_pb2.Trajectory]) -> list[Sequence[trajectory_pb2.Trajectory]]:
+        """Batches of the first of `trajectories`, as many as it has room for. They count as sent until `_call` is done with them."""
+        assert self._description is not None
+        description = self._described(self._description)
+        size = self._env.max_batch_size
+        if description.calls:
+            size = max(1, min(size, description.capacity // description.calls))
+        batches = []
+        start = 0
+        while start < len(trajectories) and not (description.calls and self._calls >= description.calls):
+            batch = trajectories[start : start + min(size, description.capacity - self._sent)]
+            if not batch:
+                break
+            self._sent += len(batch)
+            self._calls += 1
+            batches.append(batch)
+            start += len(batch)
+        return batches
+
     async def _call(self, batch: Sequence[trajectory_pb2.Trajectory], limit: float) -> list[trajectory_pb2.Result]:
+        try:
+            return await self._score(batch, limit)
+        finally:
+            self._sent -= len(batch)
+            self._calls -= 1
+
+    async def _score(self, batch: Sequence[trajectory_pb2.Trajectory], limit: float) -> list[trajectory_pb2.Result]:
         request = environment_pb2.EnvironmentServiceScoreRequest(trajectories=batch)
         try:
-            response = await self._stub.Score(request, timeout=limit, wait_for_ready=True)
+            response = await self._stub.Score(request, timeout=limit)
         except grpc.aio.AioRpcError as error:
+            if _too_large(error) and len(batch) > 1:  # one of them may be: find it, score the others
+                half = len(batch) // 2
+                return [*await self._score(batch[:half], limit), *await self._score(batch[half:], limit)]
             return [self._failure(error, limit)] * len(batch)
         if len(response.results) != len(batch):
             wrong = f"{self._target} answered {len(response.results)} results for {len(batch)} trajectories"
@@ -128,18 +201,28 @@ class RemoteBackend:
 
     def _failure(self, error: grpc.aio.AioRpcError, limit: float) -> trajectory_pb2.Result:
         code, details = error.code(), error.details()
+        said = f"{self._target}: {code.name}: {details}"
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            if self._channel.get_state() == grpc.ChannelConnectivity.READY:
-                late = f"no answer from {self._target} within {limit:.1f} s"
-                return self._result(trajectory_pb2.STATUS_TIMED_OUT, late)
-            away = f"env.{self._name}.target {self._target} could not be reached within {limit:.1f} s; is it running?"
-            return self._result(trajectory_pb2.STATUS_FAILED, away)
-        if code == grpc.StatusCode.INVALID_ARGUMENT:
-            return self._result(trajectory_pb2.STATUS_INVALID, f"{self._target} refused it: {details}")
-        return self._result(trajectory_pb2.STATUS_FAILED, f"{self._target} failed: {code.name}: {details}")
+            return self._result(trajectory_pb2.STATUS_TIMED_OUT, f"no answer from {self._target} within {limit:.1f} s")
+        if code == grpc.StatusCode.INVALID_ARGUMENT or _too_large(error):
+            return self._result(trajectory_pb2.STATUS_INVALID, f"refused by {said}")
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return self._result(trajectory_pb2.STATUS_NOT_STARTED, f"no room at {said}")
+        if code in _CONNECTION_LOST:
+            return self._result(trajectory_pb2.STATUS_INTERRUPTED, f"ended, or cut off, while it was at work: {said}")
+        return self._result(trajectory_pb2.STATUS_FAILED, f"failed at {said}")
 
     def _result(self, status: trajectory_pb2.Status.ValueType, message: str) -> trajectory_pb2.Result:
         return trajectory_pb2.Result(status=status, message=message, environment=self._name)
+
+
+# Of a call that went out on a connection; without one there is none (`RemoteBackend._unreachable`).
+_CONNECTION_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+def _too_large(error: grpc.aio.AioRpcError) -> bool:
+    """The message was larger than gRPC takes at one of the two ends, which has the code of an overload."""
+    return error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or "")
 
 
 EnvironmentBackend = BuiltInBackend | RemoteBackend

@@ -74,7 +74,7 @@ async def running(config: Config) -> AsyncIterator[Running]:
         await pool.start()
         stack.push_async_callback(pool.aclose)
         environments: dict[str, EnvironmentBackend] = {
-            name: BuiltInBackend(name, env, pool) for name, env in built_in.items()
+            name: BuiltInBackend(name, env, pool, reward.workers) for name, env in built_in.items()
         }
         for name in config.env.keys() - built_in.keys():
             remote = RemoteBackend(name, config.env[name], reward.max_message_bytes, config.security, credentials)

@@ -30,13 +30,13 @@ _GRACE_S = 5.0
 # Libraries must start no threads of their own: a worker forks.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _LEVELS = {
-    Level.A: "A: namespaces, Landlock and a filter of system calls",
-    Level.B: "B: Landlock and a filter of system calls, without namespaces",
+    Level.A: "level A: namespaces, Landlock and a filter of system calls",
+    Level.B: "level B: Landlock and a filter of system calls, without namespaces",
     Level.NONE: "none",
 }
 _REMEDY = (
     "allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0), "
-    "or run on Linux 5.13 or newer with Landlock, in a container whose seccomp profile allows it (Docker's own does since 23.0)"
+    "or run on Linux 5.13 or newer with Landlock, in a container whose seccomp profile allows it (Docker's own does)"
 )
 
 
@@ -93,7 +93,7 @@ class WorkerPool:
         for worker in self._workers[:1]:
             said = _log.warning if worker.level is Level.NONE else _log.info
             denied = f" (the machine denies more: {'; '.join(worker.denials)})" if worker.denials else ""
-            said("built-in environments score in a sandbox of level %s%s", _LEVELS[worker.level], denied)
+            said("sandbox of the built-in environments: %s%s", _LEVELS[worker.level], denied)
         self._tasks = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
 
     def submit(self, trajectory: pb.Trajectory, timeout_s: float) -> asyncio.Future[pb.Result]:

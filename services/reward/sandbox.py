@@ -71,7 +71,7 @@ class Sandbox:
         try:
             self.run(lambda: b"", _TRIAL_S)
         except (ChildFailed, TimeoutError) as error:
-            self.denials.append(str(error) or "a trial run took too long")
+            self.denials.append(f"a filter of system calls (seccomp): {error or 'a trial took too long'}")
             self.level = Level.NONE
         if self.level not in levels:
             raise Denied("; ".join(self.denials))
@@ -111,7 +111,7 @@ class Sandbox:
             answer = _read_all(reader, time.monotonic() + timeout_s)
         finally:
             os.close(reader)
-            os.kill(child, signal.SIGKILL)  # it can't leave any process behind: it can't start one
+            os.kill(child, signal.SIGKILL)  # in a sandbox it leaves no others behind: it can't start one
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if len(answer) < _LENGTH.size or len(answer) != _LENGTH.size + _LENGTH.unpack_from(answer)[0]:
             how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"

@@ -59,7 +59,6 @@ replay:
   group_deadline_s: 40
   scoring_deadline_s: 12
   redundant_generations: {shape.redundant}
-  max_attempts: 12
   max_scoring_attempts: 12
 rollout: {{max_concurrent_groups: 4, heartbeat_s: 0.5, dead_after_s: {LEASE_S}, save_partial_tokens: 16}}
 reward: {{host: {address["reward"]}, http_port: {HTTP}, workers: 1}}

@@ -104,6 +104,10 @@ async def record(redis: Redis, run_id: str) -> dict[str, list[Call]]:
     await replay.commit(1, timeline)
     await replay.drop_validation(timeline)
     await _look(replay)
+    failures = {order: 0 for order in (await replay.ended()).failures}
+    await replay.retry(failures)
+    wanted = await replay.wanted()
+    await replay.enqueue([make_group(order) for order in wanted], timeline, refill=True)
     await replay.close(timeline)
     await replay.deregister(replicas[1])
     again = await replay.rewind(1, nonce())
@@ -125,13 +129,14 @@ async def _generate(replay: ReplayClient, replicas: list[str]) -> None:
     await replay.release(third, "no memory", failed=True)
     await replay.reject(fourth, "too long")
     await replay.abandon(first, 2, "no end token")
-    await push_all(replay, first)
-    await replay.take_scoring("scorer", 1)
+    await push_all(replay, others[-1])  # the one that the next step needs last: what failed to be scored waits a while
+    await replay.take_scoring("scorer", {"math": 1})
     await replay.release_scoring()
-    (job, *_) = await replay.take_scoring("scorer", 2)
+    job, *others_taken = await replay.take_scoring("scorer", {"math": 2})
+    await replay.renew_scoring([job, *others_taken])
     await replay.score(job, Score("FAILED", message="the environment fell over"))
     await replay.release_scoring()
-    leases = [validation, *others, *await replay.lease(replicas[1], 8)]
+    leases = [validation, first, *others, *await replay.lease(replicas[1], 8)]
     await replay.push_many([(lease, make_trajectory(lease, index)) for lease in leases for index in lease.missing[:2]])
     await score_all(replay)
 

@@ -105,7 +105,7 @@ async def _filled(url: str, limits: Any) -> ReplayClient:
     first, second, _ = await replay.lease(await healthy_replica(replay), 3)
     await push_all(replay, first)
     strange = {"nan": float("nan"), "deep": [[[]]], "big": 2**63}
-    for job in await replay.take_scoring("scorer", 2):
+    for job in await replay.take_scoring("scorer", {"math": 2}):
         await replay.score(job, Score("SCORED", 1.0, {"part": 0.5}, metadata=strange))
     await replay.release(second, "\x1b[2J", failed=True)
     await replay.publish_metrics("train", 0, {"loss": float("nan"), "grad": float("inf")})

@@ -15,6 +15,7 @@ from tests.properties.setting import Setting
 from tests.properties.world import World
 
 REPLICAS = 3
+ENVIRONMENTS = ("math", "code")
 
 some = st.integers(0, 3)
 # Of ten calls: seven arrive once, one twice, one twice on the wire (its first reply is lost), one later.
@@ -64,6 +65,13 @@ class Caller(RuleBasedStateMachine):
 
     def name(self) -> str:
         return f"{next(self.names):06x}"
+
+    def env_name(self, order: int) -> str:
+        return ENVIRONMENTS[order % self.setting.environments]
+
+    @property
+    def all_environments(self) -> tuple[str, ...]:
+        return ENVIRONMENTS[: self.setting.environments]
 
     def replica(self, which: int) -> str:
         return f"replica-{which % REPLICAS}"

@@ -5,82 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from headrace.errors import InvalidCall, LeaseLost, ReplayError, SamplingStarved, WrongStep
-from headrace.replay import End, Ended, Reservation, RunState, ScoringJob, Waiting
-from headrace.trajectory import Score
+from headrace.errors import EnvironmentBroken, InvalidCall, SamplingStarved, WrongStep
+from headrace.replay import End, Ended, Reservation, RunState, Waiting
 from tests.properties.fleet import Fleet, milliseconds
 from tests.properties.records import IN_FLIGHT, Held
 
 
 class Model(Fleet):
     # -- scores
-
-    def take_scoring(self, scorer: str, most: int, seen: list[ScoringJob]) -> list[ScoringJob]:
-        """Those that waited longest, in any order among equals."""
-        self.expire()
-        waiting = {(h.id, index): p for h in self.groups.values() for index, p in h.pieces.items() if p.waits}
-        chosen = [(job.group.id, job.trajectory.index) for job in seen]
-        assert len(set(chosen)) == len(chosen) == min(most, len(waiting)), (chosen, list(waiting))
-        assert set(chosen) <= set(waiting), "a trajectory was handed to a scorer that does not wait for one"
-        since = [waiting[place].since for place in chosen]
-        assert since == sorted(since)
-        assert all(piece.since >= since[-1] for place, piece in waiting.items() if place not in chosen)
-        for job, place in zip(seen, chosen, strict=True):
-            piece = waiting[place]
-            piece.attempts += 1
-            assert job.scoring_attempt == piece.attempts
-            assert job.trajectory.encode() == piece.trajectory.encode(), "another trajectory's payload"
-            assert job.group.encode() == self.groups[place[0]].group.encode()
-            assert job.token not in self.tokens, "a token is never used twice"
-            piece.token, piece.deadline = job.token, self.now + milliseconds(self.limits.scoring_deadline_s)
-        self.tokens |= {job.token for job in seen}
-        return seen
-
-    def release_scoring(self, seen: object) -> None:
-        self.expire()
-        self.void_scoring()
-
-    def void_scoring(self) -> None:
-        for held in self.groups.values():
-            for piece in held.pieces.values():
-                if piece.taken:
-                    piece.token, piece.since = None, self.now
-                    piece.attempts -= 1
-
-    def score_many(self, items: Sequence[tuple[ScoringJob, Score]], seen: object) -> list[ReplayError | None]:
-        """Of each group first what says again what is scored, then the scores, then the failures: the scores may end the group."""
-        self.expire()
-        groups = list(dict.fromkeys(job.group.id for job, _ in items))
-
-        def turn(place: int) -> tuple[int, int, int]:
-            job, score = items[place]
-            known = self._known(job)
-            return groups.index(job.group.id), 0 if known else 1 if score.status == "SCORED" else 2, place
-
-        order = sorted(range(len(items)), key=turn)
-        answers = {place: self._score(*items[place]) for place in order}
-        return [answers[place] for place in range(len(items))]
-
-    def _known(self, job: ScoringJob) -> bool:
-        held = self.groups.get(job.group.id)
-        piece = held.pieces.get(job.trajectory.index) if held else None
-        return piece is not None and piece.token == job.token and piece.reward is not None
-
-    def _score(self, job: ScoringJob, score: Score) -> ReplayError | None:
-        held = self.groups.get(job.group.id)
-        piece = held.pieces.get(job.trajectory.index) if held else None
-        if held is None or piece is None or piece.token != job.token or piece.overdue(self.now):
-            return self.refusal(LeaseLost(""))
-        if piece.reward is not None:
-            return None  # the same again
-        if score.status == "SCORED":
-            piece.reward = score.reward
-            self.settle(held)
-        elif score.status == "INVALID":
-            self.drop(held, job.trajectory.index)
-        else:
-            self.retry_scoring(held, job.trajectory.index)
-        return None
 
     def settle(self, held: Held) -> None:
         """The first n that are scored are the group; what else was started is surplus."""
@@ -127,13 +59,17 @@ class Model(Fleet):
             self.refuse(InvalidCall)
         for held in self.train("ready"):
             if held.id in sent_back or (held.step == step and not self.lawful(held.oldest, held.newest)):
-                self.requeue(held, "over_age", counted=False)
+                # newer than the step: a rejection took the run back to it
+                old = not self.lawful(held.oldest, min(held.newest, self.next_step))
+                self.requeue(held, "over_age" if old else "too_new", counted=False)
         kept = self.of_step(step, "ready")
         prompts = self.limits.prompts_per_step
         need = prompts - len(kept)
         if self.closed:
-            if len(self.train("queued", *IN_FLIGHT)) < prompts:
-                return self._end_run()
+            if len(self.train("queued", *IN_FLIGHT)) + len(self.wanted) < prompts:
+                if not self._waits_for_environment():
+                    return self._end_run()
+                return Waiting(len(kept), prompts)
             self._unpin(need)
         fresh = self._fresh(step, need)
         if fresh is None:
@@ -168,11 +104,25 @@ class Model(Fleet):
         most = self.limits.max_scored_per_step
         if most and len(ready) < need and self.scored_since > most:
             self.refuse(SamplingStarved)
+        self._waits_for_environment()
         prompts = self.limits.prompts_per_step
         if sent_back and isinstance(seen, Waiting):
             count = seen.ready - (prompts - need)  # before or after they left
             assert 0 <= count < need
         return Waiting(prompts - need + count, prompts)
+
+    def _waits_for_environment(self) -> bool:
+        """Whether something waits for a broken one, which the end of the run waits for; refused if it has been broken for too long."""
+        broken = {name: e.broken for name, e in self.environments.items() if e.broken is not None}
+        for name, since in broken.items():
+            limits = self.limits.environments.get(name)
+            if (
+                limits
+                and limits.give_up_after_s is not None
+                and self.now - since >= milliseconds(limits.give_up_after_s)
+            ):
+                self.refuse(EnvironmentBroken)
+        return any(self.waiting(name) or self.taken(name) for name in broken)
 
     def _batch(self, step: int) -> tuple[object, ...]:
         groups = self.of_step(step, "reserved")
@@ -207,7 +157,7 @@ class Model(Fleet):
 
     def _unpin(self, need: int) -> None:
         """Nothing else can fill the holes: survivors of the last steps give up theirs."""
-        while len(self.train("queued")) + len(self.line()) < need:
+        while len(self.train("queued")) + len(self.wanted) + len(self.line()) < need:
             steps = [held.step for held in self.in_flight() if held.pinned and held.step != self.next_step]
             if not steps:
                 return
@@ -298,7 +248,7 @@ class Model(Fleet):
             self.refill = True
             self.gone["train", "trained"] = version * self.limits.prompts_per_step
             self.gone["train", "failed"], self.gone["train", "filtered"] = ended.failed, ended.filtered
-            self.ended = orders(ended.bitmap)
+            self.ended, self.failures = orders(ended.bitmap), orders(ended.failures)
         return self.state()
 
     def refilled(self, timeline: str, seen: object) -> None:
@@ -306,9 +256,10 @@ class Model(Fleet):
         self.require_timeline(timeline)
         self.refill = False
 
-    def groups_ended(self, seen: object) -> tuple[int, int, set[int]]:
+    def groups_ended(self, seen: object) -> tuple[object, ...]:
         counts = self.count("train")
-        return counts.get("failed", 0), counts.get("filtered", 0), self.ended
+        retries = {order: times for order, times in self.retries.items() if times}
+        return counts.get("failed", 0), counts.get("filtered", 0), self.ended, self.failures, retries
 
     def state(self, seen: object = None) -> RunState:
         return RunState(
@@ -321,6 +272,7 @@ class Model(Fleet):
             self.closed,
             self.count("train"),
             self.refill,
+            len(self.wanted),
             tuple(self.timelines),
         )
 

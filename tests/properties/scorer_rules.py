@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 
 from headrace.replay import ScoringJob
-from headrace.trajectory import Score
+from headrace.trajectory import Score, Status
 from tests.properties.caller import Caller, deliveries, new_each_time
 
-Status = Literal["SCORED", "FAILED", "TIMED_OUT", "INVALID"]
-statuses: st.SearchStrategy[Status] = st.sampled_from(["SCORED"] * 7 + ["FAILED", "TIMED_OUT", "INVALID"])  # type: ignore[arg-type]
+FAILURES: tuple[Status, ...] = ("FAILED", "TIMED_OUT", "INVALID", "INTERRUPTED", "NOT_STARTED", "UNSENDABLE")
+statuses: st.SearchStrategy[Status] = st.sampled_from(("SCORED",) * 9 + FAILURES)
 rewards = st.sampled_from([1.0, 0.0, 0.5, 2.0, -1.0])
 
 
@@ -24,7 +23,7 @@ class ScorerRules(Caller):
 
     @rule(most=st.sampled_from([1, 2, 3, 8]), how=new_each_time)
     def take_scoring(self, most: int, how: str) -> None:
-        self.jobs += self.call("take_scoring", "scorer", most, how=how) or []
+        self.jobs += self.call("take_scoring", "scorer", dict.fromkeys(self.all_environments, most), how=how) or []
 
     @precondition(lambda self: self.jobs)
     @rule(said=st.lists(st.tuples(statuses, rewards), min_size=1, max_size=6), skip=st.integers(0, 3), how=deliveries)
@@ -36,6 +35,11 @@ class ScorerRules(Caller):
         ]
         if jobs:
             self.call("score_many", list(zip(jobs, scores, strict=False)), how=how)
+
+    @precondition(lambda self: self.jobs)
+    @rule(newest=st.integers(1, 6), how=deliveries)
+    def renew_scoring(self, newest: int, how: str) -> None:
+        self.call("renew_scoring", self.jobs[-newest:], how=how)
 
     @rule(how=deliveries)
     def release_scoring(self, how: str) -> None:

@@ -74,8 +74,9 @@ async def test_law_4_a_lease_and_a_taking_to_score_that_arrive_again_late_give_o
     assert again.token != lease.token
     assert isinstance(await world.call("release", lease, "leaving", True), LeaseLost)
     await world.call("push_many", [(again, make_trajectory(again, index)) for index in range(2)])
-    jobs = await world.call("take_scoring", "scorer", 2)
+    jobs = await world.call("take_scoring", "scorer", {"math": 2})
     await world.call("score_many", [(job, Score("FAILED", message="no")) for job in jobs])
+    await world.pass_time(1000)
     late = await world.deliver_again(1)
     assert {job.token for job in late}.isdisjoint({job.token for job in jobs})
 
@@ -102,7 +103,7 @@ async def test_law_3_a_batch_whose_scores_end_a_group_answers_what_else_it_bring
     await verified_replica(world)
     (lease,) = await world.call("lease", "replica", 1)
     await world.call("push_many", [(lease, make_trajectory(lease, index)) for index in range(2)])
-    jobs = await world.call("take_scoring", "scorer", 2)
+    jobs = await world.call("take_scoring", "scorer", {"math": 2})
     scores = [Score("SCORED", 1.0), Score("FAILED", message="no")]
     none, lost = await world.call("score_many", list(zip(jobs, scores, strict=True)))
     assert none is None
@@ -120,8 +121,23 @@ async def test_law_4_a_score_that_comes_again_is_known_though_the_same_batch_end
     await verified_replica(world)
     (lease,) = await world.call("lease", "replica", 1)
     await world.call("push_many", [(lease, make_trajectory(lease, index)) for index in range(2)])
-    first, last = await world.call("take_scoring", "scorer", 2)
+    first, last = await world.call("take_scoring", "scorer", {"math": 2})
     await world.call("score_many", [(first, Score("SCORED", 1.0))])
     said = [(first, Score("TIMED_OUT", message="no")), (last, Score("SCORED", 1.0))]
     assert await world.call("score_many", said) == [None, None]
+    await world.client.aclose()
+
+
+async def test_law_6_what_a_dead_replica_held_is_suspected_though_its_leases_are_over_too(
+    clocked_url: str, run_id: str
+) -> None:
+    """Nobody called the buffer meanwhile, so that both are due at once."""
+    world = World(clocked_url, run_id)
+    await world.open(Setting(dead_s=8.0).limits())
+    await world.call("enqueue", [make_group(order) for order in range(4)], world.model.timeline, False)
+    await verified_replica(world)
+    leases = await world.call("lease", "replica", 4)
+    await world.pass_time(20_000)
+    await world.call("heartbeat", "nobody", [lease.token for lease in leases])
+    assert (await world.client.stats())["suspects"] == len(leases) == 4
     await world.client.aclose()

@@ -23,7 +23,7 @@ class TrainerRules(Caller):
         # a trainer takes up prompts where the buffer says it stands
         first = max(0, self.model.enqueued + 1 - overlap)
         for order in range(len(self.made), first + count):
-            self.made.append(make_group(order, n=self.setting.n))
+            self.made.append(make_group(order, n=self.setting.n, env_name=self.env_name(order)))
         self.call("enqueue", self.made[first : first + count], self.timeline(late), False, how=how)
 
     @rule(count=st.integers(1, 2), new=st.booleans(), late=lateness, how=promptly)
@@ -31,7 +31,8 @@ class TrainerRules(Caller):
         if new or not self.validation:
             for _ in range(count):
                 order = len(self.validation)
-                self.validation.append(make_group(order, n=self.setting.n, lane="validation"))
+                env_name = self.env_name(order)
+                self.validation.append(make_group(order, n=self.setting.n, lane="validation", env_name=env_name))
         self.call("enqueue", self.validation[-count:], self.timeline(late), False, how=how)
 
     @precondition(lambda self: self.model.refill)
@@ -46,6 +47,20 @@ class TrainerRules(Caller):
             self.call("enqueue", missing[start : start + 60], timeline, True, how=how)
         if finish:
             self.call("refilled", timeline, how=how)
+
+    @precondition(lambda self: self.model.failures)
+    @rule(most=st.integers(1, 4), stale=st.sampled_from([0, 0, 0, 1]), how=deliveries)
+    def retry(self, most: int, stale: int, how: str) -> None:
+        """`stale`: a call that speaks of another failure than the last."""
+        orders = sorted(self.model.failures)[-most:]
+        self.call("retry", {order: self.model.retries[order] + stale for order in orders}, how=how)
+
+    @precondition(lambda self: self.model.wanted)
+    @rule(how=deliveries)
+    def supply(self, how: str) -> None:
+        self.call("ended")
+        groups = [self.made[order] for order in sorted(self.model.wanted)]
+        self.call("enqueue", groups, self.model.timeline, True, how=how)
 
     @precondition(lambda self: not self.model.refill and len(self.made) > 4)
     @rule(late=lateness, how=promptly)

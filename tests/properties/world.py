@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.replay import Ended, Epoch, Limits, ReplayClient, Reservation, RunState
+from headrace.replay import Ended, EnvironmentState, Epoch, Limits, ReplayClient, Reservation, RunState
 from headrace.replay.bias import MOMENTS, QUANTITIES, Moment, TrajectoryMeter
 from headrace.replay.connection import BufferConnection, open_redis
 from tests.properties.clock import CLOCK, START_MS
@@ -27,7 +27,8 @@ NEW_EACH_TIME = {"lease": "_read_leases", "take_scoring": "_read_jobs"}
 IDEMPOTENT = {
     *("enqueue", "close", "commit", "rewind", "restore", "refilled", "drop_validation"),
     *("open_epoch", "acknowledge", "begin_epoch", "verify", "refuse", "end_epoch", "register", "deregister"),
-    *("push_many", "save_many", "release", "reject", "abandon", "reject_step", "score_many", "release_scoring"),
+    *("push_many", "save_many", "release", "reject", "abandon", "reject_step", "score_many"),
+    *("renew_scoring", "release_scoring", "retry"),
 }
 
 
@@ -176,8 +177,8 @@ class World:
         """The run as a whole, and these groups."""
         model, client = self.model, self.client
         # at once: what it costs is to wait for the server
-        stats, replicas, meters, *held = await asyncio.gather(
-            client.stats(), client.replicas(), client.bias(), *map(client.group, groups)
+        stats, replicas, environments, meters, *held = await asyncio.gather(
+            client.stats(), client.replicas(), client.environments(), client.bias(), *map(client.group, groups)
         )
         counts = stats["counts"]
         assert _plain(msgspec.convert(stats | {"counts": counts["train"]}, RunState)) == model.state()
@@ -185,11 +186,16 @@ class World:
         assert stats["refusals"] == dict(model.refusals)
         assert stats["requeues"] == dict(model.requeues)
         assert stats["bytes"] == model.bytes
-        assert stats["leases"] == sum(held.state == "open" for held in model.groups.values())
+        suspects = sum(held.cohort is not None for held in model.groups.values())
+        assert stats["suspects"] == suspects
+        assert stats["leases"] == sum(held.state == "open" for held in model.groups.values()) - suspects
         assert stats["line"] == len(model.line())
         pieces = [piece for held in model.groups.values() for piece in held.pieces.values()]
         waiting = sum(piece.waits for piece in pieces), sum(piece.taken for piece in pieces)
         assert (stats["scoring"]["waiting"], stats["scoring"]["taken"]) == waiting
+        for seen_environment in environments:
+            self._compare_environment(seen_environment)
+        assert [environment.name for environment in environments] == sorted(model.environments)
         seen = {r.id: (r.state, r.version, r.leases) for r in replicas}
         assert seen == {replica: self._replica(replica) for replica in model.members}
         self._compare_meters(meters)
@@ -207,6 +213,16 @@ class World:
                     (metered.squares, sum(value * value for value in values)),
                 ):
                     assert math.isclose(one, other, abs_tol=1e-9), (moment, quantity)
+
+    def _compare_environment(self, seen: EnvironmentState) -> None:
+        held, model = self.model.environment(seen.name), self.model
+        waiting = model.waiting(seen.name).values()
+        counts = (len(waiting), sum(piece.alone for piece in waiting), len(model.taken(seen.name)), len(held.failing))
+        assert (seen.waiting, seen.alone, seen.taken, seen.failing) == counts, seen
+        assert (seen.broken, seen.kind, seen.probes) == (held.broken is not None, held.kind, held.probes), seen
+        if held.broken is not None:
+            assert seen.broken_s == (model.now - held.broken) / 1000
+            assert seen.probe_in_s == max(0, held.probe_at - model.now) / 1000
 
     def _replica(self, replica: str) -> tuple[str, int, int]:
         model = self.model
@@ -255,6 +271,8 @@ async def _outcome(method: Any, name: str, args: tuple[Any, ...]) -> Any:
     options: dict[str, Any] = {}
     if name == "release":
         *args, options["failed"] = args  # type: ignore[assignment]
+    if name == "deregister":
+        *args, options["died"] = args  # type: ignore[assignment]
     if name == "end_epoch":
         *args, options["aborted"] = args  # type: ignore[assignment]
     try:
@@ -278,7 +296,7 @@ def _plain(seen: Any) -> Any:
         case Reservation():
             return seen_batch(seen)
         case Ended():
-            return (seen.failed, seen.filtered, orders(seen.bitmap))
+            return (seen.failed, seen.filtered, orders(seen.bitmap), orders(seen.failures), seen.retries)
         case ([*done], dict(failed), int(pending)):
             described = [
                 (e.group.id, [(e.group.id, t.index, score.reward, *shape(t)) for t, score in e.trajectories])

@@ -18,13 +18,15 @@ def nonce() -> str:
     return secrets.token_hex(8)
 
 
-def make_group(order: int, *, n: int = 2, lane: Lane = "train", group_id: str | None = None) -> Group:
+def make_group(
+    order: int, *, n: int = 2, lane: Lane = "train", group_id: str | None = None, env_name: str = "math"
+) -> Group:
     return Group(
         id=group_id or f"e0-{lane}-{order}",
         lane=lane,
         order=order,
         task_name="addition",
-        env_name="math",
+        env_name=env_name,
         messages=({"role": "user", "content": f"{order}+1"},),
         prompt_token_ids=np.arange(1, 5, dtype=np.int32),
         extra_env_info={"answer": str(order + 1)},
@@ -90,7 +92,7 @@ async def push_all(replay: ReplayClient, lease: Lease, versions: Sequence[int] |
 async def score_all(replay: ReplayClient, reward: float = 1.0) -> int:
     """Score whatever waits; returns how many."""
     scored = 0
-    while jobs := await replay.take_scoring("scorer", 64):
+    while jobs := await replay.take_scoring("scorer", {"math": 64}):
         for job in jobs:
             await replay.score(job, Score("SCORED", reward + job.trajectory.index))
         scored += len(jobs)

@@ -1,9 +1,10 @@
 -- open_run: make the run if it is not there, else give it these limits.
 -- KEYS     the run
--- ARGV     timeline, incarnation (nonces, used only for a new run), the limits by their names in _run.lua
+-- ARGV     timeline, incarnation (nonces, used only for a new run), the limits by their names in _run.lua, environments (of each name
+--          failure_share, and give_up_ms if the run does not wait for it for ever)
 -- Returns  the run's state, msgpack
 -- Errors   HR_INVALID
--- uses: _args, _filter, _register, _run
+-- uses: _args, _filter, _group, _register, _run
 
 -- What a group may have beyond n: its trajectories are arguments of one command.
 local MOST_REDUNDANT = 1024
@@ -20,13 +21,22 @@ local function filter(value, what)
   return value
 end
 
+local function environments(value, what)
+  for env, setting in pairs(map(value, what)) do
+    name(env, what)
+    finite(map(setting, what).failure_share, 'failure_share')
+    if setting.give_up_ms ~= nil then natural(setting.give_up_ms, 'give_up_ms') end
+  end
+  return cmsgpack.pack(value)
+end
+
 -- The limits, by the names that the run has them under (_run.lua).
 local SPEC = {
   timeline = name, incarnation = name,
   prompts_per_step = positive, generations_per_prompt = positive, max_age = natural, max_attempts = positive,
   max_scoring_attempts = positive, lease_ms = positive, group_deadline_ms = positive, scoring_deadline_ms = positive,
   replica_dead_ms = positive, max_bytes = positive, ahead_steps = natural, redundant = redundant, max_scored = natural,
-  retain_steps = natural, staleness_policy = one_of({'ordered', 'drop', 'mask'}), filter = filter,
+  retain_steps = natural, staleness_policy = one_of({'ordered', 'drop', 'mask'}), filter = filter, environments = environments,
 }
 
 local function make_run(keys, args)
@@ -43,11 +53,23 @@ local function make_run(keys, args)
   redis.call('HSET', key, unpack(fields))
 end
 
+-- An earlier build kept all that waited for scores in one line.
+local function split_line(run)
+  for _, place in ipairs({'unscored', 'taken'}) do
+    for _, member in ipairs(redis.call('ZRANGE', run.base .. place, 0, -1)) do
+      local env = environment_of(run, load_group(run, (split_member(member))))
+      redis.call('ZADD', place_of(run, place, env), redis.call('ZSCORE', run.base .. place, member), member)
+    end
+    redis.call('UNLINK', run.base .. place)
+  end
+end
+
 redis.register_function('hr_open_run', function(keys, args)
   local ok, problem = pcall(make_run, keys, args)
   if not ok and problem.code then return redis.error_reply(problem.code .. ' ' .. problem.message) end
   if not ok then error(problem) end
   return respond(function(run)
+    split_line(run)
     wake(run, 'work')
     event(run, 'opened')
     return cmsgpack.pack(run_state(run))

@@ -9,7 +9,7 @@
 -- The group with what these entries have to know of it: its lease, and which of their indices it has (`p<i>`) or has dropped (`x<i>`).
 local function load(run, entries_of_group)
   local fields = {
-    'state', 'token', 'lane', 'replica', 'n', 'count', 'dropped', 'pushed', 'actual', 'held', 'oldest', 'newest', 'saves', 'leased',
+    'state', 'token', 'lane', 'env', 'replica', 'n', 'count', 'dropped', 'pushed', 'actual', 'held', 'oldest', 'newest', 'saves', 'leased',
   }
   local at = #fields
   for i, entry in ipairs(entries_of_group) do fields[at + i] = 'p' .. entry.at end
@@ -53,7 +53,7 @@ local function push(run, entries_of_group, foreign, reply)
   if #written == 0 then return end
   redis.call('HSET', group.key, 'pushed', group.pushed, 'actual', group.actual, 'oldest', group.oldest, 'newest', group.newest,
     unpack(written))
-  redis.call('ZADD', run.base .. 'unscored', unpack(members))
+  redis.call('ZADD', place_of(run, 'unscored', environment_of(run, group)), unpack(members))
   wake(run, 'scoring')
   if group.pushed + group.dropped == group.count then end_generation(run, group) end
 end

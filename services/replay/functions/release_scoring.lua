@@ -2,9 +2,5 @@
 -- KEYS     the run
 -- ARGV     none
 -- Returns  trajectories still to be released: call again until 0
--- uses: _args, _group, _register
-register('hr_release_scoring', nil, function(run)
-  local members = redis.call('ZRANGE', run.base .. 'taken', 0, BATCH - 1)
-  for _, member in ipairs(members) do void_token(run, member) end
-  return redis.call('ZCARD', run.base .. 'taken')
-end)
+-- uses: _register, _scoring
+register('hr_release_scoring', nil, function(run) return void_taken(run) end)

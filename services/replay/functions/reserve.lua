@@ -3,13 +3,15 @@
 -- KEYS     the run
 -- ARGV     step, timeline
 -- Returns  msgpack, by its `reply`: `batch` (see batch_of in _steps.lua); `waiting` with ready and needed; `end` with unused
--- Errors   HR_TIMELINE, HR_STEP, HR_STARVED, HR_INVALID
+-- Errors   HR_TIMELINE, HR_STEP, HR_STARVED, HR_BROKEN (it would wait for an environment that has been broken for longer than its
+--          `give_up_after`), HR_INVALID
 --
 -- No step is taken while the run wants a refill: one that is delivered twice would bring back what was trained in between (law 1).
 --
 -- Repeating the last reserve gives the same batch, for a trainer that lost the reply. Whatever the admission policy did, law 2 (age)
 -- and law 3 (completeness) are enforced here: a group that breaks one is requeued, never handed out.
--- uses: _args, _group, _register, _run, _steps
+-- The end of the run waits for what a broken environment is still to score.
+-- uses: _args, _group, _register, _run, _scoring, _steps
 
 -- Law 2: a group is as old as its oldest token. Under `mask` tokens over age leave the policy loss one by one (the trainer sees to it),
 -- and the group stays as long as it has one that counts.
@@ -159,6 +161,21 @@ local function require_signal(run, need)
   end
 end
 
+-- Whether something waits for an environment that is broken; refuses if one has been so for too long.
+local function waits_for_environment(run)
+  local broken, waits = redis.call('ZRANGE', run.base .. 'broken', 0, -1, 'WITHSCORES'), false
+  for i = 1, #broken, 2 do
+    local env, broken_ms = broken[i], run.now - broken[i + 1]
+    local limit = setting_of(run, env).give_up_ms
+    if limit and broken_ms >= limit then
+      refuse('HR_BROKEN', 'environment ' .. env .. ' has been broken for ' .. math.floor(broken_ms / 1000) .. ' s (env.' .. env ..
+        '.give_up_after): ' .. redis.call('HGET', environment_key(run, env), 'message'))
+    end
+    waits = waits or awaits_score(run, env)
+  end
+  return waits
+end
+
 local function reserve(run, step)
   if step == run.next_step - 1 and step >= run.committed then
     local ids = step_ids(run, step)
@@ -173,14 +190,18 @@ local function reserve(run, step)
   local survivors = #groups
   local need = run.prompts_per_step - survivors
   if run.closed == 1 then
-    local queued = redis.call('ZCARD', run.base .. 'queue')
-    if queued + redis.call('ZCARD', run.base .. 'line') + run.pinned < run.prompts_per_step then return end_run(run, {}) end
+    local queued = redis.call('ZCARD', run.base .. 'queue') + redis.call('ZCARD', run.base .. 'wanted')
+    if queued + redis.call('ZCARD', run.base .. 'line') + run.pinned < run.prompts_per_step then
+      if not waits_for_environment(run) then return end_run(run, {}) end
+      return {reply = 'waiting', ready = survivors, needed = run.prompts_per_step}
+    end
     while queued + redis.call('ZCARD', run.base .. 'line') < need and unpin_last_step(run, step) do end
   end
   local choose = run.staleness_policy == 'ordered' and lowest or any_ready
   local fresh, ready = choose(run, step, need)
   if not fresh then
     require_signal(run, need)
+    waits_for_environment(run)
     return {reply = 'waiting', ready = survivors + ready, needed = run.prompts_per_step}
   end
   for _, group in ipairs(fresh) do groups[#groups + 1] = group end

@@ -10,7 +10,7 @@
 -- validation lane, brings leftovers back to the queue and opens it. Replicas are STALE by themselves: HEALTHY is a state of a timeline.
 --
 -- Its work is bounded by what admission lets be in flight, the steps since the last commit or retained, and one validation.
--- uses: _args, _group, _register, _run, _steps, _validation
+-- uses: _args, _group, _register, _run, _scoring, _steps, _validation
 
 local function survives(group, version)
   return group.state ~= 'open' and group.newest <= version and not group.lost
@@ -60,7 +60,7 @@ end
 
 -- Law 4: a score under a token of the old timeline is refused.
 local function void_scoring(run)
-  for _, member in ipairs(redis.call('ZRANGE', run.base .. 'taken', 0, -1)) do void_token(run, member) end
+  while void_taken(run) > 0 do end
 end
 
 local function reopen_leftovers(run)

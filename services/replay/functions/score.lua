@@ -1,20 +1,25 @@
 -- score: what the environment said comes back. The last score makes the group ready, or filtered (validation: evaluated).
 -- KEYS     the run
--- ARGV     scores: of each group (its id), index, token, status, and reward if SCORED; then for each its record (msgpack)
+-- ARGV     scores: of each group (its id), index, token, status, and reward if SCORED; then for each its record (msgpack), with a message
+--          unless SCORED, and the traceback among its metadata
 -- Returns  for each trajectory '' or `<code> <message>`
 -- Errors   HR_INVALID (malformed). Of entries: HR_LEASE_LOST
 --
 -- Law 3: the first n that are scored are the group. It is ready with them: the lease ends, what is still generated or waits for a score is
 -- surplus and goes, and its scores are refused.
 --
--- Law 7: only SCORED carries a reward. FAILED and TIMED_OUT are tried again up to max_scoring_attempts; then the trajectory is dropped, at
--- once if INVALID. The group fails with the message of the one that leaves it fewer than n.
+-- Law 7: only SCORED carries a reward. FAILED, TIMED_OUT, INVALID and INTERRUPTED (its environment died with it alone) are tried again until
+-- the attempts are used up or the environment's breaker opens (_scoring.lua); then the trajectory is dropped, at once if it is UNSENDABLE,
+-- which no environment has seen. The group fails with the message
+-- of the one that leaves it fewer than n. NOT_STARTED, and INTERRUPTED among others, cost nothing.
+--
+-- The scores of a call count before its failures: they tell a broken environment from a trajectory that it can't score.
 --
 -- Dynamic sampling (the run's `filter`, see _filter.lua): a train group whose trajectories were all worth the same is filtered here, on
 -- its last score, so that it leaves the line at once and another takes its place.
--- uses: _args, _fields, _filter, _group, _meter, _register, _run
+-- uses: _args, _fields, _filter, _group, _meter, _register, _run, _scoring
 
-local STATUS = one_of({'SCORED', 'FAILED', 'TIMED_OUT', 'INVALID'})
+local STATUS = one_of({'SCORED', 'FAILED', 'TIMED_OUT', 'INVALID', 'INTERRUPTED', 'NOT_STARTED', 'UNSENDABLE'})
 
 -- `at` as in _payload.lua.
 local function parse(by_components, place, given, record)
@@ -35,13 +40,15 @@ local function parse(by_components, place, given, record)
     entry.message = score_field(record, 'message', 'string')
     if not entry.message then refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' says not what went wrong') end
     text(entry.message, 'message')
+    entry.traceback = (score_field(record, 'metadata', 'table') or {}).traceback
+    if type(entry.traceback) == 'string' then text(entry.traceback, 'traceback') else entry.traceback = nil end
   end
   return entry
 end
 
 -- The group with who has these entries (`w<i>`), their rewards (`r<i>`) and payloads (`p<i>`), under those names.
 local function load(run, entries_of_group)
-  local fields = {'state', 'lane', 'n', 'count', 'scored', 'ticket'}
+  local fields = {'state', 'lane', 'env', 'n', 'count', 'scored', 'ticket'}
   local at = #fields
   for _, entry in ipairs(entries_of_group) do
     fields[at + 1], fields[at + 2], fields[at + 3] = 'w' .. entry.at, 'r' .. entry.at, 'p' .. entry.at
@@ -118,12 +125,12 @@ local function all_scored(run, scored)
   wake(run, 'ready')
 end
 
-local function refusal(run, entry, token)
+local function refusal(run, group, entry, token)
   local member = entry.id .. ':' .. entry.at
   if token ~= entry.token then
     return refuse_entry(run, 'HR_LEASE_LOST', 'trajectory ' .. member .. ' is no longer with this scorer')
   end
-  if run.backlog and tonumber(redis.call('ZSCORE', run.base .. 'taken', member)) <= run.now then
+  if run.backlog and tonumber(redis.call('ZSCORE', place_of(run, 'taken', environment_of(run, group)), member)) <= run.now then
     return refuse_entry(run, 'HR_LEASE_LOST', 'the time to score trajectory ' .. member .. ' is over')
   end
 end
@@ -134,7 +141,7 @@ local function sift(run, group, entries_of_group, reply)
   for _, entry in ipairs(entries_of_group) do
     local token = string.match(group['w' .. entry.at] or '', '^%d+ (.+)$')
     local known = group['r' .. entry.at] and token == entry.token  -- the same call again
-    reply[entry.place] = not known and refusal(run, entry, token) or ''
+    reply[entry.place] = not known and refusal(run, group, entry, token) or ''
     if not known and reply[entry.place] == '' then
       local kind = entry.status == 'SCORED' and scored or failed
       kind[#kind + 1] = entry
@@ -144,6 +151,7 @@ local function sift(run, group, entries_of_group, reply)
   return scored, failed
 end
 
+-- The members that were scored.
 local function write(run, group, scored, reply)
   local fields, records, members = {}, {}, {}
   for i = #scored, group.n - group.scored + 1, -1 do
@@ -159,33 +167,61 @@ local function write(run, group, scored, reply)
   local count = group.scored + #scored
   redis.call('MSET', unpack(records))
   redis.call('HSET', group.key, 'scored', count, unpack(fields))
-  redis.call('ZREM', run.base .. 'taken', unpack(members))
+  redis.call('ZREM', place_of(run, 'taken', environment_of(run, group)), unpack(members))
   if count == group.n then all_scored(run, group) end
+  return members
 end
 
-local function give_up_or_retry(run, entry, reply)
+-- Those of one environment in this call, by its name: `scored` members, `failed` and `idle` (not begun) entries with their groups.
+local function of_environment(environments, env)
+  environments[env] = environments[env] or {scored = {}, failed = {}, idle = {}}
+  return environments[env]
+end
+
+-- The entry's group, if what this call brought before has not ended it.
+local function still_held(run, entry, reply)
   local group = load_group(run, entry.id)
-  local attempts = group and tonumber(string.match(redis.call('HGET', group.key, 'w' .. entry.at) or '', '^%d+'))
-  local message = entry.status .. ': ' .. words(entry.message)
-  if not attempts then
-    reply[entry.place] = refuse_entry(run, 'HR_LEASE_LOST', 'group ' .. entry.id .. ' has just ended')
-  elseif entry.status == 'INVALID' then
-    drop(run, group, entry.index, 'scoring refused: ' .. message)
-  else
-    retry_scoring(run, group, entry.index, attempts, message)
+  local taken, reward = unpack(group and redis.call('HMGET', group.key, 'w' .. entry.at, 'r' .. entry.at) or {})
+  if taken and not reward and string.match(taken, '^%d+ (.*)$') == entry.token then return group end
+  reply[entry.place] = refuse_entry(run, 'HR_LEASE_LOST', 'group ' .. entry.id .. ' has just ended')
+end
+
+local function judge(run, env, results, reply)
+  local scored_before = #results.scored > 0 and count_scored(run, env, results.scored) or nil
+  for _, entry in ipairs(results.failed) do
+    local group = still_held(run, entry, reply)
+    if group and entry.status == 'UNSENDABLE' then
+      drop(run, group, entry.index, 'it can\'t be scored: ' .. words(entry.message))
+    elseif group then
+      fail_scoring(run, group, entry, scored_before)
+    end
   end
+  local idle = {}
+  for _, entry in ipairs(results.idle) do
+    if still_held(run, entry, reply) then idle[#idle + 1] = {member = entry.id .. ':' .. entry.at, entry = entry} end
+  end
+  if #idle > 0 then not_started(run, env, idle, #results.scored + #results.failed > 0) end
 end
 
 register('hr_score', {scores = list_of(map, BATCH)}, function(run, call, args)
   require_bytes(#call.scores, args)
-  local groups, by_id, reply = {}, {}, {}
+  local groups, by_id, reply, environments = {}, {}, {}, {}
   local by_components = select(3, parse_filter(run.filter)) == 'components'
   for i, given in ipairs(call.scores) do group_entry(groups, by_id, parse(by_components, i, given, args[i + 1])) end
   for _, of_group in ipairs(groups) do
     local group = load(run, of_group)
     local scored, failed = sift(run, group, of_group, reply)
-    if #scored > 0 then write(run, group, scored, reply) end
-    for _, entry in ipairs(failed) do give_up_or_retry(run, entry, reply) end
+    if #scored + #failed > 0 then
+      local results = of_environment(environments, environment_of(run, group))
+      for _, member in ipairs(#scored > 0 and write(run, group, scored, reply) or {}) do
+        results.scored[#results.scored + 1] = member
+      end
+      for _, entry in ipairs(failed) do
+        local kind = entry.status == 'NOT_STARTED' and results.idle or results.failed
+        kind[#kind + 1] = entry
+      end
+    end
   end
+  for env, results in pairs(environments) do judge(run, env, results, reply) end
   return reply
 end, true)

@@ -2,14 +2,21 @@
 -- KEYS     the run
 -- ARGV     none
 -- Returns  msgpack: the run's state, refusals by code, requeues by cause, bytes, ages of the last batch, the scoring line, leases,
---          the newest dead letters, groups ready out of the next P in line
--- uses: _args, _group, _register
+--          suspects (groups that wait to be leased apart, because their replica died), the newest dead letters, groups ready out of the
+--          next P in line
+-- uses: _args, _group, _register, _scoring
 local function scoring_line(run)
-  local first = redis.call('ZRANGE', run.base .. 'unscored', 0, 0, 'WITHSCORES')
-  return {
-    waiting = redis.call('ZCARD', run.base .. 'unscored'), taken = redis.call('ZCARD', run.base .. 'taken'),
-    oldest_s = first[2] and (run.now - first[2]) / 1000 or 0,
-  }
+  local line, oldest = {waiting = 0, taken = 0}, run.now
+  for _, env in ipairs(environments_of(run)) do
+    for _, place in ipairs({'unscored', 'alone'}) do
+      local first = redis.call('ZRANGE', place_of(run, place, env), 0, 0, 'WITHSCORES')
+      oldest = math.min(oldest, tonumber(first[2] or run.now))
+      line.waiting = line.waiting + redis.call('ZCARD', place_of(run, place, env))
+    end
+    line.taken = line.taken + redis.call('ZCARD', place_of(run, 'taken', env))
+  end
+  line.oldest_s = (run.now - oldest) / 1000
+  return line
 end
 
 local function newest_failed(run)
@@ -31,6 +38,7 @@ register_reader('hr_stats', nil, function(run)
   stats.age_mean, stats.age_max = tonumber(age_mean or nil) or 0, tonumber(age_max or nil) or 0
   stats.scoring = scoring_line(run)
   stats.leases = redis.call('ZCARD', run.base .. 'leases')
+  stats.suspects = redis.call('ZCARD', run.base .. 'suspects')
   stats.line = redis.call('ZCARD', run.base .. 'line')
   stats.prompts_per_step, stats.max_age = run.prompts_per_step, run.max_age
   stats.failed = newest_failed(run)

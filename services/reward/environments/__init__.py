@@ -31,9 +31,15 @@ class BuiltInEnvironment(Environment):
         self.env = env
 
     def score(self, sample: Sample) -> float | Score:
+        found = self.at_sight(sample)
+        return self.judge(sample) if found is None else found
+
+    def at_sight(self, sample: Sample) -> Score | None:
+        """The score of a sample that takes no more than a comparison, `judge`'s to the letter; None for all others. A worker needs no
+        child for it, which would cost a hundred times as much: nothing of the completion is parsed."""
         if self.env.require_stop and sample.finish_reason == "length":
             return Score("SCORED", reward=0.0, metadata={"rule": "require_stop: the completion was cut off"})
-        return self.judge(sample)
+        return None
 
     def prepare(self, sources: Sequence[DataSourceConfig]) -> None:
         """Load what its scores need, in a worker that has scored nothing yet; `sources` are the run's data sets that name it.

@@ -18,8 +18,9 @@ from typing import Any
 Entry = Mapping[str, Any]
 Accepts = Callable[[str, Entry], bool]
 
-_LONGEST = 4000  # characters of an answer that is evaluated
-# Of an arithmetic expression: its degree, as `_degree` counts it, the size of an exponent, and digits of a number.
+_LONGEST = 20_000  # characters of an answer: a matrix of a hundred rows
+# Of an arithmetic expression: its characters, its degree, as `_degree` counts it, the size of an exponent, and digits of a number.
+_LONGEST_EXPRESSION = 4000
 _LARGEST_DEGREE, _LARGEST_EXPONENT, _DIGITS = 5000, 100, 40
 _LARGEST_SHIFT = 64
 _EXP_DEGREE = 50
@@ -89,7 +90,7 @@ ACCEPTS: dict[str, Accepts] = {
     # a few characters that cost hours
     "coin_flip": _matches(r"[-+]?[\d,]{1,40}(?:\.\d{0,40})?(?:[eE][-+]?\d{1,2})?|[-+]?[\d,]{1,40}/[\d,]{1,40}"),
     "propositional_logic": _logic,
-    "rubiks_cube": _matches(r"(?:\s*+[^\d\s]{1,9}\d{0,2}(?!\S))*+\s*+"),
+    "rubiks_cube": _matches(r"(?:\d{0,2}[^\d\s]{1,9}\d?(?:\s++|$))*+"),
     "rush_hour": _matches(r"(?:[^+-]|[+-](?!\d{3}))*+"),
     # paid for what is no answer: not a number, any text
     "complex_arithmetic": _matches(r"[-+\d.eEijIJ() ]*+"),
@@ -179,7 +180,7 @@ def _arithmetic(
     def small(tree: ast.expr) -> bool:
         return _degree(tree, names, functions) <= _LARGEST_DEGREE
 
-    return len(text) <= _LONGEST and tokens.fullmatch(text) is not None and _accepts(text, small)
+    return len(text) <= _LONGEST_EXPRESSION and tokens.fullmatch(text) is not None and _accepts(text, small)
 
 
 def _accepts(text: str, check: Callable[[ast.expr], bool]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from headrace.trajectory import Score
 from headrace_services.reward.environments import BuiltInEnvironment, extract_answer, shown
 
 _EXPECTED = (LatexExtractionConfig(),)
+_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})")
 _ANSWER = (ExprExtractionConfig(), LatexExtractionConfig())
 
 
@@ -33,6 +35,14 @@ class Math(BuiltInEnvironment):
 
     def prepare(self, sources: Sequence[DataSourceConfig]) -> None:
         _equal(_parse("\\boxed{\\frac{1}{2}}", _EXPECTED), _parse("1/2", _ANSWER))  # grammars, and sympy's own modules
+
+    def at_sight(self, sample: Sample) -> Score | None:
+        expected, said = str(sample.extra_env_info.get("answer")), sample.completion
+        if (found := super().at_sight(sample)) is not None:
+            return found
+        if self.env.extract == "none" and _INTEGER.fullmatch(expected) and _INTEGER.fullmatch(said):
+            return Score("SCORED", reward=float(int(said) == int(expected)), metadata={"answer": said})
+        return None
 
     def judge(self, sample: Sample) -> float | Score:
         answer = sample.extra_env_info.get("answer")

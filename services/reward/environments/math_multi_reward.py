@@ -27,11 +27,9 @@ class MathMultiReward(BuiltInEnvironment):
         self.build = "1"
         self.description = "correctness, integer and format of an answer, as components"
 
-    def score(self, sample: Sample) -> float | Score:
-        score = super().score(sample)
-        if isinstance(score, Score) and score.status == "SCORED" and not score.components:
-            return Score("SCORED", reward=0.0, components=_NONE, metadata=score.metadata)  # it was cut off
-        return score
+    def at_sight(self, sample: Sample) -> Score | None:
+        cut_off = super().at_sight(sample)
+        return cut_off and Score("SCORED", reward=0.0, components=_NONE, metadata=cut_off.metadata)
 
     def judge(self, sample: Sample) -> float | Score:
         expected = sample.extra_env_info.get("answer")

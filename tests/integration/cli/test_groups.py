@@ -25,7 +25,7 @@ async def fill(replay: ReplayClient) -> None:
     await enqueue(replay, range(3))
     one, two = await replay.lease(await healthy_replica(replay), 2)
     await replay.push(one, make_trajectory(one, 0))
-    (job,) = await replay.take_scoring("scorer", 1)
+    (job,) = await replay.take_scoring("scorer", {"math": 1})
     await replay.score(job, Score("SCORED", 0.25, environment="math", build="7"))
     await replay.push(one, make_trajectory(one, 1))
     await replay.reject(two, "its prompt is too long")
@@ -68,6 +68,24 @@ def test_groups_are_shown_listed_and_exported(tmp_path: Path, limits: Limits, up
         assert "2 trajectories" in headrace("groups", "export", "--run", folder, "-o", out)
         assert [each.trajectory.index for each in export.read(out)] == [0, 1]
         assert "can't be written" in refused("groups", "export", "--run", folder, "-o", tmp_path / "no" / "out.jsonl")
+
+
+@pytest.mark.parametrize("up", [True, False])
+@pytest.mark.parametrize("which", [("e0-train-1",), ("--reason", "too long"), ("--all",)])
+def test_failed_groups_are_retried(tmp_path: Path, limits: Limits, up: bool, which: tuple[str, ...]) -> None:
+    with kept_run(tmp_path, "seen", limits, fill) as (folder, server):
+        if not up:
+            asyncio.run(server.stop())
+        retry = ("groups", "retry", "--run", folder)
+        assert "which groups?" in refused(*retry)
+        assert "which groups?" in refused(*retry, "e0-train-1", "--all")
+        assert "it is scoring" in refused(*retry, "e0-train-0")
+        assert "not held by the buffer" in refused(*retry, "nobody")
+        assert headrace(*retry, "--reason", "something else").startswith("0 groups")
+        assert headrace(*retry, *which).startswith("1 groups")
+        assert headrace(*retry, "--all").startswith("0 groups")
+        listed = headrace("groups", "list", "--run", folder)
+        assert sorted(listed.split()) == ["e0-train-0", "e0-train-2", "queued", "scoring"]
 
 
 def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:

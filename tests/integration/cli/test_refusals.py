@@ -95,6 +95,14 @@ def test_a_busy_port_is_named_before_anything_starts(config: Path, busy_port: in
     assert len(said.splitlines()) == 1
 
 
+@pytest.mark.parametrize("key", ["replay.host", "replay.redis_host", "reward.host", "rollout.host", "trainer.host"])
+def test_what_would_listen_beyond_loopback_unprotected_is_named_before_anything_starts(config: Path, key: str) -> None:
+    said = refused("up", config, f"{key}=0.0.0.0")
+    assert said.startswith(f"error: {key} 0.0.0.0: ")
+    assert "security.insecure: true" in said
+    assert len(said.splitlines()) == 1
+
+
 def test_two_replicas_cant_share_a_port(config: Path) -> None:
     assert "set rollout.port to 0" in refused("up", config, "--rollouts", 2, f"rollout.port={free_port()}")
 

@@ -43,7 +43,7 @@ async def make(replay: ReplayClient, replica: str, lengths: Sequence[int], rewar
         for index in range(2):
             values[lease.group.id, index] = rewards[2 * i + index]
             await replay.push(lease, make_trajectory(lease, index, length=lengths[2 * i + index]))
-    while jobs := await replay.take_scoring("scorer", 256):
+    while jobs := await replay.take_scoring("scorer", {"math": 256}):
         scores = [(job, Score("SCORED", values[job.group.id, job.trajectory.index])) for job in jobs]
         assert not any(await replay.score_many(scores))
     return [lease.group.id for lease in leases]
@@ -170,7 +170,7 @@ async def test_expired_and_masked_trajectories_are_metered_with_their_ages(
     await reserve(replay, 1)
     await refit(replay, 2, [replica])
     await push_all(replay, mixed, versions=[0, 1])
-    for job in await replay.take_scoring("scorer", 64):
+    for job in await replay.take_scoring("scorer", {"math": 64}):
         await replay.score(job, Score("SCORED", 0.5))
     assert not hasattr(await replay.reserve(2, timeline), "groups")
     meters = await replay.bias()
@@ -197,7 +197,7 @@ async def test_filtered_failed_and_surplus_trajectories_are_metered(replay: Repl
     equal, doomed, rest = await replay.lease(await healthy_replica(replay), 3)
     for index, length in ((0, 5), (2, 7), (1, 9)):
         await replay.push(equal, make_trajectory(equal, index, length=length))
-    scored = await replay.take_scoring("scorer", 2)
+    scored = await replay.take_scoring("scorer", {"math": 2})
     for job in scored:
         await replay.score(job, Score("SCORED", 0.25))
     # which two of three pushed in the same millisecond are taken first is open
@@ -220,9 +220,9 @@ async def test_filtered_failed_and_surplus_trajectories_are_metered(replay: Repl
     check(meters["failed"].length, [3])
     for index in range(3):
         await replay.push(rest, make_trajectory(rest, index, length=20 + index))
-    jobs = {job.trajectory.index: job for job in await replay.take_scoring("scorer", 3)}
-    await replay.score(jobs[1], Score("FAILED", message="no"))
-    await replay.score(jobs[0], Score("SCORED", 1.0))
+    jobs = {job.trajectory.index: job for job in await replay.take_scoring("scorer", {"math": 3})}
+    scores = [(jobs[1], Score("FAILED", message="no")), (jobs[0], Score("SCORED", 1.0))]
+    assert await replay.score_many(scores) == [None, None]
     await replay.score(jobs[2], Score("SCORED", 0.0))
     meters = await replay.bias()
     assert meters["failed"].trajectories == 3

@@ -85,7 +85,7 @@ async def test_garbage_arguments_get_a_typed_error_and_change_nothing(replay: Re
     replica = await healthy_replica(replay)
     leases = await replay.lease(replica, 3)
     await push_all(replay, leases[0])
-    await replay.take_scoring("scorer", 1)
+    await replay.take_scoring("scorer", {"math": 1})
     before = await contents(replay)
     for args in GARBAGE:
         command = ("FCALL", function, 1, f"hr:{{{replay.run_id}}}", *args)
@@ -237,7 +237,7 @@ async def test_a_malformed_entry_refuses_the_call_and_changes_nothing(replay: Re
     replica = await healthy_replica(replay)
     done, lease = await replay.lease(replica, 2)
     await push_all(replay, done)
-    (job, *_) = await replay.take_scoring("scorer", 1)
+    (job, *_) = await replay.take_scoring("scorer", {"math": 1})
     before = await contents(replay)
     fence = {"timeline": lease.timeline, "incarnation": lease.incarnation}
     data = make_trajectory(lease, 0).encode()
@@ -323,7 +323,7 @@ async def test_a_repeated_score_changes_nothing(replay: ReplayClient) -> None:
     await enqueue(replay, [0])
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     await push_all(replay, lease)
-    jobs = await replay.take_scoring("scorer", 64)
+    jobs = await replay.take_scoring("scorer", {"math": 64})
     await replay.score(jobs[0], Score("SCORED", 1.0))
     await replay.score(jobs[0], Score("SCORED", 0.0))
     await replay.score(jobs[1], Score("SCORED", 1.0))
@@ -341,17 +341,17 @@ async def test_released_scoring_is_taken_again_at_no_cost(replay: ReplayClient) 
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     await push_all(replay, lease)
     for _ in range(5):
-        (old, _) = await replay.take_scoring("scorer", 64)
+        (old, _) = await replay.take_scoring("scorer", {"math": 64})
         await replay.release_scoring()
     with pytest.raises(LeaseLost):
         await replay.score(old, Score("SCORED", 1.0))
-    assert [job.scoring_attempt for job in await replay.take_scoring("scorer", 64)] == [1, 1]
+    assert [job.scoring_attempt for job in await replay.take_scoring("scorer", {"math": 64})] == [1, 1]
 
 
 async def test_a_record_that_can_not_be_read_fails_its_group(replay: ReplayClient) -> None:
     state = await replay.state()
     fence = {"timeline": state.timeline, "incarnation": state.incarnation}
-    group = {"id": "bad", "lane": "train", "order": 0, "n": 2, "worst": 1000, "nonce": "aa"}
+    group = {"id": "bad", "lane": "train", "order": 0, "env": "math", "n": 2, "worst": 1000, "nonce": "aa"}
     record = msgspec.msgpack.encode({"schema": 1})
     assert await replay._connection.call("enqueue", record, **fence, refill=False, groups=[group]) == 1
     assert await replay.lease(await healthy_replica(replay), 4) == []

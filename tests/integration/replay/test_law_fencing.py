@@ -69,7 +69,7 @@ async def test_law_4_fencing_another_timeline(replay: ReplayClient) -> None:
     replica = await healthy_replica(replay)
     leases = await replay.lease(replica, 3)
     await push_all(replay, leases[0])
-    (job, _) = await replay.take_scoring("scorer", 64)
+    (job, _) = await replay.take_scoring("scorer", {"math": 64})
     old = leases[0].timeline
     epoch = nonce()
     await replay.open_epoch(epoch, 0, old, {})

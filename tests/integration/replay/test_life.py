@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.replay import End, ReplayClient, Waiting
+from headrace.replay import End, Limits, ReplayClient, Waiting
 from headrace.trajectory import Score
 from tests.support.buffer import (
     enqueue,
@@ -33,7 +33,7 @@ async def test_group_goes_from_queue_to_trained(replay: ReplayClient) -> None:
     for lease in leases:
         await push_all(replay, lease)
     assert (await replay.state()).counts["scoring"] == 3
-    jobs = await replay.take_scoring("scorer", 64)
+    jobs = await replay.take_scoring("scorer", {"math": 64})
     assert len(jobs) == 6
     for job in jobs:
         await replay.score(job, Score("SCORED", 0.25 * job.trajectory.index, components={"exact": 1.0}))
@@ -122,3 +122,21 @@ async def test_metrics_and_events_are_followed(replay: ReplayClient) -> None:
     events = await replay.events("0", 0.1)
     assert events[0][1] == {"kind": "opened"}
     assert await replay.events(events[-1][0], 0.01) == []
+
+
+async def test_what_an_earlier_build_left_waiting_in_one_line_is_taken_by_environment(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    """It enqueued groups without saying their environment, and kept the trajectories of all in one line."""
+    await enqueue(replay, [0])
+    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    await push_all(replay, lease)
+    assert len(await replay.take_scoring("scorer", {"math": 1})) == 1
+    redis, base = replay.redis, f"hr:{{{replay.run_id}}}:{(await replay.state()).incarnation}"
+    for place in ("unscored", "taken"):
+        await redis.rename(f"{base}:{place}:math", f"{base}:{place}")
+    await redis.delete(f"{base}:environments")
+    await redis.hdel(f"{base}:g:{lease.group.id}", "env")
+    await replay.open_run(limits)
+    await replay.release_scoring()
+    assert len(await replay.take_scoring("scorer", {"math": 8})) == 2

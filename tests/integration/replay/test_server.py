@@ -86,7 +86,7 @@ async def test_law_1_conservation_across_sigkill_of_the_server(
     half, done = await replay.lease(replica, 64)
     await replay.push(half, make_trajectory(half, 0))
     await push_all(replay, done)
-    jobs = await replay.take_scoring("scorer", 2)
+    jobs = await replay.take_scoring("scorer", {"math": 2})
     before = await contents(replay)
 
     os.kill(server.pid, signal.SIGKILL)
@@ -231,6 +231,30 @@ def test_batches_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     config = Config.model_validate({"replay": {"max_bytes": 1024**2}})
     with pytest.raises(ConfigError, match=r"replay\.max_bytes 1048576 can't hold two batches"):
         limits_of(config)
+
+
+async def test_the_service_names_a_broken_environment_and_stays_ready(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(config_of(tmp_path)) as (http, replay):
+        await enqueue(replay, [0], n=8)
+        (lease,) = await replay.lease(await healthy_replica(replay), 1)
+        await push_all(replay, lease)
+        no = Score("INVALID", message="no answer", metadata={"traceback": "Traceback: here"})
+        jobs = await replay.take_scoring("scorer", {"math": 8})
+        assert await replay.score_many([(job, no) for job in jobs]) == [None] * 8
+
+        async def named() -> bool:
+            return "waits_for" in (await http.get("/readyz")).json()
+
+        await eventually(named)
+        ready = await http.get("/readyz")
+        assert (ready.status_code, ready.json()["waits_for"]) == (200, ["environment math: no answer"])
+        metrics = (await http.get("/metrics")).text
+        assert 'headrace_replay_environment_broken{environment="math"} 1.0' in metrics
+    said = [record.getMessage() for record in caplog.records if "is broken" in record.getMessage()]
+    assert len(said) == 1
+    assert "Traceback: here" in said[0]
 
 
 async def test_service_serves_the_run_over_http(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -107,7 +108,10 @@ async def test_law_7_failure_is_not_zero_a_failing_sample_costs_no_other() -> No
     async with start_environment(ODD) as odd, start_hub({"odd": {"target": odd.target}}) as hub:
         fine, raised, nan = await hub.score([Sample(text, environment="odd") for text in ("abc", "raise", "nan")])
     assert fine.reward == 3
-    assert (raised.status, raised.reward, raised.message) == ("FAILED", None, "RuntimeError: the judge is out")
+    assert (raised.status, raised.reward) == ("FAILED", None)
+    assert re.fullmatch(
+        r"RuntimeError: the judge is out \(.*odd_environment.py:\d+, in score: raise .*\)", raised.message
+    )
     assert (nan.status, nan.reward) == ("FAILED", None)
 
 
@@ -122,7 +126,7 @@ async def test_law_6_liveness_a_hanging_sample_is_timed_out_and_the_others_keep_
         assert await odd.stop() == 0  # though a thread of it still hangs
 
 
-async def test_a_process_killed_in_the_middle_of_a_call_is_failed_and_its_successor_scores(tmp_path: Path) -> None:
+async def test_a_process_killed_in_the_middle_of_a_call_interrupts_it_and_its_successor_scores(tmp_path: Path) -> None:
     async with start_environment(ODD) as odd, start_hub({"odd": {"target": odd.target}, "math": {}}) as hub:
         seen = tmp_path / "seen"
         hang = Sample("hang", {"touch": str(seen)}, environment="odd")
@@ -130,20 +134,20 @@ async def test_a_process_killed_in_the_middle_of_a_call_is_failed_and_its_succes
         await until(seen.exists)
         odd.kill()
         killed, sum_ = await call
-        assert (killed.status, killed.reward, sum_.reward) == ("FAILED", None, 1)
+        assert (killed.status, killed.reward, sum_.reward) == ("INTERRUPTED", None, 1)
         assert odd.target in killed.message
         async with start_environment(ODD, odd.port):
             (again,) = await hub.score([Sample("abc", environment="odd")])
         assert again.reward == 3
 
 
-async def test_an_environment_that_is_not_running_is_failed_by_name() -> None:
+async def test_an_environment_that_is_not_running_has_not_started_and_is_named() -> None:
     with bind("127.0.0.1", 0, "port") as sock:
         target = f"127.0.0.1:{sock.getsockname()[1]}"
     async with start_hub({"gone": {"target": target, "timeout_s": 1.0}}) as hub:
         (score,) = await hub.score([Sample("x", environment="gone")])
-        assert (score.status, score.reward) == ("FAILED", None)
-        assert f"env.gone.target {target} could not be reached" in score.message
+        assert (score.status, score.reward) == ("NOT_STARTED", None)
+        assert f"env.gone.target {target} can't be reached" in score.message
         gone = (await hub.environments())["gone"]
         assert not gone.ready
         assert target in gone.message
@@ -210,7 +214,8 @@ async def test_law_6_liveness_the_hub_answers_within_the_callers_deadline() -> N
     async with start_environment(ODD) as odd, start_hub({"odd": {"target": odd.target}, "math": {}}, workers=1) as hub:
         hang = Sample("hang", environment="odd")
         late, endless, fine = await hub.score([hang, ENDLESS, Sample("abc", environment="odd")], timeout_s=3.0)
-    assert (late.status, endless.status, fine.reward) == ("TIMED_OUT", "TIMED_OUT", 3)
+    # the time of a built-in one is a worker's, and was not over
+    assert (late.status, endless.status, fine.reward) == ("TIMED_OUT", "NOT_STARTED", 3)
 
 
 async def test_require_stop_is_a_rule_of_the_configuration() -> None:

@@ -23,7 +23,7 @@ from headrace_services.reward.environments.gym_answers import ACCEPTS, TASKS
 from headrace_services.reward.pool import SandboxDenied, WorkerPool, WorkerProcess
 from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level
 from headrace_services.reward.scoring_worker import Specification
-from tests.support.hostile import hostile
+from tests.support.hostile import DEADLY, hostile
 from tests.support.reward_hub import start_hub
 
 EVALUATING = Path(__file__).parents[2] / "support" / "evaluating_worker.py"
@@ -214,7 +214,7 @@ async def test_no_hostile_completion_earns_anything_from_a_rule_that_evaluates_o
     task gets a part of the completions; `tests/unit/reward/test_gym_answers.py` gives all of them to each."""
     mark = tmp_path / "mark"
     tasks = sorted({*ACCEPTS, "bitwise_arithmetic", "number_sorting", "chain_sum", "boxnet", "prime_factorization"})
-    completions = hostile(mark)
+    completions = [*DEADLY, *hostile(mark)]
     env = {"gym": {"type": "reasoning_gym"}, "math": {"timeout_s": 1.0}, "math_multi_reward": {}}
     async with start_hub(env, workers=2) as hub:
         for place, task in enumerate(tasks):

@@ -14,7 +14,7 @@ import pytest
 from headrace import Environment, Sample
 from headrace.config import Config
 from headrace.environment_server import serving
-from headrace.replay import Limits, ReplayClient, Reservation
+from headrace.replay import EnvironmentLimits, Limits, ReplayClient, Reservation
 from headrace.service import bind
 from headrace.trajectory import Group, Score
 from headrace.wire import sample_to_wire
@@ -27,8 +27,9 @@ GROUPS, N = 4, 2
 
 @pytest.fixture
 def limits(limits: Limits) -> Limits:
-    """One step of four groups; a scoring attempt that is used up fails its group."""
-    return dataclasses.replace(limits, prompts_per_step=GROUPS, max_scoring_attempts=1)
+    """One step of four groups; a scoring attempt that is used up fails its group, whatever share of them does."""
+    environments = {"told": EnvironmentLimits(failure_share=1.0)}
+    return dataclasses.replace(limits, prompts_per_step=GROUPS, max_scoring_attempts=1, environments=environments)
 
 
 class Told(Environment):
@@ -126,14 +127,16 @@ async def test_law_7_failure_is_not_zero_a_failing_environment_fails_its_group_w
             wrong = [group(0, extra_env_info={"do": "raise"}), group(1, extra_env_info={"do": "hang"})]
             boast = group(4, extra_env_info={"do": "boast"})
             await push(replay, [*wrong, group(2, env_name="nobody"), group(3), boast])
-            await counts(replay, ready=1, failed=4)
+            await counts(replay, ready=1, failed=3, scoring=1)
+            (nobody,) = [each for each in await replay.environments() if each.name == "nobody"]
     reasons = {
         fields["group"]: fields.get("reason", "") for _, fields in await replay.events("0", 0.1) if "group" in fields
     }
     assert "the judge is out" in reasons["e0-train-0"]
     assert "TIMED_OUT" in reasons["e0-train-1"]
     assert "the score can't be kept" in reasons["e0-train-4"]
-    assert "'nobody' is not one of this run's (told)" in reasons["e0-train-2"]
+    # whatever is asked of it fails: the run waits for it
+    assert "'nobody' is not one of this run's (told)" in nobody.message
 
 
 async def test_law_1_conservation_a_hub_that_comes_late_costs_no_attempt(replay: ReplayClient) -> None:
@@ -168,7 +171,7 @@ async def test_a_stopped_scorer_gives_back_what_it_held(replay: ReplayClient) ->
         async with scoring(replay, hub.port):
             await push(replay, [group(0, extra_env_info={"do": "hang"})])
             await asyncio.wait_for(hang.entered.wait(), WAIT_S)
-        (first, second) = await replay.take_scoring("another", 8)
+        (first, second) = await replay.take_scoring("another", {"told": 8})
     assert (first.scoring_attempt, second.scoring_attempt) == (1, 1)
 
 
@@ -185,8 +188,10 @@ async def test_a_trajectory_too_large_for_the_hub_fails_alone_and_says_what_to_d
 
 async def test_batches_hold_one_environment_and_keep_to_their_size(replay: ReplayClient) -> None:
     await push(replay, [group(0), group(1, env_name="other"), group(2)])
-    jobs = await replay.take_scoring("me", 100)
+    jobs = await replay.take_scoring("me", {"told": 100, "other": 100})
     items = [(job, sample_to_wire(Sample("x" * 600_000, environment=job.group.env_name))) for job in jobs]
-    assert [[job.group.env_name for job, _ in batch] for batch in in_batches(items)] == [["told"]] * 4 + [["other"]] * 2
+    assert [[job.group.env_name for job, _ in batch] for batch in in_batches(items, lambda _: 64)] == [["told"]] * 4 + [
+        ["other"]
+    ] * 2
     small = [(job, sample_to_wire(Sample("x", environment=job.group.env_name))) for job in jobs] * 40
-    assert [len(batch) for batch in in_batches(small)] == [64, 64, 32, 64, 16]
+    assert [len(batch) for batch in in_batches(small, lambda _: 64)] == [64, 64, 32, 64, 16]

@@ -8,7 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from headrace.cli.display import UPDATING, Display, RunSummary, ServiceLine, closing_table, draw
-from headrace.cli.status import progress
+from headrace.cli.status import progress, waits_for
+from headrace.replay import EnvironmentState
 
 
 def run() -> RunSummary:
@@ -64,7 +65,7 @@ def test_a_rewind_voids_the_steps_after_it() -> None:
 
 def test_the_summary_names_both_ends() -> None:
     text = shown(closing_table(run(), 178.4))
-    for expected in ("0.370 (step 0)", "0.500 (step 0)", "0.800 (step 3)", "2 min 58 s"):
+    for expected in ("0.370 (step 0)", "0.500 (step 0)", "0.800 (step 3)", "7 queued", "2 min 58 s"):
         assert expected in text
 
 
@@ -114,3 +115,26 @@ def test_status_tells_the_newest_step_and_an_alarm_with_its_picture(tmp_path: Pa
     assert told["validation"] == "step 10: accuracy 0.500"
     assert told["alarm"].endswith(f"1.2); see {tmp_path / 'disagreement_step12.png'}")
     assert progress([], tmp_path) == []
+
+
+def test_a_broken_environment_is_named_once_and_again_when_it_works() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    display, summary = Display(console), RunSummary(run_id="adder", max_steps=3)
+    for broken in ({}, {"told": "KeyError: 'anwser'"}, {"told": "another"}, {}):
+        summary.broken = broken
+        display.update(summary)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines == [
+        "waits for environment told, which is broken: KeyError: 'anwser'",
+        "environment told works again",
+    ]
+
+
+def test_status_names_a_broken_environment_with_its_traceback() -> None:
+    works = EnvironmentState("fine", 3, 0, 1, 0, False)
+    broken = EnvironmentState("told", 7, 0, 1, 0, True, "FAILING", "KeyError: 'anwser'", "Traceback:\n  line 1\n", 62.0)
+    assert list(waits_for([works, broken])) == [
+        ("waits for", "environment told, broken for 62 s, 8 trajectories: KeyError: 'anwser'"),
+        ("", "Traceback:"),
+        ("", "  line 1"),
+    ]

@@ -186,6 +186,8 @@ def test_a_mistake_in_data_default_is_said_once(file: Path) -> None:
         ("grpo.num_generations_per_prompt=1", "grpo.num_generations_per_prompt 1 with grpo.use_leave_one_out_baseline true"),
         ("grpo.stop_at_validation_metric=accuracy", "with stop_at_validation_threshold None: give both, or neither"),
         ("checkpointing.checkpoint_must_save_by=1h", "checkpointing.checkpoint_must_save_by: '1h' string should match pattern"),
+        ("env.adder.timeout_s=121", "env.adder.timeout_s 121 is more than replay.scoring_deadline_s 120"),
+        ('env={"my env": {type: math}, adder: {type: math}}', "an environment's name is 1 to 64 letters, digits and ._-"),
         ("data.train.0.env_name=nobody", "env_name 'nobody' is not one of the environments under env (adder)"),
         ("env.other={}", "env.other: give `type`"),
         ("data.train.0.data_path=x", "data.train.0: dataset_name 'arithmetic' and data_path 'x': give one of them"),

@@ -20,6 +20,19 @@ from headrace_services.reward.environments.reasoning_gym import ReasoningGym
 from headrace_services.reward.scoring_worker import score_one
 
 
+@pytest.mark.parametrize("expected", [132, "132", "-7", "007", 0, "12.0", "1/2"])
+@pytest.mark.parametrize(
+    "said", ["132", "-7", "7", "007", "-0", "0", "12", "0.5", " 132", "132\n", "1e2", "١٣٢", "9" * 18, "9" * 19, ""]
+)
+def test_a_score_told_at_sight_is_what_math_verify_says(expected: object, said: str) -> None:
+    environment = Math("math", EnvConfig(type="math"))
+    sample = Sample(said, extra_env_info={"answer": expected})
+    found = environment.at_sight(sample)
+    assert found in (None, environment.judge(sample))
+    plain = {"132", "-7", "7", "-0", "0", "12", "9" * 18}
+    assert (found is not None) == (str(expected) in plain and said in plain)
+
+
 @pytest.mark.parametrize(
     ("completion", "how", "answer"),
     [

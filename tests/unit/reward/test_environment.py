@@ -64,8 +64,21 @@ def test_law_7_failure_is_not_zero_an_exception_is_failed_and_the_others_keep_th
 
     fine, exception, ended = scorer(environment(score), "ab", "", "exit")
     assert fine.reward == 0.5
-    assert (exception.status, exception.message) == ("FAILED", "ZeroDivisionError: division by zero")
-    assert (ended.status, ended.message) == ("FAILED", "RuntimeError: SystemExit: 3")
+    here = f"{__file__}:{score.__code__.co_firstlineno + 3}, in score: return 1 / len(sample.completion)"
+    assert (exception.status, exception.message) == ("FAILED", f"ZeroDivisionError: division by zero ({here})")
+    assert exception.metadata["traceback"].endswith("ZeroDivisionError: division by zero\n")
+    assert ended.status == "FAILED"
+    assert ended.message.startswith("RuntimeError: SystemExit: 3")
+
+
+def test_what_an_exception_says_is_kept_short() -> None:
+    def score(sample: Sample) -> float:
+        raise ValueError("x" * 100_000)
+
+    (long,) = scorer(environment(score), "x")
+    assert f"{__file__}:{score.__code__.co_firstlineno + 1}, in score" in long.message
+    assert len(long.message) <= 2000
+    assert len(long.metadata["traceback"]) <= 2000
 
 
 def test_invalid_is_the_environments_own_word() -> None:
@@ -103,7 +116,7 @@ def test_plain_scores_run_at_the_same_time_in_threads() -> None:
 
 
 @pytest.mark.parametrize("concurrency", [1, 2])
-def test_no_more_than_concurrency_at_a_time(concurrency: int) -> None:
+def test_it_begins_on_no_more_than_concurrency_and_says_so_of_the_others(concurrency: int) -> None:
     lock, running, most = threading.Lock(), 0, 0
 
     def score(_: Sample) -> float:
@@ -117,8 +130,10 @@ def test_no_more_than_concurrency_at_a_time(concurrency: int) -> None:
         return 1.0
 
     scores = scorer(environment(score, concurrency=concurrency), *"abcdefgh")
-    assert all(score.reward == 1 for score in scores)
+    assert [score.status for score in scores] == ["SCORED"] * concurrency + ["NOT_STARTED"] * (8 - concurrency)
     assert most == concurrency
+    expected = f"Mine is at work on {concurrency} of the {concurrency} calls that its concurrency allows"
+    assert scores[-1].message == expected
 
 
 def test_concurrency_below_one_is_refused() -> None:
@@ -149,13 +164,49 @@ def test_a_hung_thread_keeps_its_slot_and_no_other() -> None:
         await scorer.score([Sample("slow")], 0.1)
         full = await scorer.score([Sample("a")], 0.1)
         release.set()
-        return first, beside, [*full, *await scorer.score([Sample("a")], WAIT_S)]
+        after = full
+        while after[0].status == "NOT_STARTED":  # until the threads have ended
+            await asyncio.sleep(0.01)
+            after = await scorer.score([Sample("a")], WAIT_S)
+        return first, beside, [*full, *after]
 
     first, beside, (full, after) = asyncio.run(run())
     assert first[0].status == "TIMED_OUT"
-    assert [score.reward for score in beside] == [1, 1]
-    assert full.status == "TIMED_OUT"
+    assert [score.status for score in beside] == ["SCORED", "NOT_STARTED"]
+    assert full.status == "NOT_STARTED"
     assert after.reward == 1
+
+
+def test_what_is_not_done_when_the_grace_of_a_shutdown_is_over_was_not_started() -> None:
+    class Half(Environment):
+        async def score(self, sample: Sample) -> float:
+            if sample.completion == "slow":
+                await asyncio.Event().wait()
+            await asyncio.sleep(0)
+            return 1.0
+
+    async def run() -> tuple[list[Score], list[Score]]:
+        scorer = BatchScorer(Half())
+        call = asyncio.create_task(scorer.score([Sample("slow"), Sample("fast")], WAIT_S))
+        await asyncio.sleep(0)
+        await scorer.drain(0.1)
+        return await call, await scorer.score([Sample("fast")], WAIT_S)
+
+    (slow, fast), (after,) = asyncio.run(run())
+    assert [slow.status, fast.status, after.status] == ["NOT_STARTED", "SCORED", "NOT_STARTED"]
+    assert after.message == "Half is shutting down"
+
+
+def test_capacity_is_what_can_be_begun_at_a_time() -> None:
+    class Batched(Environment):
+        concurrency = 2
+
+        def score_batch(self, samples: Sequence[Sample]) -> Sequence[float]:
+            return [1.0] * len(samples)
+
+    assert (Environment().capacity, Batched().capacity) == (16, 128)
+    statuses = [score.status for score in scorer(Batched(), *"a" * 65)]
+    assert statuses == ["SCORED"] * 64 + ["NOT_STARTED"]
 
 
 def test_a_batch_is_scored_at_once() -> None:

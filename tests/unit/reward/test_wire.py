@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from headrace import Sample, Score
 from headrace.errors import CodecError
+from headrace.trajectory import Status
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.wire import sample_from_wire, sample_to_wire, score_from_wire, score_to_wire
 
@@ -107,3 +108,12 @@ def test_a_malformed_trajectory_is_refused_by_name(trajectory: pb.Trajectory, wo
 def test_what_json_cannot_carry_is_not_sent(info: dict[str, object]) -> None:
     with pytest.raises(CodecError, match="extra_env_info is not JSON"):
         sample_to_wire(Sample("c", info))
+
+
+@pytest.mark.parametrize("status", ["NOT_STARTED", "INTERRUPTED"])
+def test_what_was_not_begun_or_cut_off_stays_apart_from_a_failure(status: Status) -> None:
+    assert score_from_wire(score_to_wire(Score(status, message="away"))) == Score(status, message="away")
+
+
+def test_law_7_failure_is_not_zero_a_status_that_is_not_an_environments_to_give_is_failed() -> None:
+    assert score_from_wire(score_to_wire(Score("UNSENDABLE", message="mine"))).status == "FAILED"

@@ -1,0 +1,269 @@
+"""The model's part of environments: what waits for each, what a failure costs, and when a breaker opens and closes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from headrace.errors import LeaseLost, ReplayError
+from headrace.replay import ScoringJob
+from headrace.trajectory import Score
+from tests.properties.model import Core
+from tests.properties.records import EnvironmentModel, Held, Piece
+
+# Of the last results, and the first that tell; the functions under test have the same (clock.py).
+WINDOW, FIRST = 6, 3
+NOTHING_BEGUN = 3
+Place = tuple[str, int]
+
+
+def pause(who: str, tries: int) -> int:
+    """Milliseconds until another try."""
+    whole = min(500 * 2 ** (tries - 1), 10_000)
+    jitter = int(hashlib.sha1(f"{who} {tries}".encode()).hexdigest()[:4], 16) / 65536
+    return int(whole * (1 - jitter / 2))
+
+
+class Scoring(Core):
+    # -- what is taken
+
+    def take_scoring(self, scorer: str, room: Mapping[str, int], seen: list[ScoringJob]) -> list[ScoringJob]:
+        """Of each environment those that may be taken the longest, in any order among equals; suspects and probes alone."""
+        self.expire()
+        left = list(seen)
+        for name, most in room.items():
+            waiting = {place: piece for place, piece in self.waiting(name).items() if piece.since <= self.now}
+            count, suspects, alone = self._allowance(name, most, waiting)
+            waiting = {place: piece for place, piece in waiting.items() if piece.alone == suspects}
+            chosen = [job for job in left if job.group.env_name == name]
+            left = [job for job in left if job.group.env_name != name]
+            self._take(chosen, waiting, min(count, len(waiting)))
+            if alone and chosen:
+                self.environment(name).sent_alone = (chosen[0].group.id, chosen[0].trajectory.index)
+        assert not left, "trajectories of an environment that was not asked for"
+        self.tokens |= {job.token for job in seen}
+        return seen
+
+    def _allowance(self, name: str, most: int, waiting: Mapping[Place, Piece]) -> tuple[int, bool, bool]:
+        """How many may be taken; whether of the suspects; whether to be sent alone."""
+        environment, taken = self.environment(name), self.taken(name)
+        suspects = [piece.since for piece in waiting.values() if piece.alone]
+        others = [piece.since for piece in waiting.values() if not piece.alone]
+        if environment.broken is None and not suspects:
+            if environment.sent_alone in taken:
+                return 0, False, False
+            environment.sent_alone = None
+            return most, False, False
+        if taken or (environment.broken is not None and self.now < environment.probe_at):
+            return 0, False, False
+        first = bool(suspects) and min(suspects) <= min(others, default=min(suspects))
+        return 1, environment.broken is None or first, True
+
+    def _take(self, chosen: Sequence[ScoringJob], waiting: Mapping[Place, Piece], count: int) -> None:
+        places = [(job.group.id, job.trajectory.index) for job in chosen]
+        assert len(set(places)) == len(places) == count, (places, list(waiting))
+        assert set(places) <= set(waiting), "a trajectory was handed to a scorer that does not wait for one"
+        since = [waiting[place].since for place in places]
+        assert since == sorted(since)
+        assert all(piece.since >= since[-1] for place, piece in waiting.items() if since and place not in places)
+        for job, place in zip(chosen, places, strict=True):
+            piece = waiting[place]
+            piece.attempts += 1
+            assert job.scoring_attempt == piece.attempts
+            assert job.trajectory.encode() == piece.trajectory.encode(), "another trajectory's payload"
+            assert job.group.encode() == self.groups[place[0]].group.encode()
+            assert job.token not in self.tokens, "a token is never used twice"
+            piece.token, piece.deadline = job.token, self.now + round(self.limits.scoring_deadline_s * 1000)
+
+    def renew_scoring(self, jobs: Sequence[ScoringJob], seen: object) -> list[ScoringJob]:
+        self.expire()
+        lost = []
+        for job in jobs:
+            held = self.groups.get(job.group.id)
+            piece = held.pieces.get(job.trajectory.index) if held else None
+            if piece is None or not piece.taken or piece.token != job.token or piece.overdue(self.now):
+                lost.append(job)
+            else:
+                piece.deadline = self.now + round(self.limits.scoring_deadline_s * 1000)
+        return lost
+
+    def release_scoring(self, seen: object) -> None:
+        self.expire()
+        self.void_scoring()
+
+    def void_scoring(self) -> None:
+        for held in self.groups.values():
+            for index, piece in held.pieces.items():
+                if piece.taken:
+                    self.void(held, index)
+
+    # -- results
+
+    def score_many(self, items: Sequence[tuple[ScoringJob, Score]], seen: object) -> list[ReplayError | None]:
+        """First what says again what is scored, then the scores, then the failures, then what was not begun: the scores tell a broken
+        environment from what it can't score, and may end the group."""
+        self.expire()
+        answers: dict[int, ReplayError | None] = {}
+        accepted: list[int] = []
+        for place, (job, _) in enumerate(items):  # before any of them counts, as they came
+            answers[place] = None if self._known(job) else self._objection_to(job)
+            if not self._known(job) and answers[place] is None:
+                accepted.append(place)
+        scored = {place for place in accepted if items[place][1].status == "SCORED"}
+        members: dict[str, list[Place]] = {}
+        for place in sorted(scored, key=lambda place: self._turn(items, place)):
+            answers[place] = self._reward(*items[place], members)
+        before = {name: self._count_scored(name, places) for name, places in members.items()}
+        rest = [place for place in accepted if place not in scored]
+        for name in dict.fromkeys(items[place][0].group.env_name for place in rest):
+            mine = [place for place in rest if items[place][0].group.env_name == name]
+            mine.sort(key=lambda place: self._turn(items, place))
+            begun = [place for place in mine if items[place][1].status != "NOT_STARTED"]
+            for place in begun:
+                answers[place] = self._fail(*items[place], before.get(name))
+            idle = [place for place in mine if place not in begun]
+            still = [place for place in idle if self._piece(items[place][0])]
+            for place in idle:
+                answers[place] = None if place in still else self.refusal(LeaseLost(""))
+            if still:
+                self._not_started(name, [items[place][0] for place in still], bool(begun) or name in before)
+        return [answers[place] for place in range(len(items))]
+
+    def _turn(self, items: Sequence[tuple[ScoringJob, Score]], place: int) -> tuple[int, int]:
+        groups = list(dict.fromkeys(job.group.id for job, _ in items))
+        return groups.index(items[place][0].group.id), place
+
+    def _piece(self, job: ScoringJob) -> Piece | None:
+        held = self.groups.get(job.group.id)
+        piece = held.pieces.get(job.trajectory.index) if held else None
+        return piece if piece is not None and piece.token == job.token else None
+
+    def _known(self, job: ScoringJob) -> bool:
+        piece = self._piece(job)
+        return piece is not None and piece.reward is not None
+
+    def _objection_to(self, job: ScoringJob) -> ReplayError | None:
+        piece = self._piece(job)
+        return self.refusal(LeaseLost("")) if piece is None or piece.overdue(self.now) else None
+
+    def _reward(self, job: ScoringJob, score: Score, members: dict[str, list[Place]]) -> ReplayError | None:
+        piece = self._piece(job)
+        if piece is None:  # the group was completed by others of the call
+            return self.refusal(LeaseLost(""))
+        piece.reward = score.reward
+        members.setdefault(job.group.env_name, []).append((job.group.id, job.trajectory.index))
+        self.settle(self.groups[job.group.id])
+        return None
+
+    def _count_scored(self, name: str, places: Sequence[Place]) -> int:
+        """Returns how many the environment had scored before."""
+        environment = self.environment(name)
+        if environment.broken is not None and (environment.kind == "NOT_STARTED" or environment.sent_alone in places):
+            environment.close()
+        environment.failing = {place: at for place, at in environment.failing.items() if place not in places}
+        environment.results += len(places)
+        environment.scored += len(places)
+        environment.not_started = 0
+        return environment.scored - len(places)
+
+    def settle(self, held: Held) -> None:
+        """The group may be complete."""
+        raise NotImplementedError
+
+    def _fail(self, job: ScoringJob, score: Score, scored_before: int | None) -> ReplayError | None:
+        piece = self._piece(job)
+        if piece is None:  # another score of the call has ended the group
+            return self.refusal(LeaseLost(""))
+        held, index = self.groups[job.group.id], job.trajectory.index
+        place = (held.id, index)
+        if score.status == "UNSENDABLE":
+            self.drop(held, index)
+            return None
+        environment = self.environment(job.group.env_name)
+        was_alone = environment.sent_alone == place
+        suspect = True if score.status == "INTERRUPTED" else None
+        environment.not_started = 0
+        if environment.broken is not None and environment.kind == "NOT_STARTED":
+            environment.close()
+        if environment.broken is not None:
+            if was_alone:
+                self._renew_breaker(job.group.env_name)
+            self.void(held, index, alone=suspect)
+        elif score.status == "INTERRUPTED" and not was_alone:
+            self.void(held, index, alone=True)
+        elif self._judge(held, index, score, scored_before):
+            self._break(job.group.env_name, "FAILING")
+            self.void(held, index, alone=suspect)
+        elif self._used_up(environment, piece, score):
+            self.drop(held, index)
+        else:
+            delay = pause(f"{held.id}:{index}", piece.attempts)
+            piece.token, piece.since, piece.alone = None, self.now + delay, suspect or piece.alone
+        return None
+
+    def _used_up(self, environment: EnvironmentModel, piece: Piece, score: Score) -> bool:
+        """Its own failure if others were scored since it first failed; else perhaps the environment's, and it gets twice the attempts."""
+        most = self.limits.max_scoring_attempts
+        if environment.scored <= (piece.scored_at_failure or 0):
+            return piece.attempts >= 2 * most
+        return score.status == "INVALID" or piece.attempts >= most
+
+    def _judge(self, held: Held, index: int, score: Score, scored_before: int | None) -> bool:
+        """Whether the environment's breaker opens for this failure."""
+        environment, piece, place = self.environment(held.group.env_name), held.pieces[index], (held.id, index)
+        if piece.scored_at_failure is None:
+            piece.scored_at_failure = environment.scored if scored_before is None else scored_before
+        if place not in environment.failing:
+            environment.results += 1
+            environment.failing[place] = environment.results
+        recent = environment.results - WINDOW
+        environment.failing = {place: number for place, number in environment.failing.items() if number > recent}
+        seen = min(environment.results, WINDOW)
+        settings = self.limits.environments.get(held.group.env_name)
+        share = settings.failure_share if settings else 0.5
+        tells = seen >= FIRST or self._used_up(environment, piece, score)
+        return tells and len(environment.failing) > share * seen
+
+    def _not_started(self, name: str, jobs: Sequence[ScoringJob], begun: bool) -> None:
+        """What it did not begin costs nothing; when that happens again and again, it is broken."""
+        environment, tries = self.environment(name), 1
+        broken = environment.broken is not None
+        if not broken and not begun:
+            environment.not_started += 1
+            tries = environment.not_started
+            if tries >= NOTHING_BEGUN:
+                self._break(name, "NOT_STARTED")
+        for job in jobs:
+            place = (job.group.id, job.trajectory.index)
+            if broken and environment.sent_alone == place:
+                self._renew_breaker(name)
+            self.void(self.groups[place[0]], place[1], 0 if broken else pause(f"{place[0]}:{place[1]}", tries))
+
+    # -- breakers
+
+    def _break(self, name: str, kind: str) -> None:
+        environment = self.environment(name)
+        for group, index in environment.failing:
+            held = self.groups.get(group)
+            piece = held.pieces.get(index) if held else None
+            if piece is not None:
+                piece.attempts = int(piece.token is not None)
+        environment.failing = {}
+        if environment.since is None or environment.results >= WINDOW:
+            environment.since = self.now
+        environment.broken, environment.kind, environment.probes = environment.since, kind, 0
+        environment.probe_at = self.now + pause(name, 1)
+
+    def _renew_breaker(self, name: str) -> None:
+        environment = self.environment(name)
+        environment.probes += 1
+        environment.probe_at = self.now + pause(name, environment.probes + 1)
+
+    def may_generate(self, name: str) -> bool:
+        """Of a broken environment, only the group that is to be its probe, where there is nothing else to be sent."""
+        environment = self.environment(name)
+        if environment.broken is None:
+            return True
+        probe = self.groups.get(environment.group or "")
+        busy = probe is not None and probe.state in ("open", "scoring")
+        return not busy and not self.waiting(name) and not self.taken(name)

@@ -1,0 +1,228 @@
+"""What a broken environment costs, in a run whose clock the test sets; the model is compared all along."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from headrace.errors import EnvironmentBroken
+from headrace.replay import End, ScoringJob, Waiting
+from headrace.trajectory import Score, Status
+from tests.properties.setting import Setting
+from tests.properties.world import World
+from tests.support.buffer import make_group, make_trajectory
+
+FAILURES: tuple[Status, ...] = ("FAILED", "TIMED_OUT", "INVALID")
+
+
+@pytest.fixture
+def setting() -> Setting:
+    return Setting(prompts=2, n=2, age=1, scoring_attempts=1)
+
+
+@pytest.fixture
+async def world(clocked_url: str, run_id: str, setting: Setting) -> AsyncIterator[World]:
+    world = World(clocked_url, run_id)
+    await world.open(setting.limits())
+    await world.call("register", "replica", {})
+    await refit(world, 0)
+    yield world
+    await world.compare_all()
+    await world.client.aclose()
+
+
+async def refit(world: World, version: int) -> None:
+    epoch = f"epoch-{version}"
+    await world.call("open_epoch", epoch, version, world.model.timeline, {})
+    await world.call("acknowledge", "replica", epoch)
+    await world.call("begin_epoch", epoch, {})
+    await world.call("verify", "replica", epoch, 0.0, 1e-3)
+
+
+async def generate(world: World, names: Sequence[str], most: int = 8) -> list[str]:
+    """Enqueue a group for each of these environments, lease what is to be had, and push it; the groups."""
+    first = world.model.enqueued + 1
+    groups = [make_group(first + place, env_name=name) for place, name in enumerate(names)]
+    await world.call("enqueue", groups, world.model.timeline, False)
+    leases = await world.call("lease", "replica", most)
+    for lease in leases:
+        await world.call("push_many", [(lease, make_trajectory(lease, index)) for index in lease.missing])
+    return [lease.group.id for lease in leases]
+
+
+async def take(world: World, most: int = 8, name: str = "math") -> list[ScoringJob]:
+    return await world.call("take_scoring", "scorer", {name: most})
+
+
+async def say(world: World, jobs: Sequence[ScoringJob], status: Status) -> None:
+    score = Score("SCORED", 1.0) if status == "SCORED" else Score(status, message="no such field")
+    assert await world.call("score_many", [(job, score) for job in jobs]) == [None] * len(jobs)
+
+
+async def wait(world: World, milliseconds: int, *tokens: str) -> None:
+    """The replica lives on meanwhile, and renews these leases."""
+    for _ in range(0, milliseconds, 5_000):
+        await world.pass_time(5_000)
+        await world.call("heartbeat", "replica", list(tokens))
+
+
+async def broken(world: World) -> bool:
+    (math,) = [each for each in await world.client.environments() if each.name == "math"]
+    return math.broken
+
+
+async def breaks(world: World, names: Sequence[str] = ("math",) * 4) -> list[str]:
+    groups = await generate(world, names)
+    await say(world, await take(world), "INVALID")
+    assert await broken(world)
+    return groups
+
+
+@pytest.mark.parametrize("status", FAILURES)
+async def test_law_1_an_environment_that_fails_at_first_fails_no_group(world: World, status: Status) -> None:
+    await generate(world, ["math"] * 4)
+    await say(world, await take(world), status)
+    assert await broken(world)
+    for _ in range(3):  # probes: one at a time, which cost nothing
+        assert await take(world) == []
+        await wait(world, 10_000)
+        (probe,) = await take(world)
+        assert probe.scoring_attempt == 1
+        assert await take(world) == []
+        await say(world, [probe], status)
+    await wait(world, 10_000)
+    await say(world, await take(world), "SCORED")
+    assert not await broken(world)
+    rest = await take(world)
+    assert {job.scoring_attempt for job in rest} == {1}
+    await say(world, rest, "SCORED")
+    assert world.model.count("train") == {"ready": 4}
+
+
+@pytest.mark.parametrize("status", FAILURES)
+async def test_law_7_a_trajectory_that_fails_among_others_is_its_own_fault(world: World, status: Status) -> None:
+    await generate(world, ["math"] * 4)
+    first, *others = await take(world)
+    scores = [(first, Score(status, message="no")), *((job, Score("SCORED", 1.0)) for job in others)]
+    await world.call("score_many", scores)
+    assert not await broken(world)
+    assert world.model.count("train") == {"ready": 3, "failed": 1}
+
+
+async def test_an_environment_that_breaks_later_gives_back_the_attempts_that_it_cost(world: World) -> None:
+    await generate(world, ["math"] * 4)
+    await say(world, await take(world), "SCORED")
+    for step in range(2):
+        await world.call("reserve", step, world.model.timeline)
+    await refit(world, 2)
+    await generate(world, ["math"] * 4)
+    while not await broken(world):
+        await say(world, await take(world, 1), "FAILED")
+        await world.pass_time(100)
+    await wait(world, 10_000)
+    await say(world, await take(world), "SCORED")
+    assert {job.scoring_attempt for job in await take(world)} == {1}
+    assert "failed" not in world.model.count("train")
+
+
+async def test_law_5_order_leasing_stops_at_the_first_group_of_a_broken_environment(world: World) -> None:
+    await breaks(world, ["math", "math"])
+    assert await generate(world, ["math", "code"]) == []  # the second waits behind the first
+    await wait(world, 10_000)
+    await say(world, await take(world), "SCORED")
+    await say(world, await take(world), "SCORED")
+    assert [lease.group.order for lease in await world.call("lease", "replica", 8)] == [2, 3]
+
+
+async def test_law_6_of_a_broken_environment_one_group_is_leased_when_nothing_else_is_there(world: World) -> None:
+    groups = await generate(world, ["math", "math", "math"], most=1)
+    await say(world, await take(world), "INVALID")
+    for _ in range(3):  # the only group: it fails, after which the environment is judged
+        await wait(world, 10_000)
+        await say(world, await take(world), "INVALID")
+    assert await broken(world)
+    await wait(world, 10_000)
+    (probe,) = await take(world)
+    await world.call("score_many", [(probe, Score("UNSENDABLE", message="no"))])
+    assert world.model.groups[groups[0]].state == "failed"
+    (one,) = await world.call("lease", "replica", 8)
+    assert await world.call("lease", "replica", 8) == []
+    await world.call("push_many", [(one, make_trajectory(one, index)) for index in range(2)])
+    await say(world, await take(world), "SCORED")
+    assert not await broken(world)
+
+
+async def test_the_end_of_the_run_waits_for_a_broken_environment(world: World) -> None:
+    await breaks(world, ["math", "math", "math"])
+    await world.call("close", world.model.timeline)
+    await wait(world, 10_000)
+    (job,) = await take(world)
+    await world.call("score_many", [(job, Score("UNSENDABLE", message="no"))])
+    (other,) = await take(world)
+    if other.group.id != job.group.id:
+        await world.call("score_many", [(other, Score("UNSENDABLE", message="no"))])
+    assert world.model.count("train")["failed"] == 2
+    assert isinstance(await world.call("reserve", 0, world.model.timeline), Waiting)
+    await wait(world, 10_000)
+    await say(world, await take(world), "SCORED")
+    await say(world, await take(world), "SCORED")
+    assert isinstance(await world.call("reserve", 0, world.model.timeline), End)
+
+
+async def test_three_calls_of_which_nothing_is_begun_open_the_breaker_and_a_beginning_closes_it(world: World) -> None:
+    await generate(world, ["math"] * 4)
+    for _ in range(3):
+        assert not await broken(world)
+        await say(world, await take(world), "NOT_STARTED")
+        await wait(world, 10_000)
+    assert await broken(world)
+    (probe,) = await take(world)
+    await say(world, [probe], "FAILED")  # it begins again, and this is judged as ever
+    assert not await broken(world)
+    assert len(await take(world)) == 7
+
+
+async def test_suspects_go_alone_and_only_one_that_is_alone_at_a_further_death_is_charged(world: World) -> None:
+    await generate(world, ["math"] * 4)
+    jobs = await take(world, 4)
+    rest = await take(world)
+    await say(world, jobs, "INTERRUPTED")
+    assert await take(world) == []  # the others are still with it
+    await say(world, rest, "SCORED")
+    for _ in jobs[1:]:
+        (alone,) = await take(world)
+        assert alone.scoring_attempt == 1
+        assert await take(world) == []
+        await say(world, [alone], "SCORED")
+    (last,) = await take(world)
+    await say(world, [last], "INTERRUPTED")
+    await wait(world, 10_000)
+    assert [job.scoring_attempt for job in await take(world)] == [2]
+
+
+class TestDeadlines:
+    @pytest.fixture
+    def setting(self) -> Setting:
+        return Setting(prompts=2, n=2, age=1, attempts=1, scoring_attempts=1)
+
+    async def test_law_6_what_comes_of_age_while_its_environment_is_broken_is_not_charged(self, world: World) -> None:
+        await world.call("enqueue", [make_group(0)], world.model.timeline, False)
+        (lease,) = await world.call("lease", "replica", 1)
+        await breaks(world, ["math"] * 3)
+        for _ in range(5):
+            await wait(world, 5_000, lease.token)
+        held = world.model.groups[lease.group.id]
+        assert (held.state, held.failures) == ("queued", 0)
+
+
+class TestGivingUp:
+    @pytest.fixture
+    def setting(self) -> Setting:
+        return Setting(prompts=2, n=2, age=1, scoring_attempts=1, give_up=30.0)
+
+    async def test_the_run_ends_when_it_has_been_broken_for_too_long(self, world: World) -> None:
+        await breaks(world)
+        assert isinstance(await world.call("reserve", 0, world.model.timeline), Waiting)
+        await wait(world, 30_000)
+        assert isinstance(await world.call("reserve", 0, world.model.timeline), EnvironmentBroken)

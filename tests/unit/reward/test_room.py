@@ -1,0 +1,60 @@
+"""What may be sent to an environment at a time."""
+
+from __future__ import annotations
+
+from headrace_services.replay.room import Room
+
+
+def stated(capacity: int, calls: int = 0, most: int = 64) -> Room:
+    room = Room()
+    room.state(capacity, calls, most, 60.0)
+    return room
+
+
+def test_until_the_hub_has_said_more_one_trajectory_goes_out() -> None:
+    room = Room()
+    assert (room.free, room.batch) == (1, 1)
+    room.send(1)
+    assert room.free == 0
+
+
+def test_the_capacity_is_used_in_several_calls_and_never_exceeded() -> None:
+    room = stated(16)
+    assert (room.free, room.batch) == (16, 4)
+    for free in (12, 8, 4, 0):
+        room.send(4)
+        assert room.free == free
+    room.done(4)
+    assert room.free == 4
+
+
+def test_an_environment_that_scores_calls_as_a_whole_gets_no_more_calls_than_it_takes() -> None:
+    room = stated(128, calls=2)
+    assert (room.free, room.batch) == (128, 64)
+    room.send(3)
+    assert room.free == 64
+    room.send(64)
+    assert room.free == 0
+
+
+def test_overload_halves_what_is_sent_and_success_raises_it_step_by_step() -> None:
+    room = stated(64)
+    room.hear(["SCORED", "NOT_STARTED"])
+    assert room.free == 32
+    room.hear(["TIMED_OUT"])
+    assert room.free == 16
+    room.hear(["SCORED", "FAILED"])
+    assert room.free == 20
+    for _ in range(100):
+        room.hear(["SCORED"])
+    assert room.free == 64
+    for _ in range(100):
+        room.hear(["NOT_STARTED"])
+    assert room.free == 1
+
+
+def test_another_capacity_is_taken_over() -> None:
+    room = stated(64)
+    room.hear(["NOT_STARTED"])
+    room.state(8, 0, 64, 60.0)
+    assert room.free == 8
