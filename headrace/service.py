@@ -42,8 +42,11 @@ class Problem(BaseModel):
 
 
 class Health(BaseModel):
+    """Of a service: `alive`, `stuck`, `ready` or `not ready`, and why; what it waits for though it is ready."""
+
     status: str
     reason: str | None = None
+    waits_for: list[str] | None = None
 
 
 _PROBLEMS = {
