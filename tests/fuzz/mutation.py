@@ -7,19 +7,29 @@ import math
 from random import Random
 from typing import Any
 
+import msgpack
+
 DEEP: Any = []
 for _ in range(200):
     DEEP = [DEEP]
 
-# Values that somebody's parser may not expect.
-VALUES: list[Any] = [
-    *[None, True, False, {}, [], [[]], [{}], {"a": 1}, {"": {"": ""}}, [None], ["x"] * 300, DEEP],
-    *[0, 1, -1, 255, 2**31, 2**32, 2**53 + 1, 10**14 - 1, 10**14, 2**63 - 1, -(2**63), 2**64 - 1],
-    *[0.5, -0.0, 5e-324, 1e14, 1e300, math.nan, math.inf, -math.inf],
-    *["", "a", "a b", "\0", "\n", "é", "\u202e", "\U0001f600", "{run}", "*", "../..", "-1", "1e999", "nan", "%s%n"],
-    *[b"\xff\xfe", b"\xed\xa0\x80", b"\xe2\x82"],
-    *["x" * 257, "x" * 5_000, "9" * 5_000],
+# Values that somebody's parser may not expect, by kind.
+VALUES: list[list[Any]] = [
+    [None],
+    [True, False],
+    [{}, [], [[]], [{}], {"a": 1}, {1: "a", "a": 1}, {"": {"": ""}}, [None], ["x"] * 300, DEEP],
+    [0, 1, -1, 255, 2**31, 2**32, 2**53 + 1, 10**14 - 1, 10**14, 2**63 - 1, -(2**63), 2**64 - 1],
+    [0.5, -0.0, 5e-324, 1e14, 1e300, math.nan, math.inf, -math.inf],
+    ["", "a", "a b", "\0", "\n", "é", "\u202e", "\U0001f600", "{run}", "*", "../..", "-1", "1e999", "nan", "%s%n"],
+    ["x" * 257, "x" * 5_000, "9" * 5_000],
+    ["\udcff\udcfe", "a\udce2\udc82", "\udced\udca0\udc80", "\udcc3é"],  # bytes that are no UTF-8, see `pack`
 ]
+
+
+def pack(value: Any) -> bytes:
+    """`value` in msgpack, each surrogate `\\udcXX` in a text as the byte XX."""
+    packed: bytes = msgpack.packb(value, unicode_errors="surrogateescape")
+    return packed
 
 
 class Mutator:
@@ -31,14 +41,17 @@ class Mutator:
     def value(self, like: Any = None) -> Any:
         """Any value, sometimes a number or a text that is nearly `like`."""
         if isinstance(like, bool) or self.random.random() < 0.6:
-            return copy.deepcopy(self.random.choice(VALUES))
+            return self._strange()
         if isinstance(like, int | float):
             return max(-(2**63), min(like + self.random.choice([-1, 1, 10**9, -(10**9)]), 2**64 - 1))
         if isinstance(like, str):
             return self.text(like)
         if isinstance(like, bytes):
             return self.bytes(like)
-        return copy.deepcopy(self.random.choice(VALUES))
+        return self._strange()
+
+    def _strange(self) -> Any:
+        return copy.deepcopy(self.random.choice(self.random.choice(VALUES)))
 
     def text(self, text: str) -> str:
         place = self.random.randint(0, len(text))
@@ -91,11 +104,13 @@ class Mutator:
             return value
         if isinstance(value, list) and value and random.random() < 0.8:
             place = random.randrange(len(value))
-            match random.choice(["drop", "repeat", "many", *["change"] * 5]):
+            match random.choice(["drop", "repeat", "hole", "many", *["change"] * 5]):
                 case "drop":
                     del value[place]
                 case "repeat":
                     value.insert(place, copy.deepcopy(value[place]))
+                case "hole":
+                    value[place:place] = [None, copy.deepcopy(value[place])]
                 case "many":
                     value[:] = [value[place]] * random.choice([256, 257, 2000])
                 case _:

@@ -15,7 +15,7 @@ from headrace.errors import CodecError
 from headrace.lineage import origin_of
 from headrace.replay.records import unpack
 from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
-from tests.fuzz.mutation import Mutator
+from tests.fuzz.mutation import Mutator, pack
 
 GROUP = Group(
     id="e0-train-0",
@@ -63,7 +63,7 @@ def test_damaged_records(kind: str, messages: int, session_seed: int) -> None:
     fields = msgspec.msgpack.decode(good)
     refused = 0
     for number in range(10 * messages):
-        data = msgspec.msgpack.encode(mutator.structure(fields)) if number % 2 else mutator.bytes(good)
+        data = pack(mutator.structure(fields)) if number % 2 else mutator.bytes(good)
         try:
             record = decode(data)
         except CodecError:

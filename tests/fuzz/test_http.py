@@ -220,7 +220,7 @@ def _malformed(method: str, path: str, operation: dict[str, Any], token: str, mu
     random, query, filled = mutator.random, [], path
     elsewhere = random.random() < 0.2  # perhaps no route at all
     for parameter in operation.get("parameters", ()):
-        value = _text(mutator)
+        value = _text(mutator) if random.random() < 0.6 else random.choice(["0", "1", "ready"])
         if parameter["in"] == "path":
             filled = filled.replace(
                 "{" + parameter["name"] + "}", random.choice(["e0-train-0", "0", quote(value, safe="%")])

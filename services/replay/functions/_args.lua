@@ -17,9 +17,9 @@ end
 
 -- Parsers: each takes a value and what it is called, and gives the value back or refuses the call.
 
--- Fewer than 15 digits: what a number becomes part of is a name, and Lua writes longer ones with an exponent.
+-- Fewer than 15 digits: what a number becomes part of is a name, and Lua writes longer ones with an exponent, and -0 with its sign.
 local function natural(value, what)
-  if type(value) ~= 'number' or value < 0 or value >= 1e14 or value ~= math.floor(value) then
+  if type(value) ~= 'number' or value < 0 or 1 / value < 0 or value >= 1e14 or value ~= math.floor(value) then
     refuse('HR_INVALID', what .. ' is ' .. show(value) .. ', not a whole number of at least 0')
   end
   return value
