@@ -168,7 +168,7 @@ async def installed(replica: SmallReplica, version: int) -> None:
 async def score_all(replay: ReplayClient, equal_every: int = 0) -> None:
     """Score what waits, for ever; of each `equal_every` prompts, the rewards of the first are all equal."""
     while True:
-        jobs = await replay.take_scoring("scorer", {"math": 64})
+        jobs = await replay.take_scoring("scorer", {"math": 64, "sums": 64})
         for job in jobs:
             reward = float(job.trajectory.completion_token_ids.mean() - 9.5)
             if equal_every and job.group.order % equal_every == 0:

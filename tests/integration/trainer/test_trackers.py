@@ -33,7 +33,7 @@ def config_of(folder: Path, tracker: str, **settings: Any) -> Config:
     return Config.model_validate(
         {
             "run": {"id": "adder", "dir": str(folder)},
-            "env": {"sums, easy": {"type": "math"}},
+            "env": {"sums": {"type": "math"}},
             "replay": {"redis_url": "redis://me:secret@host:6379/0"},
             "logger": {f"{tracker}_enabled": True, **settings},
         }
