@@ -132,7 +132,7 @@ class HttpAccess:
         try:
             presented = json.loads(body)["code"].encode()
             code = self.code.read_bytes()
-        except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
             return None
         if not hmac.compare_digest(presented, code):
             return None
@@ -178,7 +178,7 @@ class HttpAccess:
         except CookieError:
             return False
         expires, _, signature = (morsel.value if morsel else "").partition(".")
-        if not (expires.isascii() and expires.isdecimal()) or int(expires) < now:
+        if not (expires.isascii() and expires.isdecimal() and len(expires) < 20) or int(expires) < now:
             return False
         return any(
             hmac.compare_digest(self._sign(expires, token).encode(), signature.encode())

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from headrace.config.security import SecurityConfig
 
 MAX_MESSAGE_BYTES = 64 * 1024**2
+# In characters, each of up to 12 bytes as it travels. Past 8 KiB gRPC drops the answer, and the caller sees another status.
+_LONGEST_REASON = 600
 _HEALTH = f"/{health.SERVICE_NAME}/"
 REFLECTION = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 
@@ -205,6 +207,6 @@ class _RefuseMalformed(grpc.aio.ServerInterceptor):
                     grpc.StatusCode.INVALID_ARGUMENT, f"{details.method}: not a message of it ({error})"
                 )
             except CodecError as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:_LONGEST_REASON])
 
         return grpc.unary_unary_rpc_method_handler(answer, response_serializer=handler.response_serializer)

@@ -10,7 +10,9 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
 
 from headrace.errors import ServiceError
 from headrace.tls import Reloading
@@ -33,6 +35,41 @@ EXIT_BUFFER_UNAVAILABLE = os.EX_TEMPFAIL
 EXIT_STOPPED = 143
 
 
+class Problem(BaseModel):
+    """Why a request was not answered."""
+
+    detail: str
+
+
+class Health(BaseModel):
+    """Of a service: `alive`, `stuck`, `ready` or `not ready`, and why; what it waits for though it is ready."""
+
+    status: str
+    reason: str | None = None
+    waits_for: list[str] | None = None
+
+
+_PROBLEMS = {
+    400: "The arguments name nothing that there can be",
+    401: "No token, or an unknown one",
+    403: "The token is for something else, or the request comes from another site",
+    404: "There is no such thing",
+    415: "The body is not sent as JSON",
+    500: "What is stored can't be read",
+    503: "The service can't do this now",
+}
+
+
+def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that may answer with these statuses and a `Problem`."""
+    content = {"application/json": {"schema": Problem.model_json_schema()}}
+    sign_in: dict[str, Any] = {"text/html": {}}  # what browsers get
+    return {
+        status: {"description": _PROBLEMS[status], "content": content | (sign_in if status == 401 else {})}
+        for status in statuses
+    }
+
+
 def create_app(
     title: str, ready: Ready, stuck: Callable[[], str | None] = lambda: None, waits_for: WaitsFor = list
 ) -> FastAPI:
@@ -48,14 +85,27 @@ def create_app(
     # its pages of documentation would load scripts of other sites; /openapi.json says the same
     app = FastAPI(title=title, docs_url=None, redoc_url=None)
 
-    @app.get("/healthz", summary="The process is alive", response_model=None)
+    @app.get(
+        "/healthz",
+        summary="The process is alive",
+        response_model=Health,
+        responses={503: {"model": Health, "description": "Only a new process can do its work"}},
+    )
     async def healthz() -> JSONResponse:
         reason = stuck()
         if reason is not None:
             return JSONResponse({"status": "stuck", "reason": reason}, status_code=503)
         return JSONResponse({"status": "alive"})
 
-    @app.get("/readyz", summary="The service can do its work", response_model=None)
+    # every other route is guarded (see `headrace.http_access`)
+    app.router.responses = problems(401, 403)
+
+    @app.get(
+        "/readyz",
+        summary="The service can do its work",
+        response_model=Health,
+        responses={503: {"model": Health, "description": "It can't, for the reason given"}},
+    )
     async def readyz() -> JSONResponse:
         reason = await ready()
         if reason is not None:

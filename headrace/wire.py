@@ -124,11 +124,18 @@ def _dump(value: dict[str, Any], what: str) -> str:
         raise CodecError(f"{what} is not JSON: {error}") from error
 
 
+def _no_number(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+_read = json.JSONDecoder(parse_constant=_no_number).decode
+
+
 def _load(text: str, what: str) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        value = json.loads(text)
+        value = _read(text)
     except (ValueError, RecursionError) as error:
         raise CodecError(f"{what} is not JSON: {error}") from error
     if not isinstance(value, dict):

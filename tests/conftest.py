@@ -32,7 +32,11 @@ settings.load_profile("headrace")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="everything, at nightly size: what `make test-all` runs")
-    parser.addoption("--calls", type=int, help="calls of the buffer that tests/properties makes")
+    parser.addoption(
+        "--calls",
+        type=int,
+        help="calls of the buffer that tests/properties makes; messages that tests/fuzz sends to each function, method and route",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.errors import CodecError
 from headrace.trajectory import Group, Score, Trajectory
 
 ReplicaState = Literal["HEALTHY", "STALE", "DEAD"]
@@ -302,7 +303,15 @@ class BatchReply(msgspec.Struct, frozen=True, tag_field="reply", tag="batch"):
 
 decode_run_state = msgspec.msgpack.Decoder(RunState).decode
 decode_reserve = msgspec.msgpack.Decoder(BatchReply | Waiting | End).decode
-unpack = msgspec.msgpack.Decoder().decode
+_decode = msgspec.msgpack.Decoder().decode
+
+
+def unpack(data: bytes) -> Any:
+    """What a caller of the buffer has packed. Raises `CodecError` for bytes that are no msgpack."""
+    try:
+        return _decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CodecError(f"what the buffer holds is no msgpack: {error}") from error
 
 
 def epoch_of(reply: Sequence[bytes]) -> Epoch:

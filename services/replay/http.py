@@ -19,13 +19,13 @@ from headrace.errors import CodecError, InvalidCall, ReplayUnavailable
 from headrace.lineage import LineageFiles
 from headrace.replay import GroupState, ReplayClient
 from headrace.replay.bias import QUANTITIES, Distribution, TrajectoryMeter, skews
-from headrace.service import Ready, WaitsFor, create_app
+from headrace.service import Ready, WaitsFor, create_app, problems
 from headrace.trajectory import Group, Score, Trajectory
 
 _EVENTS_BLOCK_S = 5.0
-# ids of a Redis stream; `$` is "from now on"
-_AFTER = r"^(\$|\d{1,20}(-\d{1,20})?)$"
-After = Annotated[str, Query(pattern=_AFTER, description="entries after this id")]
+# ids of a Redis stream, two numbers of 64 bits; `$` is "from now on"
+_ID = "[0-9]{1,19}(-[0-9]{1,19})?"
+_ID_OR_NOW = rf"^(\$|{_ID})$"
 States = Annotated[
     list[GroupState] | None, Query(alias="state", description="groups in these states; all if not given")
 ]
@@ -34,6 +34,7 @@ States = Annotated[
 def build_app(client: ReplayClient, ready: Ready, lineage: LineageFiles, waits_for: WaitsFor = list) -> FastAPI:
     """The replay service's application. `lineage` are the trainer's files; if it runs on another machine, they may not be there."""
     app = create_app("Headrace replay", ready, waits_for=waits_for)
+    app.router.responses |= problems(503)
     _answer_errors(app)
     _add_run(app, client)
     _add_groups(app, client, lineage)
@@ -65,7 +66,10 @@ def _add_run(app: FastAPI, client: ReplayClient) -> None:
         }
 
     @app.get("/v1/metrics", summary="Metrics of each trainer step and validation")
-    async def metrics(after: After = "0", count: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> list[dict[str, Any]]:
+    async def metrics(
+        after: Annotated[str, Query(pattern=rf"^{_ID}$", description="entries after this id")] = "0",
+        count: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    ) -> list[dict[str, Any]]:
         return [
             {"id": entry, "kind": kind, "step": step, "metrics": values}
             for entry, kind, step, values in await client.metrics(after, count)
@@ -74,8 +78,8 @@ def _add_run(app: FastAPI, client: ReplayClient) -> None:
     @app.get("/v1/events", summary="What happens in the run, as server-sent events", response_class=StreamingResponse)
     async def events(
         request: Request,
-        after: After = "$",
-        last_event_id: Annotated[str | None, Header(pattern=_AFTER)] = None,
+        after: Annotated[str, Query(pattern=_ID_OR_NOW, description="events after this id; `$`: from now on")] = "$",
+        last_event_id: Annotated[str | None, Header(pattern=_ID_OR_NOW)] = None,
     ) -> StreamingResponse:
         after = last_event_id or after
         if after == "$":
@@ -95,14 +99,22 @@ def _add_groups(app: FastAPI, client: ReplayClient, files: LineageFiles) -> None
             found.append({"id": group_id, "state": state})
         return found
 
-    @app.get("/v1/groups/{group_id}", summary="One group, and its trajectories so far")
+    @app.get(
+        "/v1/groups/{group_id}",
+        summary="One group, and its trajectories so far",
+        responses=problems(400, 404, 500),
+    )
     async def group(group_id: str) -> dict[str, Any]:
         found = await client.group(group_id)
         if found is None:
             raise HTTPException(404, f"the buffer does not hold group {group_id!r}")
         return {**found, "group": None if found["group"] is None else _plain(found["group"])}
 
-    @app.get("/v1/trajectories/{group_id}/{index}", summary="One trajectory with its tokens and score")
+    @app.get(
+        "/v1/trajectories/{group_id}/{index}",
+        summary="One trajectory with its tokens and score",
+        responses=problems(400, 404, 500),
+    )
     async def trajectory(group_id: str, index: int) -> dict[str, Any]:
         found = await client.trajectory(group_id, index)
         if found is None:
@@ -113,6 +125,7 @@ def _add_groups(app: FastAPI, client: ReplayClient, files: LineageFiles) -> None
     @app.get(
         "/v1/groups/{group_id}/lineage",
         summary="The lineage of a trained or waiting group: which replica wrote which tokens under which weights, and its end",
+        responses=problems(400, 404, 500),
     )
     async def lineage(group_id: str) -> dict[str, Any]:
         found = await asyncio.to_thread(files.find, group_id) or await client.lineage(group_id)

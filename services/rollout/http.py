@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from headrace.config import Config
-from headrace.service import create_app
+from headrace.service import create_app, problems
 from headrace_services.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
     from vllm.entrypoints.openai.models import api_router as models
     from vllm.entrypoints.openai.models.protocol import BaseModelPath
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
     from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
     from vllm.renderers.online_renderer import OnlineRenderer
 
@@ -81,9 +82,10 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
     app.state.openai_serving_completion = OpenAIServingCompletion(after, served, **shared)
     app.state.openai_serving_chat = OpenAIServingChat(after, served, "assistant", **shared, **template)
     app.state.openai_serving_chat_batch = None
+    refusals = problems(415) | {503: {"model": ErrorResponse, "description": "The replica holds no whole weights now"}}
     app.include_router(models.router)
     for router in (completion.router, chat.router):
-        app.include_router(router, dependencies=[Depends(whole_weights)])
+        app.include_router(router, dependencies=[Depends(whole_weights)], responses=refusals)
     init_exception_handler(app)
 
 

@@ -17,9 +17,9 @@ end
 
 -- Parsers: each takes a value and what it is called, and gives the value back or refuses the call.
 
--- Fewer than 15 digits: what a number becomes part of is a name, and Lua writes longer ones with an exponent.
+-- Fewer than 15 digits: what a number becomes part of is a name, and Lua writes longer ones with an exponent, and -0 with its sign.
 local function natural(value, what)
-  if type(value) ~= 'number' or value < 0 or value >= 1e14 or value ~= math.floor(value) then
+  if type(value) ~= 'number' or value < 0 or 1 / value < 0 or value >= 1e14 or value ~= math.floor(value) then
     refuse('HR_INVALID', what .. ' is ' .. show(value) .. ', not a whole number of at least 0')
   end
   return value
@@ -46,8 +46,21 @@ local function name(value, what)
   return value
 end
 
+-- Sequences of more than a byte, as RFC 3629 has them; while a library loads there are no iterators.
+local UTF_8 = {
+  '[\194-\223][\128-\191]', '\224[\160-\191][\128-\191]', '[\225-\236\238\239][\128-\191][\128-\191]', '\237[\128-\159][\128-\191]',
+  '\240[\144-\191][\128-\191][\128-\191]', '[\241-\243][\128-\191][\128-\191][\128-\191]', '\244[\128-\143][\128-\191][\128-\191]',
+}
+
+-- Whoever reads it, in a reply or an event, could not decode anything else.
+local function is_utf_8(value)
+  for i = 1, string.find(value, '[\128-\255]') and #UTF_8 or 0 do value = string.gsub(value, UTF_8[i], '?') end
+  return not string.find(value, '[\128-\255]')
+end
+
 local function text(value, what)
   if type(value) ~= 'string' then refuse('HR_INVALID', what .. ' is ' .. show(value) .. ', not text') end
+  if not is_utf_8(value) then refuse('HR_INVALID', what .. ' is ' .. show(value) .. ', not UTF-8') end
   return value
 end
 
@@ -65,10 +78,17 @@ local function one_of(allowed)
   end
 end
 
+local function entries_of(map)
+  local count = 0
+  for _ in pairs(map) do count = count + 1 end
+  return count
+end
+
 -- A list of at most `most` entries, each of which `parse` accepts.
 local function list_of(parse, most)
   return function(value, what)
-    if type(value) ~= 'table' or #value > most or (#value == 0 and next(value) ~= nil) then
+    -- an entry that a hole (nil) or a map hides from `#` is no list's
+    if type(value) ~= 'table' or #value > most or entries_of(value) ~= #value then
       refuse('HR_INVALID', what .. ' is not a list of up to ' .. most)
     end
     for i = 1, #value do parse(value[i], what) end

@@ -45,8 +45,9 @@ local function parse(by_components, place, given, record)
     end
     entry.message = score_field(record, 'message', 'string')
     if not entry.message then refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' says not what went wrong') end
+    text(entry.message, 'message')
     entry.traceback = (score_field(record, 'metadata', 'table') or {}).traceback
-    if type(entry.traceback) ~= 'string' then entry.traceback = nil end
+    if type(entry.traceback) == 'string' then text(entry.traceback, 'traceback') else entry.traceback = nil end
   end
   return entry
 end

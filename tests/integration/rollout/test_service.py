@@ -9,6 +9,7 @@ import secrets
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import pytest_asyncio
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.service import EXIT_INTERNAL_ERROR
+from tests.fuzz.mutation import Mutator
 from tests.support.rollout_fleet import Fleet, Policy, Process, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
@@ -152,6 +154,25 @@ async def test_what_is_no_json_object_is_refused(first: Process, content: bytes)
     answer = await first.http.post("/v1/completions", content=content, headers=headers)
     assert 400 <= answer.status_code < 500
     assert (await first.http.get("/healthz")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_malformed_requests_get_a_documented_status(first: Process, session_seed: int, path: str) -> None:
+    mutator = Mutator(Random(f"{session_seed} {path}"))
+    documented = (await first.http.get("/openapi.json")).json()["paths"][path]["post"]["responses"]
+    assert {"200", "400", "401", "403", "404", "415", "503"} <= documented.keys()
+    good: dict[str, Any] = {"max_tokens": 4, "temperature": 0.5, "stop": ["a"], "seed": 1, "stream": False}
+    good |= {"prompt": [3, 4]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "1"}]}
+    for _ in range(50):
+        body = mutator.structure(good)
+        answer = await first.http.post(
+            path, content=json.dumps(body, default=repr), headers={"content-type": "application/json"}
+        )
+        said = f"{body!r:.1000} answered {answer.status_code} {answer.text:.500}"
+        assert str(answer.status_code) in documented, said
+        assert answer.status_code < 500, said
+        assert answer.status_code == 200 or answer.json()["error"]["message"], said
+    assert (await first.http.post(path, json=good)).status_code == 200
 
 
 async def test_after_a_verified_refit_it_generates_and_pushes(fleet: Fleet, first: Process) -> None:

@@ -1,0 +1,151 @@
+"""A run in which every function of the buffer is called, each call kept with what the server held before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from redis.asyncio import Redis
+
+from headrace.replay import Limits, ReplayClient
+from headrace.replay.connection import BufferConnection
+from headrace.trajectory import Score
+from tests.support.buffer import (
+    enqueue,
+    generate,
+    make_group,
+    make_trajectory,
+    nonce,
+    push_all,
+    refit,
+    reserve,
+    score_all,
+)
+
+Contents = list[tuple[bytes, bytes]]  # keys with their values as DUMP gives them
+# Nothing falls due while the calls are tried: a call that finds a deadline passed acts on it, refused or not.
+AGES_S = 1e7
+
+LIMITS = Limits(
+    prompts_per_step=2,
+    generations_per_prompt=2,
+    max_age=2,
+    staleness_policy="ordered",
+    max_attempts=3,
+    max_scoring_attempts=3,
+    lease_s=AGES_S,
+    group_deadline_s=AGES_S,
+    scoring_deadline_s=AGES_S,
+    replica_dead_s=AGES_S,
+    max_bytes=2**30,
+    redundant=1,
+    retain_steps=2,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call that the buffer answered well, and what it held then."""
+
+    before: Contents
+    command: tuple[Any, ...]  # FCALL, the function, 1, the run's key, arguments
+
+
+async def held(redis: Redis) -> Contents:
+    keys = [key async for key in redis.scan_iter(count=1000)]
+    pipe = redis.pipeline(transaction=False)
+    for key in keys:
+        pipe.dump(key)
+    return list(zip(keys, await pipe.execute(), strict=True))
+
+
+class _Recorder(BufferConnection):
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        super().__init__(redis, run_id)
+        self.calls: dict[str, list[Call]] = {}
+
+    async def command(self, *command: Any) -> Any:
+        await self._keep([command])
+        return await super().command(*command)
+
+    async def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
+        await self._keep(commands)
+        return await super().pipeline(commands)
+
+    async def _keep(self, commands: Sequence[tuple[Any, ...]]) -> None:
+        for command in commands:
+            if command[0] == "FCALL":
+                self.calls.setdefault(command[1], []).append(Call(await held(self.redis), command))
+
+
+async def record(redis: Redis, run_id: str) -> dict[str, list[Call]]:
+    """The calls of a small run, by function: groups in every state, two replicas, validation, a rewind and a restore."""
+    replay = ReplayClient(redis, run_id)
+    recorder = replay._connection = _Recorder(redis, run_id)
+    timeline = (await replay.open_run(LIMITS)).timeline
+    replicas = [nonce(), nonce()]
+    for replica in replicas:
+        await replay.register(replica, {"host": "here"})
+    epoch = nonce()
+    await replay.open_epoch(epoch, 0, timeline, {"address": "here"})
+    await replay.acknowledge(replicas[1], epoch)
+    await replay.refuse(replicas[1], epoch, "not now", interrupted=True)
+    await refit(replay, 0, replicas)
+    await enqueue(replay, range(8))
+    await replay.enqueue([make_group(0, lane="validation")], timeline)
+    await _generate(replay, replicas)
+    await replay.evaluated(["e0-validation-0"])
+    batch = await reserve(replay, 0)
+    await replay.reject_step(0, timeline, nonce(), {batch.groups[0]: 1}, "of an old build")
+    await generate(replay, replicas[0])
+    await reserve(replay, 0)
+    await replay.masked(0, timeline, 7)
+    await replay.commit(1, timeline)
+    await replay.drop_validation(timeline)
+    await _look(replay)
+    failures = {order: 0 for order in (await replay.ended()).failures}
+    await replay.retry(failures)
+    wanted = await replay.wanted()
+    await replay.enqueue([make_group(order) for order in wanted], timeline, refill=True)
+    await replay.close(timeline)
+    await replay.deregister(replicas[1])
+    again = await replay.rewind(1, nonce())
+    await refit(replay, 1, replicas[:1])
+    await generate(replay, replicas[0])
+    await replay.restore(1, nonce(), nonce(), again.enqueued)
+    state = await replay.state()
+    await replay.enqueue([make_group(order) for order in range(2, 5)], state.timeline, refill=True)
+    await replay.refilled(state.timeline)
+    return recorder.calls
+
+
+async def _generate(replay: ReplayClient, replicas: list[str]) -> None:
+    """Everything that can happen to a group on its way to `ready`."""
+    validation, first, second, third, fourth, *others = await replay.lease(replicas[0], 8)
+    await replay.save(second, make_trajectory(second, 0))
+    await replay.heartbeat(replicas[0], [lease.token for lease in (first, second)])
+    await replay.release(second, "drain", failed=False)
+    await replay.release(third, "no memory", failed=True)
+    await replay.reject(fourth, "too long")
+    await replay.abandon(first, 2, "no end token")
+    await push_all(replay, others[-1])  # the one that the next step needs last: what failed to be scored waits a while
+    await replay.take_scoring("scorer", {"math": 1})
+    await replay.release_scoring()
+    job, *others_taken = await replay.take_scoring("scorer", {"math": 2})
+    await replay.renew_scoring([job, *others_taken])
+    await replay.score(job, Score("FAILED", message="the environment fell over"))
+    await replay.release_scoring()
+    leases = [validation, first, *others, *await replay.lease(replicas[1], 8)]
+    await replay.push_many([(lease, make_trajectory(lease, index)) for lease in leases for index in lease.missing[:2]])
+    await score_all(replay)
+
+
+async def _look(replay: ReplayClient) -> None:
+    await replay.stats()
+    await replay.ended()
+    await replay.bias()
+    await replay.epoch()
+    await replay.held_batch(0)
+    async for group, _ in replay.groups(["ready", "failed", "trained", "unused", "evaluated", "queued"]):
+        await replay.group(group)
