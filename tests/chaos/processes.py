@@ -48,6 +48,7 @@ class Process:
     async def keep(self, *, ends: bool = False) -> None:
         """Start it, and again whenever it ends. `ends`: exit code 0 is the end of its work."""
         while not self._done:
+            await self.may_start.wait()
             with self.log.open("ab") as log:
                 start = log.tell()
                 self._process = await asyncio.create_subprocess_exec(
@@ -66,7 +67,6 @@ class Process:
             if ends and code == 0:
                 return
             await asyncio.sleep(RESTART_S)
-            await self.may_start.wait()
 
     def kill(self) -> None:
         """SIGKILL to the leader alone: what it started has to notice by itself."""
@@ -79,7 +79,6 @@ class Process:
         child = child_named(self.pid, *words) if self.pid is not None else None
         if child is None:
             raise RuntimeError(f"{self.name} has no child named {words}")
-        self._killed = True
         os.kill(child, signal.SIGKILL)
 
     def freeze(self, *, whole: bool = True) -> None:

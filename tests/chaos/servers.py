@@ -188,3 +188,12 @@ def tear_tail(disk: Path, most: int) -> int:
     size = newest.stat().st_size
     os.truncate(newest, max(0, size - most))
     return min(size, most)
+
+
+def tear_behind(disk: Path, written: bytes) -> int:
+    """Cut the newest append-only file under `disk` off where the transaction begins that last wrote these bytes; returns how many."""
+    newest = max(disk.rglob("*.incr.aof"), key=lambda path: path.stat().st_mtime_ns)
+    content = newest.read_bytes()
+    keep = content.rindex(b"*1\r\n$5\r\nMULTI\r\n", 0, content.rindex(written))
+    os.truncate(newest, keep)
+    return len(content) - keep
