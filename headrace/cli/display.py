@@ -109,7 +109,7 @@ def draw(run: RunSummary) -> RenderableType:
         services.add_row(
             Text(printable(line.name)), state, Text(printable(line.note)), str(line.restarts) if line.restarts else ""
         )
-    groups = ", ".join(f"{count} {state}" for state, count in run.counts.items() if count)
+    groups = _counted(run.counts)
     lines: list[RenderableType] = [Text(f"run {run.run_id}", style="bold"), services]
     if groups:
         lines.append(Text(f"groups: {groups}", style="dim"))
@@ -166,8 +166,13 @@ def closing_table(run: RunSummary, seconds: float) -> Table:
         if steps:
             ends = [f"{_number(series[step], key, '.3f')} (step {step})" for step in (steps[0], steps[-1])]
             table.add_row(title, *ends)
+    table.add_row("prompts", "", _counted(run.counts) or "-")
     table.add_row("time", "", f"{int(seconds // 60)} min {seconds % 60:.0f} s")
     return table
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {state}" for state, count in counts.items() if count)
 
 
 def _number(metrics: Mapping[str, float], key: str, form: str) -> str:

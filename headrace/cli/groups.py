@@ -1,4 +1,4 @@
-"""`headrace groups show|list|export`: groups and the lineage of their trajectories, whether the run is up or down."""
+"""`headrace groups show|list|export|retry`: groups and the lineage of their trajectories, whether the run is up or down."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable
 from headrace.lineage import FOLDER, GroupLineage, LineageFiles, Origin, TokenRange
 from headrace.printable import printable
-from headrace.replay import GroupState
+from headrace.replay import GroupState, ReplayClient
 
 app = typer.Typer(help="Look at groups: one prompt and its trajectories each.", no_args_is_help=True)
 
@@ -63,6 +63,53 @@ def export(
     """Write every trajectory that the buffer holds, waiting or retained (replay.retain_steps), one a line; `headrace.export` reads them."""
     written = asyncio.run(_export(runs.find(run), output, _states(state)))
     typer.echo(f"{written} trajectories in {output}")
+
+
+@app.command()
+def retry(
+    run: RunOption,
+    groups: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID]…", help="Groups that failed.", show_default=False)
+    ] = None,
+    reason: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="All whose reason contains this text.", show_default=False)
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All that failed.")] = False,
+) -> None:
+    """Have failed training groups generated again: name them by id, by their reason, or all. The trainer queues them when it is up."""
+    if (groups is not None) + (reason is not None) + every != 1:
+        raise ConfigError("which groups? give their ids, or --reason TEXT, or --all")
+    again = asyncio.run(_retry(runs.find(run), groups, reason))
+    typer.echo(f"{again} groups will be generated again")
+
+
+async def _retry(config: Config, groups: Sequence[str] | None, reason: str | None) -> int:
+    async with runs.open_buffer(config, "operator") as replay:
+        # before the groups are looked at, so that each failure is the one that was seen
+        ended = await replay.ended()
+        orders = set(ended.failed_orders())
+        if groups is not None:
+            orders &= {await _failed_order(replay, group) for group in groups}
+        elif reason is not None:
+            letters = [await replay.group(group_id) async for group_id, _ in replay.groups(["failed"])]
+            found = [
+                letter for letter in letters if letter and letter["lane"] == "train" and reason in letter["reason"]
+            ]
+            orders &= {letter["order"] for letter in found}
+        return await replay.retry({order: ended.retries.get(order, 0) for order in orders})
+
+
+async def _failed_order(replay: ReplayClient, group: str) -> int:
+    """The place of a failed training group in the run's order. Raises `HeadraceError` if there is no such group."""
+    found = await replay.group(group)
+    if found is None or found["lane"] != "train" or found["state"] != "failed":
+        state = (
+            "not held by the buffer; --all also retries groups that failed long ago"
+            if found is None
+            else found["state"]
+        )
+        raise HeadraceError(f"group {group!r} is no training group that failed: it is {state}")
+    return int(found["order"])
 
 
 def _states(names: Sequence[str] | None) -> Collection[str]:

@@ -167,7 +167,7 @@ def settle_ports(config: Config) -> Config:
 
 @contextlib.asynccontextmanager
 async def open_buffer(config: Config, role: str = "reader") -> AsyncIterator[ReplayClient]:
-    """A client of the run's buffer, whether the run is up or not. With `role` "up" it may also change something.
+    """A client of the run's buffer, whether the run is up or not. With `role` "operator" it may also change something.
 
     If the run is down, its embedded server is started from the append-only file for as long as the context is open; the run
     can't be started meanwhile. Raises `ReplayUnavailable` if there is neither, `ServiceError` while another process starts the run.

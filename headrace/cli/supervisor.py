@@ -51,7 +51,7 @@ class RestartPolicy:
     on between its deaths would be given up.
     """
 
-    limit: int = 5
+    limit: int = 10
     first_delay_s: float = 1.0
     longest_delay_s: float = 30.0
 

@@ -126,8 +126,7 @@ class Children:
         def child(name: str, service: str, ends_run: bool = False) -> Child:
             launcher = [sys.executable, "-m"]
             if service == "trainer" and config.trainer.num_processes > 1:
-                ranks = ["--nproc-per-node", str(config.trainer.num_processes), "--standalone", "--max-restarts", "3"]
-                launcher += ["torch.distributed.run", *ranks, "-m"]
+                launcher += ["headrace_services.trainer.launch", str(config.trainer.num_processes), "-m"]
             argv = [*launcher, "headrace.cli", service, "--config", str(saved)]
             return Child(name, argv, saved.parent / "logs" / f"{name}.log", ends_run)
 

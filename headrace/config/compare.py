@@ -12,6 +12,7 @@ from headrace.config.root import Config
 # are (model, data, seed, P, n, sampling, environments, the age bound), so a checkpoint made under another value can't go on.
 FREE = (
     "run.dir",
+    "run.max_failed_share",
     *(
         f"{algorithm}.{key}"
         for algorithm in ("grpo", "ppo")

@@ -65,6 +65,7 @@ class Config(Section):
         _check_estimator(self)
         _check_shaping(self)
         _check_data_sets(self)
+        _check_leases(self)
         _check_collective_timeout(self)
         for source in (*self.data.train, *self.data.validation):
             if source.env_name is None or source.env_name not in self.env:
@@ -267,4 +268,14 @@ def _check_data_sets(config: Config) -> None:
         raise ValueError(
             f"{algorithm.name}.num_prompts_per_step {algorithm.num_prompts_per_step} is no multiple of the {sets} data sets of data.train "
             f"times data.num_prompts_per_dataloader {each or 'null (any)'}: a batch would not be drawn evenly; change one of them"
+        )
+
+
+def _check_leases(config: Config) -> None:
+    """What a dead replica held is known to have been with it: its leases outlive it."""
+    lease_s, dead_after_s = config.replay.lease_s, config.rollout.dead_after_s
+    if lease_s < dead_after_s:
+        raise ValueError(
+            f"replay.lease_s {lease_s:g} is less than rollout.dead_after_s {dead_after_s:g}: a group that kills its replica would not be "
+            "found, since its lease ends before the replica counts as dead; raise the one or lower the other"
         )

@@ -18,6 +18,12 @@ class RunConfig(Section):
         description="name of the run; `up` with the id of an earlier run continues it; null makes one",
     )
     dir: str = Field("runs", description="holds one folder a run: logs, metrics, checkpoints, the buffer's files")
+    max_failed_share: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="a run of whose prompts a larger share failed ends as an error, once 100 prompts have ended",
+    )
     hang_timeout_s: float = Field(
         120.0,
         gt=0,

@@ -1,4 +1,4 @@
-"""Calls for inspection by users and tools: statistics, metrics, events, groups and their trajectories."""
+"""Calls of users and tools: statistics, metrics, events, groups and their trajectories; failed groups that are retried."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.lineage import GroupLineage, origin_of, with_timelines
 from headrace.replay.bias import Moment, TrajectoryMeter, meters_of
-from headrace.replay.calls import BufferClient
+from headrace.replay.calls import BATCH, BufferClient, chunks
 from headrace.replay.records import BatchReply, HeldGroup, Reservation, score_key, unpack
 from headrace.trajectory import Group, Score, Trajectory
 
@@ -101,6 +101,17 @@ class InspectionClient(BufferClient):
             "group": None if record is None else Group.decode(record),
             "trajectories": list(map(_described, found["trajectories"])),
         }
+
+    async def retry(self, failures: Mapping[int, int]) -> int:
+        """Have failed training groups generated again; returns how many. `failures` are their orders, and how often each was retried before
+        (`Ended.retries`): a repetition, however late, does nothing to a later failure. The trainer enqueues their prompts again."""
+        if self._incarnation is None:
+            await self.state()
+        again = 0
+        for batch in chunks(sorted(failures.items()), BATCH):
+            orders, retries = zip(*batch, strict=True)
+            again += await self._connection.call("retry", incarnation=self._incarnation, orders=orders, retries=retries)
+        return again
 
     async def trajectory(self, group_id: str, index: int) -> tuple[Trajectory, Score | None] | None:
         """One trajectory that the buffer holds, with its score if it has one; None if it does not hold it."""

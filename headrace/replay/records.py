@@ -7,7 +7,7 @@ directly; `*_of` functions build those that have several sources.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -63,7 +63,8 @@ class RunState(msgspec.Struct, frozen=True):
     `timeline` and `incarnation` are nonces (random hex). `next_step` is the step the next `reserve` must name; `committed`
     the newest published checkpoint's version (-1 before the first); `enqueued` the highest `order` taken so far (-1: none).
     `refill`: prompts up to `enqueued` are missing (neither trained nor held) until the trainer has enqueued them again and called
-    `refilled`. `timelines`: those that the weights descend from, each with the version it began at, oldest first.
+    `refilled`. `wanted`: how many prompts it is to enqueue again because their failed groups are retried.
+    `timelines`: those that the weights descend from, each with the version it began at, oldest first.
     """
 
     run_id: str
@@ -75,6 +76,7 @@ class RunState(msgspec.Struct, frozen=True):
     closed: bool
     counts: dict[str, int] = {}  # groups by GroupState, train lane
     refill: bool = False
+    wanted: int = 0
     timelines: tuple[tuple[str, int], ...] = ()
 
     def timeline_of(self, version: int) -> str | None:
@@ -83,12 +85,28 @@ class RunState(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """Train groups that ended without being trained: `failed` and `filtered` of them, `bitmap` over the orders of both (the most
-    significant bit of the first byte is order 0)."""
+    """Train groups that ended without being trained: `failed` and `filtered` of them, `bitmap` over the orders of both and `failures` over
+    those that failed (the most significant bit of the first byte is order 0). `retries`: how often a group was retried, by order."""
 
     failed: int = 0
     filtered: int = 0
     bitmap: bytes = b""
+    failures: bytes = b""
+    retries: dict[int, int] = {}
+
+    def failed_orders(self) -> list[int]:
+        return [8 * i + bit for i, byte in enumerate(self.failures) for bit in range(8) if byte & 128 >> bit]
+
+    def without(self, orders: Iterable[int]) -> Ended:
+        """This, but without the failures of groups of these orders, which have been retried."""
+        bitmap, failures, failed = bytearray(self.bitmap), bytearray(self.failures), self.failed
+        for order in set(orders):
+            byte, bit = order // 8, 128 >> order % 8
+            if byte < len(failures) and failures[byte] & bit:
+                failures[byte] ^= bit
+                bitmap[byte] ^= bit
+                failed -= 1
+        return msgspec.structs.replace(self, failed=failed, bitmap=bytes(bitmap), failures=bytes(failures))
 
 
 class Lease(msgspec.Struct, frozen=True):

@@ -34,9 +34,10 @@ class RolloutClient(BufferClient):
         """Enter the fleet as STALE. `replica` is a nonce made when the process starts: a restarted replica is a new one."""
         await self._connection.call("register", msgspec.msgpack.encode(info), replica=replica)
 
-    async def deregister(self, replica: str) -> None:
-        """Leave the fleet; the leases that it still holds are passed on at once, without costing an attempt."""
-        await self._until_done("deregister", replica=replica)
+    async def deregister(self, replica: str, *, died: bool = False) -> None:
+        """Leave the fleet; the leases that it still holds are passed on at once, without costing an attempt. `died`: an error ends it, and
+        any of the groups that it holds may be the cause: they are leased apart from others, as after a lost heartbeat."""
+        await self._until_done("deregister", replica=replica, died=died)
 
     async def heartbeat(self, replica: str, tokens: Sequence[str]) -> HeartbeatReply:
         """Renew the replica and these leases (never past a group's absolute deadline, law 6). The reply tells a replica that it

@@ -54,6 +54,7 @@ class TrainerClient(BufferClient):
             await self._connection.call(
                 "restore",
                 ended.bitmap,
+                ended.failures,
                 version=version,
                 timeline=timeline,
                 incarnation=incarnation,
@@ -70,14 +71,21 @@ class TrainerClient(BufferClient):
         await self._connection.call("refilled", timeline=timeline)
 
     async def ended(self) -> Ended:
-        """The train groups that ended without being trained, for `restore`: their orders are never enqueued again."""
-        counts, bitmap = await self._connection.call("ended")
-        return Ended(**unpack(counts), bitmap=bitmap)
+        """The train groups that ended without being trained, for `restore`: their orders are never enqueued again, unless a failed one is
+        retried."""
+        counts, bitmap, failures = await self._connection.call("ended")
+        fields = unpack(counts)
+        retries = {int(order): times for order, times in fields.pop("retries", {}).items()}
+        return Ended(**fields, bitmap=bitmap, failures=failures, retries=retries)
+
+    async def wanted(self) -> list[int]:
+        """Orders of the prompts to enqueue again (`refill`) because their failed groups are retried: the lowest of them."""
+        return [int(order) for order in await self._connection.call("wanted")]
 
     async def enqueue(self, groups: Sequence[Group], timeline: str, refill: bool = False) -> int:
         """Append groups to the queues of their lanes; returns how many were new. A group at or below `enqueued` order, or with a known
-        id, or among those that ended, is not new (idempotent). `refill` also takes groups at or below `enqueued`,
-        while the state says `refill`. Raises
+        id, or among those that ended, is not new (idempotent). `refill` also takes groups at or below `enqueued`
+        that are `wanted`, and any while the state says `refill`. Raises
         `WrongTimeline`, and `WrongStep` for groups beyond the next order: the server lost the writes of those in between."""
         if self._incarnation is None:
             await self.state()

@@ -47,12 +47,14 @@ _TRAINER = (
     "rewind restore refilled enqueue close reserve reject commit masked evaluated drop_validation "
     "open_epoch begin_epoch end_epoch"
 )
+_OPERATOR = "retry"
 _ROLLOUT = "register deregister heartbeat lease push save release abandon acknowledge verify refuse"
 
 ROLES = {
     "replay": Role(_names(_REPLAY), ("function|load", "set", *_SWEEP)),
     "trainer": Role(_names(_TRAINER), ("xadd", *_SWEEP)),
     "rollout": Role(_names(_ROLLOUT), ("set",)),
+    "operator": Role(_names(_OPERATOR)),
     "reader": Role(),
 }
 

@@ -107,6 +107,7 @@ class RolloutWorker:
         Raises vLLM's `EngineDeadError`, and `Restartable` if the engine hangs. Waits for an unreachable buffer.
         """
         await self._replay.register(self.replica, self._info)
+        died = False
         watchdog = asyncio.create_task(self._watch_engine())
         watchdog.add_done_callback(lambda _: self._changed.set())
         try:
@@ -115,9 +116,12 @@ class RolloutWorker:
                     watchdog.result()
                 await self._turn()
                 await self._wait(stop)
+        except Exception:
+            died = True
+            raise
         finally:
             await _cancel([watchdog])
-            await self._leave()
+            await self._leave(died)
 
     async def _watch_engine(self) -> None:
         """Ask the engine for its weight version again and again: it answers between two steps of the model, whatever it works on. Raises
@@ -358,14 +362,14 @@ class RolloutWorker:
     async def _stop_generating(self, tokens: Iterable[str]) -> None:
         await _cancel([self._groups.pop(token)[1] for token in tokens])
 
-    async def _leave(self) -> None:
+    async def _leave(self, died: bool) -> None:
         if self._refit is not None:
             await _cancel([self._refit])
         if self._groups and self._verified.is_set() and not self._engine.errored:
             await self._save_all()
         await self._stop_generating(self.held)
         try:
-            await self._replay.deregister(self.replica)
+            await self._replay.deregister(self.replica, died=died)
         except ReplayUnavailable as error:
             log.warning("could not deregister; the leases will expire by themselves: %s", error)
 

@@ -30,7 +30,7 @@ from headrace_services.trainer.distributed import Ranks, join_ranks
 from headrace_services.trainer.learning.algorithms import required_passes
 from headrace_services.trainer.network.policy_model import TEACHER_KEY, teacher_name
 from headrace_services.trainer.telemetry.http import Gauges, build_app
-from headrace_services.trainer.telemetry.journal import JOURNAL, Journal
+from headrace_services.trainer.telemetry.journal import JOURNAL, Journal, retried
 from headrace_services.trainer.telemetry.telemetry import Telemetry
 from headrace_services.trainer.telemetry.throughput import ThroughputMeter
 
@@ -104,7 +104,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             meter = await events.run_in_executor(torch_thread, ThroughputMeter.of, config)
             prompts = await asyncio.to_thread(Prompts, config, lead.learner.tokenizer)
 
-            resumed = await resume(replay, retry, checkpoints, newest, config.run.id or "")
+            resumed = await resume(replay, retry, checkpoints, newest, retried(journal.read()), config.run.id or "")
             if journal.read():
                 journal.append("rewind", resumed.version, resumed.timeline, {})
             lineage = LineageWriter(config.checkpoint_folder / FOLDER, resumed.timeline)
@@ -122,7 +122,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
                 lineage=lineage,
                 gauges=gauges,
                 prompts=prompts,
-                feeder=Feeder(config, replay, retry, resumed.timeline, prompts),
+                feeder=Feeder(config, replay, retry, resumed.timeline, prompts, journal),
                 meter=meter,
                 telemetry=telemetry,
                 readiness=readiness,

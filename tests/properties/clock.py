@@ -1,12 +1,12 @@
 """A real server with the real functions, but for two things: its clock is a key that the test sets, so that time passes when the test says
-so; and a call looks at fewer deadlines, so that the few of a test are more than it looks at."""
+so; and a call looks at fewer deadlines, and cohorts of suspects are larger, for the few groups of a test."""
 
 from __future__ import annotations
 
 from redis.asyncio import Redis
 
 from headrace_services.replay import library
-from tests.properties.model import SWEEP
+from tests.properties.model import COHORTS, SWEEP
 from tests.properties.scoring import FIRST, WINDOW
 
 CLOCK = "clock"
@@ -15,6 +15,7 @@ _ASKS = "local time = redis.call('TIME')\n  return time[1] * 1000 + math.floor(t
 _READS = f"return tonumber(redis.call('GET', '{CLOCK}'))"
 _SWEEPS = "local SWEEP = 64"
 _WINDOWS = "local WINDOW, FIRST = 32, 8"
+_COHORTS = "local COHORTS = 8"
 # A time of day, so that sums are of the size they have in earnest.
 START_MS = 1_800_000_000_000
 
@@ -26,8 +27,10 @@ def for_test(source: str) -> str:
     )
     assert source.count(_SWEEPS) == 1, "the functions bound their sweeps in another way: see _due.lua"
     assert source.count(_WINDOWS) == 1, "the functions judge an environment in another way: see _scoring.lua"
+    assert source.count(_COHORTS) == 1, "the functions make cohorts of suspects in another way: see _group.lua"
     source = source.replace(_WINDOWS, f"local WINDOW, FIRST = {WINDOW}, {FIRST}")
-    return source.replace(_ASKS, _READS).replace(_SWEEPS, f"local SWEEP = {SWEEP}")
+    source = source.replace(_SWEEPS, f"local SWEEP = {SWEEP}").replace(_COHORTS, f"local COHORTS = {COHORTS}")
+    return source.replace(_ASKS, _READS)
 
 
 async def load(redis: Redis, source: str | None = None) -> None:

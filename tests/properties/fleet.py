@@ -34,10 +34,10 @@ class Fleet(Scoring):
         self.expire()
         self.members[replica] = Member(self.now + milliseconds(self.limits.replica_dead_s))
 
-    def deregister(self, replica: str, seen: object) -> None:
+    def deregister(self, replica: str, died: bool, seen: object) -> None:
         self.expire()
         if replica in self.members:
-            self.take_back(replica, "returned", counted=False)
+            self.take_back(replica, died=died)
             del self.members[replica]
 
     def heartbeat(self, replica: str, tokens: Sequence[str], seen: HeartbeatReply) -> HeartbeatReply:
@@ -177,6 +177,19 @@ class Fleet(Scoring):
             self.refuse(NotVerified)
         assert isinstance(seen, list), seen
         version, left = self.members[replica].version, list(seen)
+        member = self.members[replica]
+        suspects = sorted((h for h in self.groups.values() if h.cohort is not None), key=_ticket)
+        if self.held_by(replica):
+            if member.cohort or (suspects and self._drains(replica, suspects[0])):
+                assert not left, (
+                    f"{replica} was given {[lease.group.id for lease in left]}, and has to be empty for suspects"
+                )
+                return seen
+        else:
+            member.cohort = bool(suspects)
+        if member.cohort:
+            self._lease_cohort(suspects, replica, most, left)
+            return seen
         orphans = sorted((h for h in self.groups.values() if h.orphaned and not h.overdue(self.now)), key=_ticket)
         for held in orphans[:most]:
             assert left, f"{replica} could go on with {held.id}, and was not given it"
@@ -195,6 +208,29 @@ class Fleet(Scoring):
                 most -= 1
         assert not left, f"{replica} was given {[lease.group.id for lease in left]} against admission, memory or order"
         return seen
+
+    def _drains(self, replica: str, first: Held) -> bool:
+        """Whether the replica, which holds groups, gets no more until it has none: the lowest ticket is a suspect, and no other drains."""
+        if first.lane == "train" and self.line()[0] is not first:
+            return False
+        if self.draining != replica and self.healthy(self.draining):
+            return False
+        self.draining = replica
+        return True
+
+    def _lease_cohort(self, suspects: list[Held], replica: str, most: int, left: list[Lease]) -> None:
+        """As many, lowest tickets first, as each of them allows."""
+        chosen: list[Held] = []
+        for held in suspects:
+            most = min(most, held.cohort or 1)
+            if len(chosen) >= most:
+                break
+            chosen.append(held)
+        assert [lease.group.id for lease in left] == [held.id for held in chosen], "another cohort of suspects"
+        for held, lease in zip(chosen, left, strict=True):
+            held.deadline, held.cohort = self.now + milliseconds(self.limits.group_deadline_s), None
+            self._hand_on(held, replica, lease)
+        self.draining = ""
 
     def _grant(self, held: Held, replica: str, version: int, lease: Lease) -> None:
         held.attempt += 1
@@ -242,7 +278,7 @@ class Fleet(Scoring):
         if failed:
             self.requeue(held, "failed", counted=True)
         else:
-            self.pass_on(held, "returned", counted=False)
+            self.pass_on(held, "returned")
 
     def reject(self, lease: Lease, reason: str, seen: object) -> None:
         self.end(self._of_lease(lease), "failed")
@@ -325,8 +361,8 @@ class Fleet(Scoring):
         return True
 
 
-def _ticket(held: Held) -> int:
-    return -1 if held.ticket is None else held.ticket
+def _ticket(held: Held) -> tuple[int, str]:
+    return -1 if held.ticket is None else held.ticket, held.id
 
 
 def _order(held: Held) -> int:

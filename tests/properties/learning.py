@@ -59,12 +59,14 @@ class Model(Fleet):
             self.refuse(InvalidCall)
         for held in self.train("ready"):
             if held.id in sent_back or (held.step == step and not self.lawful(held.oldest, held.newest)):
-                self.requeue(held, "over_age", counted=False)
+                # newer than the step: a rejection took the run back to it
+                old = not self.lawful(held.oldest, min(held.newest, self.next_step))
+                self.requeue(held, "over_age" if old else "too_new", counted=False)
         kept = self.of_step(step, "ready")
         prompts = self.limits.prompts_per_step
         need = prompts - len(kept)
         if self.closed:
-            if len(self.train("queued", *IN_FLIGHT)) < prompts:
+            if len(self.train("queued", *IN_FLIGHT)) + len(self.wanted) < prompts:
                 if not self._waits_for_environment():
                     return self._end_run()
                 return Waiting(len(kept), prompts)
@@ -155,7 +157,7 @@ class Model(Fleet):
 
     def _unpin(self, need: int) -> None:
         """Nothing else can fill the holes: survivors of the last steps give up theirs."""
-        while len(self.train("queued")) + len(self.line()) < need:
+        while len(self.train("queued")) + len(self.wanted) + len(self.line()) < need:
             steps = [held.step for held in self.in_flight() if held.pinned and held.step != self.next_step]
             if not steps:
                 return
@@ -246,7 +248,7 @@ class Model(Fleet):
             self.refill = True
             self.gone["train", "trained"] = version * self.limits.prompts_per_step
             self.gone["train", "failed"], self.gone["train", "filtered"] = ended.failed, ended.filtered
-            self.ended = orders(ended.bitmap)
+            self.ended, self.failures = orders(ended.bitmap), orders(ended.failures)
         return self.state()
 
     def refilled(self, timeline: str, seen: object) -> None:
@@ -254,9 +256,10 @@ class Model(Fleet):
         self.require_timeline(timeline)
         self.refill = False
 
-    def groups_ended(self, seen: object) -> tuple[int, int, set[int]]:
+    def groups_ended(self, seen: object) -> tuple[object, ...]:
         counts = self.count("train")
-        return counts.get("failed", 0), counts.get("filtered", 0), self.ended
+        retries = {order: times for order, times in self.retries.items() if times}
+        return counts.get("failed", 0), counts.get("filtered", 0), self.ended, self.failures, retries
 
     def state(self, seen: object = None) -> RunState:
         return RunState(
@@ -269,6 +272,7 @@ class Model(Fleet):
             self.closed,
             self.count("train"),
             self.refill,
+            len(self.wanted),
             tuple(self.timelines),
         )
 

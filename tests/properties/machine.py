@@ -94,6 +94,42 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
             self.call("release", lease, "leaving", False)
         self.a_round(1, "plain", True, "trained")
 
+    @rule(
+        groups=st.integers(1, 8),
+        most=st.sampled_from([1, 2, 3, 8, 8]),
+        deaths=st.lists(st.sampled_from(["silent", "died", "died", "left"]), min_size=2, max_size=5),
+        busy=st.booleans(),
+        pushes=st.booleans(),
+    )
+    def replicas_die(self, groups: int, most: int, deaths: Sequence[str], busy: bool, pushes: bool) -> None:
+        """With what they hold, again and again. `busy`: another replica leases and trains beside them."""
+        assert self.world
+        self.run(self.world.limit(dataclasses.replace(self.setting, room=0).limits()))
+        if self.model.closed:
+            self.rewind(0, "once")
+        for _ in range(2):  # until there is room for them
+            self.a_round(groups, "plain", True, "trained")
+        self.enqueue(groups, 0, 0, "once")
+        for death in deaths:
+            self.refit([0, 1])
+            leases = self.call("lease", self.replica(1), most) or []
+            self.leases += leases
+            self.slow = {lease.token for lease in leases}
+            if pushes and leases:
+                self.call("push_many", [(leases[0], self.trajectory(leases[0], i, "plain")) for i in leases[0].missing])
+            if busy:
+                self.leases += self.call("lease", self.replica(0), 2) or []
+            if death != "silent":
+                self.call("deregister", self.replica(1), death == "died")
+            else:
+                self.run(self.world.pass_time(7_000))
+                self.call("heartbeat", self.replica(0), [lease.token for lease in self.leases[-8:]])
+                self.run(self.world.pass_time(14_000))
+                self.call("heartbeat", self.replica(0), [])
+            if busy:
+                self.leases += self.call("lease", self.replica(0), 2) or []
+        self.slow = set()
+
     @rule(groups=st.integers(1, 4), said=st.lists(st.tuples(statuses, rewards), min_size=2, max_size=8), how=deliveries)
     def a_round_is_scored(self, groups: int, said: Sequence[tuple[Status, float]], how: str) -> None:
         """By a scorer that also fails."""
@@ -167,6 +203,8 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
         self.run(self.world.limit(dataclasses.replace(self.setting, room=0, retain=0, max_scored=0).limits()))
         if model.refill:
             self.refill(True, "once")
+        if model.wanted:
+            self.supply("once")
         self.call("close", model.timeline)
         for _ in range(400):
             self.refit([0])

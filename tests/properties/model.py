@@ -15,12 +15,14 @@ from headrace.errors import InvalidCall, LeaseLost, ReplayError, WrongStep, Wron
 from headrace.replay import Limits
 from headrace.replay.trainer import worst_case_bytes
 from headrace.trajectory import Group
-from tests.properties.records import IN_FLIGHT, Announced, EnvironmentModel, Held, Member, Meters, Piece
+from tests.properties.records import IN_FLIGHT, NEVER, Announced, EnvironmentModel, Held, Member, Meters, Piece
 
 # A dead replica stays on the list this long.
 REMEMBER_DEAD_MS = 600_000
 # Of each kind of deadline, how many are looked at in one call.
 SWEEP = 4
+# Groups that a replica held when it died are leased again in cohorts of this share of them.
+COHORTS = 2
 
 
 class Core:
@@ -46,6 +48,9 @@ class Core:
             collections.Counter()
         )  # (lane, state) of groups not held any more
         self.ended: set[int] = set()  # orders of train groups that are failed or filtered
+        self.failures: set[int] = set()  # of those that failed
+        self.retries: collections.Counter[int] = collections.Counter()
+        self.wanted: set[int] = set()  # orders to be enqueued again
         self.requeues: collections.Counter[str] = collections.Counter()
         self.refusals = collections.Counter()
         self.last_ticket = -1
@@ -55,6 +60,7 @@ class Core:
         self.batch_counts = (0, 0)
         self.members: dict[str, Member] = {}
         self.environments: dict[str, EnvironmentModel] = {}  # those that groups were enqueued for
+        self.draining = ""  # the replica that gets no more groups until it can have suspects
         self.epoch_now: Announced | None = None
 
     # -- what people see
@@ -131,6 +137,8 @@ class Core:
         held.state = state
         if held.lane == "train" and state in ("failed", "filtered"):
             self.ended.add(held.group.order)
+        if held.lane == "train" and state == "failed":
+            self.failures.add(held.group.order)
 
     def requeue(self, held: Held, cause: str, *, counted: bool) -> None:
         self.requeues[cause] += 1
@@ -143,14 +151,19 @@ class Core:
         held.start_over()
         held.state = "queued"
 
-    def pass_on(self, held: Held, cause: str, *, counted: bool) -> None:
+    def pass_on(self, held: Held, cause: str) -> None:
         """The lease is lost; the group keeps its place, its attempt, its deadline and what it has, for whoever leases it next."""
-        if held.failures + counted >= self.limits.max_attempts:
-            self.requeue(held, cause, counted=counted)
-            return
         self.requeues[cause] += 1
-        held.failures += counted
         held.token, held.replica, held.lease_end = None, "", held.deadline
+
+    def suspect(self, held: Held, together: int) -> None:
+        """Its replica died with so many groups. One that was alone is charged an attempt. It has no deadline while it waits."""
+        if together == 1 and held.failures + 1 >= self.limits.max_attempts:
+            self.requeue(held, "dead", counted=True)
+            return
+        held.failures += together == 1
+        self.pass_on(held, "dead")
+        held.cohort, held.lease_end, held.deadline = max(1, together // COHORTS), NEVER, NEVER
 
     def environment(self, name: str) -> EnvironmentModel:
         return self.environments.get(name) or EnvironmentModel()  # of one that nothing was enqueued for
@@ -190,8 +203,10 @@ class Core:
     # -- time
 
     def expire(self) -> None:
-        """What every call that may write does first: leases, then scorers, then replicas whose time has passed, those first that are
-        due the longest. What is left over is for the next call."""
+        """What every call that may write does first: a replica whose time has passed; if there is none, leases, then scorers, those
+        first that are due the longest. What is left over is for the next call."""
+        if self._expire_replica():
+            return
         due = [(held.lease_end, held.id) for held in self.groups.values() if held.overdue(self.now)]
         for _, group in sorted(due)[:SWEEP]:
             held = self.groups[group]
@@ -199,7 +214,7 @@ class Core:
                 broken = self.environment(held.group.env_name).broken is not None
                 self.requeue(held, "deadline", counted=not held.orphaned and not broken)
             else:
-                self.pass_on(held, "lease", counted=True)
+                self.pass_on(held, "lease")
         for name in self.environments:
             overdue = [
                 (p.deadline, f"{place[0]}:{place[1]}", place)
@@ -208,25 +223,31 @@ class Core:
             ]
             for _, _, (group, index) in sorted(overdue)[:SWEEP]:
                 self.void(self.groups[group], index)
-        self._expire_replica()
 
-    def _expire_replica(self) -> None:
+    def _expire_replica(self) -> bool:
         """One a call: its groups are the work."""
         due = sorted((member.due, replica) for replica, member in self.members.items() if member.due <= self.now)
         if not due:
-            return
+            return False
         replica = due[0][1]
         member = self.members[replica]
         if member.dead:
             del self.members[replica]
-            return
-        self.take_back(replica, "dead", counted=True)
-        member.dead, member.due = True, self.now + REMEMBER_DEAD_MS
+        else:
+            self.take_back(replica, died=True)
+            member.dead, member.due = True, self.now + REMEMBER_DEAD_MS
+        return True
 
-    def take_back(self, replica: str, cause: str, *, counted: bool) -> None:
-        for held in self.groups.values():
-            if held.state == "open" and held.replica == replica:
-                self.pass_on(held, cause, counted=counted)
+    def held_by(self, replica: str) -> list[Held]:
+        return [held for held in self.groups.values() if held.state == "open" and held.replica == replica]
+
+    def take_back(self, replica: str, *, died: bool) -> None:
+        groups = self.held_by(replica)
+        for held in groups:
+            if died:
+                self.suspect(held, len(groups))
+            else:
+                self.pass_on(held, "returned")
 
     def next_due(self) -> int | None:
         """The nearest time at which something happens by itself."""
@@ -236,7 +257,7 @@ class Core:
         times += [piece.deadline for piece in pieces if piece.taken] + [piece.since for piece in pieces if piece.waits]
         times += [environment.probe_at for environment in self.environments.values() if environment.broken is not None]
         times += [member.due for member in self.members.values()]
-        return min((time for time in times if time > self.now), default=None)
+        return min((time for time in times if self.now < time < NEVER), default=None)
 
     # -- the queue
 
@@ -247,14 +268,16 @@ class Core:
         for group in sorted(groups, key=lambda group: group.order):
             if group.id in self.groups or group.id in new:
                 continue
-            fresh = ((refill and self.refill) or group.order > self.enqueued) and group.order not in self.ended
+            asked = refill and (self.refill or group.order in self.wanted)
+            fresh = (asked or group.order > self.enqueued) and group.order not in self.ended
             if group.lane == "validation" or fresh:
                 new[group.id] = group
         # a feeder goes on where it left off
         ahead = [group.order for group in new.values() if group.lane == "train" and group.order > self.enqueued]
         if ahead and min(ahead) > self.enqueued + 1:
             self.refuse(WrongStep)
-        if self.closed and any(group.lane == "train" for group in new.values()):
+        wanted = self.wanted if refill else set()
+        if self.closed and any(group.lane == "train" and group.order not in wanted for group in new.values()):
             self.refuse(InvalidCall)
         for group in new.values():
             worst = worst_case_bytes(1, group.prompt_token_ids.size, group.sampling.max_new_tokens)
@@ -262,7 +285,24 @@ class Core:
             self.environments.setdefault(group.env_name, EnvironmentModel())
             if group.lane == "train":
                 self.enqueued = max(self.enqueued, group.order)
+                self.wanted.discard(group.order)
         return len(new)
+
+    def retry(self, failures: dict[int, int], seen: object) -> int:
+        """Those that have failed, and were retried as often as is said; each retry undoes one failure."""
+        self.expire()
+        again = [order for order in failures if order in self.failures and self.retries[order] == failures[order]]
+        for order in again:
+            self.failures.discard(order)
+            self.ended.discard(order)
+            self.retries[order] += 1
+            self.wanted.add(order)
+            letter = next((held for held in self.train("failed") if held.group.order == order), None)
+            if letter is None:
+                self.gone["train", "failed"] -= 1
+            else:
+                self.forget(letter)
+        return len(again)
 
     def close(self, timeline: str, seen: object) -> None:
         self.expire()

@@ -13,6 +13,10 @@ IN_FLIGHT = ("open", "scoring", "ready")
 HOLDING = ("scoring", "ready", "reserved", "trained", "evaluated")
 
 
+# Of a group that waits as a suspect: later than any time.
+NEVER = 1 << 60
+
+
 @dataclasses.dataclass
 class Piece:
     """A pushed trajectory. It waits and may be taken from `since` on, is with a scorer until `deadline`, or has its `reward`."""
@@ -62,6 +66,7 @@ class Held:
     leased: int = 0
     lease_end: int = 0
     deadline: int = 0
+    cohort: int | None = None  # its replica died: with how many at most, itself included, it is leased again
     pieces: dict[int, Piece] = dataclasses.field(default_factory=dict)
     saved: dict[int, Trajectory] = dataclasses.field(default_factory=dict)  # what was begun of others
     step: int | None = None  # reserved or trained for it, or kept for it by a rewind
@@ -79,7 +84,7 @@ class Held:
     @property
     def orphaned(self) -> bool:
         """Its lease was lost, and it waits for a replica that goes on with it."""
-        return self.state == "open" and self.token is None
+        return self.state == "open" and self.token is None and self.cohort is None
 
     def overdue(self, now: int) -> bool:
         """Its lease is over, or its deadline passed, whether or not a call has looked at it since."""
@@ -105,7 +110,7 @@ class Held:
     def start_over(self) -> None:
         """Nothing of this attempt is kept."""
         self.token, self.step, self.evicted, self.surplus, self.metered = None, None, False, False, False
-        self.pieces, self.dropped, self.saved, self.replica = {}, set(), {}, ""
+        self.pieces, self.dropped, self.saved, self.replica, self.cohort = {}, set(), {}, "", None
 
     @property
     def oldest(self) -> int:
@@ -151,6 +156,7 @@ class Member:
     dead: bool = False
     version: int = -1
     timeline: str = ""  # on which it was verified; '' is STALE
+    cohort: bool = False  # what it holds, if anything, are suspects
 
 
 @dataclasses.dataclass

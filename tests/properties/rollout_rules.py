@@ -73,9 +73,9 @@ class RolloutRules(Caller):
     def register(self, which: int, how: str) -> None:
         self.call("register", self.replica(which), {}, how=how)
 
-    @rule(which=some, how=deliveries)
-    def deregister(self, which: int, how: str) -> None:
-        self.call("deregister", self.replica(which), how=how)
+    @rule(which=some, died=st.booleans(), how=deliveries)
+    def deregister(self, which: int, died: bool, how: str) -> None:
+        self.call("deregister", self.replica(which), died, how=how)
 
     @rule(which=some, newest=st.integers(0, 4))
     def heartbeat(self, which: int, newest: int) -> None:

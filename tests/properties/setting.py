@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from headrace.replay import EnvironmentLimits, Limits
 from headrace.replay.trainer import worst_case_bytes
 
-LEASE_S, SCORING_S, DEADLINE_S, DEAD_S = 10.0, 15.0, 25.0, 20.0
+LEASE_S, SCORING_S, DEADLINE_S = 10.0, 15.0, 25.0
 PROMPT_TOKENS, NEW_TOKENS = 4, 16  # of `make_group`
 
 
@@ -32,6 +32,7 @@ class Setting:
     environments: int = 1
     share: float = 0.5
     give_up: float | None = None
+    dead_s: float = 20.0  # shorter or longer than a lease
 
     def limits(self) -> Limits:
         worst = worst_case_bytes(self.n + self.redundant, PROMPT_TOKENS, NEW_TOKENS)
@@ -45,7 +46,7 @@ class Setting:
             lease_s=LEASE_S,
             group_deadline_s=DEADLINE_S,
             scoring_deadline_s=SCORING_S,
-            replica_dead_s=DEAD_S,
+            replica_dead_s=self.dead_s,
             max_bytes=worst * self.room if self.room else 2**40,
             ahead_steps=self.age + self.ahead,
             redundant=self.redundant,
@@ -75,4 +76,5 @@ settings_of_runs = st.builds(
     environments=st.sampled_from([1, 2]),
     share=st.sampled_from([0.5, 0.5, 0.2]),
     give_up=st.sampled_from([None, 30.0]),
+    dead_s=st.sampled_from([8.0, 8.0, 20.0]),
 )

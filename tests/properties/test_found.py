@@ -126,3 +126,18 @@ async def test_law_4_a_score_that_comes_again_is_known_though_the_same_batch_end
     said = [(first, Score("TIMED_OUT", message="no")), (last, Score("SCORED", 1.0))]
     assert await world.call("score_many", said) == [None, None]
     await world.client.aclose()
+
+
+async def test_law_6_what_a_dead_replica_held_is_suspected_though_its_leases_are_over_too(
+    clocked_url: str, run_id: str
+) -> None:
+    """Nobody called the buffer meanwhile, so that both are due at once."""
+    world = World(clocked_url, run_id)
+    await world.open(Setting(dead_s=8.0).limits())
+    await world.call("enqueue", [make_group(order) for order in range(4)], world.model.timeline, False)
+    await verified_replica(world)
+    leases = await world.call("lease", "replica", 4)
+    await world.pass_time(20_000)
+    await world.call("heartbeat", "nobody", [lease.token for lease in leases])
+    assert (await world.client.stats())["suspects"] == len(leases) == 4
+    await world.client.aclose()

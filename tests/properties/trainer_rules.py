@@ -48,6 +48,20 @@ class TrainerRules(Caller):
         if finish:
             self.call("refilled", timeline, how=how)
 
+    @precondition(lambda self: self.model.failures)
+    @rule(most=st.integers(1, 4), stale=st.sampled_from([0, 0, 0, 1]), how=deliveries)
+    def retry(self, most: int, stale: int, how: str) -> None:
+        """`stale`: a call that speaks of another failure than the last."""
+        orders = sorted(self.model.failures)[-most:]
+        self.call("retry", {order: self.model.retries[order] + stale for order in orders}, how=how)
+
+    @precondition(lambda self: self.model.wanted)
+    @rule(how=deliveries)
+    def supply(self, how: str) -> None:
+        self.call("ended")
+        groups = [self.made[order] for order in sorted(self.model.wanted)]
+        self.call("enqueue", groups, self.model.timeline, True, how=how)
+
     @precondition(lambda self: not self.model.refill and len(self.made) > 4)
     @rule(late=lateness, how=promptly)
     def close(self, late: int, how: str) -> None:

@@ -28,7 +28,7 @@ IDEMPOTENT = {
     *("enqueue", "close", "commit", "rewind", "restore", "refilled", "drop_validation"),
     *("open_epoch", "acknowledge", "begin_epoch", "verify", "refuse", "end_epoch", "register", "deregister"),
     *("push_many", "save_many", "release", "reject", "abandon", "reject_step", "score_many"),
-    *("renew_scoring", "release_scoring"),
+    *("renew_scoring", "release_scoring", "retry"),
 }
 
 
@@ -186,7 +186,9 @@ class World:
         assert stats["refusals"] == dict(model.refusals)
         assert stats["requeues"] == dict(model.requeues)
         assert stats["bytes"] == model.bytes
-        assert stats["leases"] == sum(held.state == "open" for held in model.groups.values())
+        suspects = sum(held.cohort is not None for held in model.groups.values())
+        assert stats["suspects"] == suspects
+        assert stats["leases"] == sum(held.state == "open" for held in model.groups.values()) - suspects
         assert stats["line"] == len(model.line())
         pieces = [piece for held in model.groups.values() for piece in held.pieces.values()]
         waiting = sum(piece.waits for piece in pieces), sum(piece.taken for piece in pieces)
@@ -269,6 +271,8 @@ async def _outcome(method: Any, name: str, args: tuple[Any, ...]) -> Any:
     options: dict[str, Any] = {}
     if name == "release":
         *args, options["failed"] = args  # type: ignore[assignment]
+    if name == "deregister":
+        *args, options["died"] = args  # type: ignore[assignment]
     if name == "end_epoch":
         *args, options["aborted"] = args  # type: ignore[assignment]
     try:
@@ -292,7 +296,7 @@ def _plain(seen: Any) -> Any:
         case Reservation():
             return seen_batch(seen)
         case Ended():
-            return (seen.failed, seen.filtered, orders(seen.bitmap))
+            return (seen.failed, seen.filtered, orders(seen.bitmap), orders(seen.failures), seen.retries)
         case ([*done], dict(failed), int(pending)):
             described = [
                 (e.group.id, [(e.group.id, t.index, score.reward, *shape(t)) for t, score in e.trajectories])

@@ -68,6 +68,7 @@ def talking_trainer(config: Config) -> None:
 
 def paged_trainer(config: Config) -> None:
     """Shows the trainer's pages, and trains nothing."""
+    from headrace_services.trainer.progress import Progress
     from headrace_services.trainer.telemetry.http import build_app
 
     async def ready() -> str | None:
@@ -76,7 +77,8 @@ def paged_trainer(config: Config) -> None:
     async def show() -> None:
         stop = stop_on_signals()
         with contextlib.closing(bind(config.trainer.host, config.trainer.port, "trainer.port")) as sock:
-            async with serve_http(build_app(config, ready), sock, HttpAccess.of(config, config.trainer.host)):
+            app = build_app(config, ready, Progress())
+            async with serve_http(app, sock, HttpAccess.of(config, config.trainer.host)):
                 await stop.wait()
 
     asyncio.run(show())

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
+import signal
 import time
 import zlib
 from collections import Counter
@@ -32,7 +34,7 @@ TOKENS = 4
 
 class SmallReplica:
     """`faulty`: its probe is off by 1 nat. `mute`: it leases validation prompts and never answers them. `doomed`: data set
-    indices whose groups it rejects."""
+    indices whose groups it rejects. `poison`: the data set index of a prompt that kills its process. `most`: groups it leases at a time."""
 
     def __init__(
         self,
@@ -42,6 +44,8 @@ class SmallReplica:
         faulty: bool = False,
         mute: bool = False,
         doomed: frozenset[int] = frozenset(),
+        poison: int | None = None,
+        most: int = 4,
     ) -> None:
         self.id = secrets.token_hex(6)
         self.installed: list[int] = []
@@ -49,6 +53,7 @@ class SmallReplica:
         self._replay = replay
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._faulty, self._mute, self._doomed = faulty, mute, doomed
+        self._poison, self._most = poison, most
         self._channel: tuple[str, Channel] | None = None
 
     async def run(self) -> None:
@@ -119,9 +124,11 @@ class SmallReplica:
 
     async def _generate(self) -> bool:
         try:
-            leases = await self._replay.lease(self.id, 4)
+            leases = await self._replay.lease(self.id, self._most)
         except NotVerified:
             return False
+        if self._poison in {lease.group.dataset_index for lease in leases if lease.group.lane == "train"}:
+            os.kill(os.getpid(), signal.SIGKILL)
         for lease in leases:
             with contextlib.suppress(Fenced):
                 if lease.group.lane == "validation" and self._mute:

@@ -81,7 +81,7 @@ async def ended(process: BaseProcess) -> int | None:
     return process.exitcode
 
 
-def check_history(trainer: Trainer, steps: int = STEPS) -> list[str]:
+def check_history(trainer: Trainer, steps: int = STEPS, prompts: int = PROMPTS) -> list[str]:
     """Laws 1, 2 and 5 in what the surviving weights were made of: every step once, every group once, no age above the bound.
     Returns the groups in the order they were trained."""
     lines = surviving(trainer.journal())
@@ -97,7 +97,7 @@ def check_history(trainer: Trainer, steps: int = STEPS) -> list[str]:
     assert sorted(ledger) == list(range(steps))
     groups = [group for step in sorted(ledger) for group in ledger[step]]
     assert repeated(groups) == []
-    assert len(groups) == steps * PROMPTS
+    assert len(groups) == steps * prompts
     state = checkpoints.state(checkpoints.newest() or 0)
     assert state.version == steps
     assert len(Ledger.decode(checkpoints.file(state.version, TRAINED)).trained) == len(groups)

@@ -22,7 +22,7 @@ local function expire_leases(run)
       local counted = not is_broken(run, environment_of(run, group))
       requeue(run, group, 'deadline', counted, 'not finished within the deadline by replica ' .. group.replica)
     else
-      pass_on(run, group, 'lease', true, 'lease not renewed by replica ' .. group.replica)
+      pass_on(run, group, 'lease', 'lease not renewed by replica ' .. group.replica)
     end
   end
   return #ids
@@ -39,11 +39,18 @@ local function expire_scoring(run)
   return most
 end
 
--- Pass on what a replica holds, `LOST` groups at most; true when nothing is left.
-local function take_back(run, replica, cause, counted, reason)
-  local held = run.base .. 'h:' .. replica
+-- What a replica holds goes back, `LOST` groups at most; true when nothing is left. If it `died`, each of them is suspected together with
+-- all that it held then.
+local function take_back(run, replica, died)
+  local held, key = run.base .. 'h:' .. replica, run.base .. 'r:' .. replica
+  local together = redis.call('SCARD', held)
+  if died and together > 0 then
+    redis.call('HSETNX', key, 'together', together)
+    together = tonumber(redis.call('HGET', key, 'together'))
+  end
   for _, id in ipairs(redis.call('SRANDMEMBER', held, LOST)) do
-    pass_on(run, load_group(run, id), cause, counted, reason)
+    local group = load_group(run, id)
+    if died then suspect(run, group, together) else pass_on(run, group, 'returned', 'replica ' .. replica .. ' left') end
   end
   return redis.call('EXISTS', held) == 0
 end
@@ -53,21 +60,24 @@ local function expire_replicas(run)
   local id = redis.call('ZRANGEBYSCORE', run.base .. 'replicas', '-inf', run.now, 'LIMIT', 0, 1)[1]
   if not id then return 0 end
   local key = run.base .. 'r:' .. id
-  if redis.call('HGET', key, 'state') == 'DEAD' then
-    redis.call('UNLINK', key)
-    redis.call('ZREM', run.base .. 'replicas', id)
-  elseif take_back(run, id, 'dead', true, 'replica ' .. id .. ' died') then
+  if redis.call('HGET', key, 'state') ~= 'DEAD' then
     redis.call('HSET', key, 'state', 'DEAD', 'reason', 'no heartbeat')
-    redis.call('ZADD', run.base .. 'replicas', run.now + REMEMBER_DEAD_MS, id)
     event(run, 'replica', 'replica', id, 'state', 'DEAD')
     wake(run, 'epoch')
+  elseif redis.call('EXISTS', run.base .. 'h:' .. id) == 0 then
+    redis.call('UNLINK', key)
+    redis.call('ZREM', run.base .. 'replicas', id)
+    return SWEEP
   end
+  if take_back(run, id, true) then redis.call('ZADD', run.base .. 'replicas', run.now + REMEMBER_DEAD_MS, id) end
   return SWEEP
 end
 
+-- Replicas before leases: what a dead one held is suspected, although its leases may be over as well.
 local function expire(run)
   if run.now < run.due then return end
-  local most = math.max(expire_leases(run), expire_scoring(run), expire_replicas(run))
+  local most = expire_replicas(run)
+  if most == 0 then most = math.max(expire_leases(run), expire_scoring(run)) end
   -- more may be due: the next call goes on
   run.backlog = most >= SWEEP
   run.due = run.backlog and run.now or 1e15

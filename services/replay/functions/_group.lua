@@ -5,7 +5,8 @@
 -- bytes accounted), step, reason; count (trajectories this attempt starts: n, and in the train lane the run's `redundant` beyond) and
 -- dropped (those of them that failed for good). For each trajectory i: p<i> = `<nonce> <length> <oldest> <newest> <ms from lease to push>`, w<i> =
 -- `<scoring attempts> <token>` (no token: nobody has it), f<i> (see _scoring.lua), r<i> = reward; x<i> = why it was dropped,
--- q<i> = `<nonce> <length> <oldest> <newest>` of what is saved of it unfinished (`saves`: how many there are).
+-- q<i> = `<nonce> <length> <oldest> <newest>` of what is saved of it unfinished (`saves`: how many there are). cohort: of a suspect, with how
+-- many others at most, itself included, it is leased.
 --
 -- The first n that are scored are the group (law 3); which indices they have is for chance to say, so that readers go by p<i>.
 -- uses: _args, _fields, _meter, _run
@@ -148,6 +149,7 @@ local function end_lease(run, group)
   redis.call('ZREM', run.base .. 'leases', group.id)
   if group.replica == '' then
     redis.call('ZREM', run.base .. 'orphans', group.id)
+    if redis.call('ZREM', run.base .. 'suspects', group.id) == 1 then redis.call('HDEL', group.key, 'cohort') end
   else
     redis.call('SREM', run.base .. 'h:' .. group.replica, group.id)
   end
@@ -173,7 +175,7 @@ local function erase(run, group)
 end
 
 -- Law 1: a train group that ended without being trained (failed, filtered) never comes back, although its hash and record may go:
--- its order stays in the bitmap `ended`, across rewinds and restores, and no refill takes it again.
+-- its order stays in the bitmap `ended`, across rewinds and restores, and no refill takes it again. Only `retry` brings back one that failed.
 local function mark_ended(run, group)
   if group.lane == 'train' then redis.call('SETBIT', run.base .. 'ended', group.order, 1) end
 end
@@ -186,7 +188,10 @@ local function trim_dead_letters(run)
   for _, id in ipairs(excess > 0 and redis.call('ZRANGE', run.base .. 'failed', 0, excess - 1) or {}) do
     local group = load_group(run, id)
     -- a group of the validation lane goes with its lane
-    if group.lane == 'train' then erase(run, group) end
+    if group.lane == 'train' then
+      erase(run, group)
+      redis.call('HDEL', run.base .. 'letters', group.order)
+    end
     redis.call('ZREM', run.base .. 'failed', id)
   end
 end
@@ -198,6 +203,10 @@ local function fail(run, group, reason)
   discard(run, group)
   redis.call('HSET', group.key, 'state', 'failed', 'reason', words(reason), 'token', '', 'held', 0)
   mark_ended(run, group)
+  if group.lane == 'train' then
+    redis.call('SETBIT', run.base .. 'failures', group.order, 1)
+    redis.call('HSET', run.base .. 'letters', group.order, group.id)
+  end
   redis.call('ZADD', run.base .. 'failed', run.now, group.id)
   trim_dead_letters(run)
   move(run, group.lane, group.state, 'failed')
@@ -228,20 +237,40 @@ local function requeue(run, group, cause, counted, reason)
   return nil
 end
 
--- The lease is lost, the attempt is not: the group keeps its place in line, its deadline, what was pushed and scored, and what was saved
--- unfinished, until a replica leases what is missing. `counted` costs one of `max_attempts`, as in `requeue`.
-local function pass_on(run, group, cause, counted, reason)
-  local failures = group.failures + (counted and 1 or 0)
-  if failures >= run.max_attempts then return requeue(run, group, cause, counted, reason) end
+-- The lease is lost, the attempt is not: the group keeps its place in line, what was pushed and scored, and what was saved unfinished, until a
+-- replica leases what is missing.
+local function lose_lease(run, group, cause, reason)
   redis.call('HINCRBY', run.base .. 'requeues', cause, 1)
   end_lease(run, group)
-  redis.call('HSET', group.key, 'token', '', 'replica', '', 'failures', failures, 'reason', words(reason))
+  redis.call('HSET', group.key, 'token', '', 'replica', '', 'reason', words(reason))
+  event(run, 'passed_on', 'group', group.id, 'cause', cause, 'reason', words(reason))
+  wake(run, 'work')
+end
+
+-- Another replica goes on with the group, before its deadline; no attempt is charged.
+local function pass_on(run, group, cause, reason)
+  lose_lease(run, group, cause, reason)
   redis.call('ZADD', run.base .. 'orphans', group.ticket, group.id)
   redis.call('ZADD', run.base .. 'leases', group.deadline, group.id)
   due_at(run, group.deadline)
-  event(run, 'passed_on', 'group', group.id, 'cause', cause, 'reason', words(reason))
-  wake(run, 'work')
-  return nil
+end
+
+-- Groups that a replica held when it died are leased again in cohorts of this share of them: the poison among 64 is found by the next two
+-- deaths, and the others wait for it no longer than they must.
+local COHORTS = 8
+
+-- The group's replica died with `together` groups. Any of them may have killed it, so that all are suspects: they wait to be leased apart
+-- from others, and no deadline runs meanwhile (law 6). An attempt is charged to a group that was alone with its replica, and to no other.
+local function suspect(run, group, together)
+  local died = 'replica ' .. group.replica .. ' died'
+  if together == 1 then
+    local failures = group.failures + 1
+    if failures >= run.max_attempts then return requeue(run, group, 'dead', true, died .. ' with this group alone') end
+    redis.call('HSET', group.key, 'failures', failures)
+  end
+  lose_lease(run, group, 'dead', died .. ' with ' .. (together == 1 and 'this group alone' or together .. ' groups'))
+  redis.call('HSET', group.key, 'cohort', math.max(1, math.floor(together / COHORTS)))
+  redis.call('ZADD', run.base .. 'suspects', group.ticket, group.id)
 end
 
 -- Nothing more will be generated in this attempt: the lease is done and its unused bytes are free. The token stays, so that a repeated push

@@ -46,7 +46,7 @@ local function lease_refusal(run, entry, group)
   if group and group.token == entry.token and group.state ~= 'open' then
     return 'HR_SURPLUS', 'group ' .. entry.id .. ' has its ' .. group.n .. ' trajectories without this one'
   end
-  if not group or group.token ~= entry.token then
+  if not group or group.token ~= entry.token or entry.token == '' then
     return 'HR_LEASE_LOST', 'the lease of group ' .. entry.id .. ' is over'
   end
   if lease_over(run, entry.id) then

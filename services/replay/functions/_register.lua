@@ -101,6 +101,6 @@ local function run_state(run)
   return {
     run_id = string.match(run.key, '^hr:{(.*)}$'), timeline = run.timeline, incarnation = run.incarnation, next_step = run.next_step,
     committed = run.committed, enqueued = run.enqueued, closed = run.closed == 1, counts = counts_of(run).train,
-    refill = run.refill == 1, timelines = timelines,
+    refill = run.refill == 1, wanted = redis.call('ZCARD', run.base .. 'wanted'), timelines = timelines,
   }
 end

@@ -7,16 +7,20 @@
 --   queue       zset    queued train groups by order       validation zset    queued validation groups by order
 --   line        zset    train groups open, scoring, ready, by ticket; O = ZCARD
 --   ready       zset    those of `line` that are ready, by ticket
---   leases      zset    open groups by the time the lease ends, or the group's deadline where it has none
+--   drains      string  the replica that gets no more groups until it can have suspects
+--   leases      zset    open groups by the time the lease ends, or the group's deadline where another replica is to go on with them
 --   orphans     zset    open groups whose lease was lost, by ticket: the next leases
 --   environments, broken, env:<name>, and the places `unscored:<name>`, `alone:<name>`, `taken:<name>`, `failing:<name>`: see _scoring.lua
+--   suspects    zset    open groups whose replica died, by ticket: leased apart from others. They have no deadline, and are not in `leases`
 --   steps       hash    step -> ids of reserved, retained, or kept by a rewind for it (one a line, in ticket order)
 --   timelines   list    `<timeline> <version it began at>`: what the weights descend from, oldest first
 --   trash       list    groups trained for good whose payloads are still to be freed
 --   tally       list    groups trained for good that are still to be metered
 --   lane        set     every validation group             unused     set     groups left over at the end
 --   failed      zset    dead letters by time, the newest   counts     hash    `<lane>:<state>` -> groups
---   ended       bitmap  orders of train groups that ended failed or filtered
+--   ended       bitmap  orders of train groups that ended failed or filtered; failures: of those that failed
+--   letters     hash    order -> id of the dead letters of train groups
+--   retries     hash    order -> how often its group was retried     wanted  zset    orders whose prompts the trainer is to supply again
 --   since       hash    scored, filtered: train groups since the last batch that got all their scores, and of them were filtered
 --   rejected    string  nonce of the newest rejection of a step
 --   refusals    hash    code -> calls refused (law 4)      requeues   hash    cause -> groups requeued, passed on

@@ -1,14 +1,15 @@
 -- deregister: a replica leaves the fleet.
 -- KEYS     the run
--- ARGV     replica
--- Returns  groups it still holds: call again until 0. What it held is passed on without costing an attempt.
+-- ARGV     replica, died (its engine died, or it ends for another error)
+-- Returns  groups it still holds: call again until 0. What it held is passed on without costing an attempt; if it died, as after a heartbeat
+--          that was lost (`suspect` in _group.lua).
 -- Errors   HR_INVALID
 -- uses: _args, _due, _fleet, _register, _run
-register('hr_deregister', {replica = name}, function(run, call)
+register('hr_deregister', {replica = name, died = flag}, function(run, call)
   local id = call.replica
   if redis.call('EXISTS', replica_key(run, id)) == 0 then return 0 end
   redis.call('HSET', replica_key(run, id), 'state', 'STALE')
-  if not take_back(run, id, 'returned', false, 'replica ' .. id .. ' left') then
+  if not take_back(run, id, call.died) then
     return redis.call('SCARD', run.base .. 'h:' .. id)
   end
   redis.call('UNLINK', replica_key(run, id))

@@ -1,11 +1,11 @@
 -- enqueue: groups come into the queue of their lane; those already taken change nothing (law 1: no prompt twice).
 -- KEYS     the run
--- ARGV     timeline, incarnation, refill (take orders at or below the watermark), groups: of each id, lane, order, env, n, worst (bytes that n
---          trajectories may grow to), nonce; then for each its record (msgpack; kept at d:<nonce>)
--- Returns  how many were new. A train group is new if its order is past the watermark `enqueued` (any order while the run wants a refill) and
---          not in `ended`, and its id unknown; a validation group if its id is unknown.
--- Errors   HR_TIMELINE, HR_STEP (train groups that leave out some after `enqueued`), HR_INVALID (malformed; new train groups after close; refill
---          while steps are being freed)
+-- ARGV     timeline, incarnation, refill (take orders at or below the watermark that the run wants), groups: of each id, lane, order, env, n,
+--          worst (bytes that n trajectories may grow to), nonce; then for each its record (msgpack; kept at d:<nonce>)
+-- Returns  how many were new. A train group is new if its order is past the watermark `enqueued` (with `refill`: or is wanted for a retry; any
+--          order while the run wants a refill) and not in `ended`, and its id unknown; a validation group if its id is unknown.
+-- Errors   HR_TIMELINE, HR_STEP (train groups that leave out some after `enqueued`), HR_INVALID (malformed; new train groups after close, but
+--          for those that are wanted; refill while steps are being freed)
 -- uses: _args, _group, _register, _run
 
 local MOST_TRAJECTORIES = 1024
@@ -34,11 +34,11 @@ end
 local function is_new(run, group, refill, seen)
   if seen[group.id] or redis.call('EXISTS', group.key) == 1 then return false end
   if group.lane == 'validation' then return true end
-  return (refill or group.order > run.enqueued) and redis.call('GETBIT', run.base .. 'ended', group.order) == 0
+  return (refill or group.wanted or group.order > run.enqueued) and redis.call('GETBIT', run.base .. 'ended', group.order) == 0
 end
 
 local function check_new(run, group)
-  if group.lane == 'train' and run.closed == 1 then
+  if group.lane == 'train' and run.closed == 1 and not group.wanted then
     refuse('HR_INVALID', 'group ' .. group.id .. ' comes after the queue was closed')
   end
 end
@@ -50,6 +50,7 @@ local function add(run, group)
     'scored', 0, 'actual', 0)
   redis.call('ZADD', queue_of(run, group.lane), group.order, group.id)
   if group.lane == 'validation' then redis.call('SADD', run.base .. 'lane', group.id) end
+  if group.wanted then redis.call('ZREM', run.base .. 'wanted', group.order) end
   move(run, group.lane, nil, 'queued')
 end
 
@@ -79,6 +80,7 @@ register('hr_enqueue', {
   local new, seen = {}, {}
   for i, given in ipairs(call.groups) do
     local group = parse(run, given, args[i + 1])
+    group.wanted = call.refill and group.lane == 'train' and redis.call('ZSCORE', run.base .. 'wanted', group.order)
     if is_new(run, group, refill, seen) then new[#new + 1] = group end
     seen[group.id] = true
   end

@@ -1,5 +1,6 @@
 -- lease: a verified replica takes groups: first those whose lease was lost, then validation, then the lowest orders as admission and memory
--- allow.
+-- allow. Suspects, whose replica died, go in cohorts to a replica that holds nothing, before anything else; it gets no more until it has
+-- none again. If the lowest ticket is a suspect, one replica that holds others drains for it.
 -- KEYS     the run
 -- ARGV     replica, most (groups), nonce (tokens are made of it)
 -- Returns  msgpack: timeline, incarnation, version, leases. Each of these has group (id), record (key), token, expires_in_s, attempt, ticket
@@ -15,7 +16,7 @@
 -- Until a refill is complete no training prompt is leased: those that are still missing come before those that are there (law 5).
 --
 -- A group whose lease was lost has its place in line and its bytes already, and keeps what its trajectories can still be trained with: those
--- (finished or not) that would break law 2 at the next step start over.
+-- (finished or not) that would break law 2 at the next step start over. It keeps its deadline too; a suspect's begins anew.
 --
 -- Memory: a lease counts its group's worst case until it is complete. Past the bound leases wait, unless nothing is held at all
 -- (a single group over the bound must not stop the run). Payloads of steps that were trained but not committed go first.
@@ -145,26 +146,73 @@ local function missing(run, group)
   return indices, prefixes
 end
 
--- Groups whose lease was lost go on under a new token; their place in line, attempt and deadline are theirs already.
+-- The group goes on with `replica` under a new token; its place in line and its attempt are its own already.
+local function go_on(run, id, replica, nonce, deadline)
+  local group = load_group(run, id)
+  deadline = deadline or group.deadline
+  if group.lane == 'train' then sift_pushed(run, group) end
+  local token = lease_token(nonce, take_ticket(run), group)
+  local indices, prefixes = missing(run, group)
+  redis.call('HSET', group.key, 'token', token, 'replica', replica, 'deadline', deadline)
+  local ends_in = hold_lease(run, group, replica, deadline)
+  return {
+    group = id, record = run.base .. 'd:' .. group.record, token = token, expires_in_s = ends_in / 1000, attempt = group.attempt,
+    ticket = group.ticket, count = group.count, missing = indices, prefixes = prefixes,
+  }
+end
+
+-- Groups that a replica gave back, or whose lease lapsed, go on with this one.
 local function hand_on(run, most, replica, nonce, leases)
   local ids = {}
   for _, id in ipairs(redis.call('ZRANGE', run.base .. 'orphans', 0, most - 1)) do
     if not lease_over(run, id) then ids[#ids + 1] = id end
   end
-  for _, id in ipairs(ids) do
-    local group = load_group(run, id)
-    if group.lane == 'train' then sift_pushed(run, group) end
-    local token = lease_token(nonce, take_ticket(run), group)
-    local indices, prefixes = missing(run, group)
-    redis.call('HSET', group.key, 'token', token, 'replica', replica)
-    local ends_in = hold_lease(run, group, replica, group.deadline)
-    leases[#leases + 1] = {
-      group = id, record = run.base .. 'd:' .. group.record, token = token, expires_in_s = ends_in / 1000, attempt = group.attempt,
-      ticket = group.ticket, count = group.count, missing = indices, prefixes = prefixes,
-    }
-  end
+  for _, id in ipairs(ids) do leases[#leases + 1] = go_on(run, id, replica, nonce) end
   if #ids > 0 then redis.call('ZREM', run.base .. 'orphans', unpack(ids)) end
   return #ids
+end
+
+-- The next cohort: suspects in the order of their tickets, as many as each of them allows.
+local function lease_cohort(run, most, replica, nonce, leases)
+  local ids = {}
+  for _, id in ipairs(redis.call('ZRANGE', run.base .. 'suspects', 0, most - 1)) do
+    most = math.min(most, tonumber(redis.call('HGET', group_key(run, id), 'cohort')))
+    if #ids >= most then break end
+    ids[#ids + 1] = id
+  end
+  for _, id in ipairs(ids) do
+    redis.call('HDEL', group_key(run, id), 'cohort')
+    leases[#leases + 1] = go_on(run, id, replica, nonce, run.now + run.group_deadline_ms)
+  end
+  redis.call('ZREM', run.base .. 'suspects', unpack(ids))
+  redis.call('HSET', run.base .. 'r:' .. replica, 'cohort', 1)
+  redis.call('UNLINK', run.base .. 'drains')
+end
+
+-- Whether this replica, which holds groups, gets no more until it has none: the lowest ticket is a suspect, and no other replica drains.
+local function drains(run, replica, suspect_id, ticket)
+  if ticket >= 0 and redis.call('ZRANGE', run.base .. 'line', 0, 0)[1] ~= suspect_id then return false end
+  local other = redis.call('GET', run.base .. 'drains')
+  if other and other ~= replica then
+    local state, timeline = unpack(redis.call('HMGET', run.base .. 'r:' .. other, 'state', 'timeline'))
+    if state == 'HEALTHY' and timeline == run.timeline then return false end
+  end
+  redis.call('SET', run.base .. 'drains', replica)
+  return true
+end
+
+-- Whether the replica is set apart: it holds suspects (`cohort`), has been given some by this call, or drains for them.
+local function set_apart(run, most, replica, cohort, nonce, leases)
+  local held = redis.call('EXISTS', run.base .. 'h:' .. replica) == 1
+  if held and cohort then return true end
+  local first, ticket = unpack(redis.call('ZRANGE', run.base .. 'suspects', 0, 0, 'WITHSCORES'))
+  if first and held then return drains(run, replica, first, tonumber(ticket)) end
+  if first then
+    lease_cohort(run, most, replica, nonce, leases)
+  elseif cohort then
+    redis.call('HDEL', run.base .. 'r:' .. replica, 'cohort')
+  end
+  return first ~= nil
 end
 
 local QUEUED = {'state', 'lane', 'record', 'env', 'n', 'worst', 'attempt', 'held'}
@@ -186,13 +234,15 @@ end
 
 register('hr_lease', {replica = name, most = positive, nonce = name}, function(run, call)
   local replica, most, nonce = call.replica, math.min(call.most, BATCH), call.nonce
-  local state, version, timeline = unpack(redis.call('HMGET', run.base .. 'r:' .. replica, 'state', 'version', 'timeline'))
+  local state, version, timeline, cohort =
+    unpack(redis.call('HMGET', run.base .. 'r:' .. replica, 'state', 'version', 'timeline', 'cohort'))
   if state ~= 'HEALTHY' or timeline ~= run.timeline then
     refuse('HR_NOT_VERIFIED', 'replica ' .. replica .. ' holds no verified weights of this timeline; it may not lease')
   end
   version = tonumber(version)
   local leases = {}
-  most = most - hand_on(run, most, replica, nonce, leases)
+  if set_apart(run, most, replica, cohort, nonce, leases) then most = 0 end
+  if most > 0 then most = most - hand_on(run, most, replica, nonce, leases) end
   most = most - lease_from(run, 'validation', most, replica, version, nonce, leases)
   local reserved = run.prompts_per_step * run.next_step
   local ahead = redis.call('ZCARD', run.base .. 'line') + run.pinned

@@ -8,6 +8,7 @@ register('hr_register', {replica = name}, function(run, call, args)
   local id = call.replica
   require_bytes(1, args)
   redis.call('HSET', replica_key(run, id), 'state', 'STALE', 'version', -1, 'timeline', run.timeline, 'info', args[2])
+  redis.call('HDEL', replica_key(run, id), 'together', 'cohort')
   see(run, id)
   event(run, 'replica', 'replica', id, 'state', 'STALE')
   wake(run, 'epoch')

@@ -17,7 +17,7 @@ register('hr_release', {
   elseif how == 'failed' then
     requeue(run, group, how, true, reason)
   else
-    pass_on(run, group, how, false, reason)
+    pass_on(run, group, how, reason)
   end
   return 1
 end)

@@ -190,7 +190,7 @@ local function reserve(run, step)
   local survivors = #groups
   local need = run.prompts_per_step - survivors
   if run.closed == 1 then
-    local queued = redis.call('ZCARD', run.base .. 'queue')
+    local queued = redis.call('ZCARD', run.base .. 'queue') + redis.call('ZCARD', run.base .. 'wanted')
     if queued + redis.call('ZCARD', run.base .. 'line') + run.pinned < run.prompts_per_step then
       if not waits_for_environment(run) then return end_run(run, {}) end
       return {reply = 'waiting', ready = survivors, needed = run.prompts_per_step}

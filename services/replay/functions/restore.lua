@@ -3,7 +3,7 @@
 -- under another prefix, which the client sweeps. A repeat under the same incarnation is a no-op.
 -- KEYS     the run
 -- ARGV     version, timeline, incarnation (new nonces), enqueued (highest order taken; -1: none), failed, filtered (how many groups); then the
---          bitmap of both
+--          bitmaps of both, and of those that failed
 -- Returns  the run's state, msgpack
 -- Errors   HR_TIMELINE: this timeline or incarnation has ended; HR_INVALID
 -- uses: _args, _register, _run
@@ -13,8 +13,9 @@ local function order_or_none(value, what)
 end
 
 -- The groups that ended, as the checkpoint knows them.
-local function take_over_ended(run, failed, filtered, bitmap)
+local function take_over_ended(run, failed, filtered, bitmap, failures)
   if #bitmap > 0 then redis.call('SET', run.base .. 'ended', bitmap) end
+  if #failures > 0 then redis.call('SET', run.base .. 'failures', failures) end
   if failed > 0 then move(run, 'train', nil, 'failed', failed) end
   if filtered > 0 then move(run, 'train', nil, 'filtered', filtered) end
 end
@@ -22,7 +23,7 @@ end
 register('hr_restore', {
   version = natural, timeline = name, incarnation = name, enqueued = order_or_none, failed = natural, filtered = natural,
 }, function(run, call, args)
-  require_bytes(1, args)
+  require_bytes(2, args)
   local version, timeline, incarnation, enqueued = call.version, call.timeline, call.incarnation, call.enqueued
   if incarnation == run.incarnation then return cmsgpack.pack(run_state(run)) end
   require_unused(run, incarnation)
@@ -38,7 +39,7 @@ register('hr_restore', {
     'bytes', 0, 'due', 1e15)
   run.refill = 1
   begin_timeline(run, version, timeline)
-  take_over_ended(run, call.failed, call.filtered, args[2])
+  take_over_ended(run, call.failed, call.filtered, args[2], args[3])
   move(run, 'train', nil, 'trained', version * run.prompts_per_step)
   event(run, 'restored', 'version', version, 'incarnation', incarnation)
   for _, channel in ipairs({'work', 'ready', 'scoring', 'epoch'}) do wake(run, channel) end

@@ -2,7 +2,8 @@
 -- KEYS     the run
 -- ARGV     none
 -- Returns  msgpack: the run's state, refusals by code, requeues by cause, bytes, ages of the last batch, the scoring line, leases,
---          the newest dead letters, groups ready out of the next P in line
+--          suspects (groups that wait to be leased apart, because their replica died), the newest dead letters, groups ready out of the
+--          next P in line
 -- uses: _args, _group, _register, _scoring
 local function scoring_line(run)
   local line, oldest = {waiting = 0, taken = 0}, run.now
@@ -37,6 +38,7 @@ register_reader('hr_stats', nil, function(run)
   stats.age_mean, stats.age_max = tonumber(age_mean or nil) or 0, tonumber(age_max or nil) or 0
   stats.scoring = scoring_line(run)
   stats.leases = redis.call('ZCARD', run.base .. 'leases')
+  stats.suspects = redis.call('ZCARD', run.base .. 'suspects')
   stats.line = redis.call('ZCARD', run.base .. 'line')
   stats.prompts_per_step, stats.max_age = run.prompts_per_step, run.max_age
   stats.failed = newest_failed(run)

@@ -10,6 +10,7 @@ are the run's, if another trainer of it wakes up late, is a matter of the chain 
     step_12/ledger.json   {step: [group ids]} of the steps trained since the checkpoint before it
     step_12/trained.roaring  `order` of every prompt that the weights were trained on (`Ledger.encode`)
     step_12/ended.bitmap  `order` of every group that ended failed or filtered (`headrace.replay.Ended`)
+    step_12/failures.bitmap  `order` of those that failed
     step_12/state.json    `CheckpointState`; the last file to be written
 
 As long as the buffer keeps its data, it knows what the ledger knows. If it loses writes (an empty volume, a power cut, a failover), or is
@@ -45,6 +46,7 @@ T = TypeVar("T")
 
 TRAINED = "trained.roaring"
 ENDED = "ended.bitmap"
+FAILURES = "failures.bitmap"
 
 
 class Ledger:
@@ -108,6 +110,7 @@ class CheckpointState(BaseModel):
 
     `ancestors` are the timelines that the weights descend from, oldest first, without `timeline` itself; `incarnation` is the buffer's;
     `cursor` is one more than the highest `order` trained; `failed` and `filtered` count the groups that ended without being trained;
+    `retries` counts the retries of failed groups that the journal had by then (None: written by a build that knew of none);
     `consumed_samples` and `total_valid_tokens` count the trajectories that the weights were trained on, and their tokens that counted;
     `metrics` are named as `checkpointing.metric_name` names them (`val:accuracy`).
     """
@@ -121,6 +124,7 @@ class CheckpointState(BaseModel):
     cursor: int
     failed: int = 0
     filtered: int = 0
+    retries: int | None = None
     consumed_samples: int = 0
     total_valid_tokens: int = 0
     run_id: str

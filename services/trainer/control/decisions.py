@@ -16,6 +16,8 @@ from headrace.replay import End, Replica, Reservation, Waiting
 
 FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 60.0
+# Prompts that must have ended before `run.max_failed_share` is looked at.
+JUDGED = 100
 
 
 class Action(enum.Enum):
@@ -30,6 +32,7 @@ class Action(enum.Enum):
     WAIT = "wait"
     FINISH = "finish"
     FAIL = "fail"
+    CONDEMN = "condemn"  # as FAIL, for what became of the groups: the reasons are theirs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Plan:
     val_at_end: bool
     fleet_deadline_s: float
     validation_deadline_s: float
+    max_failed_share: float
 
     @classmethod
     def of(cls, config: Config, *, can_validate: bool) -> Plan:
@@ -64,6 +68,7 @@ class Plan:
             val_at_end=config.algorithm.val_at_end,
             fleet_deadline_s=config.trainer.fleet_deadline_s,
             validation_deadline_s=config.trainer.validation_deadline_s,
+            max_failed_share=config.run.max_failed_share,
         )
 
     def validates(self, version: int, *, final: bool) -> bool:
@@ -95,6 +100,7 @@ class LoopState:
     the wait for one began). `refit_due`: some replica that is not at this version may be tried now. `reply`: the last answer of
     `reserve`, None if it must be called again. `target_reached`: a validation reached `stop_at_validation_threshold`. `must_save`: another
     step would end after `checkpoint_must_save_by`, and no checkpoint has been saved for it yet.
+    `counts`: the run's training groups by state.
     """
 
     now: float
@@ -112,12 +118,15 @@ class LoopState:
     reply: Reservation | Waiting | End | None
     target_reached: bool = False
     must_save: bool = False
+    counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def decide(plan: Plan, state: LoopState) -> Decision:
     """The next action of the loop."""
     if state.stop:
         return Decision(Action.STOP)
+    if reason := too_many_failed(plan, state.counts):
+        return Decision(Action.CONDEMN, reason)
     final = state.version >= plan.last_version or isinstance(state.reply, End) or state.target_reached
     if plan.saves(state.version, final=final or state.must_save) and not state.saved:
         return Decision(Action.CHECKPOINT)
@@ -129,12 +138,32 @@ def decide(plan: Plan, state: LoopState) -> Decision:
             return _await_fleet(plan, state)
         return _await_validation(plan, state) or Decision(Action.VALIDATE)
     if final:
-        return _await_validation(plan, state) or Decision(Action.FINISH)
+        return _await_validation(plan, state) or _finish(state)
     if state.reply is None:
         return Decision(Action.RESERVE)
     if isinstance(state.reply, Reservation):
         return Decision(Action.TRAIN)
     return _await_fleet(plan, state)
+
+
+def too_many_failed(plan: Plan, counts: Mapping[str, int]) -> str | None:
+    """Why the run ends as an error, if more than `max_failed_share` of its prompts failed, once `JUDGED` of them have ended."""
+    failed = counts.get("failed", 0)
+    ended = failed + sum(counts.get(state, 0) for state in ("filtered", "reserved", "trained"))
+    if ended < JUDGED or failed <= plan.max_failed_share * ended:
+        return None
+    return (
+        f"{failed} of the {ended} prompts that ended have failed, more than run.max_failed_share {plan.max_failed_share:g}: mend the "
+        "cause, and start again after `headrace groups retry --all --run RUN`, or raise it"
+    )
+
+
+def _finish(state: LoopState) -> Decision:
+    """A run whose whole history trained nothing has not succeeded, unless a validation at its start reached its target."""
+    if state.version or state.target_reached:
+        return Decision(Action.FINISH)
+    what = ", ".join(f"{count} {name}" for name, count in state.counts.items() if count) or "there were none"
+    return Decision(Action.CONDEMN, f"the run has ended and nothing was trained; its prompts: {what}")
 
 
 def _await_fleet(plan: Plan, state: LoopState) -> Decision:

@@ -1,4 +1,5 @@
-"""Keeps the queue of training prompts filled ahead of the fleet, and closes it when no more will come."""
+"""Keeps the queue of training prompts filled ahead of the fleet, closes it when no more will come, and supplies the prompts of failed
+groups that are retried."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from headrace.config import Config
 from headrace.replay import BufferRetry, ReplayClient, RunState
 from headrace_services.trainer.data import Prompts
+from headrace_services.trainer.telemetry.journal import Journal, retried
 
 log = logging.getLogger(__name__)
 
@@ -33,18 +35,26 @@ def next_orders(state: RunState, *, ahead: int, total: int, to_train: int) -> tu
 
 
 class Feeder:
-    """Enqueues prompts in one task: enqueue, wait for a second or for `wake`, look again. It ends when it has closed the queue.
+    """Enqueues prompts in one task: enqueue, wait for a second or for `wake`, look again.
 
-    Groups are made in another thread, because that tokenizes.
+    Groups are made in another thread, because that tokenizes. `retries` counts the lines of retries in the journal.
     """
 
     def __init__(
-        self, config: Config, replay: ReplayClient, retry: BufferRetry, timeline: str, prompts: Prompts
+        self,
+        config: Config,
+        replay: ReplayClient,
+        retry: BufferRetry,
+        timeline: str,
+        prompts: Prompts,
+        journal: Journal,
     ) -> None:
         self._replay = replay
         self._retry = retry
         self._timeline = timeline
         self._prompts = prompts
+        self._journal = journal
+        self.retries = len(retried(journal.read()))
         algorithm = config.algorithm
         self._ahead = algorithm.num_prompts_per_step * (algorithm.ahead_steps + 2)
         self._to_train = algorithm.num_prompts_per_step * algorithm.max_num_steps
@@ -69,17 +79,26 @@ class Feeder:
         while True:
             self._wake.clear()
             state = await self._retry(self._replay.state)
+            if state.wanted:
+                await self._supply(state.next_step)
             total = self._prompts.total
             orders, close = next_orders(state, ahead=self._ahead, total=total, to_train=self._to_train)
             for at in range(0, len(orders), BATCH):
                 await self._enqueue(orders[at : at + BATCH], refill=False)
-            if close:
+            if close and not state.closed:
                 await self._retry(lambda: self._replay.close(self._timeline))
                 log.info("the queue is closed: all %d prompts are in", total)
-                return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_S):
                     await self._wake.wait()
+
+    async def _supply(self, step: int) -> None:
+        """Enqueue again the prompts of failed groups that are retried. The journal knows it first, should the buffer lose them."""
+        while orders := await self._retry(self._replay.wanted):
+            self._journal.append("retry", step, self._timeline, {}, orders)
+            self.retries += 1
+            await self._enqueue(orders, refill=True)
+            log.info("%d prompts whose groups had failed are queued again", len(orders))
 
     async def _enqueue(self, orders: Sequence[int], *, refill: bool) -> int:
         groups = await asyncio.to_thread(self._prompts.train, orders)

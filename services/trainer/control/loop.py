@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal, TypeVar
 
@@ -27,7 +27,7 @@ from headrace.replay.calls import BATCH
 from headrace.trajectory import Float32, Int32
 from headrace.weights.probe import choose_token_ids
 from headrace_services.trainer.control import decisions
-from headrace_services.trainer.control.checkpoint import ENDED, TRAINED, CheckpointState
+from headrace_services.trainer.control.checkpoint import ENDED, FAILURES, TRAINED, CheckpointState
 from headrace_services.trainer.control.context import TrainerContext
 from headrace_services.trainer.control.decisions import Action, Backoff, LoopState, Plan
 from headrace_services.trainer.control.rank import InvariantBroken, Weights, check_reservation, shard_batch
@@ -120,7 +120,8 @@ class Loop:
             fleet = await self._call(self._replay.replicas)
             if self._validation is not None and await self._validation.poll():
                 await self._report_validation(self._validation)
-            decision = decisions.decide(self._plan, self._look(fleet))
+            counts = (await self._call(self._replay.state)).counts
+            decision = decisions.decide(self._plan, self._look(fleet, counts))
             began = self._clock()
             match decision.action:
                 case Action.STOP:
@@ -131,6 +132,8 @@ class Loop:
                     return False
                 case Action.FAIL:
                     raise ServiceError(decision.reason)
+                case Action.CONDEMN:
+                    raise ServiceError(decision.reason + await self._reasons_of_failures())
                 case Action.FINISH:
                     await self._finish()
                     return True
@@ -164,7 +167,7 @@ class Loop:
             else:
                 self._seconds[decision.action] += self._clock() - began
 
-    def _look(self, fleet: Sequence[Replica]) -> LoopState:
+    def _look(self, fleet: Sequence[Replica], counts: Mapping[str, int]) -> LoopState:
         now, running = self._clock(), self._validation
         self._alive = len(decisions.alive(fleet))
         # while older weights are being evaluated, the replicas that hold those weights count
@@ -191,7 +194,16 @@ class Loop:
             reply=self._reply,
             target_reached=self._target_reached,
             must_save=not self._saved_in_time and self._plan.must_save_now(now - self._began, self._step_s),
+            counts=counts,
         )
+
+    async def _reasons_of_failures(self) -> str:
+        """The most frequent reasons of the newest training groups that failed, as the end of a sentence."""
+        letters = [letter for letter in (await self._call(self._replay.stats))["failed"] if letter["lane"] == "train"]
+        if not letters:
+            return ""
+        frequent = Counter(" ".join(letter["reason"].split())[:300] for letter in letters).most_common(3)
+        return f". Of the newest {len(letters)} failures: " + "; ".join(f"{times} x {why}" for why, times in frequent)
 
     # -- a step ----------------------------------------------------------------------------------------------------------
 
@@ -280,7 +292,8 @@ class Loop:
 
     async def _checkpoint(self) -> None:
         """Publish a checkpoint, then commit it to the buffer: in this order nothing is lost, whatever dies in between."""
-        context, ended = self._context, await self._call(self._replay.ended)
+        context, retries = self._context, self._context.feeder.retries
+        ended = await self._call(self._replay.ended)
         counters = context.lead.learner.counters
         state = CheckpointState(
             version=self._version,
@@ -290,13 +303,14 @@ class Loop:
             cursor=self._ledger.last + 1,
             failed=ended.failed,
             filtered=ended.filtered,
+            retries=retries,
             consumed_samples=counters.consumed_samples,
             total_valid_tokens=counters.total_valid_tokens,
             run_id=self._config.run.id or "",
             metrics={} if self._reward is None else {"train:reward": self._reward},
         )
         keep = {self._validation.version} if self._validation else set()
-        files = {TRAINED: self._ledger.encode(), ENDED: ended.bitmap}
+        files = {TRAINED: self._ledger.encode(), ENDED: ended.bitmap, FAILURES: ended.failures}
 
         def write() -> None:
             folder = context.checkpoints.begin(state.version, state.timeline)

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pyroaring import BitMap
 
@@ -14,6 +14,7 @@ from headrace.errors import ServiceError
 from headrace.replay import BufferRetry, Ended, ReplayClient, RunState
 from headrace_services.trainer.control.checkpoint import (
     ENDED,
+    FAILURES,
     TRAINED,
     Checkpoints,
     CheckpointState,
@@ -53,7 +54,7 @@ class ResumeState:
     """The state that a trainer resumes from, agreed with the buffer.
 
     `refill`: prompts up to order `enqueued` are missing in the buffer and must be enqueued again before anything else. `ended`: the orders
-    that failed or were filtered before the checkpoint.
+    that failed or were filtered, as far as the buffer knows now.
     """
 
     version: int
@@ -71,11 +72,24 @@ class ResumeState:
         return self.ledger.missing(self.enqueued, self.ended)
 
 
+def checkpoint_ended(checkpoint: CheckpointState, checkpoints: Checkpoints) -> Ended:
+    """The groups that had ended untrained when the checkpoint was published. An earlier build did not say which of them had failed."""
+    version = checkpoint.version
+    failures = b"" if checkpoint.retries is None else checkpoints.file(version, FAILURES)
+    return Ended(checkpoint.failed, checkpoint.filtered, checkpoints.file(version, ENDED), failures)
+
+
 async def resume(
-    replay: ReplayClient, retry: BufferRetry, checkpoints: Checkpoints, newest: int | None, run_id: str
+    replay: ReplayClient,
+    retry: BufferRetry,
+    checkpoints: Checkpoints,
+    newest: int | None,
+    retried: Sequence[Sequence[int]],
+    run_id: str,
 ) -> ResumeState:
     """Rewind or restore the buffer to checkpoint `newest`, whose weights the trainer has loaded (None: the initial model), on a new
-    timeline, which becomes the newest of the checkpoints' chain."""
+    timeline, which becomes the newest of the checkpoints' chain. `retried`: the orders of each retry in the journal; those that the
+    checkpoint doesn't know of are retried still."""
     checkpoint = None if newest is None else checkpoints.state(newest)
     ledger, ended = Ledger(), Ended()
     if checkpoint is not None:
@@ -85,7 +99,8 @@ async def resume(
                 "set checkpointing.checkpoint_dir to another folder"
             )
         ledger = Ledger.decode(checkpoints.file(checkpoint.version, TRAINED))
-        ended = Ended(checkpoint.failed, checkpoint.filtered, checkpoints.file(checkpoint.version, ENDED))
+        ended = checkpoint_ended(checkpoint, checkpoints)
+        ended = ended.without(order for orders in retried[checkpoint.retries or 0 :] for order in orders)
     ended_bitmap = ended_orders(ended)
     found = await retry(replay.state)
     version = 0 if checkpoint is None else checkpoint.version
@@ -106,7 +121,7 @@ async def resume(
         ancestors=(*checkpoint.ancestors, checkpoint.timeline) if checkpoint else (),
         incarnation=run.incarnation,
         ledger=ledger,
-        ended=ended_bitmap,
+        ended=ended_orders(await retry(replay.ended)),
         enqueued=run.enqueued,
         refill=run.refill,
         previous_timeline=found.timeline,

@@ -1,9 +1,10 @@
 """The journal `metrics.jsonl`: the metrics of a run, from which curves and trackers are fed.
 
-It has one JSON object per line: `kind` (`train`, `validation`, or `rewind`), `step`, `timeline`, `time` (Unix
+It has one JSON object per line: `kind` (`train`, `validation`, `rewind`, or `retry`), `step`, `timeline`, `time` (Unix
 seconds) and `metrics`. `step` of a `train` line is the step t that turned version t into t + 1; of a `validation` line the
 version that was evaluated; of a `rewind` line the checkpoint from which the trainer resumed, which supersedes the lines of
-later weights above it (`surviving`).
+later weights above it (`surviving`). A `retry` line names the `orders` of prompts whose groups had failed and were queued again, at
+the step that was due then.
 
 The newest lines are in `metrics.jsonl` itself. Once it has `SEGMENT_BYTES` it is renamed, `metrics.000001.jsonl` and so on, and another
 begun; `read_journal` and `read_bytes` read all of them as one.
@@ -16,7 +17,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from headrace.errors import ServiceError
 JOURNAL = "metrics.jsonl"  # in the run's folder
 SEGMENT_BYTES = 64 << 20
 
-Kind = Literal["train", "validation", "rewind"]
+Kind = Literal["train", "validation", "rewind", "retry"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +36,11 @@ class Line:
     timeline: str
     time: float
     metrics: dict[str, float]
+    orders: list[int] = dataclasses.field(default_factory=list)
 
 
 def surviving(lines: Iterable[Line]) -> list[Line]:
-    """The lines that belong to the history of the newest weights.
+    """The lines that belong to the history of the newest weights: of steps and validations.
 
     A rewind to version c abandons the steps that made later versions (`train` lines with step >= c) and the validations of
     those versions (`validation` lines with step > c). The weights of version c are unchanged, so its own validation survives. What a
@@ -50,9 +52,14 @@ def surviving(lines: Iterable[Line]) -> list[Line]:
         if line.kind == "rewind":
             timeline = line.timeline
             kept = [k for k in kept if k.step < line.step or (k.kind == "validation" and k.step == line.step)]
-        elif timeline in (None, line.timeline):
+        elif line.kind != "retry" and timeline in (None, line.timeline):
             kept.append(line)
     return kept
+
+
+def retried(lines: Iterable[Line]) -> list[list[int]]:
+    """The orders of each retry so far, whatever was rewound since: a retry is of the run, not of its weights."""
+    return [line.orders for line in lines if line.kind == "retry"]
 
 
 class Journal:
@@ -64,12 +71,16 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
 
-    def append(self, kind: Kind, step: int, timeline: str, metrics: Mapping[str, float]) -> None:
-        line = Line(kind, step, timeline, time.time(), dict(metrics))
+    def append(
+        self, kind: Kind, step: int, timeline: str, metrics: Mapping[str, float], orders: Sequence[int] = ()
+    ) -> None:
+        line = dataclasses.asdict(Line(kind, step, timeline, time.time(), dict(metrics), list(orders)))
+        if not orders:
+            del line["orders"]
         if self.path.exists() and self.path.stat().st_size >= self._segment_bytes:
             self.path.rename(self.path.with_name(f"{self.path.stem}.{len(_older(self.path)) + 1:06}{self.path.suffix}"))
         with self.path.open("a") as file:
-            file.write(json.dumps(dataclasses.asdict(line)) + "\n")
+            file.write(json.dumps(line) + "\n")
 
     def read(self) -> list[Line]:
         """All lines. Raises `ServiceError` naming the first line that `append` did not write."""

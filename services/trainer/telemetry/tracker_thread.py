@@ -113,7 +113,7 @@ class TrackerThread:
         if not data:
             return
         position, end = self._position, self._position.offset + len(data)
-        lines = list(parse_lines(data.decode(), str(self._journal)))
+        lines = [line for line in parse_lines(data.decode(), str(self._journal)) if line.kind != "retry"]
         rewound_to = min((line.step for line in lines if line.kind == "rewind"), default=None)
         if rewound_to is not None:
             # the lines of those steps are void, except for one that survives: the validation of the version that was rewound to

@@ -70,5 +70,23 @@ def test_groups_are_shown_listed_and_exported(tmp_path: Path, limits: Limits, up
         assert "can't be written" in refused("groups", "export", "--run", folder, "-o", tmp_path / "no" / "out.jsonl")
 
 
+@pytest.mark.parametrize("up", [True, False])
+@pytest.mark.parametrize("which", [("e0-train-1",), ("--reason", "too long"), ("--all",)])
+def test_failed_groups_are_retried(tmp_path: Path, limits: Limits, up: bool, which: tuple[str, ...]) -> None:
+    with kept_run(tmp_path, "seen", limits, fill) as (folder, server):
+        if not up:
+            asyncio.run(server.stop())
+        retry = ("groups", "retry", "--run", folder)
+        assert "which groups?" in refused(*retry)
+        assert "which groups?" in refused(*retry, "e0-train-1", "--all")
+        assert "it is scoring" in refused(*retry, "e0-train-0")
+        assert "not held by the buffer" in refused(*retry, "nobody")
+        assert headrace(*retry, "--reason", "something else").startswith("0 groups")
+        assert headrace(*retry, *which).startswith("1 groups")
+        assert headrace(*retry, "--all").startswith("0 groups")
+        listed = headrace("groups", "list", "--run", folder)
+        assert sorted(listed.split()) == ["e0-train-0", "e0-train-2", "queued", "scoring"]
+
+
 def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert f"--run {tmp_path}: no run there" in refused("groups", "list", "--run", tmp_path)

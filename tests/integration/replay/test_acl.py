@@ -69,9 +69,9 @@ async def opened(server: EmbeddedServer, limits: Limits) -> EmbeddedServer:
 async def test_each_role_does_its_whole_job_with_its_own_user(opened: EmbeddedServer, limits: Limits, up: bool) -> None:
     """A run from its first prompt to a restore. With `up`, one user stands for all roles, as under `headrace up`."""
     async with contextlib.AsyncExitStack() as stack:
-        replay, trainer, rollout, reader = [
+        replay, trainer, rollout, operator, reader = [
             await stack.enter_async_context(connected(opened, "up" if up and role != "reader" else role))
-            for role in ("replay", "trainer", "rollout", "reader")
+            for role in ("replay", "trainer", "rollout", "operator", "reader")
         ]
         state = await trainer.rewind(0, nonce())
         groups = [make_group(order) for order in range(8)] + [make_group(0, lane="validation")]
@@ -105,6 +105,11 @@ async def test_each_role_does_its_whole_job_with_its_own_user(opened: EmbeddedSe
         await trainer.commit(1, state.timeline)
         await trainer.close(state.timeline)
         await trainer.wait_ready(0.01)
+        (failing, *_) = await rollout.lease(replica, 1)
+        await rollout.reject(failing, "too long")
+        assert await operator.retry({failing.group.order: 0}) == 1
+        assert await trainer.wanted() == [failing.group.order]
+        assert await trainer.enqueue(groups[failing.group.order :][:1], state.timeline, refill=True) == 1
 
         await people_look(reader)
         await people_look(replay)
@@ -146,9 +151,10 @@ async def test_every_other_function_is_refused(opened: EmbeddedServer, role: str
 
 
 FORBIDDEN = {
-    "replay": ("reserve", "rewind", "restore", "commit", "enqueue", "lease", "push", "verify"),
-    "trainer": ("lease", "push", "score", "take_scoring", "verify", "register", "open_run"),
+    "replay": ("retry", "reserve", "rewind", "restore", "commit", "enqueue", "lease", "push", "verify"),
+    "trainer": ("retry", "lease", "push", "score", "take_scoring", "verify", "register", "open_run"),
     "rollout": (
+        "retry",
         "reserve",
         "rewind",
         "restore",
@@ -161,6 +167,7 @@ FORBIDDEN = {
         "open_run",
     ),
     "reader": ("reserve", "rewind", "restore", "commit", "enqueue", "lease", "push", "score", "register", "open_run"),
+    "operator": ("reserve", "rewind", "enqueue", "lease", "push", "score", "open_run"),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace.service import EXIT_STOPPED
+from headrace.service import EXIT_STOPPED, EXIT_USER_ERROR
 from headrace_services.trainer.control.resume import restore_reason
 from headrace_services.trainer.telemetry.metric_names import unknown
 from headrace_services.trainer.telemetry.samples import SampleFiles
@@ -257,3 +257,16 @@ async def test_a_rank_that_dies_ends_the_others(trainer: Trainer, replay: Replay
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
         assert await trainer.run_ranks(2, "rank_1_reads") == [1, -signal.SIGKILL], trainer.said()
     assert "error: another rank of the trainer failed" in trainer.said()
+
+
+async def test_a_run_all_of_whose_prompts_fail_ends_as_an_error_that_says_how_many_and_why(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    trainer.settings["data"]["train"]["size"] = 5
+    trainer.settings["grpo"] |= {"max_num_steps": 100, "val_period": 0, "val_at_start": False, "val_at_end": False}
+    replica = SmallReplica(replay, tiny_model, doomed=frozenset(range(5)))
+    async with running(replica.run(), score_all(replay)):
+        assert await trainer.run() == EXIT_USER_ERROR, trainer.said()
+    failed = (await settled(replay))["failed"]
+    assert f"nothing was trained; its prompts: {failed} failed" in trainer.said()
+    assert f"Of the newest {failed} failures: {failed} x this problem is doomed" in trainer.said()

@@ -65,7 +65,7 @@ def test_a_rewind_voids_the_steps_after_it() -> None:
 
 def test_the_summary_names_both_ends() -> None:
     text = shown(closing_table(run(), 178.4))
-    for expected in ("0.370 (step 0)", "0.500 (step 0)", "0.800 (step 3)", "2 min 58 s"):
+    for expected in ("0.370 (step 0)", "0.500 (step 0)", "0.800 (step 3)", "7 queued", "2 min 58 s"):
         assert expected in text
 
 

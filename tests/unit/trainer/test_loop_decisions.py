@@ -32,6 +32,7 @@ PLAN = Plan(
     val_at_end=True,
     fleet_deadline_s=30.0,
     validation_deadline_s=20.0,
+    max_failed_share=0.2,
 )
 # at version 3: refitted, waiting for a batch, with two verified replicas
 AT_WORK = LoopState(
@@ -254,3 +255,34 @@ def test_a_replica_that_refuses_again_and_again_is_tried_less_and_less_often() -
     assert waits[:3] == [1.0, 2.0, 4.0]
     assert waits[-1] == LAST_BACKOFF_S
     assert next_backoffs([], backoffs, 0.0) == {}
+
+
+@pytest.mark.parametrize(
+    ("counts", "condemned"),
+    [
+        ({"failed": 99}, False),
+        ({"failed": 100}, True),
+        ({"failed": 20, "trained": 40, "reserved": 20, "filtered": 20, "queued": 7, "open": 9}, False),
+        ({"failed": 21, "trained": 40, "reserved": 20, "filtered": 20}, True),
+        ({"failed": 0, "trained": 1000}, False),
+    ],
+)
+def test_a_run_too_many_of_whose_prompts_failed_ends_as_an_error(counts: dict[str, int], condemned: bool) -> None:
+    assert (at(counts=counts) is Action.CONDEMN) == condemned
+    assert at(counts=counts, stop=True) is Action.STOP
+
+
+def test_the_error_says_how_many_failed_and_what_to_do() -> None:
+    reason = decide(PLAN, dataclasses.replace(AT_WORK, counts={"failed": 60, "trained": 60})).reason
+    assert "60 of the 120 prompts that ended have failed, more than run.max_failed_share 0.2" in reason
+    assert "headrace groups retry" in reason
+
+
+def test_a_run_that_trained_nothing_ends_as_an_error() -> None:
+    nothing = dataclasses.replace(AT_WORK, version=0, reply=End(3), validated=True, counts={"failed": 5, "unused": 3})
+    decision = decide(PLAN, nothing)
+    assert decision.action is Action.CONDEMN
+    assert "nothing was trained; its prompts: 5 failed, 3 unused" in decision.reason
+    assert decide(PLAN, dataclasses.replace(nothing, version=1, saved=True)).action is Action.FINISH
+    # a validation of the initial model was all that it took
+    assert decide(PLAN, dataclasses.replace(nothing, target_reached=True)).action is Action.FINISH

@@ -8,8 +8,8 @@ from headrace_services.trainer.control.decisions import Action
 from headrace_services.trainer.control.loop import step_times
 from headrace_services.trainer.telemetry.throughput import StepTimes
 
-# Training is timed by itself, and after the other three there is no next step.
-BETWEEN = [a for a in Action if a not in (Action.TRAIN, Action.STOP, Action.FINISH, Action.FAIL)]
+# Training is timed by itself, and after the others there is no next step.
+BETWEEN = [a for a in Action if a not in (Action.TRAIN, Action.STOP, Action.FINISH, Action.FAIL, Action.CONDEMN)]
 
 
 @pytest.mark.parametrize("action", BETWEEN, ids=lambda action: action.name)

@@ -1,0 +1,39 @@
+-- retry: failed train groups are to be generated again, for the operator.
+-- KEYS     the run
+-- ARGV     incarnation, orders (of the groups), retries (how often each was retried before)
+-- Returns  how many of them had failed
+-- Errors   HR_TIMELINE: a restore installed another incarnation; HR_INVALID
+--
+-- Law 1: failed is final until a retry, and each retry is of one failure: one that arrives again, however late, names a number that is past, and
+-- changes nothing. Count, bits and dead letter of the group go together. Its prompt is `wanted`: the trainer supplies it again, as in a refill.
+-- uses: _args, _group, _register, _run
+
+local function forget_dead_letter(run, order)
+  local id = redis.call('HGET', run.base .. 'letters', order)
+  if not id then return end
+  erase(run, load_group(run, id))
+  redis.call('ZREM', run.base .. 'failed', id)
+  redis.call('HDEL', run.base .. 'letters', order)
+end
+
+register('hr_retry', {
+  incarnation = text, orders = list_of(natural, BATCH), retries = list_of(natural, BATCH),
+}, function(run, call)
+  require_incarnation(run, call.incarnation)
+  if #call.orders ~= #call.retries then refuse('HR_INVALID', #call.orders .. ' orders, and ' .. #call.retries .. ' entries of retries') end
+  local again = 0
+  for i, order in ipairs(call.orders) do
+    local retried = tonumber(redis.call('HGET', run.base .. 'retries', order) or 0)
+    if order <= run.enqueued and retried == call.retries[i] and redis.call('GETBIT', run.base .. 'failures', order) == 1 then
+      forget_dead_letter(run, order)
+      redis.call('SETBIT', run.base .. 'failures', order, 0)
+      redis.call('SETBIT', run.base .. 'ended', order, 0)
+      redis.call('HINCRBY', run.base .. 'retries', order, 1)
+      redis.call('ZADD', run.base .. 'wanted', order, order)
+      move(run, 'train', 'failed', nil)
+      again = again + 1
+    end
+  end
+  if again > 0 then event(run, 'retried', 'groups', again) end
+  return again
+end)

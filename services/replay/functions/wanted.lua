@@ -1,0 +1,7 @@
+-- wanted: prompts that the trainer is to supply again, because their groups failed and are retried.
+-- KEYS     the run
+-- ARGV     none
+-- Returns  their orders, the lowest BATCH of them
+-- Errors   HR_UNAVAILABLE: no such run
+-- uses: _args, _register
+register_reader('hr_wanted', nil, function(run) return redis.call('ZRANGE', run.base .. 'wanted', 0, BATCH - 1) end)

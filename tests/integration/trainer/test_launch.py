@@ -1,0 +1,28 @@
+"""The ranks' launcher: its exit code is that of the rank that failed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.service import EXIT_INTERNAL_ERROR
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        (f"sys.exit({EXIT_INTERNAL_ERROR})", EXIT_INTERNAL_ERROR),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137),
+        ("sys.exit(0)", 0),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path: Path, end: str, code: int) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        f"import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    {end}\nelif {code}:\n    time.sleep(600)\n"
+    )
+    launch = [sys.executable, "-m", "headrace_services.trainer.launch", "2", str(script)]
+    assert subprocess.run(launch, timeout=240).returncode == code

@@ -1,0 +1,47 @@
+"""Failed groups that are retried: the run trains them, whatever is lost meanwhile."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from headrace.replay import Limits, ReplayClient
+from tests.support.small_replica import SmallReplica, running, score_all
+from tests.support.trainer_process import PROMPTS, Trainer, check_history, settled
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_run_that_ended_goes_on_with_the_failed_groups_that_are_retried(
+    trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path, lost: bool
+) -> None:
+    """`lost`: the trainer is killed before a checkpoint knows of the retry, and the server loses all that it held; the journal knows."""
+    trainer.settings["data"]["train"]["size"] = 8
+    trainer.settings["grpo"] |= {"max_num_steps": 100, "val_period": 0, "val_at_start": False}
+    doomed = frozenset({0, 1, 2, 3})
+    async with running(SmallReplica(replay, tiny_model, doomed=doomed).run(), score_all(replay)):
+        assert await trainer.run() == 0, trainer.said()
+    before = await settled(replay)
+    assert before["failed"] == len(doomed)
+    steps = before["trained"] // PROMPTS
+    check_history(trainer, steps)
+    ended = await replay.ended()
+    assert await replay.retry(dict.fromkeys(ended.failed_orders(), 0)) == len(doomed)
+    if lost:
+        async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+            assert await trainer.run(f"after_reserve:{steps}") == -signal.SIGKILL, trainer.said()
+        async for key in replay.redis.scan_iter(f"hr:{{{replay.run_id}}}*"):
+            await replay.redis.delete(key)
+        await replay.open_run(limits)
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        assert await trainer.run() == 0, trainer.said()
+    (retry,) = [line for line in trainer.journal() if line.kind == "retry"]
+    assert retry.orders == ended.failed_orders()
+    steps += len(doomed) // PROMPTS
+    check_history(trainer, steps)
+    after = await settled(replay)
+    assert after["trained"] == steps * PROMPTS
+    assert "failed" not in after
