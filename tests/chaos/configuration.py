@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.chaos.network import SUBNET
 from tests.chaos.plan import Shape
-from tests.chaos.servers import ADDRESS, PORT
+from tests.chaos.servers import PORT
 
 RUN = "chaos"
 LEASE_S = 3.0
@@ -17,13 +17,15 @@ HTTP = 8390
 HOSTS = {"replay": 4, "reward": 5, "environment": 6, "rollout-1": 7, "rollout-2": 8, "trainer": 9}
 
 
-def configuration(shape: Shape, model: Path, folder: Path, problems: Path) -> str:
+def configuration(shape: Shape, model: Path, folder: Path, problems: Path, server_address: str) -> str:
     """The run's YAML. What is counted (attempts, shares, retries) has its default. What is set here is small, for a tiny model on a busy
     machine, or short: each time is to the others as their defaults are, about, but a fault that outlasts the default lease or the default
     time limit of an environment would take a minute, and a run of 31 hours."""
     address = {name: f"{SUBNET}.{host}" for name, host in HOSTS.items()}
     server = (
-        f"redis_url: redis://{ADDRESS}:{PORT}/0" if shape.topology == "external" else f"redis_host: {address['replay']}"
+        f"redis_url: redis://{server_address}:{PORT}/0"
+        if shape.topology == "external"
+        else f"redis_host: {server_address}"
     )
     ahead = f"ahead_steps: {shape.max_age + 1}" if shape.policy != "ordered" else ""
     return f"""

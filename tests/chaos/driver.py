@@ -43,7 +43,7 @@ PHASE_DEADLINE_S = 240.0
 END_DEADLINE_S = 240.0
 _LATE = "rollout-2"
 _RIVAL = "rival"  # a second trainer on the machine of the first
-_EXITS = (1, 75)  # something to mend, or the buffer is away
+_EXITS = (1, 70, 75)  # something to mend, a part that died, or the buffer is away: the auditor asks for the words
 _MOST_CRASHES = 3
 _DISK = "size=128m"
 
@@ -79,7 +79,6 @@ class Driver:
         self._deadly = write_problems(problems, shape, seed)
         self._murdered: list[tuple[str, ...]] = []  # what each replica held that the deadly prompt has killed
         config = folder / "run.yaml"
-        config.write_text(configuration(shape, model, folder, problems))
         embedded, external = self._run / "replay", folder / "servers"
         disks = [embedded] if shape.topology == "embedded" else [external / name for name in PAIR]
         for place in (self._checkpoints, *disks):
@@ -92,7 +91,8 @@ class Driver:
         if shape.topology == "embedded":
             self.servers = Embedded(self._processes["replay"], addresses["replay"], embedded)
         else:
-            self.servers = External(network, os.environ, external)
+            self.servers = External(network, os.environ, external, seed, duplicates=shape.duplicates)
+        config.write_text(configuration(shape, model, folder, problems, self.servers.front))
         self._buffer = Buffer(self.servers.address, PORT, RUN)
         self._addresses = addresses
         self._glance: Glance | None = None

@@ -13,7 +13,7 @@ from tests.chaos.environment import Conduct
 from tests.chaos.network import Network
 from tests.chaos.plan import Fault
 from tests.chaos.processes import Process, until
-from tests.chaos.servers import Embedded, External, Servers, tear_behind, tear_tail
+from tests.chaos.servers import Embedded, External, Servers, limit_memory, tear_behind, tear_tail
 from tests.chaos.watch import Glance
 
 _BALLAST = "ballast"
@@ -90,6 +90,9 @@ class Faults:
             case "slow" | "overloaded" | "bad_answers":
                 self._conduct.tell(mood=fault.kind)
                 return f"{fault.kind.replace('_', ' ')} for {fault.seconds} s"
+            case "no_memory":
+                limit = limit_memory(self._servers, full=True)
+                return f"its memory limited to the {limit} bytes that it has, for {fault.seconds} s"
             case "rival":
                 self._processes[victim].may_start.clear()
                 self._processes[victim].freeze()
@@ -105,7 +108,7 @@ class Faults:
                 self._network.cut(self._machine(victim))
                 return f"cut off the network for {fault.seconds} s"
             case "half_open":
-                self._peer = self._rng.choice([self._servers.address, self._other_end(victim)])
+                self._peer = self._rng.choice([self._servers.front, self._other_end(victim)])
                 self._network.half_open(victim, self._peer)
                 return f"what it sends to {self._peer} is lost for {fault.seconds} s"
             case "full_disk":
@@ -139,6 +142,8 @@ class Faults:
                 self._restart(victim)
             case "slow" | "overloaded" | "bad_answers":
                 self._conduct.tell(mood="well")
+            case "no_memory":
+                limit_memory(self._servers, full=False)
             case "rival":  # it wakes up beside its successor, and has to see that it is no longer the run's trainer
                 self._processes[victim].thaw()
                 await self._until_ended(self._processes[victim])

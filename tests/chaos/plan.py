@@ -14,7 +14,7 @@ Target = Literal["server", "replay", "reward", "environment", "rollout", "traine
 Phase = Literal["generation", "scoring", "reserve", "checkpoint", "refit", "closed"]
 Kind = Literal[
     "kill", "kill_engine", "stop", "cut", "half_open", "full_disk", "torn_tail", "torn_close", "failover",
-    "slow", "overloaded", "bad_answers", "rival",
+    "no_memory", "slow", "overloaded", "bad_answers", "rival",
 ]  # fmt: skip
 Topology = Literal["embedded", "external"]
 Policy = Literal["ordered", "drop", "mask"]
@@ -23,7 +23,7 @@ TARGETS: tuple[Target, ...] = ("server", "replay", "reward", "environment", "rol
 # Those that come again and again; the queue is closed once, near the end.
 PHASES: tuple[Phase, ...] = ("generation", "scoring", "reserve", "checkpoint", "refit")
 KINDS: dict[Target, tuple[Kind, ...]] = {
-    "server": ("kill", "stop", "torn_tail", "full_disk", "failover", "cut"),
+    "server": ("kill", "stop", "torn_tail", "full_disk", "failover", "cut", "no_memory"),
     "replay": ("kill", "stop", "cut"),
     "reward": ("kill", "stop", "cut"),
     "environment": ("kill", "stop", "slow", "overloaded", "bad_answers", "cut"),
@@ -48,7 +48,8 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """How the run itself is made: small, and different from seed to seed. `prompts` end the run."""
+    """How the run itself is made: small, and different from seed to seed. `prompts` end the run; with `deadly` one of them kills its
+    replicas. With `duplicates` every call to the buffer's server is delivered again later."""
 
     topology: Topology
     prompts_per_step: int
@@ -61,6 +62,7 @@ class Shape:
     in_flight: bool
     prompts: int
     deadly: bool
+    duplicates: bool
 
 
 def make_shape(seed: int, faults: int, topology: Topology) -> Shape:
@@ -79,6 +81,7 @@ def make_shape(seed: int, faults: int, topology: Topology) -> Shape:
         # one more than whole batches: what is left over at the end is an end of its own
         prompts=prompts_per_step * (8 + 4 * faults) + 1,
         deadly=faults >= LONG,
+        duplicates=topology == "external" and rng.random() < 0.5,
     )
 
 

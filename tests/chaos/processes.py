@@ -16,7 +16,7 @@ RESTART_S = 0.3
 
 @dataclasses.dataclass(frozen=True)
 class Exit:
-    """A process ended. `by_us`: a fault of the plan killed it. `last_words`: what it said at the end."""
+    """A process ended before the run did. `by_us`: it got a SIGKILL. `last_words`: what it said at the end."""
 
     time: float
     name: str
@@ -62,7 +62,8 @@ class Process:
             code = await self._process.wait()
             _signal_group(self._process.pid, signal.SIGKILL)  # what it left behind
             words = self.log.read_bytes()[start:][-2000:].decode(errors="replace").strip()
-            self.exits.append(Exit(time.time(), self.name, code, self._killed, words))
+            if not self._done:
+                self.exits.append(Exit(time.time(), self.name, code, self._killed, words))
             self._killed = False
             if ends and code == 0:
                 return
@@ -101,7 +102,6 @@ class Process:
         self._done = True
         if self._process is None or self.pid is None:
             return
-        self._killed = True
         self.thaw()
         _signal_group(self.pid, signal.SIGTERM)
         try:

@@ -84,7 +84,7 @@ class Buffer:
         timeline, incarnation = fields[0].decode(), fields[1].decode()
         base = f"{self.key}:{incarnation}:"
         pipe = self._redis.pipeline(transaction=False)
-        pipe.zcard(base + "leases").zcard(base + "orphans").zcard(base + "taken").hget(base + "epoch", "state")
+        pipe.zcard(base + "leases").zcard(base + "orphans").zcard(base + "taken:paced").hget(base + "epoch", "state")
         pipe.xrevrange(f"{self.key}:metrics", count=8)
         open_, orphans, scoring, epoch, metrics = await pipe.execute()
         trained = [int(entry[b"step"]) for _, entry in metrics if entry[b"kind"] == b"train"]
@@ -145,7 +145,8 @@ class Buffer:
                 payload, score = await self._redis.mget(f"{base}p:{nonce}", f"{base}s:{nonce}")
                 if payload is None or score is None:
                     return None
-                trajectories.append(_trajectory(msgpack.unpackb(payload), msgpack.unpackb(score)))
+                tries = int(fields["w" + field[1:]].split(" ")[0])
+                trajectories.append(_trajectory(msgpack.unpackb(payload), msgpack.unpackb(score), tries))
         charged = int(fields["failures"])
         return {"id": group_id, "order": int(fields["order"]), "charged": charged, "trajectories": trajectories}
 
@@ -171,7 +172,7 @@ class Buffer:
         return dumped
 
 
-def _trajectory(payload: dict[str, Any], score: dict[str, Any]) -> dict[str, Any]:
+def _trajectory(payload: dict[str, Any], score: dict[str, Any], tries: int) -> dict[str, Any]:
     return {
         "group": payload["group_id"],
         "index": payload["index"],
@@ -179,6 +180,7 @@ def _trajectory(payload: dict[str, Any], score: dict[str, Any]) -> dict[str, Any
         "text": payload["text"],
         "status": score["status"],
         "reward": score["reward"],
+        "tries": tries,
     }
 
 
