@@ -11,7 +11,10 @@ from tests.chaos.plan import Shape
 from tests.chaos.servers import PORT
 
 RUN = "chaos"
-LEASE_S = 3.0
+# Places between prompts that can't be scored: two of them, and nothing else in flight, can't be told from a broken environment, and the run
+# waits for somebody to look.
+APART = 12
+LEASE_S, DEAD_AFTER_S = 3.0, 2.0
 HTTP = 8390
 # the last number of each service's address
 HOSTS = {"replay": 4, "reward": 5, "environment": 6, "rollout-1": 7, "rollout-2": 8, "trainer": 9}
@@ -62,7 +65,7 @@ replay:
   lease_s: {LEASE_S}
   scoring_deadline_s: 12
   redundant_generations: {shape.redundant}
-rollout: {{max_concurrent_groups: 4, heartbeat_s: 0.5, dead_after_s: {LEASE_S}, save_partial_tokens: 16}}
+rollout: {{max_concurrent_groups: 4, heartbeat_s: 0.5, dead_after_s: {DEAD_AFTER_S}, save_partial_tokens: 16}}
 reward: {{host: {address["reward"]}, http_port: {HTTP}, workers: 1}}
 trainer: {{host: {address["trainer"]}, port: {HTTP}, num_threads: 1}}
 weight_channel: {{host: {address["trainer"]}, timeout_s: 8}}
@@ -75,11 +78,13 @@ def write_problems(path: Path, shape: Shape, seed: int) -> str | None:
     """One problem a line, no two alike; some fail at first, a few always, and of some all answers are worth the same. Returns the group of
     the one that kills its replicas, if there is one."""
     rng = random.Random(f"problems {seed}")
-    flat = 5 if shape.dynamic_sampling else 0
-    deadly = rng.randrange(shape.prompts // 8, shape.prompts // 2) if shape.deadly else None
+    flat, last = 5 if shape.dynamic_sampling else 0, -APART
+    deadly = shape.prompts_per_step * rng.randint(2, 6) if shape.deadly else None
     with path.open("w") as file:
         for index in range(shape.prompts):
             mood = rng.choices(("fine", "flaky", "poison", "flat"), (90, 7, 3, flat))[0]
+            if mood == "poison":
+                mood, last = ("poison", index) if index - last >= APART else ("fine", last)
             mood = "deadly" if index == deadly else mood
             file.write(json.dumps({"input": f"{index}+{rng.randint(10, 99)}", "output": "0", "mood": mood}) + "\n")
     return None if deadly is None else f"e0-train-{deadly}"

@@ -128,7 +128,7 @@ class Driver:
         stopping = asyncio.get_running_loop().create_future()
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, stopping.set_result, None)
-        keepers = [asyncio.create_task(p.keep()) for name, p in self._all() if name not in ("trainer", _LATE)]
+        keepers = [asyncio.create_task(p.keep()) for name, p in self._all() if name not in ("trainer", _LATE, _RIVAL)]
         keepers += [asyncio.create_task(self._join_late()), asyncio.create_task(self._rival.keep())]
         trainer = asyncio.create_task(self._processes["trainer"].keep(ends=True))
         helpers = [asyncio.create_task(self._archive()), asyncio.create_task(self._look()), stopping]
