@@ -2,7 +2,7 @@
 
     python -m tests.chaos --faults 100 --seed 7
 
-A run takes up to 25 faults, every process in every phase once; more faults are as many runs, with seeds one after the other. Runs
+A run takes up to 31 faults, every process in every phase once; more faults are as many runs, with seeds one after the other. Runs
 alternate between the embedded server and two servers of their own, unless --server names one.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.chaos import runs
 from tests.chaos.plan import Topology
 
-IN_A_RUN = 25
+IN_A_RUN = 31
 
 
 def main() -> int:

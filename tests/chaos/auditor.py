@@ -14,9 +14,16 @@ from tests.chaos.evidence import ENDS, Batch, Evidence, Group, Line, group_id, r
 
 Law = Callable[[Evidence], Iterator[str]]
 
-# Ways to end that a person or an orchestrator answers by starting the service again.
-_TRY_AGAIN, _MUST_BE_MENDED = 75, 1
-_MENDED = ("can't write", "the embedded server ended")
+# Ways to end that a person or an orchestrator answers by starting the service again, and what it has to say of it.
+_TRY_AGAIN, _PART_DIED, _MUST_BE_MENDED = 75, 70, 1
+_WORDS = {
+    _PART_DIED: ("the engine died", "the engine does not answer"),
+    _MUST_BE_MENDED: ("can't write", "the embedded server ended", "another trainer has taken over the run"),
+}
+_KILLED = -9
+_MAX_ATTEMPTS = 3  # the default
+# Faults that an environment fails of, or is late for. (One that is dead or overloaded has begun nothing.)
+_CHARGED = {"stop", "slow", "bad_answers", "cut"}
 
 
 def judge(evidence: Evidence) -> list[str]:
@@ -146,10 +153,34 @@ def failures_are_not_zero(e: Evidence) -> Iterator[str]:
         trained = any(order in checkpoint.trained for checkpoint in e.checkpoints)
         if mood == "poison" and trained:
             yield f"prompt {order} can't be scored, and was trained"
-        if mood in ("fine", "flaky") and e.states.get(order) == "failed":
-            yield f"prompt {order} can be scored, and ended as failed"
+        if mood == "deadly" and trained:
+            yield f"prompt {order} kills whatever generates it, and was trained"
         if mood == "flat" and trained:
             yield f"the answers to prompt {order} are all worth the same, and it was trained"
+
+
+def no_innocent_group_failed(e: Evidence) -> Iterator[str]:
+    """Blame: only what can't be scored, what kills its replicas, and what was alone with a replica each time that one was struck, fails."""
+    for order, reason in e.failures.items():
+        explained = e.moods[order] in ("poison", "deadly") or e.struck_alone[group_id(order)] >= _MAX_ATTEMPTS
+        if not explained:
+            yield f"prompt {order} ({e.moods[order]}) ended as failed, and no fault of its own explains it: {reason}"
+    for order, mood in enumerate(e.moods):
+        if mood in ("fine", "flaky", "flat") and e.states.get(order, "") == "failed" and order not in e.failures:
+            yield f"prompt {order} ended as failed, and nobody knows why"
+
+
+def nobody_is_charged_for_others(e: Evidence) -> Iterator[str]:
+    """Blame, of what did not fail: an attempt is charged to a group that was alone with a replica that was struck, and one at scoring where
+    an environment failed or was late with it."""
+    for batch in e.observed:
+        for group in batch.groups:
+            if group.charged > e.struck_alone[group.id]:
+                alone = e.struck_alone[group.id]
+                yield f"{group.id} was charged {group.charged} attempts, and was alone with {alone} replicas that were struck"
+            for t in group.trajectories:
+                if t.tries > 1 and e.moods[group.order] != "flaky" and not e.misconduct & _CHARGED:
+                    yield f"{group.id}[{t.index}] was charged {t.tries - 1} attempts at scoring, and its environment was well"
 
 
 def the_buffer_counts_right(e: Evidence) -> Iterator[str]:
@@ -177,15 +208,15 @@ def the_run_finished(e: Evidence) -> Iterator[str]:
 
 
 def services_end_for_a_reason(e: Evidence) -> Iterator[str]:
-    """A service that was not killed leaves with 0, or with 75 while the buffer is away or has lost writes: it is started again. With 1 it
-    asks a person for help, and only a full disk needs one here (or a server that died thrice within a minute). There is no other way."""
+    """A service that was not killed leaves with 0; with 75 while the buffer is away or has lost writes, or 70 when its engine died: it is
+    started again. With 1 it asks a person for help, and only a full disk needs one here (or a server that died thrice within a minute, or
+    a trainer whose place another has). There is no other way, for a process that was struck neither."""
     for exit_ in e.exits:
-        last = exit_.last_words.splitlines()[-1] if exit_.last_words else ""
-        helpless = (
-            exit_.code == _MUST_BE_MENDED and last.startswith("error: ") and any(word in last for word in _MENDED)
-        )
-        if not exit_.by_us and exit_.code not in (0, _TRY_AGAIN) and not helpless:
-            yield f"{exit_.name} ended with {exit_.code}: {last}"
+        said = [line for line in exit_.last_words.splitlines() if line.startswith("error: ")]
+        words = _WORDS.get(exit_.code, ())
+        explained = exit_.code in (0, _TRY_AGAIN) or (said and any(word in said[-1] for word in words))
+        if not (exit_.by_us and exit_.code == _KILLED) and not explained:
+            yield f"{exit_.name} ended with {exit_.code}: {exit_.last_words.splitlines()[-1:]}"
 
 
 LAWS: tuple[Law, ...] = (
@@ -197,6 +228,8 @@ LAWS: tuple[Law, ...] = (
     groups_are_complete,
     rewound_steps_are_unchanged,
     failures_are_not_zero,
+    no_innocent_group_failed,
+    nobody_is_charged_for_others,
     the_buffer_counts_right,
     the_run_finished,
     services_end_for_a_reason,

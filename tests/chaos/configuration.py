@@ -8,20 +8,27 @@ from pathlib import Path
 
 from tests.chaos.network import SUBNET
 from tests.chaos.plan import Shape
-from tests.chaos.servers import ADDRESS, PORT
+from tests.chaos.servers import PORT
 
 RUN = "chaos"
-LEASE_S = 3.0
+# Places between prompts that can't be scored: two of them, and nothing else in flight, can't be told from a broken environment, and the run
+# waits for somebody to look.
+APART = 12
+LEASE_S, DEAD_AFTER_S = 3.0, 2.0
 HTTP = 8390
 # the last number of each service's address
 HOSTS = {"replay": 4, "reward": 5, "environment": 6, "rollout-1": 7, "rollout-2": 8, "trainer": 9}
 
 
-def configuration(shape: Shape, model: Path, folder: Path, problems: Path) -> str:
-    """The run's YAML."""
+def configuration(shape: Shape, model: Path, folder: Path, problems: Path, server_address: str) -> str:
+    """The run's YAML. What is counted (attempts, shares, retries) has its default. What is set here is small, for a tiny model on a busy
+    machine, or short: each time is to the others as their defaults are, about, but a fault that outlasts the default lease or the default
+    time limit of an environment would take a minute, and a run of 31 hours."""
     address = {name: f"{SUBNET}.{host}" for name, host in HOSTS.items()}
     server = (
-        f"redis_url: redis://{ADDRESS}:{PORT}/0" if shape.topology == "external" else f"redis_host: {address['replay']}"
+        f"redis_url: redis://{server_address}:{PORT}/0"
+        if shape.topology == "external"
+        else f"redis_host: {server_address}"
     )
     ahead = f"ahead_steps: {shape.max_age + 1}" if shape.policy != "ordered" else ""
     return f"""
@@ -56,11 +63,9 @@ replay:
   host: {address["replay"]}
   port: {HTTP}
   lease_s: {LEASE_S}
-  group_deadline_s: 40
   scoring_deadline_s: 12
   redundant_generations: {shape.redundant}
-  max_scoring_attempts: 12
-rollout: {{max_concurrent_groups: 4, heartbeat_s: 0.5, dead_after_s: {LEASE_S}, save_partial_tokens: 16}}
+rollout: {{max_concurrent_groups: 4, heartbeat_s: 0.5, dead_after_s: {DEAD_AFTER_S}, save_partial_tokens: 16}}
 reward: {{host: {address["reward"]}, http_port: {HTTP}, workers: 1}}
 trainer: {{host: {address["trainer"]}, port: {HTTP}, num_threads: 1}}
 weight_channel: {{host: {address["trainer"]}, timeout_s: 8}}
@@ -69,11 +74,17 @@ checkpointing: {{save_period: {shape.save_period}, keep_top_k: 3, metric_name: n
 """
 
 
-def write_problems(path: Path, shape: Shape, seed: int) -> None:
-    """One problem a line, no two alike; some fail at first, a few always, and of some all answers are worth the same."""
+def write_problems(path: Path, shape: Shape, seed: int) -> str | None:
+    """One problem a line, no two alike; some fail at first, a few always, and of some all answers are worth the same. Returns the group of
+    the one that kills its replicas, if there is one."""
     rng = random.Random(f"problems {seed}")
-    flat = 5 if shape.dynamic_sampling else 0
+    flat, last = 5 if shape.dynamic_sampling else 0, -APART
+    deadly = shape.prompts_per_step * rng.randint(2, 6) if shape.deadly else None
     with path.open("w") as file:
         for index in range(shape.prompts):
             mood = rng.choices(("fine", "flaky", "poison", "flat"), (90, 7, 3, flat))[0]
+            if mood == "poison":
+                mood, last = ("poison", index) if index - last >= APART else ("fine", last)
+            mood = "deadly" if index == deadly else mood
             file.write(json.dumps({"input": f"{index}+{rng.randint(10, 99)}", "output": "0", "mood": mood}) + "\n")
+    return None if deadly is None else f"e0-train-{deadly}"

@@ -26,7 +26,8 @@ import msgpack
 
 from headrace.replay.connection import keeping_cancellation
 from tests.chaos.configuration import HOSTS, HTTP, LEASE_S, RUN, configuration, write_problems
-from tests.chaos.faults import Faults
+from tests.chaos.environment import Conduct
+from tests.chaos.faults import Faults, Rival
 from tests.chaos.network import Network
 from tests.chaos.plan import Fault, Shape, Topology, make_plan, make_shape
 from tests.chaos.processes import Process, until
@@ -41,7 +42,8 @@ LOOK_S = 0.008
 PHASE_DEADLINE_S = 240.0
 END_DEADLINE_S = 240.0
 _LATE = "rollout-2"
-_EXITS = (1, 75)  # something to mend, or the buffer is away
+_RIVAL = "rival"  # a second trainer on the machine of the first
+_EXITS = (1, 70, 75)  # something to mend, a part that died, or the buffer is away: the auditor asks for the words
 _MOST_CRASHES = 3
 _DISK = "size=128m"
 
@@ -52,13 +54,14 @@ class ChaosError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Struck:
-    """A fault that happened."""
+    """A fault that happened. `held`: groups that a victim held which generates."""
 
     fault: Fault
     victim: str
     done: str
     time: float
     step: int
+    held: tuple[str, ...]
 
 
 class Driver:
@@ -67,14 +70,15 @@ class Driver:
         self.plan = plan
         self.folder = folder
         self.struck: list[Struck] = []
+        self._undone = 0  # faults that are over
         self._run = folder / "runs" / RUN
         self._checkpoints = self._run / "checkpoints"
-        self._pace = folder / "pace"
-        self._set_pace(0.5)
+        self._conduct = Conduct(folder / "conduct")
+        self._conduct.tell()
         problems = folder / "problems.jsonl"
-        write_problems(problems, shape, seed)
+        self._deadly = write_problems(problems, shape, seed)
+        self._murdered: list[tuple[str, ...]] = []  # what each replica held that the deadly prompt has killed
         config = folder / "run.yaml"
-        config.write_text(configuration(shape, model, folder, problems))
         embedded, external = self._run / "replay", folder / "servers"
         disks = [embedded] if shape.topology == "embedded" else [external / name for name in PAIR]
         for place in (self._checkpoints, *disks):
@@ -87,24 +91,35 @@ class Driver:
         if shape.topology == "embedded":
             self.servers = Embedded(self._processes["replay"], addresses["replay"], embedded)
         else:
-            self.servers = External(network, os.environ, external)
+            self.servers = External(network, os.environ, external, seed, duplicates=shape.duplicates)
+        config.write_text(configuration(shape, model, folder, problems, self.servers.front))
         self._buffer = Buffer(self.servers.address, PORT, RUN)
-        self._faults = Faults(seed, network, self.servers, self._processes, addresses, self._checkpoints)
         self._addresses = addresses
         self._glance: Glance | None = None
+        self._rival = self._service(_RIVAL, network, addresses, config)
+        self._rival.may_start.clear()
+        self._faults = Faults(
+            seed, network, self.servers, self._processes, addresses, self._checkpoints, self._conduct,
+            Rival(self._rival, lambda: self._glance),
+        )  # fmt: skip
+        self._still = asyncio.Lock()  # while the others stand still nobody else dies
 
     def _service(self, name: str, network: Network, addresses: dict[str, str], config: Path) -> Process:
+        machine = "trainer" if name == _RIVAL else name
         if name == "environment":
-            argv = ["-m", "tests.chaos.environment", "50400", addresses[name], str(self._pace)]
+            argv = ["-m", "tests.chaos.environment", "50400", addresses[name], str(self._conduct.file)]
         else:
-            argv = ["-m", "headrace.cli", name.split("-")[0], "--config", str(config)]
+            argv = ["-m", "headrace.cli", machine.split("-")[0], "--config", str(config)]
         # what looks for an address of this machine by itself (gloo, vLLM) finds the one of its namespace
-        own = {"HEADRACE_ROLLOUT__HOST": addresses[name], "VLLM_HOST_IP": addresses[name], "GLOO_SOCKET_IFNAME": "eth0"}
+        address = addresses[machine]
+        own = {"HEADRACE_ROLLOUT__HOST": address, "VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": "eth0"}
+        if name == _RIVAL:
+            own["HEADRACE_TRAINER__PORT"] = str(HTTP + 1)
         kept = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
         environ = {**kept, **own, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
-        return Process(name, [*network.enter(name), sys.executable, *argv], environ, logs / f"{name}.log")
+        return Process(name, [*network.enter(machine), sys.executable, *argv], environ, logs / f"{name}.log")
 
     # -- the run ---------------------------------------------------------------------------------------------------------
 
@@ -113,14 +128,13 @@ class Driver:
         stopping = asyncio.get_running_loop().create_future()
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, stopping.set_result, None)
-        keepers = [asyncio.create_task(p.keep()) for name, p in self._all() if name not in ("trainer", _LATE)]
-        keepers.append(asyncio.create_task(self._join_late()))
+        keepers = [asyncio.create_task(p.keep()) for name, p in self._all() if name not in ("trainer", _LATE, _RIVAL)]
+        keepers += [asyncio.create_task(self._join_late()), asyncio.create_task(self._rival.keep())]
         trainer = asyncio.create_task(self._processes["trainer"].keep(ends=True))
         helpers = [asyncio.create_task(self._archive()), asyncio.create_task(self._look()), stopping]
         striking = asyncio.create_task(self._strike_all())
         try:
             await self._first_of(striking, trainer, helpers, None, "the run ended before its faults were over")
-            self._set_pace(0.0)
             await self._first_of(trainer, None, helpers, END_DEADLINE_S, "the run did not end")
             self._take_stock()
             await self._save_evidence()
@@ -159,13 +173,9 @@ class Driver:
 
     def _all(self) -> Iterator[tuple[str, Process]]:
         yield from self._processes.items()
+        yield _RIVAL, self._rival
         if isinstance(self.servers, External):
             yield from self.servers.processes.items()
-
-    def _set_pace(self, seconds: float) -> None:
-        fresh = self._pace.with_suffix(".new")
-        fresh.write_text(str(seconds))
-        fresh.rename(self._pace)
 
     # -- faults ----------------------------------------------------------------------------------------------------------
 
@@ -174,13 +184,13 @@ class Driver:
             async with self._deadline(fault):
                 await self._until_ready(fault)
                 await self._faults.prepare(fault)
-                victim, done = await self._catch(fault)
+                victim, done, held = await self._catch(fault)
             glance = self._glance
-            struck = Struck(fault, victim, done, time.time(), glance.next_step if glance else -1)
+            struck = Struck(fault, victim, done, time.time(), glance.next_step if glance else -1, held)
             self.struck.append(struck)
             log.info("fault %d at step %d, %s, %s: %s", fault.number, struck.step, fault.phase, victim, done)
             await self._faults.undo(fault, victim)
-            self._keep_pace(fault.number + 1)
+            self._undone = fault.number + 1
 
     @contextlib.asynccontextmanager
     async def _deadline(self, fault: Fault) -> AsyncIterator[None]:
@@ -192,13 +202,15 @@ class Driver:
                 f"{fault} found no occasion within {PHASE_DEADLINE_S:g} s; last seen: {self._glance}"
             ) from None
 
-    def _keep_pace(self, done: int) -> None:
+    def _keep_pace(self) -> None:
         """Slow down when the prompts would run out before the faults do."""
         steps = self.shape.prompts // self.shape.prompts_per_step
         at = self._glance.next_step if self._glance else 0
-        left = len(self.plan) - done
-        room = (steps - at) / left if left else 0.0
-        self._set_pace(0.0 if not left else 0.5 if room > 4 else 2.0 if room > 2 else 5.0)
+        left = [fault for fault in self.plan[self._undone :] if fault.phase != "closed"]
+        room = (steps - at) / len(left) if left else 0.0
+        pace = 0.0 if not left else 0.5 if room > 4 else 2.0 if room > 2 else 5.0
+        if pace != self._conduct.pace:
+            self._conduct.tell(pace=pace)
 
     async def _until_ready(self, fault: Fault) -> None:
         """The process is there and at work, and so is the server."""
@@ -214,30 +226,53 @@ class Driver:
             return await self._replica() is not None
         if fault.target == "server":
             return self.servers.up()
+        if fault.target == "environment":
+            return self._there("environment")
         return await _answers(self._addresses[fault.target], HTTP)
 
     async def _replica(self) -> str | None:
         """A rollout service that generates, of several any."""
-        pid = await self._try(self._buffer.holder_of_a_lease)
-        return next((name for name, process in self._processes.items() if process.pid == pid), None) if pid else None
+        held = await self._try(self._buffer.held_by_pid) or {}
+        return next((name for name, process in self._processes.items() if held.get(process.pid or -1)), None)
 
-    async def _catch(self, fault: Fault) -> tuple[str, str]:
-        """Wait for the phase, hold everything still in the middle of it, and strike. Returns the victim and what was done."""
+    async def _catch(self, fault: Fault) -> tuple[str, str, tuple[str, ...]]:
+        """Wait for the phase, hold everything still in the middle of it, and strike. Returns the victim, what was done, and which groups it
+        held."""
         victim: str | None = fault.target if fault.target != "rollout" else await self._replica()
         while True:
             if fault.target == "rollout" and (fault.phase == "generation" or victim is None):
                 victim = await self._replica()
             if victim is not None and self._there(victim) and await self._shows(fault):
-                held: set[str] = set()
-                self._freeze()
-                try:
-                    if await self._shows(fault) and self._there(victim):
-                        done = self._faults.strike(fault, victim)
-                        held = self._faults.holds(fault, victim)
-                        return victim, done
-                finally:
-                    self._thaw(held)
+                async with self._still:
+                    stopped: set[str] = set()
+                    self._freeze()
+                    try:
+                        if await self._shows(fault) and self._there(victim):
+                            groups = await self._groups_of(victim)
+                            done = self._faults.strike(fault, victim)
+                            stopped = self._faults.holds(fault, victim)
+                            return victim, done, groups
+                    finally:
+                        self._thaw(stopped)
             await asyncio.sleep(LOOK_S)
+
+    async def _groups_of(self, victim: str) -> tuple[str, ...]:
+        process = self._processes.get(victim)
+        held = await self._try(self._buffer.held_by_pid) or {}
+        return held.get(process.pid or -1, ()) if process is not None else ()
+
+    async def _murder(self) -> None:
+        """The deadly prompt kills whoever works on it."""
+        if self._deadly is None or self._still.locked():
+            return
+        async with self._still:
+            for pid, groups in (await self._buffer.held_by_pid()).items():
+                victim = next((process for process in self._processes.values() if process.pid == pid), None)
+                if self._deadly in groups and victim is not None:
+                    victim.kill()
+                    await until(lambda: victim.pid != pid, every_s=0.01)  # noqa: B023
+                    self._murdered.append(groups)
+                    log.info("%s has killed %s, which held %d groups", self._deadly, victim.name, len(groups))
 
     def _there(self, victim: str) -> bool:
         return self.servers.up() if victim == "server" else self._processes[victim].pid is not None
@@ -276,7 +311,9 @@ class Driver:
             glance = await self._try(self._buffer.glance)
             if glance is not None:
                 self._glance = glance
+                self._keep_pace()
                 await self._try(lambda: self._buffer.observe(glance, self.folder / "observed.jsonl"))  # noqa: B023
+                await self._try(self._murder)
             await asyncio.sleep(0.03)
 
     async def _archive(self) -> None:
@@ -326,6 +363,7 @@ class Driver:
             "shape": dataclasses.asdict(self.shape),
             "struck": [dataclasses.asdict(struck) for struck in self.struck],
             "planned": len(self.plan),
+            "murdered": self._murdered,
             "exits": sorted(exits, key=lambda exit_: exit_["time"]),
         }
         (self.folder / "story.json").write_text(json.dumps(story, indent=1))

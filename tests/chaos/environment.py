@@ -1,17 +1,53 @@
 """The environment of a chaos run, as a user would serve one: its reward is a pure function of question and answer, so that an
-auditor can work it out again; it takes as long as a file says, which paces the run; some problems are made to fail.
+auditor can work it out again; it behaves as a file says, which paces the run and makes it misbehave; some problems are made to fail.
 
-    python -m tests.chaos.environment PORT HOST PACE_FILE
+    python -m tests.chaos.environment PORT HOST FILE
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
+import itertools
 import sys
 import zlib
 from pathlib import Path
 
+import grpc
+
 import headrace
+from headrace import rpc
+from headrace.environment_server import BatchScorer
+from headrace.service import stop_on_signals
+from headrace.v1 import environment_pb2 as pb
+from headrace.v1 import environment_pb2_grpc as pb_grpc
+from headrace.v1 import trajectory_pb2
+from headrace.wire import sample_from_wire, score_to_wire
+
+# Of a score while the environment is slow: more than `env.paced.timeout_s`.
+SLOW_S = 15.0
+
+
+@dataclasses.dataclass
+class Conduct:
+    """What the environment is told, through a file: seconds that a score takes, and whether it is "well", "slow", "overloaded" or gives
+    "bad_answers"."""
+
+    file: Path
+    pace: float = 0.5
+    mood: str = "well"
+
+    def tell(self, *, pace: float | None = None, mood: str | None = None) -> None:
+        self.pace = self.pace if pace is None else pace
+        self.mood = self.mood if mood is None else mood
+        fresh = self.file.with_suffix(".new")
+        fresh.write_text(f"{self.pace} {self.mood}")
+        fresh.rename(self.file)
+
+    def heard(self) -> tuple[float, str]:
+        pace, mood = self.file.read_text().split()
+        return float(pace), mood
 
 
 class Paced(headrace.Environment):
@@ -19,22 +55,82 @@ class Paced(headrace.Environment):
     build = "chaos-1"
     concurrency = 256
 
-    def __init__(self, pace: Path) -> None:
-        self._pace = pace
+    def __init__(self, conduct: Conduct) -> None:
+        self._conduct = conduct
         self._seen: set[str] = set()
 
     async def score(self, sample: headrace.Sample) -> float:
-        await asyncio.sleep(float(self._pace.read_text()))
-        mood = sample.extra_env_info["mood"]
-        if mood == "poison":
+        pace, mood = self._conduct.heard()
+        await asyncio.sleep(SLOW_S if mood == "slow" else pace)
+        problem = sample.extra_env_info["mood"]
+        if problem == "poison":
             raise RuntimeError("this problem can't be scored")
-        if mood == "flaky" and sample.group_id not in self._seen:
+        if problem == "flaky" and sample.group_id not in self._seen:
             self._seen.add(sample.group_id)
             raise RuntimeError("not at the first time")
-        if mood == "flat":
+        if problem == "flat":
             return 0.5
         return zlib.crc32(f"{sample.messages[-1]['content']}|{sample.completion}".encode()) % 1000 / 1000
 
 
+class Servicer(pb_grpc.EnvironmentServiceServicer):
+    """As `headrace.serve` serves it, and in its bad hours what the library would not let out."""
+
+    def __init__(self, environment: Paced, conduct: Conduct) -> None:
+        self._environment = environment
+        self._conduct = conduct
+        self._scorer = BatchScorer(environment)
+        self._turn = itertools.count()
+
+    async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.DescribeResponse:
+        return pb.DescribeResponse(
+            name=self._environment.label, build=self._environment.build, capacity=self._environment.capacity
+        )
+
+    async def Score(
+        self, request: pb.EnvironmentServiceScoreRequest, context: grpc.aio.ServicerContext
+    ) -> pb.EnvironmentServiceScoreResponse:
+        _, mood = self._conduct.heard()
+        if mood == "overloaded":
+            return await self._overloaded(len(request.trajectories), context)
+        if mood == "bad_answers":
+            return await self._bad_answer(len(request.trajectories), context)
+        samples = [sample_from_wire(trajectory) for trajectory in request.trajectories]
+        scores = await self._scorer.score(samples, rpc.time_to_answer(context))
+        return pb.EnvironmentServiceScoreResponse(results=[score_to_wire(score) for score in scores])
+
+    async def _overloaded(self, asked: int, context: grpc.aio.ServicerContext) -> pb.EnvironmentServiceScoreResponse:
+        if next(self._turn) % 2:
+            return await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
+        refused = trajectory_pb2.Result(status=trajectory_pb2.STATUS_NOT_STARTED, message="no room")
+        return pb.EnvironmentServiceScoreResponse(results=[refused] * asked)
+
+    async def _bad_answer(self, asked: int, context: grpc.aio.ServicerContext) -> pb.EnvironmentServiceScoreResponse:
+        def scored(reward: float) -> trajectory_pb2.Result:
+            return trajectory_pb2.Result(status=trajectory_pb2.STATUS_SCORED, reward=reward)
+
+        match next(self._turn) % 4:
+            case 0:
+                return pb.EnvironmentServiceScoreResponse(results=[scored(1.0)] * (asked + 1))
+            case 1:
+                return pb.EnvironmentServiceScoreResponse(results=[scored(float("nan"))] * asked)
+            case 2:
+                refused = trajectory_pb2.Result(status=trajectory_pb2.STATUS_INVALID, message="there is no such field")
+                return pb.EnvironmentServiceScoreResponse(results=[refused] * asked)
+        raise RuntimeError("everything is wrong today")
+
+
+async def serve(environment: Paced, conduct: Conduct, host: str, port: int) -> None:
+    """Until SIGTERM."""
+    server = rpc.server()
+    pb_grpc.add_EnvironmentServiceServicer_to_server(Servicer(environment, conduct), server)
+    rpc.listen(server, host, port, "port")
+    await server.start()
+    with contextlib.suppress(asyncio.CancelledError):
+        await stop_on_signals().wait()
+    await server.stop(0.5)
+
+
 if __name__ == "__main__":
-    headrace.serve(Paced(Path(sys.argv[3])), port=int(sys.argv[1]), host=sys.argv[2], insecure=True)
+    conduct = Conduct(Path(sys.argv[3]))
+    asyncio.run(serve(Paced(conduct), conduct, sys.argv[2], int(sys.argv[1])))

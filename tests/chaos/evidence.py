@@ -17,6 +17,7 @@ import itertools
 import json
 import re
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,25 @@ ENDS = ("failed", "filtered", "unused")
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """`versions`: of the weights that wrote its tokens. `right_reward`: what its environment must have said, if its text was seen."""
+    """`versions`: of the weights that wrote its tokens. `right_reward`: what its environment must have said, if its text was seen. `tries`:
+    attempts at scoring it that were charged, and the last."""
 
     index: int
     versions: tuple[int, ...]
     reward: float | None
     status: str = "SCORED"
     right_reward: float | None = None
+    tries: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
+    """`charged`: attempts that it was charged, if it was seen in the buffer."""
+
     id: str
     order: int
     trajectories: tuple[Trajectory, ...]
+    charged: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +95,9 @@ class Exit:
 class Evidence:
     """`states`: of every training group that the buffer still knows, by place in the order; `ended`: its bitmap of them.
 
-    `counts`: groups by state as the buffer counts them. `lost_writes`: times of the faults that take writes from the server.
+    `counts`: groups by state as the buffer counts them. `lost_writes`: times of the faults that take writes from the server. `failures`: of
+    the failed ones the reason, by place in the order. `struck_alone`: of a group, how often it was alone with a replica that was struck.
+    `misconduct`: kinds of the faults that hit the environment.
     """
 
     prompts_per_step: int
@@ -106,6 +114,9 @@ class Evidence:
     observed: tuple[Batch, ...]
     states: dict[int, str]
     ended: frozenset[int]
+    failures: dict[int, str]
+    struck_alone: Counter[str]
+    misconduct: frozenset[str]
     counts: dict[str, int]
     closed: bool
     exits: tuple[Exit, ...]
@@ -143,6 +154,11 @@ def read(folder: Path) -> Evidence:
         observed=tuple(_observed(line, problems) for line in _lines(folder / "observed.jsonl")),
         states=_states(buffer, base),
         ended=_bits(buffer.get(base + "ended", b"")),
+        failures=_failures(buffer, base),
+        struck_alone=Counter(
+            held[0] for held in (*(s["held"] for s in story["struck"]), *story["murdered"]) if len(held) == 1
+        ),
+        misconduct=frozenset(s["fault"]["kind"] for s in story["struck"] if s["fault"]["target"] == "environment"),
         counts={
             name.decode().removeprefix("train:"): int(count)
             for name, count in buffer.get(base + "counts", {}).items()
@@ -166,6 +182,11 @@ def _run_of(buffer: dict[str, Any]) -> tuple[dict[bytes, bytes], str]:
 def _states(buffer: dict[str, Any], base: str) -> dict[int, str]:
     groups = (value for key, value in buffer.items() if key.startswith(base + "g:"))
     return {int(group[b"order"]): group[b"state"].decode() for group in groups if group[b"lane"] == b"train"}
+
+
+def _failures(buffer: dict[str, Any], base: str) -> dict[int, str]:
+    groups = (value for key, value in buffer.items() if key.startswith(base + "g:") and value[b"state"] == b"failed")
+    return {int(group[b"order"]): group[b"reason"].decode() for group in groups if group[b"lane"] == b"train"}
 
 
 def _bits(bitmap: bytes) -> frozenset[int]:
@@ -222,9 +243,11 @@ def _observed(line: dict[str, Any], problems: list[dict[str, Any]]) -> Batch:
                         t["reward"],
                         t["status"],
                         right_reward(problems[group["order"]], t["text"]),
+                        t["tries"],
                     )
                     for t in group["trajectories"]
                 ),
+                group["charged"],
             )
             for group in line["groups"]
         ),

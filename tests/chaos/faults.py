@@ -6,17 +6,49 @@ import asyncio
 import errno
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
+from tests.chaos.environment import Conduct
 from tests.chaos.network import Network
 from tests.chaos.plan import Fault
 from tests.chaos.processes import Process, until
-from tests.chaos.servers import Embedded, External, Servers, tear_tail
+from tests.chaos.servers import Embedded, External, Servers, limit_memory, tear_behind, tear_tail
+from tests.chaos.watch import Glance
 
 _BALLAST = "ballast"
 _MOST_TORN = 4096
 # The trainer finds its disk full when it next writes a checkpoint.
 _DISK_DEADLINE_S = 90.0
+_RIVAL_DEADLINE_S = 150.0
+
+
+class Rival:
+    """A second trainer of the run, which somebody starts because the first does not answer. It is there for one fault."""
+
+    def __init__(self, process: Process, glance: Callable[[], Glance | None]) -> None:
+        self._process = process
+        self._glance = glance
+
+    async def take_over(self) -> None:
+        """Return once it has published a checkpoint of its own."""
+        before = self._seen()
+        self._process.may_start.set()
+        async with asyncio.timeout(_RIVAL_DEADLINE_S):
+            await until(lambda: self._seen().timeline != before.timeline)
+            start = self._seen()
+            await until(lambda: self._seen().committed > start.committed)
+
+    def _seen(self) -> Glance:
+        glance = self._glance()
+        assert glance is not None
+        return glance
+
+    async def leave(self) -> None:
+        self._process.may_start.clear()
+        self._process.kill()
+        async with asyncio.timeout(_RIVAL_DEADLINE_S):
+            await until(lambda: self._process.pid is None)
 
 
 class Faults:
@@ -30,6 +62,8 @@ class Faults:
         processes: dict[str, Process],
         addresses: dict[str, str],
         checkpoints: Path,
+        conduct: Conduct,
+        rival: Rival,
     ) -> None:
         self._rng = random.Random(f"faults {seed}")
         self._network = network
@@ -37,6 +71,8 @@ class Faults:
         self._processes = processes
         self._addresses = addresses
         self._checkpoints = checkpoints
+        self._conduct = conduct
+        self._rival = rival
         self._peer = ""
 
     async def prepare(self, fault: Fault) -> None:
@@ -49,8 +85,18 @@ class Faults:
     def strike(self, fault: Fault, victim: str) -> str:
         """`victim`: the process that is meant, "server" for the server in charge. Returns what was done, in words."""
         match fault.kind:
-            case "kill" | "failover" | "torn_tail":
+            case "kill" | "failover" | "torn_tail" | "torn_close":
                 return self._kill(fault, victim)
+            case "slow" | "overloaded" | "bad_answers":
+                self._conduct.tell(mood=fault.kind)
+                return f"{fault.kind.replace('_', ' ')} for {fault.seconds} s"
+            case "no_memory":
+                limit = limit_memory(self._servers, full=True)
+                return f"its memory limited to the {limit} bytes that it has, for {fault.seconds} s"
+            case "rival":
+                self._processes[victim].may_start.clear()
+                self._processes[victim].freeze()
+                return "SIGSTOP, until another trainer has published a checkpoint"
             case "kill_engine":
                 self._processes[victim].may_start.clear()
                 self._processes[victim].kill_child("spawn_main", "EngineCore")
@@ -62,7 +108,7 @@ class Faults:
                 self._network.cut(self._machine(victim))
                 return f"cut off the network for {fault.seconds} s"
             case "half_open":
-                self._peer = self._rng.choice([self._servers.address, self._other_end(victim)])
+                self._peer = self._rng.choice([self._servers.front, self._other_end(victim)])
                 self._network.half_open(victim, self._peer)
                 return f"what it sends to {self._peer} is lost for {fault.seconds} s"
             case "full_disk":
@@ -73,9 +119,13 @@ class Faults:
 
     def holds(self, fault: Fault, victim: str) -> set[str]:
         """Processes that the fault keeps stopped until it is undone."""
-        if fault.kind == "stop" and victim != "server":
+        if fault.kind in ("stop", "rival") and victim != "server":
             return {victim}
-        if fault.kind in ("kill", "torn_tail") and victim == "server" and isinstance(self._servers, Embedded):
+        if (
+            fault.kind in ("kill", "torn_tail", "torn_close")
+            and victim == "server"
+            and isinstance(self._servers, Embedded)
+        ):
             return {"replay"}  # which would start the server again at once
         return set()
 
@@ -83,10 +133,21 @@ class Faults:
         """The fault's time is over: everything is as it should be, but for what the process made of it."""
         if fault.kind == "full_disk" and victim != "server":
             await self._until_ended(self._processes[victim])
+        elif fault.kind == "rival":
+            await self._rival.take_over()
         else:
             await asyncio.sleep(fault.seconds)
         match fault.kind:
-            case "kill" | "kill_engine" | "torn_tail":
+            case "kill" | "kill_engine" | "torn_tail" | "torn_close":
+                self._restart(victim)
+            case "slow" | "overloaded" | "bad_answers":
+                self._conduct.tell(mood="well")
+            case "no_memory":
+                limit_memory(self._servers, full=False)
+            case "rival":  # it wakes up beside its successor, and has to see that it is no longer the run's trainer
+                self._processes[victim].thaw()
+                await self._until_ended(self._processes[victim])
+                await self._rival.leave()
                 self._restart(victim)
             case "failover":
                 assert isinstance(self._servers, External)
@@ -113,6 +174,9 @@ class Faults:
         if fault.kind == "torn_tail":
             torn = tear_tail(self._servers.disk, self._rng.randint(1, _MOST_TORN))
             return f"SIGKILL, its file torn by {torn} bytes, away for {fault.seconds} s"
+        if fault.kind == "torn_close":
+            torn = tear_behind(self._servers.disk, b"$6\r\nclosed\r\n$1\r\n1\r\n")
+            return f"SIGKILL, the end of the prompts and what came after torn off its file, {torn} bytes, away for {fault.seconds} s"
         return (
             f"SIGKILL, {'failover to a replica that lags' if fault.kind == 'failover' else 'away'}, {fault.seconds} s"
         )

@@ -1,7 +1,7 @@
 """The plan of a run's faults: a pure function of its seed.
 
-Every process is hit in every phase of the pipeline once in 25 faults, and in any five in a row each process and each phase
-comes up once. What is done to a process goes round the kinds that apply to it.
+Every process is hit in every phase of the pipeline once in 31 faults, the first five are in five different phases, and one of them hits
+the environment. What is done to a process goes round the kinds that apply to it.
 """
 
 from __future__ import annotations
@@ -10,21 +10,29 @@ import dataclasses
 import random
 from typing import Literal
 
-Target = Literal["server", "replay", "reward", "rollout", "trainer"]
-Phase = Literal["generation", "scoring", "reserve", "checkpoint", "refit"]
-Kind = Literal["kill", "kill_engine", "stop", "cut", "half_open", "full_disk", "torn_tail", "failover"]
+Target = Literal["server", "replay", "reward", "environment", "rollout", "trainer"]
+Phase = Literal["generation", "scoring", "reserve", "checkpoint", "refit", "closed"]
+Kind = Literal[
+    "kill", "kill_engine", "stop", "cut", "half_open", "full_disk", "torn_tail", "torn_close", "failover",
+    "no_memory", "slow", "overloaded", "bad_answers", "rival",
+]  # fmt: skip
 Topology = Literal["embedded", "external"]
 Policy = Literal["ordered", "drop", "mask"]
 
-TARGETS: tuple[Target, ...] = ("server", "replay", "reward", "rollout", "trainer")
+TARGETS: tuple[Target, ...] = ("server", "replay", "reward", "environment", "rollout", "trainer")
+# Those that come again and again; the queue is closed once, near the end.
 PHASES: tuple[Phase, ...] = ("generation", "scoring", "reserve", "checkpoint", "refit")
 KINDS: dict[Target, tuple[Kind, ...]] = {
-    "server": ("kill", "stop", "torn_tail", "full_disk", "failover", "cut"),
+    "server": ("kill", "stop", "torn_tail", "full_disk", "failover", "cut", "no_memory"),
     "replay": ("kill", "stop", "cut"),
     "reward": ("kill", "stop", "cut"),
+    "environment": ("kill", "stop", "slow", "overloaded", "bad_answers", "cut"),
     "rollout": ("kill", "stop", "cut", "kill_engine", "half_open"),
-    "trainer": ("kill", "stop", "full_disk", "cut", "half_open"),
+    "trainer": ("kill", "stop", "full_disk", "cut", "half_open", "rival"),
 }
+# A run of at least so many faults has a prompt that kills its replicas, and loses the end of its prompts: the rest of the plan must not
+# wait for them, and a run of `make test` has not the time.
+LONG = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +48,8 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """How the run itself is made: small, and different from seed to seed. `prompts` end the run."""
+    """How the run itself is made: small, and different from seed to seed. `prompts` end the run; with `deadly` one of them kills its
+    replicas. With `duplicates` every call to the buffer's server is delivered again later."""
 
     topology: Topology
     prompts_per_step: int
@@ -52,6 +61,8 @@ class Shape:
     save_period: int
     in_flight: bool
     prompts: int
+    deadly: bool
+    duplicates: bool
 
 
 def make_shape(seed: int, faults: int, topology: Topology) -> Shape:
@@ -69,28 +80,47 @@ def make_shape(seed: int, faults: int, topology: Topology) -> Shape:
         in_flight=rng.random() < 0.5,
         # one more than whole batches: what is left over at the end is an end of its own
         prompts=prompts_per_step * (8 + 4 * faults) + 1,
+        deadly=faults >= LONG,
+        duplicates=topology == "external" and rng.random() < 0.5,
     )
 
 
 def make_plan(seed: int, faults: int, topology: Topology, lease_s: float) -> list[Fault]:
-    """Stops and cuts outlast a lease, so that the others have gone on without the process when it comes back."""
+    """Stops and cuts outlast a lease, so that the others have gone on without the process when it comes back; what is wrong with an
+    environment outlasts its time limit, and the pauses between a trajectory's attempts."""
     rng = random.Random(f"plan {seed}")
+    at_the_end: list[tuple[Kind, Target, Phase]] = [("torn_close", "server", "closed")] if faults >= LONG else []
     decks = {target: _Deck(rng, [k for k in KINDS[target] if _applies(k, topology)]) for target in TARGETS}
     pairs: list[tuple[Target, Phase]] = []
     while len(pairs) < faults:
-        targets, phases = rng.sample(TARGETS, 5), rng.sample(PHASES, 5)
-        for turn in rng.sample(range(5), 5):
-            pairs += [(target, phases[(place + turn) % 5]) for place, target in enumerate(targets)]
-    plan = []
-    for number, (target, phase) in enumerate(pairs[:faults]):
-        kind = decks[target].draw()
-        away = (
-            rng.uniform(0.0, 2.0)
-            if kind in ("kill", "kill_engine", "torn_tail", "failover")
-            else lease_s * rng.uniform(1.2, 2.0)
-        )
-        plan.append(Fault(number, kind, target, phase, round(away, 2)))
-    return plan
+        targets, phases = rng.sample(TARGETS, len(TARGETS)), rng.sample(PHASES, len(PHASES))
+        if targets[-1] == "environment":
+            targets.reverse()
+        for turn in rng.sample(range(len(PHASES)), len(PHASES)):
+            pairs += [(target, phases[(place + turn) % len(PHASES)]) for place, target in enumerate(targets)]
+    drawn = [(decks[target].draw(), target, phase) for target, phase in pairs[: faults - len(at_the_end)]]
+    _rival_at_a_checkpoint(drawn)
+    return [
+        Fault(number, kind, target, phase, _seconds(rng, kind, target, lease_s))
+        for number, (kind, target, phase) in enumerate(drawn + at_the_end)
+    ]
+
+
+def _seconds(rng: random.Random, kind: Kind, target: Target, lease_s: float) -> float:
+    if kind in ("kill", "kill_engine", "torn_tail", "torn_close", "failover"):
+        return round(rng.uniform(0.0, 2.0), 2)
+    if target == "environment":
+        return round(lease_s * rng.uniform(4.0, 8.0), 2)
+    return round(lease_s * rng.uniform(1.2, 2.0), 2)
+
+
+def _rival_at_a_checkpoint(drawn: list[tuple[Kind, Target, Phase]]) -> None:
+    """The trainer that is frozen while another takes its place is one that writes a checkpoint, if any fault hits a trainer there."""
+    rivals = [place for place, (kind, _, _) in enumerate(drawn) if kind == "rival"]
+    saving = [place for place, (_, target, phase) in enumerate(drawn) if (target, phase) == ("trainer", "checkpoint")]
+    for one, other in zip(rivals, saving, strict=False):
+        (first, *_), (second, *_) = drawn[one], drawn[other]
+        drawn[one], drawn[other] = (second, *drawn[one][1:]), (first, *drawn[other][1:])
 
 
 def _applies(kind: Kind, topology: Topology) -> bool:

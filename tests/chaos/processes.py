@@ -16,7 +16,7 @@ RESTART_S = 0.3
 
 @dataclasses.dataclass(frozen=True)
 class Exit:
-    """A process ended. `by_us`: a fault of the plan killed it. `last_words`: what it said at the end."""
+    """A process ended before the run did. `by_us`: it got a SIGKILL. `last_words`: what it said at the end."""
 
     time: float
     name: str
@@ -48,6 +48,7 @@ class Process:
     async def keep(self, *, ends: bool = False) -> None:
         """Start it, and again whenever it ends. `ends`: exit code 0 is the end of its work."""
         while not self._done:
+            await self.may_start.wait()
             with self.log.open("ab") as log:
                 start = log.tell()
                 self._process = await asyncio.create_subprocess_exec(
@@ -61,12 +62,12 @@ class Process:
             code = await self._process.wait()
             _signal_group(self._process.pid, signal.SIGKILL)  # what it left behind
             words = self.log.read_bytes()[start:][-2000:].decode(errors="replace").strip()
-            self.exits.append(Exit(time.time(), self.name, code, self._killed, words))
+            if not self._done:
+                self.exits.append(Exit(time.time(), self.name, code, self._killed, words))
             self._killed = False
             if ends and code == 0:
                 return
             await asyncio.sleep(RESTART_S)
-            await self.may_start.wait()
 
     def kill(self) -> None:
         """SIGKILL to the leader alone: what it started has to notice by itself."""
@@ -79,7 +80,6 @@ class Process:
         child = child_named(self.pid, *words) if self.pid is not None else None
         if child is None:
             raise RuntimeError(f"{self.name} has no child named {words}")
-        self._killed = True
         os.kill(child, signal.SIGKILL)
 
     def freeze(self, *, whole: bool = True) -> None:
@@ -102,7 +102,6 @@ class Process:
         self._done = True
         if self._process is None or self.pid is None:
             return
-        self._killed = True
         self.thaw()
         _signal_group(self.pid, signal.SIGTERM)
         try:

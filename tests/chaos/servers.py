@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
@@ -26,6 +28,10 @@ PAIR = ("redis-a", "redis-b")
 class Servers(Protocol):
     @property
     def address(self) -> str: ...
+
+    @property
+    def front(self) -> str:
+        """Where the services reach it."""
 
     @property
     def port(self) -> int: ...
@@ -57,7 +63,7 @@ class Embedded:
     """The replay service starts it again by itself: frozen with it, neither comes back before `restart`."""
 
     def __init__(self, replay: Process, address: str, disk: Path) -> None:
-        self.address = address
+        self.address = self.front = address
         self.port = PORT
         self.machine = "replay"
         self.disk = disk
@@ -92,10 +98,12 @@ class Embedded:
 
 class External:
     """`redis-server` on two machines, each with a disk of its own, a folder under `folder` that is there. Either may be the primary; the
-    other copies it, and comes back as its replica."""
+    other copies it, and comes back as its replica. With `duplicates` a courier stands before them."""
 
-    def __init__(self, network: Network, environ: Mapping[str, str], folder: Path) -> None:
-        self.address = ADDRESS
+    def __init__(
+        self, network: Network, environ: Mapping[str, str], folder: Path, seed: int, *, duplicates: bool
+    ) -> None:
+        self.address = self.front = ADDRESS
         self.port = PORT
         self._folder = folder
         self._network = network
@@ -105,6 +113,13 @@ class External:
         for name in self._own:
             self._set_role(name)
         network.give_address(ADDRESS, self._primary)
+        if duplicates:
+            self.front = network.add("courier", 11)
+            argv = ["-m", "tests.chaos.courier", self.front, str(PORT), ADDRESS, str(seed)]
+            log = folder.parent / "courier.log"
+            self.processes["courier"] = Process(
+                "courier", [*network.enter("courier"), sys.executable, *argv], environ, log
+            )
 
     def _set_role(self, name: str) -> None:
         settings = {
@@ -176,6 +191,14 @@ class External:
                 await asyncio.sleep(0.1)
 
 
+def limit_memory(servers: Servers, *, full: bool) -> int:
+    """Give the server no more memory than it has; or, not `full`, as much as it wants, which is its default. Returns the limit."""
+    with SyncRedis(host=servers.address, port=servers.port, socket_timeout=5.0) as redis:
+        limit = int(redis.info("memory")["used_memory"]) if full else 0  # type: ignore[index]
+        redis.config_set("maxmemory", limit)
+    return limit
+
+
 async def _until(redis: Redis, field: str, wanted: object) -> None:
     """Return once INFO says so."""
     while (await redis.info("persistence"))[field] != wanted:  # noqa: ASYNC110 - happens in the server
@@ -188,3 +211,12 @@ def tear_tail(disk: Path, most: int) -> int:
     size = newest.stat().st_size
     os.truncate(newest, max(0, size - most))
     return min(size, most)
+
+
+def tear_behind(disk: Path, written: bytes) -> int:
+    """Cut the newest append-only file under `disk` off where the transaction begins that last wrote these bytes; returns how many."""
+    newest = max(disk.rglob("*.incr.aof"), key=lambda path: path.stat().st_mtime_ns)
+    content = newest.read_bytes()
+    keep = content.rindex(b"*1\r\n$5\r\nMULTI\r\n", 0, content.rindex(written))
+    os.truncate(newest, keep)
+    return len(content) - keep

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,9 @@ def good() -> Evidence:
         ),
         states={8: "failed", 9: "unused"},
         ended=frozenset({8}),
+        failures={8: "scoring failed 3 times"},
+        struck_alone=Counter(),
+        misconduct=frozenset(),
         counts={"trained": 8, "failed": 1, "unused": 1},
         closed=True,
         exits=(Exit("trainer", -9, True, ""), Exit("trainer", 0, False, "")),
@@ -242,9 +246,37 @@ def test_a_prompt_that_can_not_be_scored_and_was_trained() -> None:
     assert objections(moods=moods) == {"failures_are_not_zero"}
 
 
-def test_a_prompt_that_can_be_scored_and_ended_as_failed() -> None:
-    moods = (*good().moods[:8], "fine", "flaky")
-    assert objections(moods=moods) == {"failures_are_not_zero"}
+def test_a_prompt_that_kills_and_was_trained() -> None:
+    assert objections(moods=("deadly", *good().moods[1:])) == {"failures_are_not_zero"}
+
+
+@pytest.mark.parametrize("mood", ["fine", "flaky", "flat"])
+def test_an_innocent_prompt_that_failed(mood: str) -> None:
+    moods = (*good().moods[:8], mood, "flaky")
+    assert objections(moods=moods) == {"no_innocent_group_failed"}
+    assert objections(moods=moods, failures={}) == {"no_innocent_group_failed"}
+    # it was alone with a replica that was struck, again and again
+    assert objections(moods=moods, struck_alone=Counter({group_id(8): 3})) == set()
+    assert objections(moods=moods, struck_alone=Counter({group_id(8): 2})) == {"no_innocent_group_failed"}
+
+
+def test_a_prompt_that_kills_its_replicas_and_failed() -> None:
+    assert objections(moods=(*good().moods[:8], "deadly", "flaky")) == set()
+
+
+def test_an_attempt_that_was_charged_for_the_fault_of_another() -> None:
+    first, *others = good().observed
+    charged = dataclasses.replace(first, groups=(dataclasses.replace(first.groups[0], charged=1), *first.groups[1:]))
+    assert objections(observed=(charged, *others)) == {"nobody_is_charged_for_others"}
+    assert objections(observed=(charged, *others), struck_alone=Counter({group_id(0): 1})) == set()
+
+
+def test_an_attempt_at_scoring_that_was_charged_though_the_environment_was_well() -> None:
+    seen = (with_trajectory(good().observed[0], tries=2), *good().observed[1:])
+    assert objections(observed=seen) == {"nobody_is_charged_for_others"}
+    assert objections(observed=seen, misconduct=frozenset({"kill", "overloaded"})) == {"nobody_is_charged_for_others"}
+    assert objections(observed=seen, misconduct=frozenset({"slow"})) == set()
+    assert objections(observed=seen, moods=("flaky", *good().moods[1:])) == set()
 
 
 def test_a_prompt_of_equal_answers_that_was_trained_under_dynamic_sampling() -> None:
@@ -273,10 +305,17 @@ def test_a_service_that_crashed(code: int, words: str) -> None:
     assert objections(exits=exits) == {"services_end_for_a_reason"}
 
 
+@pytest.mark.parametrize("code", [70, 1, -6])
+def test_a_service_that_was_struck_and_left_as_none_that_can_be_started_again(code: int) -> None:
+    exits = (Exit("rollout-1", code, True, "Traceback …"), *good().exits)
+    assert objections(exits=exits) == {"services_end_for_a_reason"}
+
+
 def test_a_service_that_could_not_go_on_and_said_why() -> None:
     exits = (
         Exit("trainer", 1, False, "…\nerror: can't write a checkpoint"),
         Exit("rollout-1", 75, False, ""),
+        Exit("rollout-1", 70, False, "error: the engine died. vLLM said: …\nException ignored in: …"),
         *good().exits,
     )
     assert objections(exits=exits) == set()
@@ -288,15 +327,17 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
         "story.json": {
             "shape": {"prompts_per_step": 1, "generations": 1, "max_age": 0, "policy": "drop"},
             "planned": 1,
-            "struck": [{"fault": {"kind": "torn_tail"}, "time": 5.0}],
+            "struck": [{"fault": {"kind": "torn_tail", "target": "server"}, "time": 5.0, "held": []},
+                       {"fault": {"kind": "slow", "target": "environment"}, "time": 6.0, "held": ["e0-train-0"]}],
+            "murdered": [["e0-train-0"], ["e0-train-0", "e0-train-1"]],
             "exits": [{"name": "trainer", "code": 0, "by_us": False, "last_words": "", "time": 9.0}],
         },
         "problems.jsonl": {"input": "1+2", "output": "0", "mood": "fine"},
         "metrics.jsonl": {"kind": "train", "step": 0, "timeline": "t", "time": 3.0, "metrics": {"max_trajectory_age": 0.0}},
         "observed.jsonl": {
             "timeline": "t", "incarnation": "s", "step": 0,
-            "groups": [{"id": "e0-train-0", "order": 0, "trajectories": [
-                {"group": "e0-train-0", "index": 0, "spans": [[0, 0, 4]], "text": "3", "status": "SCORED", "reward": 0.25}]}],
+            "groups": [{"id": "e0-train-0", "order": 0, "charged": 1, "trajectories": [
+                {"group": "e0-train-0", "index": 0, "spans": [[0, 0, 4]], "text": "3", "status": "SCORED", "reward": 0.25, "tries": 2}]}],
         },
         "archive/step_1/state.json": {"version": 1, "timeline": "t", "ancestors": []},
         "archive/step_1/ledger.json": {"0": ["e0-train-0"]},
@@ -317,17 +358,21 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
         "hr:{chaos}:s:counts": {b"train:trained": b"1", b"validation:queued": b"7"},
         "hr:{chaos}:s:ended": bytes([0b01000000, 0b10000000]),
         "hr:{chaos}:s:g:e0-train-3": {b"order": b"3", b"state": b"queued", b"lane": b"train"},
+        "hr:{chaos}:s:g:e0-train-8": {b"order": b"8", b"state": b"failed", b"lane": b"train", b"reason": b"died"},
         "hr:{chaos}:old:g:e0-train-9": {b"order": b"9", b"state": b"queued", b"lane": b"train"},
     }
     (tmp_path / "buffer.msgpack").write_bytes(msgpack.packb(dump))
     evidence = read(tmp_path)
-    seen = Trajectory(0, (0,), 0.25, "SCORED", right_reward({"input": "1+2", "mood": "fine"}, "3"))
-    assert evidence.observed == (Batch(0, "t", (Group("e0-train-0", 0, (seen,)),), "s"),)
+    seen = Trajectory(0, (0,), 0.25, "SCORED", right_reward({"input": "1+2", "mood": "fine"}, "3"), 2)
+    assert evidence.observed == (Batch(0, "t", (Group("e0-train-0", 0, (seen,), 1),), "s"),)
     assert evidence.lineage == (Batch(0, "t", (Group("e0-train-0", 0, (Trajectory(0, (0,), 0.25),)),)),)
     assert evidence.checkpoints == (Checkpoint(1, "t", (), {0: ["e0-train-0"]}, frozenset({0})),)
     assert evidence.lines == (Line("train", 0, "t", 3.0, 0.0),)
     assert evidence.ended == {1, 8}
-    assert evidence.states == {3: "queued"}
+    assert evidence.states == {3: "queued", 8: "failed"}
+    assert evidence.failures == {8: "died"}
+    assert evidence.struck_alone == {"e0-train-0": 2}
+    assert evidence.misconduct == {"slow"}
     assert evidence.counts == {"trained": 1}
     assert evidence.lost_writes == (5.0,)
     assert evidence.closed

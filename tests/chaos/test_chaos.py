@@ -1,4 +1,5 @@
-"""The real pipeline under five faults, other ones each day: every process hit once, and every phase. `make chaos` is the long version."""
+"""The real pipeline under five faults, other ones each day: five processes, one of them the environment, and every phase.
+`make chaos` is the long version."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tests.chaos.plan import Phase
 @dataclasses.dataclass(frozen=True)
 class Glance:
     """The buffer at one moment. `leases`: groups that a replica generates; `scoring`: trajectories that a scorer has.
-    `trained`: the highest step whose metrics were published, -1 before any."""
+    `trained`: the highest step whose metrics were published, -1 before any. `closed`: no more prompts will come."""
 
     timeline: str
     incarnation: str
@@ -35,6 +35,7 @@ class Glance:
     scoring: int
     epoch: str
     trained: int
+    closed: bool
 
     def shows(self, phase: Phase) -> bool:
         """Whether the run is in `phase` (a checkpoint is seen on the disk, not here)."""
@@ -47,6 +48,8 @@ class Glance:
                 return self.next_step > max(self.trained + 1, self.committed, 0)
             case "refit":
                 return self.epoch in ("announced", "transfer")
+            case "closed":
+                return self.closed
         return False
 
 
@@ -75,13 +78,13 @@ class Buffer:
 
     async def glance(self) -> Glance | None:
         """None before the run is there."""
-        fields = await self._redis.hmget(self.key, "timeline", "incarnation", "next_step", "committed")
+        fields = await self._redis.hmget(self.key, "timeline", "incarnation", "next_step", "committed", "closed")
         if fields[0] is None:
             return None
         timeline, incarnation = fields[0].decode(), fields[1].decode()
         base = f"{self.key}:{incarnation}:"
         pipe = self._redis.pipeline(transaction=False)
-        pipe.zcard(base + "leases").zcard(base + "orphans").zcard(base + "taken").hget(base + "epoch", "state")
+        pipe.zcard(base + "leases").zcard(base + "orphans").zcard(base + "taken:paced").hget(base + "epoch", "state")
         pipe.xrevrange(f"{self.key}:metrics", count=8)
         open_, orphans, scoring, epoch, metrics = await pipe.execute()
         trained = [int(entry[b"step"]) for _, entry in metrics if entry[b"kind"] == b"train"]
@@ -94,19 +97,22 @@ class Buffer:
             scoring,
             (epoch or b"").decode(),
             trained[0] if trained else -1,
+            fields[4] == b"1",
         )
 
-    async def holder_of_a_lease(self) -> int | None:
-        """Process id of a replica that generates now."""
+    async def held_by_pid(self) -> dict[int, tuple[str, ...]]:
+        """Ids of the groups that each replica holds, by its process id; those of processes that are gone are among them."""
         incarnation = await self._redis.hget(self.key, "incarnation")
+        held: dict[int, tuple[str, ...]] = {}
         if incarnation is None:
-            return None
+            return held
         base = f"{self.key}:{incarnation.decode()}:"
         for replica in await self._redis.zrange(base + "replicas", 0, -1):
-            if await self._redis.exists(base.encode() + b"h:" + replica):
-                info = await self._redis.hget(base.encode() + b"r:" + replica, "info")
-                return int(msgpack.unpackb(info)["pid"]) if info else None
-        return None
+            groups = await self._redis.smembers(base.encode() + b"h:" + replica)
+            info = await self._redis.hget(base.encode() + b"r:" + replica, "info") if groups else None
+            if info:
+                held[int(msgpack.unpackb(info)["pid"])] = tuple(sorted(group.decode() for group in groups))
+        return held
 
     async def observe(self, glance: Glance, journal: Path) -> None:
         """Append the batches that are reserved now and were not seen before: groups, and what their trajectories say."""
@@ -139,8 +145,10 @@ class Buffer:
                 payload, score = await self._redis.mget(f"{base}p:{nonce}", f"{base}s:{nonce}")
                 if payload is None or score is None:
                     return None
-                trajectories.append(_trajectory(msgpack.unpackb(payload), msgpack.unpackb(score)))
-        return {"id": group_id, "order": int(fields["order"]), "trajectories": trajectories}
+                tries = int(fields["w" + field[1:]].split(" ")[0])
+                trajectories.append(_trajectory(msgpack.unpackb(payload), msgpack.unpackb(score), tries))
+        charged = int(fields["failures"])
+        return {"id": group_id, "order": int(fields["order"]), "charged": charged, "trajectories": trajectories}
 
     async def dump(self) -> dict[str, Any]:
         """Every key of the run as it is: by name, its type and its raw value."""
@@ -164,7 +172,7 @@ class Buffer:
         return dumped
 
 
-def _trajectory(payload: dict[str, Any], score: dict[str, Any]) -> dict[str, Any]:
+def _trajectory(payload: dict[str, Any], score: dict[str, Any], tries: int) -> dict[str, Any]:
     return {
         "group": payload["group_id"],
         "index": payload["index"],
@@ -172,6 +180,7 @@ def _trajectory(payload: dict[str, Any], score: dict[str, Any]) -> dict[str, Any
         "text": payload["text"],
         "status": score["status"],
         "reward": score["reward"],
+        "tries": tries,
     }
 
 

@@ -221,8 +221,21 @@ class Scoring(Core):
         seen = min(environment.results, WINDOW)
         settings = self.limits.environments.get(held.group.env_name)
         share = settings.failure_share if settings else 0.5
-        tells = seen >= FIRST or self._used_up(environment, piece, score)
+        used_up = self._used_up(environment, piece, score)
+        if used_up and self._fails_with_others(environment, held, piece):
+            return True
+        tells = seen >= FIRST or used_up
         return tells and len(environment.failing) > share * seen
+
+    def _fails_with_others(self, environment: EnvironmentModel, held: Held, piece: Piece) -> bool:
+        """One of another group fails as well, and none was scored since either began to."""
+        others = [
+            self.groups[id_].pieces.get(index)
+            for id_, index in environment.failing
+            if id_ != held.id and id_ in self.groups
+        ]
+        first = [each.scored_at_failure for each in others if each is not None and each.scored_at_failure is not None]
+        return (piece.scored_at_failure or 0) >= environment.scored and any(at >= environment.scored for at in first)
 
     def _not_started(self, name: str, jobs: Sequence[ScoringJob], begun: bool) -> None:
         """What it did not begin costs nothing; when that happens again and again, it is broken."""

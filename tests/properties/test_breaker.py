@@ -110,6 +110,26 @@ async def test_law_7_a_trajectory_that_fails_among_others_is_its_own_fault(world
     assert world.model.count("train") == {"ready": 3, "failed": 1}
 
 
+@pytest.mark.parametrize("status", FAILURES)
+async def test_law_1_an_environment_that_breaks_while_few_are_in_flight_fails_no_group(
+    world: World, status: Status
+) -> None:
+    """The last two trajectories of two groups: a small share of the last results, but all that there is."""
+    await generate(world, ["math"] * 2)
+    jobs = await take(world)
+    await say(world, [job for job in jobs if job.trajectory.index == 0], "SCORED")
+    left = [job for job in jobs if job.trajectory.index == 1]
+    await say(world, left, status)
+    while not await broken(world):
+        await wait(world, 5_000)
+        await say(world, await take(world), status)
+        assert world.model.count("train") == {"scoring": 2}
+    await wait(world, 10_000)
+    while left := await take(world):
+        await say(world, left, "SCORED")
+    assert world.model.count("train") == {"ready": 2}
+
+
 async def test_an_environment_that_breaks_later_gives_back_the_attempts_that_it_cost(world: World) -> None:
     await generate(world, ["math"] * 4)
     await say(world, await take(world), "SCORED")

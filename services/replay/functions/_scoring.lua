@@ -17,7 +17,8 @@
 -- begin, or what went back with its scorer, costs nothing.
 --
 -- The breaker keeps a broken environment from using up what is generated. It opens when more than the failure share of the last WINDOW
--- trajectories failed (of fewer than FIRST only before one of them fails for good), or when it began nothing of NOTHING_BEGUN calls in a row.
+-- trajectories failed (of fewer than FIRST only before one of them fails for good), when one would fail for good, others of another group fail
+-- and none was scored since they began to (a run that has few in flight), or when it began nothing of NOTHING_BEGUN calls in a row.
 -- Opening gives the attempts back. While it is open, one trajectory at a time goes out as a probe, and nothing is charged. It is a lease: it
 -- holds until `probe_at`, and each probe that fails renews it, for longer; without a scorer it lapses, and the next scorer may probe at once.
 -- A probe that is scored closes it.
@@ -135,6 +136,22 @@ local function count_scored(run, env, members)
   return redis.call('HINCRBY', key, 'scored', #members) - #members
 end
 
+-- Whether a trajectory of another group than `id` fails as well, and the environment has scored none since either began to: a prompt that
+-- can't be scored explains itself alone.
+local function fails_with_others(run, env, id, index)
+  local scored = tonumber(redis.call('HGET', environment_key(run, env), 'scored') or 0)
+  local function silent_since(of, at)
+    local first = redis.call('HGET', group_key(run, of), 'f' .. at)
+    return first and tonumber(first) >= scored
+  end
+  if not silent_since(id, index) then return false end
+  for _, member in ipairs(redis.call('ZRANGE', place_of(run, 'failing', env), 0, -1)) do
+    local other, at = split_member(member)
+    if other ~= id and silent_since(other, at) then return true end
+  end
+  return false
+end
+
 -- The result counts against the environment. Returns whether the breaker has to open for it; `used_up`: else the trajectory fails for good.
 local function count_failed(run, env, member, used_up)
   local key, failing = environment_key(run, env), place_of(run, 'failing', env)
@@ -142,6 +159,7 @@ local function count_failed(run, env, member, used_up)
   if redis.call('ZADD', failing, 'NX', results + 1, member) == 1 then results = redis.call('HINCRBY', key, 'results', 1) end
   redis.call('ZREMRANGEBYSCORE', failing, '-inf', results - WINDOW)
   local seen = math.min(results, WINDOW)
+  if used_up and fails_with_others(run, env, split_member(member)) then return true end
   return (seen >= FIRST or used_up) and redis.call('ZCARD', failing) > setting_of(run, env).failure_share * seen
 end
 
