@@ -108,7 +108,8 @@ async def _filled(url: str, limits: Any) -> ReplayClient:
     for job in await replay.take_scoring("scorer", {"math": 2}):
         await replay.score(job, Score("SCORED", 1.0, {"part": 0.5}, metadata=strange))
     await replay.release(second, "\x1b[2J", failed=True)
-    await replay.publish_metrics("train", 0, {"loss": float("nan"), "grad": float("inf")})
+    timeline = (await replay.state()).timeline
+    await replay.publish_metrics("train", 0, {"loss": float("nan"), "grad": float("inf")}, timeline)
     return replay
 
 
