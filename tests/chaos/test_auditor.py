@@ -160,6 +160,14 @@ def test_no_checkpoint_at_all() -> None:
     assert "steps_are_whole" in objections(checkpoints=())
 
 
+def test_a_trainer_that_wakes_up_late_may_write_down_a_step_of_its_own_timeline_and_no_other() -> None:
+    e = good()
+    assert objections(lines=(*e.lines, Line("train", 2, FIRST, 120.0, 1.0))) == set()
+    assert "steps_are_whole" in objections(lines=(*e.lines, Line("train", 2, SECOND, 120.0, 1.0)))
+    assert objections(lineage=(*e.lineage, a_batch(2, FIRST))) == set()
+    assert "steps_are_whole" in objections(lineage=(*e.lineage, a_batch(2, SECOND)))
+
+
 def test_lineage_that_differs_from_the_ledger() -> None:
     swapped = dataclasses.replace(good().lineage[3], groups=good().lineage[3].groups[::-1])
     assert objections(lineage=lineage_with(3, swapped)) == {"records_agree"}
