@@ -154,8 +154,6 @@ def failures_are_not_zero(e: Evidence) -> Iterator[str]:
         trained = any(order in checkpoint.trained for checkpoint in e.checkpoints)
         if mood == "poison" and trained:
             yield f"prompt {order} can't be scored, and was trained"
-        if mood == "deadly" and trained:
-            yield f"prompt {order} kills whatever generates it, and was trained"
         if mood == "flat" and trained:
             yield f"the answers to prompt {order} are all worth the same, and it was trained"
 

@@ -254,10 +254,6 @@ def test_a_prompt_that_can_not_be_scored_and_was_trained() -> None:
     assert objections(moods=moods) == {"failures_are_not_zero"}
 
 
-def test_a_prompt_that_kills_and_was_trained() -> None:
-    assert objections(moods=("deadly", *good().moods[1:])) == {"failures_are_not_zero"}
-
-
 @pytest.mark.parametrize("mood", ["fine", "flaky", "flat"])
 def test_an_innocent_prompt_that_failed(mood: str) -> None:
     moods = (*good().moods[:8], mood, "flaky")
