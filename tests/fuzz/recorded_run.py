@@ -102,7 +102,10 @@ async def record(redis: Redis, run_id: str) -> dict[str, list[Call]]:
     await reserve(replay, 0)
     await replay.masked(0, timeline, 7)
     await replay.commit(1, timeline)
-    await replay.drop_validation(timeline)
+    await replay.drop_validation(timeline, 1)
+    await replay.make_room(1)
+    await replay.append_event("looked", {"who": "here"})
+    await replay.publish_metrics("train", 0, {"reward": 0.5}, timeline)
     await _look(replay)
     failures = {order: 0 for order in (await replay.ended()).failures}
     await replay.retry(failures)
@@ -115,7 +118,8 @@ async def record(redis: Redis, run_id: str) -> dict[str, list[Call]]:
     await generate(replay, replicas[0])
     await replay.restore(1, nonce(), nonce(), again.enqueued)
     state = await replay.state()
-    await replay.enqueue([make_group(order) for order in range(2, 5)], state.timeline, refill=True)
+    missing = range(2, again.enqueued + 1)
+    await replay.enqueue([make_group(order) for order in missing], state.timeline, refill=True)
     await replay.refilled(state.timeline)
     return recorder.calls
 

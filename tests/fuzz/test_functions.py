@@ -32,8 +32,17 @@ DIGEST = """
 local keys, parts = redis.call('KEYS', ARGV[1]), {}
 table.sort(keys)
 for _, key in ipairs(keys) do
-  if string.sub(key, -9) ~= ':refusals' then parts[#parts + 1] = key .. redis.call('DUMP', key) end
+  if key .. '*' == ARGV[1] then
+    local fields = redis.call('HGETALL', key)
+    for i = 1, #fields, 2 do
+      -- any call may write down what the time is
+      if fields[i] ~= 'clock' and fields[i] ~= 'offset' then parts[#parts + 1] = fields[i] .. '=' .. fields[i + 1] end
+    end
+  elseif string.sub(key, -9) ~= ':refusals' then
+    parts[#parts + 1] = key .. redis.call('DUMP', key)
+  end
 end
+table.sort(parts)
 return redis.sha1hex(table.concat(parts, '\\0'))
 """
 # Between two restores of what was held: an accepted call changes what those after it find.
