@@ -23,15 +23,15 @@ TARGETS: tuple[Target, ...] = ("server", "replay", "reward", "environment", "rol
 # Those that come again and again; the queue is closed once, near the end.
 PHASES: tuple[Phase, ...] = ("generation", "scoring", "reserve", "checkpoint", "refit")
 KINDS: dict[Target, tuple[Kind, ...]] = {
-    "server": ("kill", "stop", "torn_tail", "full_disk", "failover", "cut"),
+    "server": ("kill", "stop", "torn_tail", "full_disk", "failover", "cut", "no_memory"),
     "replay": ("kill", "stop", "cut"),
     "reward": ("kill", "stop", "cut"),
     "environment": ("kill", "stop", "slow", "overloaded", "bad_answers", "cut"),
     "rollout": ("kill", "stop", "cut", "kill_engine", "half_open"),
     "trainer": ("kill", "stop", "full_disk", "cut", "half_open", "rival"),
 }
-# A run of at least so many faults has a prompt that kills its replicas: a run of `make test` has not the time. What is prepared and not
-# drawn yet: `no_memory`, `torn_close` at the end of such a run, and late duplicates.
+# A run of at least so many faults has a prompt that kills its replicas, and loses the end of its prompts: the rest of the plan must not
+# wait for them, and a run of `make test` has not the time.
 LONG = 10
 
 
@@ -81,7 +81,7 @@ def make_shape(seed: int, faults: int, topology: Topology) -> Shape:
         # one more than whole batches: what is left over at the end is an end of its own
         prompts=prompts_per_step * (8 + 4 * faults) + 1,
         deadly=faults >= LONG,
-        duplicates=False,
+        duplicates=topology == "external" and rng.random() < 0.5,
     )
 
 
@@ -89,7 +89,7 @@ def make_plan(seed: int, faults: int, topology: Topology, lease_s: float) -> lis
     """Stops and cuts outlast a lease, so that the others have gone on without the process when it comes back; what is wrong with an
     environment outlasts its time limit, and the pauses between a trajectory's attempts."""
     rng = random.Random(f"plan {seed}")
-    at_the_end: list[tuple[Kind, Target, Phase]] = []
+    at_the_end: list[tuple[Kind, Target, Phase]] = [("torn_close", "server", "closed")] if faults >= LONG else []
     decks = {target: _Deck(rng, [k for k in KINDS[target] if _applies(k, topology)]) for target in TARGETS}
     pairs: list[tuple[Target, Phase]] = []
     while len(pairs) < faults:

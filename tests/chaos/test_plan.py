@@ -10,10 +10,11 @@ TOPOLOGIES: tuple[Topology, ...] = ("embedded", "external")
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_process_is_hit_in_every_phase_in_30_faults(seed: int) -> None:
+def test_every_process_is_hit_in_every_phase_in_31_faults_and_the_queue_is_closed_at_their_end(seed: int) -> None:
     for topology in TOPOLOGIES:
-        plan = make_plan(seed, 30, topology, lease_s=3.0)
+        *plan, last = make_plan(seed, 31, topology, lease_s=3.0)
         assert {(fault.target, fault.phase) for fault in plan} == {(t, p) for t in TARGETS for p in PHASES}
+        assert (last.kind, last.phase) == ("torn_close", "closed")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -39,7 +40,7 @@ def test_only_long_runs_have_a_prompt_that_kills() -> None:
 
 def test_every_kind_of_fault_befalls_every_process_it_applies_to() -> None:
     plan = make_plan(1, 100, "external", lease_s=3.0)
-    everything = {(target, kind) for target in TARGETS for kind in KINDS[target]}
+    everything = {(target, kind) for target in TARGETS for kind in KINDS[target]} | {("server", "torn_close")}
     assert {(fault.target, fault.kind) for fault in plan} == everything
 
 
