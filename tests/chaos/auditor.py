@@ -52,7 +52,7 @@ def nothing_is_lost(e: Evidence) -> Iterator[str]:
 def none_is_trained_twice(e: Evidence) -> Iterator[str]:
     """Law 1, in the history of the surviving weights: by the checkpoints' ledgers and by the trainer's lineage."""
     ledger = Counter(id_ for _, ids in _history(e) for id_ in ids)
-    lineage = Counter(group.id for batch in e.lineage for group in batch.groups)
+    lineage = Counter(group.id for batch in _lineage(e) for group in batch.groups)
     for name, counted in (("ledgers", ledger), ("lineage", lineage)):
         for id_, times in counted.items():
             if times > 1:
@@ -75,8 +75,8 @@ def steps_are_whole(e: Evidence) -> Iterator[str]:
         yield f"the places that version {newest.version} says it was trained on are not those of its ledgers"
     if [line.step for line in _surviving(e)] != list(range(newest.version)):
         yield f"metrics.jsonl holds steps {[line.step for line in _surviving(e)]} of version {newest.version}'s history"
-    if [batch.step for batch in e.lineage] != list(range(newest.version)):
-        yield f"the lineage holds steps {[batch.step for batch in e.lineage]} of version {newest.version}'s history"
+    if [batch.step for batch in _lineage(e)] != list(range(newest.version)):
+        yield f"the lineage holds steps {[batch.step for batch in _lineage(e)]} of version {newest.version}'s history"
     for checkpoint in e.checkpoints:
         if checkpoint.timeline not in (*newest.ancestors, newest.timeline):
             yield f"version {newest.version} does not descend from checkpoint {checkpoint.version}"
@@ -85,7 +85,8 @@ def steps_are_whole(e: Evidence) -> Iterator[str]:
 def records_agree(e: Evidence) -> Iterator[str]:
     """Ledger, lineage and what was seen in Redis tell of the same groups and trajectories."""
     ledger = dict(_history(e))
-    for batch in e.lineage:
+    lineage = _lineage(e)
+    for batch in lineage:
         if [group.id for group in batch.groups] != ledger.get(batch.step):
             yield f"step {batch.step}: lineage and ledger name other groups"
         for group in batch.groups:
@@ -94,7 +95,7 @@ def records_agree(e: Evidence) -> Iterator[str]:
         seen = _seen(e, batch)
         if seen is not None and _facts(seen) != _facts(batch):
             yield f"step {batch.step}: the trainer's lineage is not what lay in the buffer"
-    if e.lineage and sum(_seen(e, batch) is not None for batch in e.lineage) * 2 < len(e.lineage):
+    if lineage and sum(_seen(e, batch) is not None for batch in lineage) * 2 < len(lineage):
         yield "less than half of the steps were seen in the buffer: the records can't be checked"
 
 
@@ -153,8 +154,6 @@ def failures_are_not_zero(e: Evidence) -> Iterator[str]:
         trained = any(order in checkpoint.trained for checkpoint in e.checkpoints)
         if mood == "poison" and trained:
             yield f"prompt {order} can't be scored, and was trained"
-        if mood == "deadly" and trained:
-            yield f"prompt {order} kills whatever generates it, and was trained"
         if mood == "flat" and trained:
             yield f"the answers to prompt {order} are all worth the same, and it was trained"
 
@@ -245,13 +244,21 @@ def _order(id_: str) -> int:
     return int(id_.rpartition("-")[2])
 
 
+def _lineage(e: Evidence) -> list[Batch]:
+    """Of the newest weights' history. A trainer that wakes up beside its successor may still write down a step of its own timeline."""
+    made_on = {step: checkpoint.timeline for checkpoint in e.checkpoints for step in checkpoint.ledger}
+    return [batch for batch in e.lineage if batch.timeline == made_on.get(batch.step, batch.timeline)]
+
+
 def _surviving(e: Evidence) -> list[Line]:
-    """Train lines that no later rewind took back."""
+    """Train lines that no later rewind took back, and none of a trainer that has a successor."""
     kept: list[Line] = []
+    timeline = None
     for line in e.lines:
         if line.kind == "rewind":
             kept = [k for k in kept if k.step < line.step]
-        elif line.kind == "train":
+            timeline = line.timeline
+        elif line.kind == "train" and timeline in (None, line.timeline):
             kept.append(line)
     return kept
 

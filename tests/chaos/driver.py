@@ -27,10 +27,10 @@ import msgpack
 from headrace.replay.connection import keeping_cancellation
 from tests.chaos.configuration import HOSTS, HTTP, LEASE_S, RUN, configuration, write_problems
 from tests.chaos.environment import Conduct
-from tests.chaos.faults import Faults, Rival
+from tests.chaos.faults import ENGINE, Faults, Rival
 from tests.chaos.network import Network
 from tests.chaos.plan import Fault, Shape, Topology, make_plan, make_shape
-from tests.chaos.processes import Process, until
+from tests.chaos.processes import Process, child_named, until
 from tests.chaos.servers import PAIR, PORT, Embedded, External, Servers
 from tests.chaos.watch import Away, Buffer, Glance, writing_checkpoint
 
@@ -227,7 +227,7 @@ class Driver:
         if fault.target == "server":
             return self.servers.up()
         if fault.target == "environment":
-            return self._there("environment")
+            return self._there(fault, "environment")
         return await _answers(self._addresses[fault.target], HTTP)
 
     async def _replica(self) -> str | None:
@@ -242,12 +242,12 @@ class Driver:
         while True:
             if fault.target == "rollout" and (fault.phase == "generation" or victim is None):
                 victim = await self._replica()
-            if victim is not None and self._there(victim) and await self._shows(fault):
+            if victim is not None and self._there(fault, victim) and await self._shows(fault):
                 async with self._still:
                     stopped: set[str] = set()
                     self._freeze()
                     try:
-                        if await self._shows(fault) and self._there(victim):
+                        if await self._shows(fault) and self._there(fault, victim):
                             groups = await self._groups_of(victim)
                             done = self._faults.strike(fault, victim)
                             stopped = self._faults.holds(fault, victim)
@@ -274,8 +274,11 @@ class Driver:
                     self._murdered.append(groups)
                     log.info("%s has killed %s, which held %d groups", self._deadly, victim.name, len(groups))
 
-    def _there(self, victim: str) -> bool:
-        return self.servers.up() if victim == "server" else self._processes[victim].pid is not None
+    def _there(self, fault: Fault, victim: str) -> bool:
+        if victim == "server":
+            return self.servers.up()
+        pid = self._processes[victim].pid
+        return pid is not None and (fault.kind != "kill_engine" or child_named(pid, *ENGINE) is not None)
 
     async def _shows(self, fault: Fault) -> bool:
         if fault.phase == "checkpoint":

@@ -16,6 +16,7 @@ from tests.chaos.processes import Process, until
 from tests.chaos.servers import Embedded, External, Servers, limit_memory, tear_behind, tear_tail
 from tests.chaos.watch import Glance
 
+ENGINE = ("spawn_main", "EngineCore")  # one of them is in its command line
 _BALLAST = "ballast"
 _MOST_TORN = 4096
 # The trainer finds its disk full when it next writes a checkpoint.
@@ -99,7 +100,7 @@ class Faults:
                 return "SIGSTOP, until another trainer has published a checkpoint"
             case "kill_engine":
                 self._processes[victim].may_start.clear()
-                self._processes[victim].kill_child("spawn_main", "EngineCore")
+                self._processes[victim].kill_child(*ENGINE)
                 return f"SIGKILL to its engine, away for {fault.seconds} s"
             case "stop":
                 (self._servers if victim == "server" else self._processes[victim]).freeze()

@@ -160,6 +160,14 @@ def test_no_checkpoint_at_all() -> None:
     assert "steps_are_whole" in objections(checkpoints=())
 
 
+def test_a_trainer_that_wakes_up_late_may_write_down_a_step_of_its_own_timeline_and_no_other() -> None:
+    e = good()
+    assert objections(lines=(*e.lines, Line("train", 2, FIRST, 120.0, 1.0))) == set()
+    assert "steps_are_whole" in objections(lines=(*e.lines, Line("train", 2, SECOND, 120.0, 1.0)))
+    assert objections(lineage=(*e.lineage, a_batch(2, FIRST))) == set()
+    assert "steps_are_whole" in objections(lineage=(*e.lineage, a_batch(2, SECOND)))
+
+
 def test_lineage_that_differs_from_the_ledger() -> None:
     swapped = dataclasses.replace(good().lineage[3], groups=good().lineage[3].groups[::-1])
     assert objections(lineage=lineage_with(3, swapped)) == {"records_agree"}
@@ -244,10 +252,6 @@ def test_a_reward_that_the_environment_did_not_give(wrong: dict[str, Any]) -> No
 def test_a_prompt_that_can_not_be_scored_and_was_trained() -> None:
     moods = ("poison", *good().moods[1:])
     assert objections(moods=moods) == {"failures_are_not_zero"}
-
-
-def test_a_prompt_that_kills_and_was_trained() -> None:
-    assert objections(moods=("deadly", *good().moods[1:])) == {"failures_are_not_zero"}
 
 
 @pytest.mark.parametrize("mood", ["fine", "flaky", "flat"])
