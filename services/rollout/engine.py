@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # vLLM refuses its own in-process executor on a CPU by its short name, because it can't set OpenMP up there; the service does
 # that itself. One process less: half the memory, and a start 10 seconds shorter.
 _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+# What vLLM says of a child that ended while it started, whatever the cause.
+_CORE_FAILED = "Engine core initialization failed"
 
 
 @contextlib.contextmanager
@@ -129,7 +131,12 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
         arguments = engine_arguments(config, on_cpu=on_cpu) | weight_receiver.engine_arguments(config) | dict(overrides)
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
-        raise ServiceError(explain(config, first_failure(report) or _message(error))) from error
+        reason = first_failure(report)
+        if reason is None and _CORE_FAILED in str(error):
+            raise Restartable(
+                f"the engine's process died while it started, without a word: it was killed, perhaps for want of memory. vLLM said: {error}"
+            ) from error
+        raise ServiceError(explain(config, reason or _message(error))) from error
 
 
 def first_failure(report: Path) -> str | None:

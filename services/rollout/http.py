@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from fastapi import Depends, FastAPI, HTTPException, Request
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -17,7 +19,6 @@ from headrace.service import create_app, problems
 from headrace_services.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
@@ -50,7 +51,6 @@ def build_app(config: Config, engine: AsyncLLM, worker: RolloutWorker) -> FastAP
 
 def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutWorker) -> None:
     """Attach vLLM's routers with the state that they expect of their application."""
-    from fastapi import Depends, HTTPException
     from vllm.entrypoints.openai.chat_completion import api_router as chat
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion import api_router as completion
@@ -66,6 +66,15 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
         """Refuse requests while the engine is paused after a failed refit: they would wait until another succeeds."""
         if worker.status.torn is not None:
             raise HTTPException(503, f"no whole weights: {worker.status.torn}")
+
+    async def text_alone(request: Request) -> None:
+        """Refuse half a surrogate pair, which JSON can carry, and no tokenizer can read."""
+        with contextlib.suppress(ValueError):  # no JSON: FastAPI says so
+            body = json.dumps(await request.json(), ensure_ascii=False)
+            if not body.isascii() and any("\ud800" <= character <= "\udfff" for character in body):
+                raise HTTPException(
+                    400, "the request holds half a surrogate pair, which is no text; send valid Unicode"
+                )
 
     name = config.policy.model_name
     template: dict[str, Any] = {"chat_template": None, "chat_template_content_format": "auto"}
@@ -85,7 +94,7 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
     refusals = problems(415) | {503: {"model": ErrorResponse, "description": "The replica holds no whole weights now"}}
     app.include_router(models.router)
     for router in (completion.router, chat.router):
-        app.include_router(router, dependencies=[Depends(whole_weights)], responses=refusals)
+        app.include_router(router, dependencies=[Depends(whole_weights), Depends(text_alone)], responses=refusals)
     init_exception_handler(app)
 
 
