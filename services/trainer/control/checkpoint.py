@@ -207,7 +207,7 @@ class Checkpoints:
 
         Raises `ServiceError` if `version` is published already, if another trainer has taken over, or if the folder can't be made.
         """
-        self._require_newest(timeline)
+        self.require_newest(timeline)
         unfinished = self.unfinished(version, timeline)
         with _disk_errors(self._folder):
             self._make_way(version)
@@ -233,7 +233,7 @@ class Checkpoints:
         over.
         """
         unfinished, final = self.unfinished(state.version, state.timeline), self.path(state.version)
-        self._require_newest(state.timeline)
+        self.require_newest(state.timeline)
         with _disk_errors(self._folder):
             (unfinished / "ledger.json").write_bytes(
                 _GROUPS_BY_STEP.dump_json({step: [*ids] for step, ids in ledger.items()})
@@ -242,18 +242,18 @@ class Checkpoints:
                 (unfinished / name).write_bytes(content)
             (unfinished / STATE).write_text(state.model_dump_json(indent=2))
             _fsync_all(unfinished)
-            self._require_newest(state.timeline)
+            self.require_newest(state.timeline)
             self._make_way(state.version)
             unfinished.rename(final)
             fsync(self._folder)
-            self._require_newest(state.timeline)
+            self.require_newest(state.timeline)
             self._retain(keep)
         return final
 
     def add_metrics(self, version: int, timeline: str, metrics: Mapping[str, float]) -> None:
         """Add metrics that became known after `publish`; retention uses them from now on. A no-op without such a checkpoint. Raises
         `ServiceError` as `publish` does."""
-        self._require_newest(timeline)
+        self.require_newest(timeline)
         if version not in self.published():
             return
         state = self.state(version)
@@ -284,7 +284,8 @@ class Checkpoints:
             self.path(version).rename(removed)
             shutil.rmtree(removed)
 
-    def _require_newest(self, timeline: str) -> None:
+    def require_newest(self, timeline: str) -> None:
+        """Raises `ServiceError` unless the newest start in the chain is this timeline's."""
         starts = folders.read_chain(self._folder)
         if not starts or starts[-1].timeline != timeline:
             newest = (

@@ -314,7 +314,13 @@ class Loop:
 
         def write() -> None:
             folder = context.checkpoints.begin(state.version, state.timeline)
-            context.lead.save(str(folder))
+            try:
+                context.lead.save(str(folder))
+            except ServiceError:
+                context.checkpoints.require_newest(
+                    state.timeline
+                )  # a successor that removed the folder, and not the disk, is the reason
+                raise
             context.lineage.fsync()
             context.checkpoints.publish(state, self._ledger.steps, keep, files)
 
