@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import dataclasses
 import os
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
-
-from pydantic import BaseModel
 
 from headrace.errors import ServiceError
 from headrace.tls import Reloading
@@ -35,13 +34,17 @@ EXIT_BUFFER_UNAVAILABLE = os.EX_TEMPFAIL
 EXIT_STOPPED = 143
 
 
-class Problem(BaseModel):
-    """Why a request was not answered."""
+# Why a request was not answered, as JSON schema. No model of pydantic here: an environment, which needs none, imports this module.
+_PROBLEM = {
+    "title": "Problem",
+    "type": "object",
+    "properties": {"detail": {"type": "string"}},
+    "required": ["detail"],
+}
 
-    detail: str
 
-
-class Health(BaseModel):
+@dataclasses.dataclass
+class Health:
     """Of a service: `alive`, `stuck`, `ready` or `not ready`, and why; what it waits for though it is ready."""
 
     status: str
@@ -61,8 +64,8 @@ _PROBLEMS = {
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route that may answer with these statuses and a `Problem`."""
-    content = {"application/json": {"schema": Problem.model_json_schema()}}
+    """`responses` of a route that may answer with these statuses, and a body that says why."""
+    content = {"application/json": {"schema": _PROBLEM}}
     sign_in: dict[str, Any] = {"text/html": {}}  # what browsers get
     return {
         status: {"description": _PROBLEMS[status], "content": content | (sign_in if status == 401 else {})}
