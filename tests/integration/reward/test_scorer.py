@@ -124,17 +124,19 @@ async def test_law_7_failure_is_not_zero_a_failing_environment_fails_its_group_w
     async with serving(Told()) as port:
         env = {"told": {"target": f"127.0.0.1:{port}", "timeout_s": 5.0}}
         async with start_hub(env) as hub, scoring(replay, hub.port):
-            wrong = [group(0, extra_env_info={"do": "raise"}), group(1, extra_env_info={"do": "hang"})]
-            boast = group(4, extra_env_info={"do": "boast"})
-            await push(replay, [*wrong, group(2, env_name="nobody"), group(3), boast])
-            await counts(replay, ready=1, failed=3, scoring=1)
+            await push(replay, [group(0, env_name="nobody"), group(1)])
+            # one after the other, each with a good one behind it: failures alone would look like a broken environment
+            for number, wrong in enumerate(("raise", "hang", "boast")):
+                await push(replay, [group(2 + 2 * number, extra_env_info={"do": wrong})])
+                await push(replay, [group(3 + 2 * number)])
+                await counts(replay, ready=2 + number, failed=number + 1, scoring=1)
             (nobody,) = [each for each in await replay.environments() if each.name == "nobody"]
     reasons = {
         fields["group"]: fields.get("reason", "") for _, fields in await replay.events("0", 0.1) if "group" in fields
     }
-    assert "the judge is out" in reasons["e0-train-0"]
-    assert "TIMED_OUT" in reasons["e0-train-1"]
-    assert "the score can't be kept" in reasons["e0-train-4"]
+    assert "the judge is out" in reasons["e0-train-2"]
+    assert "TIMED_OUT" in reasons["e0-train-4"]
+    assert "the score can't be kept" in reasons["e0-train-6"]
     # whatever is asked of it fails: the run waits for it
     assert "'nobody' is not one of this run's (told)" in nobody.message
 
