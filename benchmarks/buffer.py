@@ -83,9 +83,9 @@ async def refit(replay: ReplayClient, version: int, replicas: Sequence[str]) -> 
     await replay.open_epoch(epoch, version, (await replay.state()).timeline, {})
     for replica in replicas:
         await replay.acknowledge(replica, epoch)
-    await replay.begin_epoch(epoch, {})
+    await replay.begin_epoch(epoch, {}, [0.0], 1e-3)
     for replica in replicas:
-        await replay.verify(replica, epoch, 0.0, 1e-3)
+        await replay.verify(replica, epoch, [0.0])
     await replay.end_epoch(epoch, aborted=False)
 
 

@@ -42,6 +42,8 @@ from headrace.replay import Lease, ReplayClient, Reservation, ScoringJob
 from headrace.replay.connection import open_redis
 from headrace.trajectory import Score, Span, Trajectory
 
+# log-probabilities of a probe
+PROBE = [-1.0] * 63
 POLICIES = ("ordered", "drop", "mask")
 MEAN_STEPS, SIGMA, LOAD = 3.0, 0.6, 1.15
 GENERATIONS = 2
@@ -166,7 +168,7 @@ class Fleet:
     async def _score(self) -> None:
         jobs: list[ScoringJob] | None = None
         while jobs is None or len(jobs) == SCORED:
-            jobs = await self._timed("take_scoring", self._service.take_scoring("scorer", {"math": SCORED}))
+            jobs = await self._timed("take_scoring", self._service.take_scoring({"math": SCORED}))
             scores = [(job, Score("SCORED", self._random.random())) for job in jobs]
             if scores:
                 assert not any(await self._timed("score", self._service.score_many(scores)))
@@ -219,8 +221,8 @@ class Fleet:
         epoch = secrets.token_hex(8)
         await self._service.open_epoch(epoch, version, self._timeline, {})
         await self._together(self._timed("acknowledge", r.client.acknowledge(r.id, epoch)) for r in self._replicas)
-        await self._service.begin_epoch(epoch, {})
-        await self._together(self._timed("verify", r.client.verify(r.id, epoch, 0.0, 1e-3)) for r in self._replicas)
+        await self._service.begin_epoch(epoch, {}, PROBE, 1e-3)
+        await self._together(self._timed("verify", r.client.verify(r.id, epoch, PROBE)) for r in self._replicas)
         await self._timed("end_epoch", self._service.end_epoch(epoch, aborted=False))
         sample = self._random.sample(self._replicas, min(HEARTBEATS, len(self._replicas)))
         await self._together(self._timed("heartbeat", r.client.heartbeat(r.id, sorted(r.tokens))) for r in sample)

@@ -108,7 +108,7 @@ async def _buffer_round(replay: ReplayClient, replica: str, step: int, size: int
         errors = await replay.push_many(items)
     assert not any(errors)
     with watch.time("take"):
-        jobs = await replay.take_scoring("scorer", {"math": len(items)})
+        jobs = await replay.take_scoring({"math": len(items)})
     scores = [(job, Score("SCORED", 1.0, {"exact": 1.0}, environment="math")) for job in jobs]
     with watch.time("score"):
         refusals = await replay.score_many(scores)
@@ -136,7 +136,7 @@ async def _large_step(url: str, redis: Redis, groups: int, generations: int, siz
     while leases := await replay.lease(replica, 256):
         for lease in leases:
             await replay.push_many([(lease, _trajectory(lease, index, size)) for index in range(generations)])
-    while jobs := await replay.take_scoring("scorer", {"math": 256}):
+    while jobs := await replay.take_scoring({"math": 256}):
         await replay.score_many([(job, Score("SCORED", 1.0)) for job in jobs])
     watch = Stopwatch()
     for _ in range(5):

@@ -1,14 +1,16 @@
 """An environment of your own: a class with a `score` method, served in a process of its own. Needs `pip install headrace`, no torch.
 
-    python examples/custom_environment.py --port 50400
-
-The run's configuration names it, and its data set says which problems it scores:
+The run's configuration names it, and its data set says which problems it scores. `headrace up` starts it:
 
     env:
       countdown:
-        target: 127.0.0.1:50400
+        target: examples/custom_environment.py:Countdown
     data:
       train: {data_path: countdown.jsonl, env_name: countdown}
+
+It can also be started by itself, here or on another machine, and be named by its address (`target: 127.0.0.1:50400`):
+
+    python examples/custom_environment.py --port 50400
 
 The game: reach `answer` with each of `numbers` used exactly once, and + - * / ( ). A line of countdown.jsonl:
 

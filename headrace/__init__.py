@@ -31,9 +31,9 @@ def serve(
     from pathlib import Path
 
     from headrace import environment_server
+    from headrace.addresses import is_loopback
     from headrace.credentials import Credentials
     from headrace.errors import ConfigError
-    from headrace.exposure import is_loopback
     from headrace.tls import CertificateFiles
 
     if (tls_cert is None) != (tls_key is None):

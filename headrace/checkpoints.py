@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.errors import ServiceError
+from headrace.files import fsync
 
 CHAIN, LOCK, STATE = "chain.jsonl", ".trainer.lock", "state.json"
 
@@ -41,10 +42,11 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _State(msgspec.Struct):
-    """What is read here of a checkpoint's state."""
+    """What is read here of a checkpoint's state. `metrics` are named as `checkpointing.metric_name` names them (`val:accuracy`)."""
 
     timeline: str
     ancestors: tuple[str, ...] = ()
+    metrics: dict[str, float] = {}
 
 
 # -- decisions
@@ -98,7 +100,33 @@ def first_chain(found: Mapping[int, tuple[str, Sequence[str]]]) -> list[Start]:
     return starts
 
 
+def best_first(
+    metrics: Mapping[int, Mapping[str, float]], metric_name: str | None, *, higher_is_better: bool
+) -> list[int]:
+    """The versions of the checkpoints with these metrics, the best by `metric_name` first.
+
+    Of two equal ones the newer is better, and any metric is better than none. Without `metric_name`, newer is better.
+    """
+    sign = 1.0 if higher_is_better else -1.0
+
+    def merit(version: int) -> tuple[bool, float, int]:
+        value = metrics[version].get(metric_name) if metric_name else None
+        return value is not None, sign * value if value is not None else 0.0, version
+
+    return sorted(metrics, key=merit, reverse=True)
+
+
 # -- the folder
+
+
+def path_of(folder: Path, version: int) -> Path:
+    """The folder of a checkpoint, whether it is there or not."""
+    return folder / f"step_{version}"
+
+
+def policy_of(folder: Path, version: int) -> Path:
+    """The policy of a checkpoint: a directory that Hugging Face's libraries load."""
+    return path_of(folder, version) / "policy"
 
 
 def unfinished_name(version: int, timeline: str) -> str:
@@ -132,12 +160,46 @@ def append_start(folder: Path, start: Start) -> None:
         file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())
-    _fsync(folder)
+    fsync(folder)
 
 
 def published(folder: Path) -> list[int]:
     """The versions that a trainer may go on from, oldest first: complete checkpoints on the chain. Raises as `read_chain` does."""
     return on_chain(read_chain(folder), _timelines(folder))
+
+
+def metrics_name(timeline: str) -> str:
+    """The file of a checkpoint with the metrics that became known later, to the trainer on `timeline`."""
+    return f"metrics-{timeline}.json"
+
+
+def later_metrics(folder: Path, version: int) -> list[str]:
+    """The names of the `metrics_name` files in checkpoint `version`, the newest trainer's last. Raises as `read_chain` does."""
+    names = [metrics_name(start.timeline) for start in read_chain(folder)]
+    return [name for name in dict.fromkeys(names) if (path_of(folder, version) / name).exists()]
+
+
+def read_metrics(folder: Path, version: int) -> dict[str, float]:
+    """All that is known of checkpoint `version`, by the names of `checkpointing.metric_name`. Raises `ServiceError` if it can't be read."""
+    path = path_of(folder, version) / STATE
+    try:
+        metrics = msgspec.json.decode(path.read_bytes(), type=_State).metrics
+        for name in later_metrics(folder, version):
+            path = path_of(folder, version) / name
+            metrics = metrics | msgspec.json.decode(path.read_bytes(), type=dict[str, float])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ServiceError(f"{path} can't be read ({error}); name another checkpoint") from error
+    return metrics
+
+
+def best(folder: Path, metric_name: str | None, *, higher_is_better: bool) -> tuple[int, float] | None:
+    """The published checkpoint that `best_first` puts first, and its value of the metric; None if no checkpoint has one. Raises as
+    `read_metrics` does."""
+    metrics = {version: read_metrics(folder, version) for version in published(folder)}
+    for version in best_first(metrics, metric_name, higher_is_better=higher_is_better):
+        if metric_name in metrics[version]:
+            return version, metrics[version][metric_name]
+    return None
 
 
 def abandoned(folder: Path) -> dict[int, str]:
@@ -164,12 +226,12 @@ def _states(folder: Path) -> dict[int, _State | None]:
     return found
 
 
-def _fsync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def cannot_write_checkpoint(folder: Path, error: BaseException) -> ServiceError:
+    """The error for a checkpoint that could not be written to `folder`."""
+    return ServiceError(
+        f"can't write a checkpoint to {folder} ({error}); the earlier ones are untouched. Free space there, or set "
+        "checkpointing.checkpoint_dir"
+    )
 
 
 class FolderLock:

@@ -3,7 +3,7 @@
     operator Rk9V…                 everything over HTTP
     reader 4gXq…                   reading over HTTP
     scorer Zn2c…                   RewardService.Score of the reward hub
-    environment math 0PfQ…         the process that serves environment `math` at env.math.target
+    environment math 0PfQ…         the process that serves environment `math` (env.math.target)
     redis trainer Yt7b…            password of the buffer's user RUN-trainer; likewise replay, rollout, operator, reader, up, admin
 
 A file holds what its reader needs: a service that asks for a token knows the tokens that it accepts, a caller the one that it
@@ -94,7 +94,7 @@ def credentials_of(config: Config) -> Credentials | None:
 
 def names_of(config: Config, *, redis: bool) -> list[str]:
     """The roles of a run; with `redis` those of the buffer's users too."""
-    served = [f"environment {name}" for name, env in config.env.items() if env.target is not None]
+    served = [f"environment {name}" for name, env in config.env.items() if env.is_served]
     return ["operator", "reader", "scorer", *served, *(f"redis {role}" for role in REDIS_ROLES if redis)]
 
 

@@ -105,15 +105,24 @@ def failed(environment: Environment, reason: object) -> Score:
     and the traceback is among the metadata."""
     message, metadata = str(reason), {}
     if isinstance(reason, BaseException):
-        message = f"{type(reason).__name__}: {reason}"[: _LONGEST_MESSAGE // 2] + _place_of(environment, reason)
-        metadata = {"traceback": "".join(traceback.format_exception(reason))[-_LONGEST_TRACEBACK:]}
+        message = f"{type(reason).__name__}: {reason}"[: _LONGEST_MESSAGE // 2] + place_of(environment, reason)
+        metadata = {"traceback": "".join(_traceback_of(reason))[-_LONGEST_TRACEBACK:]}
     message = message[:_LONGEST_MESSAGE]
     return Score("FAILED", message=message, metadata=metadata, environment=environment.label, build=environment.build)
 
 
-def _place_of(environment: Environment, error: BaseException) -> str:
-    """The innermost line of the environment's own file that `error` came through; of any other, if of none of that."""
+def place_of(environment: Environment, error: BaseException) -> str:
+    """Where `error` was raised, in parentheses: the innermost line of the environment's own file that it came through; of any other, if
+    of none of that."""
     frames = traceback.extract_tb(error.__traceback__)
     own = getattr(sys.modules.get(type(environment).__module__), "__file__", None)
     frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1] if frames else None)
     return f" ({frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})" if frame else ""
+
+
+def _traceback_of(error: BaseException) -> list[str]:
+    """Without the frames of the server that called the environment."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_globals.get("__name__") == "headrace.environment_server":
+        frame = frame.tb_next
+    return traceback.format_exception(type(error), error, frame or error.__traceback__)

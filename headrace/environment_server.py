@@ -7,14 +7,18 @@ import contextlib
 import inspect
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
+import msgspec
 
 from headrace import rpc
 from headrace.credentials import Credentials
-from headrace.environment import Environment, Sample, checked, failed
+from headrace.environment import Environment, Sample, checked, failed, place_of
+from headrace.printable import printable
+from headrace.repeats import Repeats, alike
 from headrace.service import stop_on_signals
 from headrace.tls import CertificateFiles
 from headrace.trajectory import Score
@@ -24,6 +28,8 @@ from headrace.wire import sample_from_wire, score_to_wire
 
 _log = logging.getLogger("headrace.environment")
 _GRACE_S = 2.0
+# Characters of a prompt, a completion and the information about a problem that the log of a failure shows.
+_SHOWN = 600
 
 
 def run(
@@ -109,10 +115,11 @@ class _Servicer(pb_grpc.EnvironmentServiceServicer):
 class BatchScorer:
     """Scores with one environment, within its `concurrency` and the caller's deadline. What it can't begin on at once is NOT_STARTED."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, repeats: Repeats | None = None) -> None:
         if environment.concurrency < 1:
             raise ValueError(f"{environment.label}.concurrency is {environment.concurrency}; it must be at least 1")
         self.environment = environment
+        self._failures = FailureLog(environment, repeats or Repeats())
         self._free = environment.concurrency
         self._draining = False
         self._calls: set[asyncio.Future[Any]] = set()  # under way
@@ -132,6 +139,9 @@ class BatchScorer:
         scores = await self._scores(tasks, timeout_s)
         late = self._late(timeout_s)
         found = [score or [late] * len(part) for part, score in zip(parts, scores, strict=True)]
+        for part, score in zip(parts, scores, strict=True):
+            if score is None:
+                self._failures.note(part, [late] * len(part))
         return [*(score for part in found for score in part), *refused]
 
     async def drain(self, grace_s: float) -> None:
@@ -180,19 +190,29 @@ class BatchScorer:
         return Score("TIMED_OUT", message=f"no answer from {label} within {timeout_s or 0:.1f} s", environment=label)
 
     async def _one(self, sample: Sample, slot: Callable[[], None]) -> list[Score]:
+        began = time.monotonic()
         try:
-            return [checked(self.environment, await self._call(self.environment.score, sample, slot))]
+            score = _timed(checked(self.environment, await self._call(self.environment.score, sample, slot)), began)
         except Exception as error:  # noqa: BLE001  # whatever the user's code raised reaches the caller as FAILED
-            return [failed(self.environment, error)]
+            score = failed(self.environment, error)
+            self._failures.raised(error, [sample], score)
+        else:
+            self._failures.note([sample], [score])
+        return [score]
 
     async def _batch(self, samples: Sequence[Sample], slot: Callable[[], None]) -> list[Score]:
+        began = time.monotonic()
         try:
             values = list(await self._call(self.environment.score_batch, samples, slot))
             if len(values) != len(samples):
                 raise ValueError(f"score_batch returned {len(values)} results for {len(samples)} samples")
-            return [checked(self.environment, value) for value in values]
+            scores = [_timed(checked(self.environment, value), began) for value in values]
         except Exception as error:  # noqa: BLE001  # as above
-            return [failed(self.environment, error)] * len(samples)
+            scores = [failed(self.environment, error)] * len(samples)
+            self._failures.raised(error, samples, scores[0])
+        else:
+            self._failures.note(samples, scores)
+        return scores
 
     def _slot(self) -> Callable[[], None]:
         """Take one of the `concurrency` slots; the function that is returned gives it back."""
@@ -214,6 +234,56 @@ class BatchScorer:
         running.add_done_callback(lambda _: give_back())
         result = await asyncio.shield(running)
         return await result if inspect.isawaitable(result) else result
+
+
+class FailureLog:
+    """Logs what an environment could not score: each kind of failure once, with what caused it, and from then on as a count.
+
+    What is shown of the sample is data that others wrote: it is escaped and cut.
+    """
+
+    def __init__(self, environment: Environment, repeats: Repeats) -> None:
+        self._environment = environment
+        self._repeats = repeats
+
+    def raised(self, error: Exception, samples: Sequence[Sample], score: Score) -> None:
+        """`error` came out of scoring `samples`, which got `score` for it. Its kind is its type and the environment's line that it came
+        through."""
+        kind = f"{type(error).__name__}{place_of(self._environment, error)}"
+        self._log(kind, f"raised {kind}", samples[0], len(samples), str(score.metadata["traceback"]))
+
+    def note(self, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
+        """`samples` got `scores`; of these, log what is no reward."""
+        for sample, score in zip(samples, scores, strict=True):
+            if score.status not in ("SCORED", "NOT_STARTED"):
+                said = f"{score.status}: {score.message}"
+                self._log(alike(said), f"answered {said}", sample, 1, "")
+
+    def _log(self, kind: str, what: str, sample: Sample, times: int, traceback: str) -> None:
+        count = self._repeats.due(kind, times)
+        if count is None:
+            return
+        label = self._environment.label
+        if count > times:
+            _log.error("%s %s, %d times by now", label, printable(what), count)
+            return
+        prompt = " ".join(f"{message.get('role')}: {message.get('content')}" for message in sample.messages)
+        lines = [
+            f"{label} {printable(what)}; from now on this is only counted",
+            f"prompt: {_shown(prompt)}",
+            f"completion: {_shown(sample.completion)}",
+            f"extra_env_info: {_shown(str(sample.extra_env_info))}",
+            *printable(traceback, keep="\n").splitlines(),
+        ]
+        _log.error("%s", "\n    ".join(lines))
+
+
+def _shown(text: str) -> str:
+    return printable(text[:_SHOWN]) + ("…" if len(text) > _SHOWN else "")
+
+
+def _timed(score: Score, began: float) -> Score:
+    return msgspec.structs.replace(score, timings={"environment": time.monotonic() - began})
 
 
 def _in_thread(function: Callable[[Any], Any], argument: object) -> asyncio.Future[Any]:

@@ -2,12 +2,19 @@
 
 `group`, `trajectory` and `score` have the fields of the records of `headrace.trajectory` (`score` is null before there is one), with arrays
 as lists; the round trip is exact. `state` is the group's. `lineage` is a `headrace.lineage.Origin`, for readers.
+
+Values of data sets and environments (`extra_env_info`, `messages`, `metadata`) may be more than JSON has: bytes are
+`{"__bytes__": BASE64}`, numbers that are not finite `{"__float__": "nan"}`, and a map whose keys are not text (or are one of these names)
+`{"__map__": [[KEY, VALUE], …]}`.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import datetime
 import json
+import math
 from collections.abc import AsyncIterator, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +27,11 @@ from headrace.lineage import Origin, origin_of, with_timelines
 from headrace.replay import ReplayClient
 from headrace.trajectory import ARRAYS, Group, Score, Trajectory
 
+# Fields whose values are those of data sets and environments.
+_FREE = frozenset({"messages", "extra_env_info", "metadata"})
+_BYTES, _FLOAT, _MAP = "__bytes__", "__float__", "__map__"
+_TAGS = frozenset({_BYTES, _FLOAT, _MAP})
+
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
@@ -30,17 +42,17 @@ class Exported:
 
 
 def to_line(exported: Exported, origin: Origin) -> str:
-    """The JSON line, without the newline. Raises `CodecError` for a value of an environment that JSON can't carry (bytes)."""
-    line = {
-        "state": exported.state,
-        "group": _plain(exported.group),
-        "trajectory": _plain(exported.trajectory),
-        "score": None if exported.score is None else _plain(exported.score),
-        "lineage": dataclasses.asdict(origin),
-    }
+    """The JSON line, without the newline. Raises `CodecError` for a value of an environment that only msgpack knows (an extension type)."""
     try:
-        return json.dumps(line)
-    except TypeError as error:
+        line = {
+            "state": exported.state,
+            "group": plain(exported.group),
+            "trajectory": plain(exported.trajectory),
+            "score": None if exported.score is None else plain(exported.score),
+            "lineage": dataclasses.asdict(origin),
+        }
+        return json.dumps(line, allow_nan=False)
+    except (TypeError, ValueError) as error:
         trajectory = exported.trajectory
         raise CodecError(
             f"trajectory {trajectory.index} of group {trajectory.group_id!r} can't be written as JSON ({error})"
@@ -84,11 +96,48 @@ def read(path: Path) -> Iterator[Exported]:
                 raise CodecError(f"{path}:{number}: {error}") from error
 
 
-def _plain(record: Group | Trajectory | Score) -> Any:
-    """The record's fields in JSON types, except for bytes in an environment's values."""
-    return msgspec.to_builtins(record, builtin_types=(bytes,), enc_hook=np.ndarray.tolist)
+def plain(record: Group | Trajectory | Score) -> dict[str, Any]:
+    """The record's fields in JSON types, as they are in a line."""
+    kept = (bytes, datetime.datetime, msgspec.msgpack.Ext)  # JSON has none: no text in their place
+    fields: dict[str, Any] = msgspec.to_builtins(record, builtin_types=kept, enc_hook=np.ndarray.tolist)
+    return {**fields, **{name: _tagged(fields[name]) for name in _FREE & fields.keys()}}
 
 
 def _packed(fields: dict[str, Any]) -> bytes:
     arrays = {name: np.asarray(fields[name], ARRAYS[name]).tobytes() for name in ARRAYS.keys() & fields.keys()}
-    return msgspec.msgpack.encode({**fields, **arrays})
+    free = {name: _untagged(fields[name]) for name in _FREE & fields.keys()}
+    return msgspec.msgpack.encode({**fields, **arrays, **free})
+
+
+def _tagged(value: Any) -> Any:
+    match value:
+        case bytes():
+            return {_BYTES: base64.b64encode(value).decode()}
+        case float() if not math.isfinite(value):
+            return {_FLOAT: str(value)}
+        case list() | tuple():
+            return [_tagged(item) for item in value]
+        case dict() if all(isinstance(key, str) for key in value) and not _TAGS & value.keys():
+            return {key: _tagged(item) for key, item in value.items()}
+        case dict():
+            return {_MAP: [[_tagged(key), _tagged(item)] for key, item in value.items()]}
+    return value
+
+
+def _untagged(value: Any) -> Any:
+    match value:
+        case list():
+            return [_untagged(item) for item in value]
+        case {"__bytes__": data, **rest} if not rest:
+            return base64.b64decode(data, validate=True)
+        case {"__float__": number, **rest} if not rest:
+            return float(number)
+        case {"__map__": items, **rest} if not rest:
+            keys = [_untagged(key) for key, _ in items]
+            return {
+                tuple(key) if isinstance(key, list) else key: _untagged(item)
+                for key, (_, item) in zip(keys, items, strict=True)
+            }
+        case dict():
+            return {key: _untagged(item) for key, item in value.items()}
+    return value

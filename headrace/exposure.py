@@ -1,13 +1,12 @@
-"""What is beyond the loopback interface, and what a service needs before it listens or connects there."""
+"""What a service needs before it listens or connects beyond the loopback interface."""
 
 from __future__ import annotations
 
-import ipaddress
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
+from headrace.addresses import is_loopback, target_is_local
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,22 +16,6 @@ _REMEDY = (
     "give security.tls_cert and security.tls_key (`headrace certs`) and security.credentials (`headrace credentials`), or "
     "security.insecure: true to go without in a network that you trust"
 )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address, is this machine alone. A name other than `localhost` is not: what it means can change."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def target_is_local(target: str) -> bool:
-    """Whether a gRPC target (host:port, or unix:path) is on this machine alone."""
-    if target.startswith(("unix:", "unix-abstract:")):
-        return True
-    address = re.sub(r"^(dns:(//[^/]*/)?|ipv4:|ipv6:)", "", target)
-    return is_loopback(address.rpartition(":")[0] or address)
 
 
 def check(config: Config, service: str) -> None:
@@ -64,8 +47,8 @@ def _problems(config: Config, service: str) -> Iterator[str]:
             yield from _dialled(config, "reward.host", config.reward.host)
     if service == "reward":
         for name, env in config.env.items():
-            if env.target is not None and not target_is_local(env.target):
-                yield from _dialled(config, f"env.{name}.target", env.target)
+            if env.address is not None and not target_is_local(env.address):
+                yield from _dialled(config, f"env.{name}.target", env.address)
     else:
         yield from _redis(config, service)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import ServiceError
 
 log = logging.getLogger(__name__)
+
+# as the hub's own client has it
+_HUB_NAME = re.compile(r"(?:[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?/)?[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?")
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,26 @@ _TOKENIZER = _Kind(
 )
 
 
+def model_is_here(key: str, name: str) -> bool:
+    """Whether `name`, the value of the configuration's `key`, is a model's directory, or in the hub's cache; else it has the form of a name
+    on the hub, which nobody is asked. Raises `ServiceError` for what is neither."""
+    return _is_here(_MODEL, key, name)
+
+
+def tokenizer_is_here(key: str, name: str) -> bool:
+    """The same of a tokenizer."""
+    return _is_here(_TOKENIZER, key, name)
+
+
+def _is_here(kind: _Kind, key: str, name: str) -> bool:
+    if _is_directory(kind, key, name):
+        return True
+    try:
+        return _is_cached(kind, name)
+    except ImportError:  # huggingface_hub comes with the libraries that load models, so not with the base installation
+        return False
+
+
 def check_model_name(key: str, name: str) -> None:
     """Raise `ServiceError` unless `name`, the value of the configuration's `key`, names a model.
 
@@ -46,23 +70,34 @@ def check_tokenizer_name(key: str, name: str) -> None:
 
 
 def _check(kind: _Kind, key: str, name: str) -> None:
+    if not _is_directory(kind, key, name):
+        _check_hub(kind, key, name)
+
+
+def _is_directory(kind: _Kind, key: str, name: str) -> bool:
+    """Whether `name` is a directory of this kind; else it has the form of a hub's name. Raises `ServiceError` for what is neither."""
     path = Path(name)
     if path.is_dir():
         if not any((path / file).is_file() for file in kind.files):
             raise ServiceError(f"{key}: {name} has no {' or '.join(kind.files)}; {kind.remedy}")
-        return
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        return True
+    if not _HUB_NAME.fullmatch(name) or "--" in name or ".." in name:
         raise ServiceError(f"{key}: there is no directory {name}; {kind.remedy}")
-    _check_hub(kind, key, name)
+    return False
+
+
+def _is_cached(kind: _Kind, name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return any(isinstance(try_to_load_from_cache(name, file), str) for file in kind.files)
 
 
 def _check_hub(kind: _Kind, key: str, name: str) -> None:
-    # comes with the libraries that load models, so not with the base installation
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
     try:
-        if any(isinstance(try_to_load_from_cache(name, file), str) for file in kind.files):
+        if _is_cached(kind, name):
             return
         log.info("%s: there is no directory %s here; asking the hub for a %s of that name", key, name, kind.name)
         for file in kind.files[:-1]:

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from headrace.addresses import with_port
 from headrace.credentials import Credentials
 from headrace.errors import CodecError, ConfigError, ServiceError
 from headrace.service import bind
@@ -30,12 +31,14 @@ REFLECTION = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 
 @dataclasses.dataclass(frozen=True)
 class RpcAccess:
-    """What a server asks of its callers: a token of a role that the method is for. Anybody may call the health service."""
+    """What a server asks of its callers: a token of a role that the method is for. Anybody may call the health service.
+
+    `roles` are those that may call a method, by its full name (the operator, if it isn't there); `environment` stands for every
+    environment.
+    """
 
     credentials: Credentials
-    roles: Mapping[
-        str, tuple[str, ...]
-    ]  # by a method's full name, else the operator; `environment` stands for every environment
+    roles: Mapping[str, tuple[str, ...]]
 
     def refusal(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> tuple[grpc.StatusCode, str] | None:
         """Why a call is not answered, or None."""
@@ -92,7 +95,7 @@ def listen(server: grpc.aio.Server, host: str, port: int, key: str, certificate:
     """Bind and return the port (0 takes a free one), with TLS if there is a certificate. Raises `ServiceError` naming `key`, where the port
     was set, `ConfigError` for a certificate that can't be used."""
     bind(host, port, key).close()  # gRPC would also log a busy port
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = with_port(host, port)
     try:
         bound: int = (
             server.add_insecure_port(address)

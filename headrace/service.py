@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headrace.http_access import HttpAccess
 
 Ready = Callable[[], Awaitable[str | None]]
-WaitsFor = Callable[[], list[str]]
+WaitsFor = Callable[[], Awaitable[list[str]]]
 
 # Exit codes of a service. The user must fix something: starting the service again won't help.
 EXIT_USER_ERROR = 1
@@ -73,17 +73,23 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
+async def nothing() -> list[str]:
+    """What a service waits for that waits for nobody."""
+    return []
+
+
 def create_app(
-    title: str, ready: Ready, stuck: Callable[[], str | None] = lambda: None, waits_for: WaitsFor = list
+    title: str, ready: Ready, stuck: Callable[[], str | None] = lambda: None, waits_for: WaitsFor = nothing
 ) -> FastAPI:
     """A FastAPI application with `/healthz`, `/readyz` and `/metrics`.
 
     `ready` returns None when the service can do its work, else the reason why it can't (503); `stuck` returns None, or the reason why
     only a new process can. `waits_for` names what a service that is ready waits for.
     """
-    import prometheus_client
-    from fastapi import FastAPI
+    from fastapi import FastAPI, Request, Response
     from fastapi.responses import JSONResponse
+    from prometheus_client import REGISTRY
+    from prometheus_client.exposition import choose_encoder
 
     # its pages of documentation would load scripts of other sites; /openapi.json says the same
     app = FastAPI(title=title, docs_url=None, redoc_url=None)
@@ -113,9 +119,15 @@ def create_app(
         reason = await ready()
         if reason is not None:
             return JSONResponse({"status": "not ready", "reason": reason}, status_code=503)
-        return JSONResponse({"status": "ready"} | ({"waits_for": found} if (found := waits_for()) else {}))
+        return JSONResponse({"status": "ready"} | ({"waits_for": found} if (found := await waits_for()) else {}))
 
-    app.mount("/metrics", prometheus_client.make_asgi_app())
+    async def metrics(request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(REGISTRY), headers={"content-type": content_type})
+
+    # routes, since a mount answers `/metrics` by a redirect, which loses the token of a caller that follows it
+    for path in ("/metrics", "/metrics/"):
+        app.add_route(path, metrics, include_in_schema=False)
     return app
 
 

@@ -1,4 +1,4 @@
-"""Python values as JSON and back, without loss: tuples, sets and mappings whose keys are not text carry a tag.
+"""Python values as JSON and back, without loss: tuples, sets, fractions and mappings whose keys are not text carry a tag.
 
 A data set describes a problem with whatever its library uses, and the environment that scores it sits in another process:
 plain JSON would hand it lists for tuples and "3" for 3, which some scorers take for another answer.
@@ -6,11 +6,12 @@ plain JSON would hand it lists for tuples and "3" for 3, which some scorers take
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 from headrace.errors import CodecError
 
-TUPLE, SET, MAP = "__tuple__", "__set__", "__map__"
+TUPLE, SET, MAP, FRACTION = "__tuple__", "__set__", "__map__", "__fraction__"
 
 
 def to_json(value: Any, where: str = "value") -> Any:
@@ -25,8 +26,10 @@ def to_json(value: Any, where: str = "value") -> Any:
         return {TUPLE: to_json(list(value), where)}
     if isinstance(value, set | frozenset):
         return {SET: to_json(sorted(value), where)}
+    if isinstance(value, Fraction):
+        return {FRACTION: [value.numerator, value.denominator]}
     if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value) and not {TUPLE, SET, MAP} & value.keys():
+        if all(isinstance(key, str) for key in value) and not {TUPLE, SET, MAP, FRACTION} & value.keys():
             return {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
         return {MAP: [[to_json(key, where), to_json(item, f"{where}[{key!r}]")] for key, item in value.items()]}
     raise CodecError(f"{where} is a {type(value).__name__}, which JSON can't carry")
@@ -44,6 +47,10 @@ def from_json(value: Any) -> Any:
             return tuple(from_json(items))
         if tag == SET:
             return set(from_json(items))
+        if tag == FRACTION:
+            match items:
+                case [int(numerator), int(denominator)] if denominator:
+                    return Fraction(numerator, denominator)
         if tag == MAP:
             return {from_json(key): from_json(item) for key, item in items}
     return {key: from_json(item) for key, item in value.items()}

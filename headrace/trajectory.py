@@ -200,6 +200,9 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 
     `NOT_STARTED`: it did not begin on it. `INTERRUPTED`: its process died, or the connection to it was lost, while it was at it.
     `UNSENDABLE` is the scorer's: no environment can be sent this trajectory.
+
+    `timings` are seconds: `environment`, what the environment took for it, and `waiting`, the rest of the time since it was pushed (or last
+    tried), for a place in the environment above all.
     """
 
     status: Status
@@ -209,6 +212,7 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
     message: str = ""
     environment: str = ""
     build: str = ""
+    timings: dict[str, float] = {}
 
     def __post_init__(self) -> None:
         if (self.status == "SCORED") != (self.reward is not None):

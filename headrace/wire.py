@@ -72,6 +72,7 @@ def score_to_wire(score: Score) -> pb.Result:
             message=score.message,
             environment=score.environment,
             build=score.build,
+            took_ms=1000 * score.timings["environment"] if "environment" in score.timings else None,
         )
     except (CodecError, KeyError, TypeError, ValueError) as error:
         refusal = f"the score can't be sent: {error}"
@@ -84,6 +85,8 @@ def score_from_wire(result: pb.Result) -> Score:
     try:
         if status == "SCORED" and not (result.HasField("reward") and math.isfinite(result.reward)):
             raise CodecError(f"the environment answered SCORED with reward {_reward(result)}, not a finite number")
+        if not 0 <= result.took_ms < math.inf:
+            raise CodecError(f"the environment answered took_ms {result.took_ms}, not a number of milliseconds")
         return Score(
             status,
             reward=result.reward if status == "SCORED" else None,
@@ -92,6 +95,7 @@ def score_from_wire(result: pb.Result) -> Score:
             message=result.message,
             environment=result.environment,
             build=result.build,
+            timings={"environment": result.took_ms / 1000} if result.HasField("took_ms") else {},
         )
     except CodecError as error:
         return Score("FAILED", message=str(error), environment=result.environment, build=result.build)

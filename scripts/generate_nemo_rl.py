@@ -47,8 +47,8 @@ Headrace has none of these keys. `check`, `show` and `up` then say that they rea
    trainer: {{num_processes: 1}}
    ```
 
-3. `headrace up MINE.yaml`. Paths of data and prompts are relative to the working directory, as in NeMo RL; those in
-   `defaults` are relative to the file.
+3. `headrace up MINE.yaml`. Paths of data and prompts are looked for beside the file that gives them, then in the working directory, where
+   NeMo RL looks; those in `defaults` are relative to the file.
 
 `defaults`, `_override_`, `${{section.key}}`, `${{mul:…}}` and the others mean the same as in NeMo RL;
 [configuration.md](configuration.md) explains them. On the command line, keys have no `+` or `++` before them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -13,12 +14,30 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace import exposure
-from headrace.cli import acl, certs, common, config, credentials, groups, page, rewind, runs, status, up
+from headrace import exposure, history
+from headrace.cli import (
+    acl,
+    certs,
+    common,
+    config,
+    credentials,
+    environment,
+    evaluate,
+    export,
+    groups,
+    page,
+    rewind,
+    run_list,
+    runs,
+    samples,
+    serve,
+    status,
+    up,
+)
 from headrace.cli.common import ConfigOption, Overrides, RunOption
 from headrace.config import load
 from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable, Restartable
-from headrace.printable import LineFormatter
+from headrace.files import is_locked
 from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, EXIT_USER_ERROR
 
 _log = logging.getLogger("headrace.security")
@@ -58,15 +77,20 @@ def service_command(name: str) -> Callable[..., None]:
         loaded = load(config, overrides or ())
         if loaded.run.id is None:
             raise ConfigError("run.id is not set: give run.id=NAME (`headrace up` makes one by itself)")
-        log_lines()
+        common.log_lines()
         exposure.check(loaded, name)
         if loaded.security.credentials is None:
             _log.warning("security.credentials is not set: everybody who reaches this service may use it")
         service = common.load_entry_point("headrace.services", name, extra=name)
-        if name == "trainer" and os.environ.get("RANK", "0") == "0":
+        leads = name == "trainer" and os.environ.get("RANK", "0") == "0"
+        if leads:
             runs.save_unsupervised(loaded, config)
+        # `up` says itself how its run ends
+        unsupervised = leads and not is_locked(loaded.run_folder / history.RUN_LOCK)
+        noting = history.recorded(loaded.run_folder, SystemExit) if unsupervised else contextlib.nullcontext()
         try:
-            service(loaded)
+            with noting:
+                service(loaded)
         except ReplayUnavailable as error:
             common.print_error(error)
             raise typer.Exit(EXIT_BUFFER_UNAVAILABLE) from error
@@ -75,13 +99,6 @@ def service_command(name: str) -> Callable[..., None]:
             raise typer.Exit(EXIT_INTERNAL_ERROR) from error
 
     return command
-
-
-def log_lines() -> None:
-    """Log to standard error, a record a line."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def model(
@@ -127,11 +144,17 @@ def replay_step(
 
 app.command()(up.up)
 app.command()(status.status)
+app.command()(samples.samples)
 app.command()(rewind.rewind)
+app.command(name="eval")(evaluate.evaluate)
+app.command()(serve.serve)
+app.command()(export.export)
 for service_name, service_help in SERVICES.items():
     app.command(name=service_name, help=service_help)(service_command(service_name))
+app.command()(environment.environment)
 app.add_typer(config.app, name="config")
 app.add_typer(groups.app, name="groups")
+app.add_typer(run_list.app, name="runs")
 app.command(name="replay-step")(replay_step)
 app.command()(model)
 app.command()(acl.acl)

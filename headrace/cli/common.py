@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from headrace.errors import HeadraceError
-from headrace.printable import printable
+from headrace.printable import LineFormatter, printable
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The run's YAML.", show_default=False)]
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML.", show_default=False)]
@@ -23,11 +27,43 @@ Overrides = Annotated[
 RunOption = Annotated[
     str, typer.Option("--run", metavar="RUN", help="The run's folder, or its id under ./runs.", show_default=False)
 ]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="The run's folder, or its id under ./runs.", show_default=False)
+]
+
+
+# Of a console for what is copied or piped: rich would fit it to a narrow terminal or a pipe, and cut it off.
+WIDTH = 1000
+
+
+def say(console: Console, line: str, keep: str = "") -> None:
+    """Print a line as it is: no markup, no control characters but those to `keep`, no line breaks at the width of the console."""
+    console.print(printable(line, keep), markup=False, highlight=False, soft_wrap=True)
+
+
+def plain_table(*columns: str, **options: Any) -> Table:
+    """A table without borders, and with these columns; `options` are those of rich's table."""
+    table = Table(box=None, padding=(0, 2, 0, 0), **options)
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def cell(text: str, style: str = "") -> Text:
+    """The cell of a table with what others wrote: no markup, no control characters."""
+    return Text(printable(text), style)
 
 
 def print_error(error: HeadraceError) -> None:
     text = printable(str(error), keep="\n")
     typer.echo(f"error: {text}", err=True)
+
+
+def log_lines() -> None:
+    """Log to standard error, a record a line."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def load_entry_point(group: str, name: str, extra: str) -> Callable[..., Any]:

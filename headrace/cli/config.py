@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from headrace.cli.common import ConfigArgument, Overrides
+from headrace.cli import environment, preflight, runs
+from headrace.cli.common import ConfigArgument, Overrides, load_entry_point
 from headrace.config import Config
 from headrace.config.load import examine
 from headrace.config.text import dump
+from headrace.errors import ConfigError
+from headrace.model_name import tokenizer_is_here
+from headrace.printable import printable
 
 app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
 
@@ -25,12 +29,25 @@ def show(config: ConfigArgument, overrides: Overrides = None) -> None:
 
 @app.command()
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
-    """Exit with 0 if the configuration is valid, else say what is wrong. For a NeMo RL file, also say how it was translated."""
+    """Exit with 0 if the configuration is valid and what it names is there, else say what is wrong. Counts and measures the prompts. For a
+    NeMo RL file, also say how it was translated."""
     examined = examine(config, overrides or ())
-    for warning in examined.config.warnings:
-        typer.echo(f"warning: {warning}", err=True)
+    translated = [*examined.nemo_rl.lines()] if examined.nemo_rl else []
+    try:
+        environment.check(examined.config)
+        warnings, lines = preflight.look(examined), list[str]()
+    except ConfigError:
+        for line in translated:  # it was read, whatever is missing here
+            typer.echo(line)
+        raise
+    if tokenizer_is_here(*examined.config.tokenizer):
+        count = load_entry_point("headrace.tools", "count-prompts", extra="trainer")
+        lines, of_prompts = count(examined.config, lambda line: typer.echo(line, err=True))
+        warnings += of_prompts
+    for warning in [*warnings, *runs.busy_ports(examined.config)]:
+        typer.echo(f"warning: {printable(warning)}", err=True)
     typer.echo(f"{config}: valid; {age_bound(examined.config)}; {optimizer_steps(examined.config)}")
-    for line in examined.nemo_rl.lines() if examined.nemo_rl else ():
+    for line in (*lines, *environment.described(examined.config), *translated):
         typer.echo(line)
 
 

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from headrace.cli.common import cell, plain_table, say
+from headrace.headlines import accuracy_name, alarms, follows_start, waiting
 from headrace.printable import printable
+from headrace.repeats import Repeats
 
 SHOWN_STEPS = 10
+# The metric of a step: prompts that failed since the step before.
+FAILED = "failed_prompts"
 # The state of a replica during a refit. It occurs every step, so `Display` prints no line for it.
 UPDATING = "updating"
+# That of a service whose turn has not come; no line either.
+NOT_STARTED = "not started"
 _COLOURS = {"ready": "green", "finished": "green", "failed": "red", "restarting": "yellow", "silent": "red"}
+
+
+# Shorter waits are no lines in a log; of a longer one there is a line a minute.
+_WORTH_A_LINE_S, _LINES_EVERY_S = 3.0, 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +35,19 @@ class ServiceLine:
     state: str
     restarts: int
     note: str
+    page: str = ""  # its URL
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """Whom the run waits for, for how long by now, and why."""
+
+    whom: str
+    seconds: float
+    why: str
+
+    def __str__(self) -> str:
+        return f"waits for {self.whom}, {self.seconds:.0f} s: {self.why}"
 
 
 @dataclasses.dataclass
@@ -32,15 +56,26 @@ class RunSummary:
 
     run_id: str
     max_steps: int
+    folder: str = ""  # of the run, as the other commands find it
+    evaluates: bool = False  # and trains nothing
     services: list[ServiceLine] = dataclasses.field(default_factory=list)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     train: dict[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     validation: dict[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     last_entry: str = "0"
     buffer: str = ""  # why the buffer can't be read at the moment
-    broken: dict[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # environments that the run waits for, and what is wrong
+    waits: list[Wait] = dataclasses.field(default_factory=list)
+    failures: list[str] = dataclasses.field(default_factory=list)  # the most frequent reasons of failed prompts
+
+    @property
+    def failed(self) -> int:
+        """Training prompts that ended as failed."""
+        return self.counts.get("failed", 0)
+
+    @property
+    def evaluated(self) -> int:
+        """Of a run that evaluates: the prompts that have ended."""
+        return self.counts.get("evaluated", 0) + self.counts.get("failed", 0)
 
     def add(self, entry: str, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """Add an entry of the metric stream. A step before the last one means a rewind: the steps after it are dropped."""
@@ -57,33 +92,55 @@ class Display:
     def __init__(self, console: Console) -> None:
         self.console = console
         self._states: dict[str, str] = {}
-        self._broken: set[str] = set()
+        self._waits: dict[str, float] = {}  # the seconds that the last line told of, by whom the run waits for
+        self._failed = 0
+        self._failures = Repeats(_LINES_EVERY_S)
+        self._tenths = 0  # of an evaluation, that a line has told of
 
     def print(self, line: str) -> None:
-        self.console.print(printable(line, keep="\n"), markup=False, highlight=False, soft_wrap=True)
+        say(self.console, line, keep="\n")
 
     def metrics(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         if kind == "validation":
-            self.print(f"step {step}: validation accuracy {_number(metrics, 'accuracy', '.3f')}")
+            self.print(
+                f"step {step}: validation {accuracy_name(metrics)} {_number(metrics, 'accuracy', '.3f')}{_failed(metrics, 'failed')}"
+            )
         else:
             self.print(
                 f"step {step}: reward {_number(metrics, 'reward', '.3f')}, age {_number(metrics, 'avg_trajectory_age', '.1f')}, "
                 f"{_number(metrics, 'performance/tokens_per_sec', '.0f')} tokens/s, "
-                f"{_number(metrics, 'timing/train/total_step_time', '.2f')} s"
+                f"{_number(metrics, 'timing/train/total_step_time', '.2f')} s{_failed(metrics, FAILED)}"
             )
-            if disagreement := _disagreement(step, metrics):
-                self.print(disagreement)
+            for alarm in alarms(step, metrics):
+                self.print(alarm)
 
     def update(self, run: RunSummary) -> None:
         for line in run.services:
-            if line.state != UPDATING and self._states.get(line.name) != line.state:
+            if line.state not in (UPDATING, NOT_STARTED) and self._states.get(line.name) != line.state:
                 self._states[line.name] = line.state
-                self.print(f"{line.name}: {line.state}")
-        for name in run.broken.keys() - self._broken:
-            self.print(waits_for(name, run.broken[name]))
-        for name in self._broken - run.broken.keys():
-            self.print(f"environment {name} works again")
-        self._broken = set(run.broken)
+                where = f" ({line.page})" if line.page and line.state == "ready" else ""
+                self.print(f"{line.name}: {line.state}{where}")
+        if run.evaluates:
+            total = sum(run.counts.values())
+            tenths = 10 * run.evaluated // total if total else 0
+            if tenths != self._tenths:
+                self._tenths = tenths
+                self.print(f"{run.evaluated} of {total} prompts have ended ({_counted(run.counts)})")
+        self._print_waits(run.waits)
+        self._failed = min(self._failed, run.failed)  # some may have been retried
+        if run.failed > self._failed and self._failures.due("", 1):
+            self._failed = run.failed
+            self.print(failures(run))
+
+    def _print_waits(self, waits: Sequence[Wait]) -> None:
+        for wait in waits:
+            told = self._waits.get(wait.whom)
+            if wait.seconds >= (_WORTH_A_LINE_S if told is None else told + _LINES_EVERY_S):
+                self._waits[wait.whom] = wait.seconds
+                self.print(str(wait))
+        for whom in self._waits.keys() - {wait.whom for wait in waits}:
+            del self._waits[whom]
+            self.print(f"waits no longer for {whom}")
 
 
 class LiveDisplay(Display):
@@ -101,13 +158,17 @@ class LiveDisplay(Display):
 
 
 def draw(run: RunSummary) -> RenderableType:
-    services = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("service", "state", "", "restarts"):
+    services = plain_table()
+    for column in ("service", "state", "", "restarts", "page"):
         services.add_column(column)
     for line in run.services:
         state = Text(line.state, style=_COLOURS.get(line.state, "yellow"))
         services.add_row(
-            Text(printable(line.name)), state, Text(printable(line.note)), str(line.restarts) if line.restarts else ""
+            cell(line.name),
+            state,
+            cell(line.note),
+            str(line.restarts) if line.restarts else "",
+            cell(line.page, "dim"),
         )
     groups = _counted(run.counts)
     lines: list[RenderableType] = [Text(f"run {run.run_id}", style="bold"), services]
@@ -115,32 +176,35 @@ def draw(run: RunSummary) -> RenderableType:
         lines.append(Text(f"groups: {groups}", style="dim"))
     if run.buffer:
         lines.append(Text(f"buffer: {printable(run.buffer)}", style="red"))
-    lines += [Text(printable(waits_for(name, message)), style="red") for name, message in run.broken.items()]
+    lines += [cell(str(wait), "red") for wait in run.waits]
+    if run.failed:
+        lines.append(Text(printable(failures(run), keep="\n"), style="red"))
     if run.train or run.validation:
         lines.append(_steps(run))
     newest = max(run.train, default=0)
-    if disagreement := _disagreement(newest, run.train.get(newest, {})):
-        lines.append(Text(disagreement, style="red"))
+    lines += [Text(alarm, style="red") for alarm in alarms(newest, run.train.get(newest, {}))]
+    if advice := waiting(run.train.get(newest, {})):
+        lines.append(cell(f"step {newest}: {advice}", "dim"))
     return Group(*lines)
 
 
-def waits_for(name: str, message: str) -> str:
-    return f"waits for environment {name}, which is broken: {message}"
+def failures(run: RunSummary) -> str:
+    """How many prompts failed, and a line for each of the most frequent reasons."""
+    head = f"{run.failed} prompts failed; `headrace samples {run.folder} --failed` shows them"
+    return "\n".join([head, *(f"  {reason}" for reason in run.failures)])
 
 
-def _disagreement(step: int, metrics: Mapping[str, float]) -> str | None:
-    """The alarm of a step, or None."""
-    if not metrics.get("train_inference_alarm"):
-        return None
-    error = _number(metrics, "token_mult_prob_error", ".3f")
-    return f"step {step}: trainer and inference disagree (token_mult_prob_error {error}); the trainer's log says how"
+def _failed(metrics: Mapping[str, float], key: str) -> str:
+    return f", {metrics[key]:.0f} prompts failed" if metrics.get(key) else ""
 
 
 def _steps(run: RunSummary) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("step", "reward", "validation", "age", "tokens/s", "s/step"):
+    table = plain_table()
+    shown = sorted({*run.train, *run.validation})[-SHOWN_STEPS:]
+    failing = ["failed"] if any(run.train.get(step, {}).get(FAILED) for step in shown) else []
+    for column in ("step", "reward", "validation", "age", "tokens/s", "s/step", *failing):
         table.add_column(column, justify="right")
-    for step in sorted({*run.train, *run.validation})[-SHOWN_STEPS:]:
+    for step in shown:
         train, validation = run.train.get(step, {}), run.validation.get(step, {})
         table.add_row(
             f"{step}/{run.max_steps}",
@@ -149,6 +213,7 @@ def _steps(run: RunSummary) -> Table:
             _number(train, "avg_trajectory_age", ".1f"),
             _number(train, "performance/tokens_per_sec", ".0f"),
             _number(train, "timing/train/total_step_time", ".2f"),
+            *(_number(train, FAILED, ".0f") for _ in failing),
         )
     return table
 
@@ -158,8 +223,9 @@ def closing_table(run: RunSummary, seconds: float) -> Table:
     table = Table(title=f"run {run.run_id}", title_justify="left", show_header=True, header_style="bold")
     for column in ("", "start", "end"):
         table.add_column(column)
+    newest = run.validation[max(run.validation)] if run.validation else {}
     for title, series, key in (
-        ("validation accuracy", run.validation, "accuracy"),
+        (f"validation {accuracy_name(newest)}", run.validation, "accuracy"),
         ("reward", run.train, "reward"),
     ):
         steps = sorted(series)
@@ -167,8 +233,19 @@ def closing_table(run: RunSummary, seconds: float) -> Table:
             ends = [f"{_number(series[step], key, '.3f')} (step {step})" for step in (steps[0], steps[-1])]
             table.add_row(title, *ends)
     table.add_row("prompts", "", _counted(run.counts) or "-")
-    table.add_row("time", "", f"{int(seconds // 60)} min {seconds % 60:.0f} s")
+    table.add_row("time", "", duration(seconds))
     return table
+
+
+def waited(run: RunSummary) -> str | None:
+    """For what the trainer waited in the run as a whole, or None: by the means of its steps, but for the first after each start."""
+    steps = [metrics for metrics in run.train.values() if not follows_start(metrics)]
+    names = [name for name in (steps[-1] if steps else ()) if name.startswith(("timing/train/", "scoring_"))]
+    return waiting({name: sum(metrics.get(name, 0.0) for metrics in steps) / len(steps) for name in names})
+
+
+def duration(seconds: float) -> str:
+    return f"{int(seconds // 60)} min {seconds % 60:.0f} s"
 
 
 def _counted(counts: Mapping[str, int]) -> str:

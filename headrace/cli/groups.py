@@ -9,16 +9,20 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, get_args
 
+import msgspec
 import typer
+from rich.console import Console
 
 from headrace import export as jsonl
 from headrace.cli import runs
 from headrace.cli.common import RunOption
+from headrace.cli.samples import draw_group
 from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable
 from headrace.lineage import FOLDER, GroupLineage, LineageFiles, Origin, TokenRange
 from headrace.printable import printable
-from headrace.replay import GroupState, ReplayClient
+from headrace.replay import GroupState, HeldGroup, ReplayClient
+from headrace.samples import SampleFiles, SampleGroup, by_group, failed_groups, group_of, sample_of
 
 app = typer.Typer(help="Look at groups: one prompt and its trajectories each.", no_args_is_help=True)
 
@@ -31,15 +35,23 @@ StateOption = Annotated[
 def show(
     group: Annotated[str, typer.Argument(metavar="ID", help="The group's id.", show_default=False)],
     run: RunOption,
+    text: Annotated[bool, typer.Option("--text", help="Show the prompt and the completions too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Show which replica and weights wrote which tokens of each trajectory, what scored it, and which step trained on it."""
-    found = _find(runs.find(run), group)
+    """Show which replica and weights wrote which tokens of each trajectory, what scored it, and which step trained on it; of a group that
+    failed, the completion that it failed with."""
+    config = runs.find(run)
+    found, held = _find(config, group)
+    text = text or found.state == "failed"
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
+        shown = dataclasses.asdict(found) | ({"text": msgspec.to_builtins(_texts(config, found, held))} if text else {})
+        typer.echo(json.dumps(shown, indent=2))
         return
     for line in describe(found):
         typer.echo(printable(line))
+    if text:
+        console = Console()
+        console.print(draw_group(_texts(config, found, held), found.state, console.width))
 
 
 @app.command("list")
@@ -137,18 +149,20 @@ async def _export(config: Config, output: Path, states: Collection[str]) -> int:
     return written
 
 
-def _find(config: Config, group: str) -> GroupLineage:
+def _find(config: Config, group: str) -> tuple[GroupLineage, HeldGroup | None]:
+    """The group's lineage, and what the buffer holds of it unless it was trained."""
     files = LineageFiles(config.checkpoint_folder / FOLDER)
     trained = files.find(group)
     if trained is not None:
-        return trained
+        return trained, None
 
-    async def ask() -> GroupLineage | None:
+    async def ask() -> tuple[GroupLineage | None, HeldGroup | None]:
         async with runs.open_buffer(config) as replay:
-            return await replay.lineage(group)
+            held = await replay.held(group)
+            return None if held is None else await replay.lineage_of(held), held
 
     try:
-        waiting = asyncio.run(ask())
+        waiting, held = asyncio.run(ask())
     except ReplayUnavailable as error:
         raise ReplayUnavailable(
             f"group {group!r} is not among those trained ({files.folder}), and what waits can't be looked at: {error}"
@@ -156,9 +170,29 @@ def _find(config: Config, group: str) -> GroupLineage:
     if waiting is None:
         raise HeadraceError(
             f"no group {group!r}: it was not trained ({files.folder}), and the buffer does not hold it; it may have ended as "
-            "filtered, or long ago as failed. `headrace groups list` shows those there are"
+            f"filtered, or long ago as failed. `headrace groups list --run {config.run_folder}` shows those there are"
         )
-    return waiting
+    return waiting, held
+
+
+def _texts(config: Config, found: GroupLineage, held: HeldGroup | None) -> SampleGroup:
+    """Prompt and completions of a group: a trained one's from the samples of its step, a waiting one's from the buffer, a failed one's as
+    far as they were kept. Raises `HeadraceError` if those of its step are no longer kept."""
+    files = SampleFiles(config.log_folder, config.logger.keep_step_data)
+    if held is not None:
+        samples = [sample_of(held.group, *pair) for pair in held.trajectories]
+        if held.state == "failed":
+            kept = [group for group in failed_groups(files.failed()) if group.id == found.group]
+            samples = [sample for group in kept if group.reason == held.reason for sample in group.samples]
+        return group_of(held.group, samples)
+    assert found.step is not None  # it was trained
+    trained = [sample for sample in files.samples("train", found.step) if sample.group == found.group]
+    if not trained:
+        raise HeadraceError(
+            f"the text of group {found.group!r} is no longer kept: {files.path('train', found.step)} does not have it "
+            f"(logger.keep_step_data {files.keep})"
+        )
+    return by_group(trained)[0]
 
 
 def describe(found: GroupLineage) -> Iterator[str]:
@@ -171,7 +205,8 @@ def describe(found: GroupLineage) -> Iterator[str]:
     if found.reason:
         yield f"reason      {found.reason}"
     if not found.trajectories:
-        yield "no trajectory has come in yet"
+        if found.state != "failed":
+            yield "no trajectory has come in yet"
         return
     rows = [("index", "attempt", "reward", "advantage", "scored by", "tokens", "weights", "replica")]
     for origin in found.trajectories:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from headrace.addresses import reached, with_port
 from headrace.cli import runs
 from headrace.cli.common import RunOption
 from headrace.config import Config
@@ -23,6 +24,10 @@ def page(run: RunOption) -> None:
 
 def address(config: Config) -> str:
     """The address of the trainer's page, as it is reached on this machine, with a new code. Raises `ConfigError`."""
+    return f"{url(config, config.trainer.host, config.trainer.port)}/#code={new_code(config.run_folder)}"
+
+
+def url(config: Config, host: str, port: int) -> str:
+    """Where a service's pages are reached on this machine."""
     scheme = "http" if config.security.tls_cert is None else "https"
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.trainer.host, config.trainer.host)
-    return f"{scheme}://{host}:{config.trainer.port}/#code={new_code(config.run_folder)}"
+    return f"{scheme}://{with_port(reached(host), port)}"

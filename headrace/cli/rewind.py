@@ -72,10 +72,10 @@ def set_aside(checkpoints: Path, version: int, now: datetime.datetime) -> tuple[
     The chain is cut first, so that no trainer goes on from one of them, and none that wakes up late publishes another. If this is
     interrupted, the same command finishes the job. Raises `ServiceError` if there is no such checkpoint, or the folder can't be written.
     """
-    there = published(checkpoints)
+    there = folders.published(checkpoints)
     if version not in there:
         raise ServiceError(
-            f"{checkpoints} holds no checkpoint of version {version}: {_listed(sorted(there))}. The initial model is none: to start "
+            f"{checkpoints} holds no checkpoint of version {version}: {_listed(there)}. The initial model is none: to start "
             "from it, give run.id another name"
         )
     place = checkpoints / f"set-aside-{now:%Y%m%d-%H%M%S}"
@@ -91,15 +91,10 @@ def set_aside(checkpoints: Path, version: int, now: datetime.datetime) -> tuple[
             )
             folders.append_start(checkpoints, Start(f"rewind-{secrets.token_hex(8)}", version))
         for step in reversed(newer):
-            (checkpoints / f"step_{step}").rename(place / f"step_{step}")
+            folders.path_of(checkpoints, step).rename(folders.path_of(place, step))
     except OSError as error:
         raise ServiceError(f"can't set checkpoints aside in {place} ({error}); nothing is lost") from error
     return newer, place
-
-
-def published(checkpoints: Path) -> dict[int, Path]:
-    """The checkpoints that the run may go on from, by version."""
-    return {version: checkpoints / f"step_{version}" for version in folders.published(checkpoints)}
 
 
 def _steps(checkpoints: Path) -> dict[int, Path]:

@@ -7,17 +7,21 @@ import datetime
 import fcntl
 import os
 import re
-import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from headrace import credentials
+from headrace.addresses import LOOPBACK
+from headrace.checkpoints import published
 from headrace.cli.common import load_entry_point
 from headrace.config import Config, load
 from headrace.config.compare import diff
 from headrace.config.text import dump
 from headrace.errors import ConfigError, ReplayUnavailable, ServiceError
+from headrace.files import cannot_write
+from headrace.history import RUN_LOCK
+from headrace.journal import JOURNAL, read_journal
 from headrace.replay import ReplayClient
 from headrace.service import bind
 
@@ -25,10 +29,14 @@ SAVED = "config.yaml"
 _CONNECT_S = 3.0
 
 
-def new_id(config_file: Path, now: datetime.datetime) -> str:
-    """`<stem of the file>-<YYYYmmdd-HHMMSS>`."""
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", config_file.stem).lstrip("._-")[:48] or "run"
-    return f"{stem}-{now:%Y%m%d-%H%M%S}"
+def new_id(name: str, now: datetime.datetime) -> str:
+    """`<name>-<YYYYmmdd-HHMMSS>`, of what an id may have."""
+    return f"{plain(name).lstrip('._-')[:48] or 'run'}-{now:%Y%m%d-%H%M%S}"
+
+
+def plain(name: str) -> str:
+    """A name without what the ids of runs, and of data sets, may not have."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)
 
 
 def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
@@ -39,23 +47,33 @@ def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[s
     """
     config = load(config_file, overrides)
     if config.run.id is None:
-        run_id = new_id(config_file, datetime.datetime.now())
-        return _with_credentials(load(config_file, [*overrides, f"run.id={run_id}"])), []
-    config = _with_credentials(config)
+        run_id = new_id(config_file.stem, datetime.datetime.now())
+        return with_credentials(load(config_file, [*overrides, f"run.id={run_id}"])), []
+    config = with_credentials(config)
     saved = config.run_folder / SAVED
     if not saved.exists():
         return config, []
-    changes = diff(_with_credentials(load(saved, environ={})), config)
+    before = with_credentials(load(saved, environ={}))
+    changes = [change for change in diff(before, config) if change.key not in _chosen(config)]
     fixed = [change for change in changes if not change.allowed]
-    if fixed:
+    if fixed and (trained := _trained(before) or _trained(config)):
         keys = "\n".join(f"  {change}" for change in fixed)
         raise ConfigError(
-            f"run {config.run.id} can't go on with these keys changed; set them back, or take another run.id:\n{keys}"
+            f"run {config.run.id} has {trained}, and can't go on with these keys changed; set them back, or take another run.id:\n{keys}"
         )
     return config, [str(change) for change in changes]
 
 
-def _with_credentials(config: Config) -> Config:
+def _trained(config: Config) -> str | None:
+    """What the run has that its configuration made, if anything: until then nothing is fixed."""
+    if checkpoints := published(config.checkpoint_folder):
+        return f"checkpoint {checkpoints[-1]}"
+    trained = any(line.kind == "train" for line in read_journal(config.run_folder / JOURNAL))
+    return "trained steps" if trained else None
+
+
+def with_credentials(config: Config) -> Config:
+    """The configuration with the credentials in the run's folder, unless it says where they are."""
     if config.security.credentials is not None:
         return config
     path = config.run_folder.absolute() / credentials.FILE
@@ -63,20 +81,62 @@ def _with_credentials(config: Config) -> Config:
 
 
 def make_credentials(config: Config) -> None:
-    """Add what the credentials of a run lack, and keep others out of its folder. Raises `ConfigError`."""
+    """Add what the credentials of a run lack, and keep others out of its folder. Each environment that is started here gets a file with
+    its own token alone. Raises `ConfigError`."""
     config.run_folder.chmod(0o700)
     # the users of a server that isn't ours are its administrator's
     names = credentials.names_of(config, redis=config.replay.redis_url is None)
-    credentials.complete(Path(config.security.credentials or ""), names)
+    whole = Path(config.security.credentials or "")
+    credentials.complete(whole, names)
+    known = credentials.Credentials(whole)
+    for name, env in config.env.items():
+        if env.is_started:
+            role = f"environment {name}"
+            credentials.write(token_file(config, name), "".join(f"{role} {token}\n" for token in known.tokens(role)))
+
+
+def token_file(config: Config, environment: str) -> Path:
+    """The credentials of an environment that `headrace up` starts."""
+    return config.run_folder.absolute() / f"environment-{environment}.{credentials.FILE}"
 
 
 def find(run: str, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of the run in folder `run`, or with this id under `./runs`. Raises `ConfigError` if there is none."""
-    places = [Path(run) / SAVED, Path("runs") / run / SAVED]
-    for saved in places:
-        if saved.is_file():
-            return load(saved, overrides)
-    raise ConfigError(f"--run {run}: no run there; there is neither {places[0]} nor {places[1]}")
+    """The configuration of the run in folder `run`, or with this id under `./runs`, wherever it was started from. Raises `ConfigError` if
+    there is none."""
+    saved = _saved(run)
+    config, here = load(saved, overrides), saved.parent.resolve()
+    if here.name != config.run.id:  # it was renamed, and its buffer knows it by its first name
+        return config
+    return placed(config, here)
+
+
+def find_folder(run: str) -> Config:
+    """As `find`, for what looks at the folder alone and at no buffer: the run may have been renamed, or be a copy."""
+    saved = _saved(run)
+    return placed(load(saved), saved.parent)
+
+
+def placed(config: Config, folder: Path) -> Config:
+    """The configuration of a run that is in `folder` now."""
+    here = folder.resolve()
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(here.parent), "id": here.name})})
+
+
+def _saved(run: str) -> Path:
+    saved = saved_in(run)
+    if saved is None:
+        raise ConfigError(f"{run}: no run there; there is neither {' nor '.join(map(str, places(run)))}")
+    return saved
+
+
+def saved_in(run: str) -> Path | None:
+    """The saved configuration of a run; None if there is none at its `places`."""
+    return next((place for place in places(run) if place.is_file()), None)
+
+
+def places(run: str) -> list[Path]:
+    """Where the saved configuration of a run may be, which is named by its folder or by its id under `./runs`."""
+    return [Path(run) / SAVED, Path("runs") / run / SAVED]
 
 
 def save(config: Config) -> Path:
@@ -102,18 +162,18 @@ def save_unsupervised(config: Config, given: Path) -> None:
     try:
         save(config)
     except OSError as error:
-        raise ServiceError(f"run.dir: can't write {saved} ({error.strerror}); give a folder you may write") from error
+        raise cannot_write(saved, error) from error
 
 
 @contextlib.contextmanager
 def locked(config: Config) -> Iterator[None]:
-    """Hold the run's lock. Raises `ServiceError` if another process holds it."""
+    """Hold the run's lock. A folder that has nothing else in the end is removed. Raises `ServiceError` if another process holds it."""
     folder = config.run_folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = (folder / ".lock").open("a+", encoding="utf-8")
+        handle = (folder / RUN_LOCK).open("a+", encoding="utf-8")
     except OSError as error:
-        raise ServiceError(f"run.dir: can't write {folder} ({error.strerror}); give a folder you may write") from error
+        raise cannot_write(folder, error) from error
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,43 +186,108 @@ def locked(config: Config) -> Iterator[None]:
         handle.truncate(0)
         handle.write(f"{os.getpid()}\n")
         handle.flush()
-        yield
+        try:
+            yield
+        finally:
+            if [path.name for path in folder.iterdir()] == [RUN_LOCK]:
+                (folder / RUN_LOCK).unlink()
+                folder.rmdir()
+
+
+# What listens: host, port, and what else must hold for it to listen on this machine.
+_LISTENERS: Mapping[str, Callable[[Config], tuple[str, int] | None]] = {
+    "replay.redis_port": lambda c: None if c.replay.redis_url else (c.replay.redis_host, c.replay.redis_port),
+    "replay.port": lambda c: (c.replay.host, c.replay.port),
+    "reward.port": lambda c: (c.reward.host, c.reward.port),
+    "reward.http_port": lambda c: (c.reward.host, c.reward.http_port),
+    "rollout.port": lambda c: (c.rollout.host, c.rollout.port),
+    "trainer.port": lambda c: (c.trainer.host, c.trainer.port),
+    "weight_channel.port": lambda c: (c.weight_channel.host, c.weight_channel.port),
+}
+# Those that the services of a run must know of each other; the others choose for themselves.
+_KNOWN = ("replay.redis_port", "replay.port", "reward.port", "reward.http_port", "trainer.port")
+
+
+def _chosen(config: Config) -> list[str]:
+    """The ports that `up` chooses: they are 0, or were not given. A service that is started by itself then takes the default."""
+    found = [f"env.{name}.port" for name, env in config.env.items() if env.is_started and env.port == 0]
+    for key in _KNOWN:
+        section, _, name = key.partition(".")
+        own = getattr(config, section)
+        if getattr(own, name) == 0 or section not in config.model_fields_set or name not in own.model_fields_set:
+            found.append(key)
+    return found
+
+
+def busy_ports(config: Config) -> list[str]:
+    """A line for each port that the configuration gives and something listens on."""
+    lines = []
+    for key, listener in _LISTENERS.items():
+        place = listener(config)
+        if place is not None and place[1] and key not in _chosen(config):
+            try:
+                bind(*place, key).close()
+            except ServiceError as error:
+                lines.append(f"{error}{_holder(place[1])}")
+    return lines
 
 
 def settle_ports(config: Config) -> Config:
-    """Check that the configured ports are free, and replace a 0 by a free port wherever other services need to know it.
+    """Check that the ports that were given are free, and choose free ones for the others that services need to know of each other.
 
-    Raises `ServiceError` naming the key of a busy port, `ConfigError` if several replicas would share one.
+    Raises `ServiceError` naming the key of a busy port and who has it, `ConfigError` if several replicas would share one.
     """
     if config.rollout.port and config.rollout.replicas > 1:
         raise ConfigError(
             f"rollout.port {config.rollout.port} with rollout.replicas {config.rollout.replicas}: "
             "each replica needs a port of its own; set rollout.port to 0"
         )
+    chosen, settled = _chosen(config), dict[str, dict[str, int]]()
     with contextlib.ExitStack() as held:
+        for key, listener in _LISTENERS.items():
+            place = listener(config)
+            if place is None or (not place[1] and key not in chosen):
+                continue
+            host, port = place
+            try:
+                sock = held.enter_context(bind(host, 0 if key in chosen else port, key))
+            except ServiceError as error:
+                raise ServiceError(f"{error}{_holder(port)}") from error
+            section, _, name = key.partition(".")
+            if key in _KNOWN:
+                settled.setdefault(section, {})[name] = int(sock.getsockname()[1])
+        environments = dict(config.env)
+        for name, env in config.env.items():
+            if env.is_started:
+                try:
+                    sock = held.enter_context(bind(LOOPBACK, env.port, f"env.{name}.port"))
+                except ServiceError as error:
+                    raise ServiceError(f"{error}{_holder(env.port)}") from error
+                environments[name] = env.model_copy(update={"port": int(sock.getsockname()[1])})
+    sections = {section: getattr(config, section).model_copy(update=ports) for section, ports in settled.items()}
+    return config.model_copy(update={**sections, "env": environments})
 
-        def take(host: str, port: int, key: str) -> int:
-            sock: socket.socket = held.enter_context(bind(host, port, key))
-            return int(sock.getsockname()[1])
 
-        replay, reward, trainer = config.replay, config.reward, config.trainer
-        if replay.redis_url is None:
-            take(replay.redis_host, replay.redis_port, "replay.redis_port")
-        if config.rollout.port:
-            take(config.rollout.host, config.rollout.port, "rollout.port")
-        if config.weight_channel.port:
-            take(config.weight_channel.host, config.weight_channel.port, "weight_channel.port")
-        settled = {
-            "replay": replay.model_copy(update={"port": take(replay.host, replay.port, "replay.port")}),
-            "reward": reward.model_copy(
-                update={
-                    "port": take(reward.host, reward.port, "reward.port"),
-                    "http_port": take(reward.host, reward.http_port, "reward.http_port"),
-                }
-            ),
-            "trainer": trainer.model_copy(update={"port": take(trainer.host, trainer.port, "trainer.port")}),
-        }
-    return config.model_copy(update=settled)
+def _holder(port: int) -> str:
+    """Who listens on `port`, as the end of a message; nothing if this user can't tell."""
+    import psutil  # only a message needs it
+
+    found = psutil.net_connections("tcp")
+    listening = (c for c in found if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port)
+    pid = next((c.pid for c in listening if c.pid), None)
+    if pid is None:
+        return ""
+    try:
+        process = psutil.Process(pid)
+        for each in (process, *process.parents()):
+            words = each.cmdline()
+            # a service of a run, or a child of one
+            if "--config" in words[:-1]:
+                saved = Path(words[words.index("--config") + 1])
+                return f"; process {pid} has it, of run {saved.parent.name} in {saved.parent}"
+        return f"; process {pid} has it ({' '.join(process.cmdline()):.80})"
+    except psutil.Error:  # it has ended meanwhile, or is another user's
+        return f"; process {pid} has it"
 
 
 @contextlib.asynccontextmanager
@@ -188,13 +313,13 @@ async def _start_embedded(config: Config, role: str, stack: contextlib.AsyncExit
     make: Any = load_entry_point("headrace.tools", "embedded-server", extra="replay")
     stack.enter_context(locked(config))
     # a port of its own: another run may be up on the configured one
-    with bind("127.0.0.1", 0, "replay.redis_port") as free:
+    with bind(LOOPBACK, 0, "replay.redis_port") as free:
         port = free.getsockname()[1]
-    server = make.of(config, "127.0.0.1", port)
+    server = make.of(config, LOOPBACK, port)
     stack.push_async_callback(server.stop)
     await server.start()
     try:
-        moved = config.replay.model_copy(update={"redis_host": "127.0.0.1", "redis_port": port})
+        moved = config.replay.model_copy(update={"redis_host": LOOPBACK, "redis_port": port})
         url = credentials.buffer_url(config.model_copy(update={"replay": moved}), role)
         return await ReplayClient.connect(url, config.run.id, timeout_s=0.0)
     except ReplayUnavailable as error:

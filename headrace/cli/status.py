@@ -10,27 +10,29 @@ from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from headrace import history
+from headrace.checkpoints import published
 from headrace.cli import runs
-from headrace.cli.common import Overrides
+from headrace.cli.common import WIDTH, Overrides, cell, plain_table, say
+from headrace.cli.display import duration
+from headrace.cli.run_list import brief, steps, when
 from headrace.config import load
 from headrace.credentials import buffer_url
 from headrace.errors import ConfigError, ReplayUnavailable
-from headrace.printable import printable
-from headrace.replay import EnvironmentState, ReplayClient, Replica, RunState
+from headrace.headlines import accuracy_name, alarms, waiting
+from headrace.history import RunHistory
+from headrace.replay import EnvironmentState, ReplayClient, Replica, RunState, frequent
 from headrace.replay.bias import Distribution, Moment, TrajectoryMeter, beyond, skews
 
 # Entries of the metric stream to read: in most runs they include the last validation.
 NEWEST = 50
-# Wider than any table: rich would fit it to a narrow terminal or a pipe and cut off states and URLs.
-WIDTH = 1000
 
 
 def status(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="The run's YAML.", show_default=False)
+        Path | None,
+        typer.Argument(metavar="[CONFIG|RUN]", help="The run's YAML, or its folder or id.", show_default=False),
     ] = None,
     overrides: Overrides = None,
     run: Annotated[
@@ -43,23 +45,53 @@ def status(
         ),
     ] = None,
 ) -> None:
-    """Show the run, its steps, and the replicas with their URLs."""
+    """Show the run, its steps, and the replicas with their URLs; of a run that has ended, what its folder says."""
     if (config is None) == (run is None):
-        raise ConfigError("give either CONFIG or --run FOLDER")
+        raise ConfigError("give either CONFIG or a run")
+    if config is not None and not config.is_file():
+        config, run = None, str(config)
     loaded = load(config, overrides or ()) if config else runs.find(run or "", overrides or ())
     try:
         found = asyncio.run(_read(buffer_url(loaded, "reader"), loaded.run.id))
-        state, replicas, meters, newest, environments = found
-    except ReplayUnavailable as error:
-        if run is None or loaded.replay.redis_url is not None:
+        state, replicas, meters, newest, environments, reasons = found
+    except ReplayUnavailable:
+        if run is None:
             raise
-        raise ReplayUnavailable(
-            f"run {loaded.run.id} does not answer ({error}). If it has ended, what it left is in {loaded.run_folder}, and "
-            f"`headrace up {loaded.run_folder / runs.SAVED}` goes on with it"
-        ) from error
+        past = history.read(loaded)
+        # of a buffer elsewhere, whoever runs the run may be elsewhere too, and its locks not to be seen
+        if past.state == "running" or (loaded.replay.redis_url is not None and past.state in ("killed", "unknown")):
+            raise
+        show_past(sys.stdout, past)
+        return
     loaded = loaded.model_copy(update={"run": loaded.run.model_copy(update={"id": state.run_id})})
-    lines = [*waits_for(environments), *progress(newest, loaded.log_folder)]
+    lines = [
+        *failures(state, reasons, loaded.run_folder),
+        *waits_for(environments),
+        *progress(newest, loaded.log_folder),
+    ]
     show(sys.stdout, state, replicas, meters, loaded.replay.bias_warning, lines)
+
+
+def show_past(out: TextIO, past: RunHistory) -> None:
+    """Print what is known of a run that is down, one line per fact."""
+    config = past.config
+    versions = published(config.checkpoint_folder)
+    newest: Newest = [("", line.kind, line.step, line.metrics) for line in reversed(past.lines)]
+    console = Console(file=out, width=WIDTH)
+    for name, value in (
+        ("run", config.run_folder.name),
+        ("state", past.state + (f" since {when(past.since)}" if past.since is not None else "")),
+        *([("reason", brief(past.reason))] if past.reason else []),
+        ("started", when(past.started)),
+        ("steps", steps(past)),
+        *progress(newest, config.log_folder),
+        ("best", str(past.best() or "-")),
+        ("checkpoints", ", ".join(map(str, versions)) or "none"),
+        ("time", f"{duration(past.seconds)} in steps"),
+        ("samples", f"headrace samples {config.run_folder}"),
+        ("go on", f"headrace up {config.run_folder / runs.SAVED}"),
+    ):
+        say(console, f"{name:14}{value}")
 
 
 Newest = list[tuple[str, str, int, dict[str, float]]]
@@ -67,14 +99,25 @@ Newest = list[tuple[str, str, int, dict[str, float]]]
 
 async def _read(
     url: str, run_id: str | None
-) -> tuple[RunState, list[Replica], dict[Moment, TrajectoryMeter], Newest, list[EnvironmentState]]:
+) -> tuple[RunState, list[Replica], dict[Moment, TrajectoryMeter], Newest, list[EnvironmentState], list[str]]:
     client = await ReplayClient.connect(url, run_id, timeout_s=3.0)
     try:
         newest = await client.newest_metrics(NEWEST)
         environments = await client.environments()
-        return await client.state(), await client.replicas(), await client.bias(), newest, environments
+        state, replicas, reasons = await client.state(), await client.replicas(), await client.failures()
+        return state, replicas, await client.bias(), newest, environments, reasons
     finally:
         await client.aclose()
+
+
+def failures(state: RunState, reasons: Sequence[str], folder: Path) -> Iterator[tuple[str, str]]:
+    """Lines about the training prompts that failed: how many, and the most frequent of the newest `reasons`."""
+    if failed := state.counts.get("failed", 0):
+        yield (
+            "failed",
+            f"{failed} prompts; `headrace samples {folder} --failed` shows them. Of the newest {len(reasons)}:",
+        )
+        yield from (("", reason) for reason in frequent(reasons))
 
 
 def waits_for(environments: Sequence[EnvironmentState]) -> Iterator[tuple[str, str]]:
@@ -90,19 +133,21 @@ def waits_for(environments: Sequence[EnvironmentState]) -> Iterator[tuple[str, s
 
 
 def progress(newest: Newest, logs: Path) -> list[tuple[str, str]]:
-    """Lines about the newest step and validation, and about an alarm if there is one; `logs` is the folder of its picture."""
+    """Lines about the newest step and validation, alarms, and what the trainer waited for; `logs` is the folder of an alarm's picture."""
     lines = []
     for kind, name in (("train", "reward"), ("validation", "accuracy")):
         found = next(((step, metrics) for _, of, step, metrics in newest if of == kind and name in metrics), None)
         if found is None:
             continue
         step, metrics = found
-        lines.append((kind, f"step {step}: {name} {metrics[name]:.3f}"))
+        shown = accuracy_name(metrics) if kind == "validation" else name
+        lines.append((kind, f"step {step}: {shown} {metrics[name]:.3f}"))
+        lines += [("alarm", alarm) for alarm in alarms(step, metrics)]
         if metrics.get("train_inference_alarm"):
-            error = metrics.get("token_mult_prob_error", float("nan"))
             pictures = sorted(logs.glob("disagreement_step*.png"), key=lambda path: path.stat().st_mtime_ns)
-            where = f"; see {pictures[-1]}" if pictures else ""
-            lines.append(("alarm", f"trainer and inference disagree (token_mult_prob_error {error:.4g}){where}"))
+            lines += [("", f"see {path}") for path in pictures[-1:]]
+        if kind == "train" and (advice := waiting(metrics)):
+            lines.append(("", advice))
     return lines
 
 
@@ -124,19 +169,25 @@ def show(
         ("prompts taken", str(state.enqueued + 1)),
         ("groups", groups),
         *progress,
+        *((replica.state.lower(), f"{replica.id}: {replica.reason}") for replica in replicas if replica.reason),
         *((moment, _described(meter)) for moment, meter in meters.items() if meter.trajectories),
         *(("bias", str(skew)) for skew in beyond(skews(meters), bias_warning)),
     ):
-        console.print(f"{name:14}{printable(value)}", markup=False, highlight=False, soft_wrap=True)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("replica", "state", "weights", "groups", "seen", "url"):
-        table.add_column(column, no_wrap=True)
+        say(console, f"{name:14}{value}")
+    table = plain_table("replica", "state", "weights", "groups", "error", "seen", "url")
     for replica in replicas:
         version = "none" if replica.version < 0 else str(replica.version)
         seen = f"{replica.seen_s_ago:.0f} s ago"
-        row = (replica.id, replica.state, version, str(replica.leases), seen, str(replica.info.get("url", "")))
-        table.add_row(*(Text(printable(cell)) for cell in row))
+        error = "" if replica.logprob_error is None else f"{replica.logprob_error:.4g}"
+        row = (replica.id, replica.state, version, str(replica.leases), error, seen, _address(replica))
+        table.add_row(*map(cell, row))
     console.print(table if replicas else "no replica has joined")
+
+
+def _address(replica: Replica) -> str:
+    if "unreadable" in replica.info:
+        return f"what it says of itself can't be read ({replica.info['unreadable']})"
+    return str(replica.info.get("url", ""))
 
 
 def _described(meter: TrajectoryMeter) -> str:

@@ -55,30 +55,45 @@ class RestartPolicy:
     first_delay_s: float = 1.0
     longest_delay_s: float = 30.0
 
-    def decide(self, exit_code: int, *, ends_run: bool, was_ready: bool, fruitless: int) -> Restart | GiveUp | Finished:
+    def decide(
+        self, exit_code: int, *, ends_run: bool, was_ready: bool, fruitless: int, is_user_code: bool = False
+    ) -> Restart | GiveUp | Finished:
         """`exit_code` is negative for a signal; `fruitless` is the number of restarts since the last progress.
 
         There is no restart after `EXIT_USER_ERROR`, none after `EXIT_BUFFER_UNAVAILABLE` if the service was never ready (a buffer
         that never existed won't come back), and none after a clean exit of a service that ends the run.
+
+        A user's environment has exit codes of its own. One that ends before it was ready is for the user to mend; one that worked is
+        started again however often, because the run waits for it.
         """
         if exit_code == 0 and ends_run:
             return Finished()
         how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        delay_s = min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(fruitless, 30))
+        if is_user_code and was_ready:
+            return Restart(delay_s, how)
+        if is_user_code and exit_code >= 0:
+            return GiveUp(f"{how} before it answered")
         if exit_code == EXIT_USER_ERROR or (exit_code == EXIT_BUFFER_UNAVAILABLE and not was_ready):
             return GiveUp(how)
         if fruitless >= self.limit:
             return GiveUp(f"{how}, after {fruitless} restarts without progress")
-        return Restart(min(self.longest_delay_s, self.first_delay_s * 2.0**fruitless), how)
+        return Restart(delay_s, how)
 
 
 @dataclasses.dataclass
 class Child:
-    """A service under supervision. `state` is what the display shows; `restarts` counts all, `fruitless` those since the last progress."""
+    """A service under supervision. `state` is what the display shows; `restarts` counts all, `fruitless` those since the last progress.
+    `environ` takes the place of the supervisor's. `is_user_code`: an environment, whose class is in `source`, if it is known."""
 
     name: str
     argv: Sequence[str]
     log: Path
     ends_run: bool = False
+    environ: Mapping[str, str] | None = None
+    is_user_code: bool = False
+    source: Path | None = None
+    source_time: int = 0  # when `source` was changed last, as of the current process
     was_ready: bool = False
     state: str = "not started"
     pid: int | None = None
@@ -87,6 +102,14 @@ class Child:
     answered: bool = False  # the current process, at least once
     silent_s: float = 0.0  # since its last answer
     log_start: int = 0  # where in the log the current process began
+
+    def source_changed(self) -> bool:
+        """Whether the current process runs an older `source` than the one that is there: once for each change."""
+        now = _time_of(self.source)
+        changed = self.pid is not None and now not in (0, self.source_time)
+        if changed:
+            self.source_time = now
+        return changed
 
     def set_ready(self, ready: bool, otherwise: str) -> None:
         """Set the state of a running service to "ready", or to `otherwise`."""
@@ -152,7 +175,11 @@ class Supervisor:
         while True:
             code = await self._run(child)
             match self.policy.decide(
-                code, ends_run=child.ends_run, was_ready=child.was_ready, fruitless=child.fruitless
+                code,
+                ends_run=child.ends_run,
+                was_ready=child.was_ready,
+                fruitless=child.fruitless,
+                is_user_code=child.is_user_code,
             ):
                 case Finished():
                     child.state = "finished"
@@ -172,6 +199,7 @@ class Supervisor:
     async def _run(self, child: Child) -> int:
         """Start `child` and wait for it; returns its exit code once its whole process group is gone."""
         child.log.parent.mkdir(parents=True, exist_ok=True)
+        source_time = _time_of(child.source)  # before it is read
         # no await between here and `_wait`: a cancelled task leaves no process that `stop` doesn't know of
         with child.log.open("ab") as log:
             child.log_start = log.tell()
@@ -180,12 +208,13 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self.environ,
+                env=self.environ if child.environ is None else child.environ,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
         self._processes[child.name] = process
         child.pid, child.state, child.answered, child.silent_s = process.pid, "starting", False, 0.0
+        child.source_time = source_time
         self._notify_guard("+", process.pid)
         bounding = asyncio.create_task(self._bound_log(child))
         try:
@@ -211,16 +240,17 @@ class Supervisor:
         self._notify_guard("-", group)
         self._processes.pop(name, None)
 
-    async def stop(self, children: Iterable[Child]) -> None:
-        """Send SIGTERM to all of these at once, and SIGKILL to those still running after `grace_s`."""
+    async def stop(self, children: Iterable[Child], grace_s: float | None = None) -> None:
+        """Send SIGTERM to all of these at once, and SIGKILL to those still running after `grace_s`, by default the supervisor's."""
+        grace_s = self.grace_s if grace_s is None else grace_s
         running = [(child, self._processes[child.name]) for child in children if child.name in self._processes]
 
         async def end(child: Child, process: subprocess.Popen[bytes]) -> None:
             process.terminate()
             try:
-                await asyncio.wait_for(_wait(process), self.grace_s)
+                await asyncio.wait_for(_wait(process), grace_s)
             except TimeoutError:
-                self.report(f"{child.name}: still running {self.grace_s:.0f} s after SIGTERM; killed")
+                self.report(f"{child.name}: still running {grace_s:.0f} s after SIGTERM; killed")
                 guard.signal_group(process.pid, signal.SIGKILL)
                 await _wait(process)
             await self._end_group(child.name, process.pid)
@@ -256,6 +286,14 @@ class Supervisor:
                 raise ServiceError(
                     "the guard process was killed; without it services could outlive the supervisor"
                 ) from None
+
+
+def _time_of(path: Path | None) -> int:
+    """When the file was changed last, in ns; 0 if there is none."""
+    try:
+        return 0 if path is None else path.stat().st_mtime_ns
+    except OSError:  # an editor may be replacing it
+        return 0
 
 
 async def _wait(process: subprocess.Popen[bytes]) -> int:

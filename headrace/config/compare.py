@@ -9,10 +9,12 @@ from typing import Any
 from headrace.config.root import Config
 
 # Steps, periods, optimisation, deadlines, addresses. Everything else decides what the groups, weights and order of the run
-# are (model, data, seed, P, n, sampling, environments, the age bound), so a checkpoint made under another value can't go on.
+# are (model, data, seed, P, n, sampling, environments, the age bound), so a checkpoint made under another value can't go on. Every key that
+# an error of a run under way names as its remedy is one of these.
 FREE = (
     "run.dir",
     "run.max_failed_share",
+    "run.hang_timeout_s",
     *(
         f"{algorithm}.{key}"
         for algorithm in ("grpo", "ppo")
@@ -70,7 +72,18 @@ FREE = (
     "policy.generation.val_top_p",
     "policy.generation.val_top_k",
     "policy.generation.vllm_cfg",
+    # where the prompts are read from: which they are, the checkpoint knows
+    "data.default.data_path",
+    "data.default.prompt_file",
+    "data.default.system_prompt_file",
+    *(
+        f"data.{part}.*.{key}"
+        for part in ("train", "validation")
+        for key in ("data_path", "prompt_file", "system_prompt_file")
+    ),
     "env.*.target",
+    "env.*.command",
+    "env.*.port",
     "env.*.timeout_s",
     "env.*.max_batch_size",
     "env.*.failure_share",
@@ -96,6 +109,7 @@ FREE = (
     "weight_channel",
     "security",
     "checkpointing.enabled",
+    "checkpointing.checkpoint_dir",
     "checkpointing.save_period",
     "checkpointing.checkpoint_must_save_by",
     "checkpointing.keep_top_k",
@@ -123,12 +137,18 @@ class Change:
         return f"{self.key}: {_shown(self.before)} -> {_shown(self.after)}"
 
 
+def fixed(config: Config) -> dict[str, Any]:
+    """Every key that may not change when the run goes on, with its value."""
+    return {key: value for key, value in _flat(config.model_dump(mode="json")) if not Change(key, None, None).allowed}
+
+
 def diff(before: Config, after: Config) -> list[Change]:
-    """Keys whose values differ, in the order of the configuration. A key that only one of them has is null in the other."""
+    """Keys whose values differ, in the order of the configuration: those that `before` has, then others. A key that only one of them has
+    is null in the other."""
     old, new = dict(_flat(before.model_dump(mode="json"))), dict(_flat(after.model_dump(mode="json")))
     return [
         Change(key, old.get(key), new.get(key))
-        for key in [*old, *(new.keys() - old.keys())]
+        for key in [*old, *(key for key in new if key not in old)]
         if old.get(key) != new.get(key)
     ]
 

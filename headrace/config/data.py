@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from headrace.addresses import LOOPBACK, with_port
 from headrace.config.base import Section
 
 Generator = Literal["arithmetic", "reasoning_gym"]
@@ -24,6 +26,14 @@ HubName = Literal[
     "OpenR1-Math-220k",
     "NuminaMath-1.5",
 ]
+
+
+# What `env.<name>.target` may be besides a gRPC address.
+_FILE_TARGET = re.compile(r".+\.py:[A-Za-z_][A-Za-z0-9_]*")
+# With a port, or a socket on this machine.
+_ADDRESS_TARGET = re.compile(r"unix(-abstract)?:.+|.*[^:]:\d{1,5}")
+# the data sets of a run that `evaluate` knows by name
+OWN = ("validation", "train")
 
 
 class DataSourceConfig(Section):
@@ -96,6 +106,16 @@ class DataConfig(Section):
     validation: list[DataSourceConfig] = Field(
         [], description="problems that also occur in train are removed from train"
     )
+    evaluate: (
+        Annotated[
+            dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], DataSourceConfig | None], Field(min_length=1)
+        ]
+        | None
+    ) = Field(
+        None,
+        description="`headrace eval` writes it: the run asks all of these data sets once, by their names, and trains nothing; null under "
+        "`validation` or `train` is the run's own",
+    )
     remove_duplicates: bool = Field(
         True, description="of problems that ask the same, the first alone is kept; false keeps a set's own weighting"
     )
@@ -114,16 +134,51 @@ class DataConfig(Section):
             sources = [sources] if isinstance(sources, dict) else sources
             if isinstance(sources, list) and isinstance(default, dict):
                 filled[key] = [{**default, **s} if isinstance(s, dict) else s for s in sources]
+        if isinstance(values.get("evaluate"), dict) and isinstance(default, dict):
+            filled["evaluate"] = {
+                name: {**default, **s} if isinstance(s, dict) else s for name, s in values["evaluate"].items()
+            }
         return filled
+
+    @property
+    def sources(self) -> list[DataSourceConfig]:
+        """Every data set that the run may ask."""
+        evaluated = (source for source in (self.evaluate or {}).values() if source is not None)
+        return [*self.train, *self.validation, *evaluated]
+
+    @model_validator(mode="after")
+    def _evaluates_what_there_is(self) -> DataConfig:
+        for name, source in (self.evaluate or {}).items():
+            if source is None and name not in OWN:
+                raise ValueError(
+                    f"evaluate.{name} null: the run's own data sets are {' and '.join(OWN)}; give a data set"
+                )
+        return self
 
 
 class EnvConfig(Section):
     """One environment, by the name the data sets call it."""
 
     type: BuiltInName | None = Field(
-        None, description="a built-in one; null with no target takes the environment's own name"
+        None, description="a built-in one; null with no target and no command takes the environment's own name"
     )
-    target: str | None = Field(None, description="host:port of a process that serves a custom environment over gRPC")
+    target: str | None = Field(
+        None,
+        description="a custom environment: FILE.py:CLASS, which `headrace up` serves, or the host:port of a process that serves it over "
+        "gRPC",
+    )
+    command: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="a custom environment: a program and its arguments, which `headrace up` starts. It serves the environment over gRPC on "
+        "$ENVIRONMENT_HOST and $ENVIRONMENT_PORT",
+    )
+    port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="where an environment that `headrace up` starts listens, on the loopback interface; 0 takes a free one",
+    )
     require_stop: bool = Field(
         False, description="a completion cut off before its end token earns 0 (built-in environments)"
     )
@@ -157,3 +212,35 @@ class EnvConfig(Section):
         description="score without a sandbox where the machine grants none (built-in environments); false refuses to start there. What "
         "the policy writes could then read and do whatever the reward service can",
     )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        given = {key: value for key in ("type", "target", "command") if (value := getattr(self, key)) is not None}
+        if len(given) > 1:
+            shown = " and ".join(f"{key} {value!r}" for key, value in given.items())
+            raise ValueError(f"{shown}: give one of them, and set the others to null")
+        target = self.target
+        if target is not None and not self.is_started and not _ADDRESS_TARGET.fullmatch(target):
+            raise ValueError(
+                f"target {target!r} is neither FILE.py:CLASS nor the host:port of a process that serves the environment"
+            )
+        if self.port and not self.is_started:
+            raise ValueError(
+                f"port {self.port} is for an environment that `headrace up` starts (target: FILE.py:CLASS, or command); leave it out"
+            )
+        return self
+
+    @property
+    def is_served(self) -> bool:
+        """Whether it runs in a process of its own; else it is built in."""
+        return self.target is not None or self.command is not None
+
+    @property
+    def is_started(self) -> bool:
+        """Whether `headrace up` starts that process."""
+        return self.command is not None or (self.target is not None and _FILE_TARGET.fullmatch(self.target) is not None)
+
+    @property
+    def address(self) -> str | None:
+        """Where that process listens; None of a built-in one. `port` is 0 until `headrace up` has taken one."""
+        return with_port(LOOPBACK, self.port) if self.is_started else self.target

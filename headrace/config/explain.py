@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
@@ -11,10 +12,15 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from headrace.config.other_names import NAMES
 from headrace.config.root import Config
 
 Path = tuple[str, ...]
 Origin = Callable[[Path], str]
+
+# of two names: of a misspelt one and what was meant; names that mean different things are rarely so alike
+_VERY_CLOSE = 0.8
+_KEY = re.compile(r"[a-z_]+(?:\.\w+)+")
 
 
 def _models(annotation: Any, path: Path) -> Iterator[tuple[Path, type[BaseModel]]]:
@@ -53,9 +59,14 @@ def _prefixes() -> frozenset[Path]:
 
 
 def nearest(path: Path) -> str | None:
-    """The known key most like the unknown `path`: one beside it if any is close, else one of that name elsewhere."""
+    """The known key most like the unknown `path`: one beside it if any is close, else what another framework means by its name, else
+    one of that name elsewhere."""
     parent, name = path[:-1], path[-1]
     beside = [key[-1] for key in known_keys() if key[:-1] == pattern(parent)]
+    if close := difflib.get_close_matches(name, beside, 1, _VERY_CLOSE):
+        return ".".join((*parent, close[0]))
+    if name in NAMES:
+        return NAMES[name].replace("grpo.", "ppo.", 1) if path[0] == "ppo" else NAMES[name]
     if close := difflib.get_close_matches(name, beside, 1, 0.6):
         return ".".join((*parent, close[0]))
     by_name: dict[str, Path] = {}
@@ -93,7 +104,10 @@ def _line(error: ErrorDetails, origin: Origin) -> str:
         return _unknown(path, value, origin(path))
     if error["type"] == "value_error":
         message = str(error["ctx"]["error"])
-        return message if not path or message.startswith(f"{key}.") else f"{key}: {message}"
+        named = [tuple(name.split(".")) for name in _KEY.findall(message)]
+        at = next((keys for keys in named if pattern(keys) in known_keys()), path)
+        message = message if not path or message.startswith(f"{key}.") else f"{key}: {message}"
+        return f"{message}{origin(at) if at else ''}"
     if error["type"] == "model_type":
         return f"{key}: {value!r:.60} is not a section of keys{origin(path)}; give a mapping"
     message = error["msg"].replace("Input should", "should").split(", unable to parse")[0]

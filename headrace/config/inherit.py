@@ -28,11 +28,8 @@ class Inherited:
     files: tuple[tuple[Path, dict[str, Any]], ...]
 
     def source(self, keys: tuple[str, ...]) -> Path | None:
-        """The file that gave the value at `keys`; None if no file did, or the asked one."""
-        for path, own in reversed(self.files):
-            if _gives(own, keys):
-                return None if path == self.files[-1][0] else path
-        return None
+        """The file that gave the value at `keys`; None if no file did."""
+        return next((path for path, own in reversed(self.files) if _gives(own, keys)), None)
 
 
 def read(path: Path) -> Inherited:

@@ -11,17 +11,17 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
-from headrace.config.explain import explain, nearest
+from headrace.config.explain import explain, known_keys, nearest, pattern
 from headrace.config.inherit import Inherited, merge, read
 from headrace.config.interpolate import expressions, resolve
 from headrace.config.root import Config
-from headrace.config.text import parse
+from headrace.config.text import line_of, parse
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,12 +47,25 @@ NEMO_RL_KEYS = (
 _NEMO_RL_LINES = 10
 
 
+# What is read, and not written: a relative path in a file is looked for beside that file first.
+_DATA_FILES = ("data_path", "prompt_file", "system_prompt_file")
+_READ: tuple[Keys, ...] = (
+    *(("data", part, key) for part in ("default", "train", "validation") for key in _DATA_FILES),
+    ("policy", "model_name"),
+    ("policy", "tokenizer", "name"),
+    ("value", "model_name"),
+    ("grpo", "adv_estimator", "teacher_model_name"),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A configuration, and how it was made of a file of NeMo RL; None of one of Headrace's own."""
+    """A configuration, and how it was made of a file of NeMo RL; None of one of Headrace's own. `origin` says where the value at some keys
+    was given, as text to append: " (run.yaml:12)", " (command line)", or nothing."""
 
     config: Config
     nemo_rl: Translation | None
+    origin: Callable[[Keys], str] = lambda keys: ""
 
 
 def load(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
@@ -82,21 +95,55 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
     values = resolve(values, merge(Config().model_dump(mode="json"), values))
     # `grpo=null` makes room for `ppo`
     values = {key: value for key, value in values.items() if value is not None}
+    if not _is_saved(Path(path), values):
+        _find_beside(values, lambda keys: None if _given(origins, keys) else inherited.source(keys))
     if not any(_gives(inherited.values, key.split(".")) for key in NEMO_RL_KEYS):
-        return Loaded(_checked(values, lambda keys: _origin(origins, inherited, written, keys)), None)
+
+        def origin(keys: Keys) -> str:
+            return _origin(origins, inherited, written, keys)
+
+        return Loaded(_checked(values, origin), None, origin)
     # imported for such a file alone: it is as large as the rest of the configuration
     from headrace.config.nemo_rl import translate
 
     translation = translate(values)
     names = translation.came_from
 
-    def origin(keys: Keys) -> str:
+    def translated(keys: Keys) -> str:
         there = names.get(keys, keys)
         name = f" ({'.'.join(there)} in NeMo RL)" if there != keys else ""
         return _origin(origins, inherited, written, there) + name
 
     problems = [problem.line(_origin(origins, inherited, written, problem.keys)) for problem in translation.problems]
-    return Loaded(_checked(translation.values, origin, problems, _NEMO_RL_LINES), translation)
+    return Loaded(_checked(translation.values, translated, problems, _NEMO_RL_LINES), translation, translated)
+
+
+def _is_saved(path: Path, values: Mapping[str, Any]) -> bool:
+    """Whether the file is what a run saved of itself, whose paths were resolved when it started."""
+    run = values.get("run")
+    if not isinstance(run, dict) or not isinstance(run.get("id"), str) or not isinstance(run.get("dir"), str):
+        return False
+    return path.resolve().parent == (Path(run["dir"]) / run["id"]).resolve()
+
+
+def _find_beside(values: dict[str, Any], source: Callable[[Keys], Path | None]) -> None:
+    """Make what `_READ` names lie where the file that names it does, if it is there. `source` gives that file; None for a value from
+    elsewhere."""
+    for keys, holder in _holders(values):
+        name, file = holder.get(keys[-1]), source(keys)
+        if isinstance(name, str) and name and file is not None and os.path.exists(beside := file.parent / name):
+            holder[keys[-1]] = os.path.normpath(beside)
+
+
+def _holders(values: dict[str, Any]) -> Iterator[tuple[Keys, dict[str, Any]]]:
+    """The keys of `_READ` that `values` may have, each with the mapping that holds the last of them."""
+    for keys in _READ:
+        here: Any = values
+        for key in keys[:-1]:
+            here = here.get(key) if isinstance(here, dict) else None
+        for number, item in enumerate(here if isinstance(here, list) else [here]):
+            if isinstance(item, dict):
+                yield (*keys[:-1], str(number), keys[-1]) if isinstance(here, list) else keys, item
 
 
 def _gives(values: Any, keys: Sequence[str]) -> bool:
@@ -177,6 +224,13 @@ def _put(values: dict[str, Any], keys: Keys, value: Any, given: str) -> None:
                 at = ".".join(keys[:depth])
                 raise ConfigError(f"{given}: {at} is a list of {len(here)}, and {key!r} none of 0 to {len(here) - 1}")
             slot: Any = int(key)
+        elif key.isdecimal() and not last and here and _is_list(keys[:depth]):
+            # a single item may stand for a list of one
+            if int(key):
+                raise ConfigError(
+                    f"{given}: {'.'.join(keys[:depth])} is a single item, so that {key!r} is none; 0 is it"
+                )
+            continue
         else:
             slot = key
         if last:
@@ -193,14 +247,25 @@ def _put(values: dict[str, Any], keys: Keys, value: Any, given: str) -> None:
             raise ConfigError(f"{given}: {'.'.join(keys[: depth + 1])} is {here!r:.60}, which has no keys")
 
 
+def _is_list(keys: Keys) -> bool:
+    field = known_keys().get(pattern(keys))
+    return field is not None and get_origin(field.annotation) is list
+
+
 def _origin(origins: Mapping[Keys, str], inherited: Inherited, written: Mapping[Keys, str], keys: Keys) -> str:
-    """Where the value at `keys` was given, if not in the asked file, and the interpolation it came from, if any."""
-    where = [origin for given, origin in origins.items() if _overlap(given, keys)][:1]
+    """Where the value at `keys` was given, and the interpolation it came from, if any."""
+    where = _given(origins, keys)
     if not where and (file := inherited.source(keys)):
-        where = [str(file)]
+        line = line_of(file.read_text(encoding="utf-8"), keys)
+        where = [str(file) if line is None else f"{file}:{line}"]
     if keys in written:
         where.append(written[keys])
     return f" ({', '.join(where)})" if where else ""
+
+
+def _given(origins: Mapping[Keys, str], keys: Keys) -> list[str]:
+    """Command line or environment, if one of them gave the value at `keys`."""
+    return [origin for given, origin in origins.items() if _overlap(given, keys)][:1]
 
 
 def _overlap(given: Keys, keys: Keys) -> bool:

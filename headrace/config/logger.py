@@ -38,7 +38,8 @@ class GPUMonitoringConfig(Section):
 
 class TrainInferenceAlarmConfig(Section):
     """Limits past which trainer and inference engine are said to disagree on how likely the trained tokens are; null never does. They hold
-    for data of the current weights, and widen with its mean age (docs/metrics.md)."""
+    for data of the current weights, and are never narrower than `weight_channel.verify_tolerance`; for older data there
+    is another rule (docs/metrics.md)."""
 
     token_mult_prob_error: float | None = Field(1.05, gt=1)
     gen_kl_error: float | None = Field(0.01, gt=0)
@@ -66,6 +67,7 @@ class LoggerConfig(Section):
         20,
         ge=0,
         description="steps whose trajectories stay, token by token, in train_data_step<N>.jsonl.gz (and as many validations, in "
-        "val_data_step<N>.jsonl.gz); 0 writes none, null keeps all",
+        "val_data_step<N>.jsonl.gz, with what failed there in val_failed_data_step<N>.jsonl.gz); 0 writes none, nor the completions that "
+        "training groups failed with (failed_data.jsonl); null keeps all",
     )
     train_inference_alarm: TrainInferenceAlarmConfig = TrainInferenceAlarmConfig()

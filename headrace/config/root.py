@@ -27,6 +27,7 @@ from headrace.config.services import (
     WeightChannelConfig,
 )
 
+TEACHER_KEY = "grpo.adv_estimator.teacher_model_name"
 # It is part of the buffer's keys.
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -67,16 +68,17 @@ class Config(Section):
         _check_data_sets(self)
         _check_leases(self)
         _check_collective_timeout(self)
-        for source in (*self.data.train, *self.data.validation):
+        for source in self.data.sources:
             if source.env_name is None or source.env_name not in self.env:
                 known = ", ".join(sorted(self.env)) or "none"
                 raise ValueError(
                     f"data: env_name {source.env_name!r} is not one of the environments under env ({known})"
                 )
         for name, env in self.env.items():
-            if env.target is None and env.type is None and name not in get_args(BuiltInName):
+            if not env.is_served and env.type is None and name not in get_args(BuiltInName):
                 raise ValueError(
-                    f"env.{name}: give `type` ({', '.join(get_args(BuiltInName))}) or `target` (host:port of your environment)"
+                    f"env.{name}: give `type` ({', '.join(get_args(BuiltInName))}), `target` (FILE.py:CLASS, or host:port of your "
+                    "environment) or `command`"
                 )
             _check_environment(self, name, env)
         return self
@@ -87,6 +89,11 @@ class Config(Section):
         algorithm = self.ppo or self.grpo
         assert algorithm is not None
         return algorithm
+
+    @property
+    def max_num_steps(self) -> int:
+        """Trainer steps after which the run ends: none of a run that only evaluates."""
+        return self.algorithm.max_num_steps if self.data.evaluate is None else 0
 
     @property
     def policy_batch(self) -> int:
@@ -112,7 +119,12 @@ class Config(Section):
     def warnings(self) -> list[str]:
         """What can be used, but hardly as it was meant: one line each."""
         section = f"{self.algorithm.name}.reward_shaping"
-        return [
+        new, context = self.policy.generation.max_new_tokens, self.policy.max_total_sequence_length
+        cut_off = [
+            f"policy.generation.max_new_tokens {new} is never reached: prompt and completion together have at most "
+            f"policy.max_total_sequence_length {context} tokens; raise that, or lower it"
+        ]
+        return (cut_off if new >= context else []) + [
             f"{section}.{key} does nothing: stop_properly_penalty_coef takes the place of the overlong penalty; leave one of the "
             "two out"
             for key in self.algorithm.reward_shaping.ignored
@@ -129,6 +141,23 @@ class Config(Section):
     def redis_url(self) -> str:
         """Where the buffer's server is: `replay.redis_url`, or the embedded server."""
         return self.replay.redis_url or f"redis://{self.replay.redis_host}:{self.replay.redis_port}/0"
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The models that the run starts from, by the key that names them: directories, or names on the hub."""
+        models = {"policy.model_name": self.policy.model_name}
+        if self.grpo is not None and self.grpo.adv_estimator.teacher_model_name is not None:
+            models[TEACHER_KEY] = self.grpo.adv_estimator.teacher_model_name
+        if self.ppo is not None and self.ppo.adv_estimator.has_value_model and self.value.model_name is not None:
+            models["value.model_name"] = self.value.model_name
+        return models
+
+    @property
+    def tokenizer(self) -> tuple[str, str]:
+        """The key that names the run's tokenizer, and its value: a directory, or a name on the hub."""
+        if self.policy.tokenizer.name is not None:
+            return "policy.tokenizer.name", self.policy.tokenizer.name
+        return "policy.model_name", self.policy.model_name
 
     @property
     def checkpoint_folder(self) -> Path:

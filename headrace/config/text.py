@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -112,6 +113,30 @@ def parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: {error}; no configuration needs that, shorten it") from error
     except RecursionError as error:
         raise ConfigError(f"{where}: nested more than {MAX_DEPTH} levels deep; no configuration needs that") from error
+
+
+def line_of(text: str, keys: Sequence[str]) -> int | None:
+    """The line, counted from 1, where the YAML document `text` gives the value at `keys`, or the nearest mapping or list above it; None
+    if it gives none of them. A number is the place of an item; 0 of a mapping is the mapping itself, a list of one."""
+    try:
+        node = _Loader(text).get_single_node()
+    except yaml.YAMLError:
+        return None
+    line = None
+    for key in keys:
+        inner: tuple[int, yaml.Node] | None = None
+        if isinstance(node, yaml.MappingNode):
+            named = [(name, value) for name, value in node.value if isinstance(name, yaml.ScalarNode)]
+            inner = next(((name.start_mark.line, value) for name, value in named if name.value == key), None)
+            if inner is None and key == "0":
+                continue
+        elif isinstance(node, yaml.SequenceNode) and key.isdecimal() and int(key) < len(node.value):
+            item = node.value[int(key)]
+            inner = item.start_mark.line, item
+        if inner is None:
+            break
+        line, node = inner[0] + 1, inner[1]
+    return line
 
 
 def dump(config: Section) -> str:

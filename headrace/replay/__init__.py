@@ -1,6 +1,7 @@
 """The replay buffer's client and the records of its calls."""
 
 from headrace.replay.client import ReplayClient
+from headrace.replay.inspection import frequent
 from headrace.replay.records import (
     End,
     Ended,
@@ -13,6 +14,7 @@ from headrace.replay.records import (
     HeldGroup,
     Lease,
     Limits,
+    RefitVerdict,
     Replica,
     ReplicaState,
     Reservation,
@@ -37,6 +39,7 @@ __all__ = [
     "HeldGroup",
     "Lease",
     "Limits",
+    "RefitVerdict",
     "ReplayClient",
     "Replica",
     "ReplicaState",
@@ -45,5 +48,6 @@ __all__ = [
     "RunState",
     "ScoringJob",
     "Waiting",
+    "frequent",
     "worst_case_bytes",
 ]

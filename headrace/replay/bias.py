@@ -1,5 +1,5 @@
-"""Statistics of trajectories at each moment that the buffer meters, and the selection bias: how much what is trained differs from what was
-generated. The buffer's part is `services/replay/functions/_meter.lua`."""
+"""Statistics of trajectories at each moment that the buffer meters, and the selection bias: how much what is trained differs from all that
+came to an end. The buffer's part is `services/replay/functions/_meter.lua`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ Quantity = Literal["length", "reward", "latency", "age"]
 
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
+# The moments at which a trajectory comes to an end.
+ENDS: tuple[Moment, ...] = ("trained", "expired", "filtered", "failed", "surplus")
 # Fewer trajectories than this say little about a difference of means.
 LEAST = 200
 
@@ -57,29 +59,34 @@ class TrajectoryMeter:
 
 @dataclasses.dataclass(frozen=True)
 class Skew:
-    """How far the mean of what is trained lies from that of what was generated, in standard deviations of the latter."""
+    """How far the mean of what is trained lies from that of all that came to an end, in standard deviations of the latter."""
 
     quantity: Quantity
     deviations: float
     trained: float
-    generated: float
+    ended: float
 
     def __str__(self) -> str:
         return (
-            f"{self.quantity} of what is trained is {self.trained:.4g} on average, of what was generated {self.generated:.4g}: "
+            f"{self.quantity} of what is trained is {self.trained:.4g} on average, of all that came to an end {self.ended:.4g}: "
             f"{self.deviations:+.2f} standard deviations"
         )
 
 
 def skews(meters: Mapping[Moment, TrajectoryMeter]) -> list[Skew]:
-    """The skew of length and reward, once `LEAST` trajectories were generated and as many trained; values without variance have none."""
+    """The skew of length and reward, once `LEAST` trajectories were trained; values without variance have none.
+
+    What was generated and still waits is no part of it: while rewards rise, it differs from what was trained before, and yet nothing is
+    selected. So where nothing is dropped there is no skew.
+    """
     found = []
     for quantity in ("length", "reward"):
         trained: Distribution = getattr(meters["trained"], quantity)
-        generated: Distribution = getattr(meters["generated"], quantity)
-        if min(trained.count, generated.count) >= LEAST and generated.deviation > 0:
-            deviations = (trained.mean - generated.mean) / generated.deviation
-            found.append(Skew(quantity, deviations, trained.mean, generated.mean))
+        ends: list[Distribution] = [getattr(meters[moment], quantity) for moment in ENDS]
+        ended = Distribution(*(sum(getattr(end, name) for end in ends) for name in ("count", "sum", "squares")))
+        if trained.count >= LEAST and ended.deviation > 0:
+            deviations = (trained.mean - ended.mean) / ended.deviation
+            found.append(Skew(quantity, deviations, trained.mean, ended.mean))
     return found
 
 

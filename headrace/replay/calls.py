@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -12,7 +13,16 @@ from redis.asyncio import Redis
 
 from headrace.errors import InvalidCall
 from headrace.replay.connection import BufferConnection, WakeupSubscription
-from headrace.replay.records import EnvironmentState, Epoch, Replica, RunState, decode_run_state, epoch_of, unpack
+from headrace.replay.records import (
+    EnvironmentState,
+    Epoch,
+    Replica,
+    RunState,
+    decode_run_state,
+    epoch_of,
+    info_of,
+    unpack,
+)
 
 # Entries in one call of a batched function (BATCH in _args.lua); payloads that are read in one round trip.
 BATCH = 256
@@ -39,7 +49,8 @@ class BufferClient:
         self._incarnation: str | None = None
         self._reads, self._writes = asyncio.Semaphore(READS), asyncio.Semaphore(WRITES)
         self._epoch: Epoch | None = None  # the newest that a heartbeat brought
-        self._numbers = itertools.count(1)  # of calls that change nothing when they arrive again, however late
+        # of calls that change nothing when they arrive again, however late
+        self._name, self._numbers = secrets.token_hex(8), itertools.count(1)
 
     async def aclose(self) -> None:
         await self._wakeups.aclose()
@@ -50,7 +61,7 @@ class BufferClient:
 
     async def replicas(self) -> list[Replica]:
         return [
-            msgspec.convert({**unpack(replica), "info": unpack(info)}, Replica)
+            msgspec.convert({**unpack(replica), "info": info_of(info)}, Replica)
             for replica, info in await self._connection.call("replicas")
         ]
 
@@ -94,6 +105,10 @@ class BufferClient:
         """Call a function that does a bounded part of its work per call and returns how much is left, until nothing is."""
         while await self._connection.call(function, **arguments):
             pass
+
+    def _numbered(self) -> dict[str, Any]:
+        """Arguments by which the buffer knows a call of this client that it has had before."""
+        return {"client": self._name, "number": next(self._numbers)}
 
     def _note(self, reply: bytes) -> RunState:
         state = decode_run_state(reply)

@@ -36,6 +36,7 @@ class ReplayClient(TrainerClient, RolloutClient, ScoringClient, InspectionClient
     def __init__(self, redis: Redis, run_id: str) -> None:
         """A client of run `run_id` on `redis`; `open_run` creates the run if necessary. Normally use `connect`."""
         super().__init__(redis, run_id)
+        self._opened = ""  # the nonce of this client's newest `open_run`
 
     @classmethod
     async def connect(cls, url: str, run_id: str | None = None, timeout_s: float = 30.0) -> ReplayClient:
@@ -73,12 +74,25 @@ class ReplayClient(TrainerClient, RolloutClient, ScoringClient, InspectionClient
 
     async def open_run(self, limits: Limits) -> RunState:
         """Create the run, or update the limits of an existing one, and make it the current run. Called by the replay service."""
+        self._opened = secrets.token_hex(16)
+        return await self._open(limits)
+
+    async def reopen_run(self, limits: Limits, opened: str) -> bool:
+        """Call `open_run` again if the server lost it; returns whether it had. `opened` is what `stats` says.
+
+        Raises `WrongTimeline` if it lost nothing: another start of the replay service has set the limits since."""
+        if opened == self._opened:
+            return False
+        await self._open(limits)
+        return True
+
+    async def _open(self, limits: Limits) -> RunState:
         low, high = limits.reward_min, limits.reward_max
         bounds = f"{-math.inf if low is None else low} {math.inf if high is None else high}"
         bounds += " components" if limits.filter_components else ""
         reply = await self._connection.call(
             "open_run",
-            timeline=secrets.token_hex(16),
+            timeline=self._opened,
             incarnation=secrets.token_hex(16),
             prompts_per_step=limits.prompts_per_step,
             generations_per_prompt=limits.generations_per_prompt,

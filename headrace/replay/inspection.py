@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from headrace.lineage import GroupLineage, origin_of, with_timelines
+from headrace.repeats import alike
 from headrace.replay.bias import Moment, TrajectoryMeter, meters_of
 from headrace.replay.calls import BATCH, BufferClient, chunks
 from headrace.replay.records import BatchReply, HeldGroup, Reservation, score_key, unpack
@@ -36,6 +38,11 @@ class InspectionClient(BufferClient):
             "replicas": [msgspec.structs.asdict(replica) for replica in await self.replicas()],
             "environments": [msgspec.structs.asdict(environment) for environment in await self.environments()],
         }
+
+    async def failures(self) -> list[str]:
+        """The reasons of the newest training groups that failed, the newest first; `frequent` counts them."""
+        letters = unpack(await self._connection.call("stats"))["failed"]
+        return [letter["reason"] for letter in letters if letter["lane"] == "train"]
 
     async def publish_metrics(
         self, kind: Literal["train", "validation"], step: int, metrics: Mapping[str, float], timeline: str
@@ -72,7 +79,7 @@ class InspectionClient(BufferClient):
     async def append_event(self, kind: str, fields: Mapping[str, str]) -> None:
         """Append an event to the run's stream of events."""
         flat = [word for pair in fields.items() for word in pair]
-        await self._connection.call("append_event", kind=kind, fields=flat)
+        await self._connection.call("append_event", **self._numbered(), kind=kind, fields=flat)
 
     async def newest_event(self) -> str:
         """Id of the newest event, from which to follow the stream."""
@@ -158,12 +165,13 @@ class InspectionClient(BufferClient):
     async def lineage(self, group_id: str) -> GroupLineage | None:
         """The lineage of a group that the buffer holds, as far as it has got; None if it holds no such group."""
         found = await self.held(group_id)
-        if found is None:
-            return None
+        return None if found is None else await self.lineage_of(found)
+
+    async def lineage_of(self, found: HeldGroup) -> GroupLineage:
         run = await self.state()
         step = found.step if found.state in ("reserved", "trained") else None
         return GroupLineage(
-            group=group_id,
+            group=found.group.id,
             state=found.state,
             task=found.group.task_name,
             env=found.group.env_name,
@@ -199,3 +207,14 @@ def _metrics(entries: Any) -> list[tuple[str, str, int, dict[str, float]]]:
         (entry.decode(), fields[b"kind"].decode(), int(fields[b"step"]), unpack(fields[b"metrics"]))
         for entry, fields in entries
     ]
+
+
+def frequent(reasons: Sequence[str], most: int = 3) -> list[str]:
+    """The most frequent reasons, each with how often it occurs. Of those that differ in numbers alone the first stands for all."""
+    first: dict[str, str] = {}
+    times: Counter[str] = Counter()
+    for reason in reasons:
+        kind = alike(reason)
+        first.setdefault(kind, " ".join(reason.split())[:300])
+        times[kind] += 1
+    return [f"{count} x {first[kind]}" for kind, count in times.most_common(most)]

@@ -6,7 +6,9 @@ directly; `*_of` functions build those that have several sources.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,7 +17,7 @@ import msgspec
 from headrace.errors import CodecError
 from headrace.trajectory import Group, Score, Trajectory
 
-ReplicaState = Literal["HEALTHY", "STALE", "DEAD"]
+ReplicaState = Literal["HEALTHY", "STALE", "DEAD", "QUARANTINED"]
 GroupState = Literal[
     "queued", "open", "scoring", "ready", "reserved", "trained", "filtered", "failed", "evaluated", "unused"
 ]
@@ -53,9 +55,8 @@ class Limits:
     reward_max: float | None = None
     max_scored_per_step: int = 0  # groups scored since the last batch past which `reserve` refuses; 0 is no limit
     retain_steps: int = 0  # newest committed steps whose payloads stay
-    environments: Mapping[str, EnvironmentLimits] = dataclasses.field(
-        default_factory=dict
-    )  # by name; the default for others
+    # by name; the default for others
+    environments: Mapping[str, EnvironmentLimits] = dataclasses.field(default_factory=dict)
 
 
 class RunState(msgspec.Struct, frozen=True):
@@ -132,7 +133,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
     `announced`: members are asked to acknowledge. `transfer`: the acknowledged set is final, ranks are fixed (trainer rank 0,
     `members[i]` rank i + 1) and the collective runs. `done` / `aborted`: over. `rendezvous` is opaque to the buffer: what the
-    trainer tells its members (address, group id, manifest, probe), as msgpack types.
+    trainer tells its members (address, group id, manifest, probe), as msgpack types; or the bytes themselves if they are no msgpack.
     """
 
     id: str
@@ -143,31 +144,47 @@ class Epoch(msgspec.Struct, frozen=True):
     acknowledged: tuple[str, ...]
     verified: tuple[str, ...]  # members whose probe agreed
     refused: dict[str, str]  # member -> why it did not complete, as it reported
-    rendezvous: dict[str, Any]
+    rendezvous: Any
     interrupted: tuple[str, ...] = ()  # members in `refused` whose collective failed through no fault of theirs
 
 
 class Replica(msgspec.Struct, frozen=True):
-    """A registered rollout replica. `version` is the verified one, -1 if none."""
+    """A registered rollout replica. `version` is the verified one, -1 if none; `reason` is why it is quarantined; `logprob_error` is the
+    mean of exp(|rollout - old|) over its tokens in the newest step that trained on any."""
 
     id: str
     state: ReplicaState
     version: int
     timeline: str
-    info: dict[str, Any]  # host, pid, url, device, …, for display
+    info: dict[str, str | int | float | bool]  # host, pid, url, device, …, for display (`info_of`)
     leases: int
     seen_s_ago: float
+    reason: str = ""
+    logprob_error: float | None = None
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether anyone waits for it: it is neither DEAD nor QUARANTINED."""
+        return self.state in ("HEALTHY", "STALE")
+
+
+class RefitVerdict(msgspec.Struct, frozen=True):
+    """Whether a replica's log-probabilities of the probe proved its weights, and their largest difference from the trainer's, in nats."""
+
+    verified: bool
+    difference: float
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
     """The answer to a heartbeat. `lost` are the caller's lease tokens that are no longer valid: abort their generations. `complete` are
-    those of them whose groups have their n trajectories. `epoch` is the newest, if any."""
+    those of them whose groups have their n trajectories. `epoch` is the newest, if any. `reason`: why the caller is quarantined."""
 
     state: ReplicaState
     timeline: str
     lost: tuple[str, ...]
     epoch: Epoch | None
     complete: tuple[str, ...] = ()
+    reason: str = ""
 
 
 class EnvironmentState(msgspec.Struct, frozen=True):
@@ -197,6 +214,7 @@ class ScoringJob(msgspec.Struct, frozen=True):
     trajectory: Trajectory
     token: str  # fences `score`, as a lease's token fences `push`
     scoring_attempt: int
+    waited_s: float = 0.0  # how long it could have been taken before it was
 
 
 class ReservedTrajectory(msgspec.Struct, frozen=True):
@@ -314,9 +332,24 @@ def unpack(data: bytes) -> Any:
         raise CodecError(f"what the buffer holds is no msgpack: {error}") from error
 
 
+_decode_info = msgspec.msgpack.Decoder(dict[str, str | int | float | bool]).decode
+
+
+def info_of(data: bytes) -> dict[str, str | int | float | bool]:
+    """What a replica says of itself; of one that the buffer took from an earlier build and nobody can read, only why (`unreadable`)."""
+    try:
+        info = _decode_info(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return {"unreadable": str(error)}
+    unfit = [name for name, value in info.items() if isinstance(value, float) and not math.isfinite(value)]
+    return {"unreadable": f"{', '.join(unfit)}: not a finite number"} if unfit else info
+
+
 def epoch_of(reply: Sequence[bytes]) -> Epoch:
     """The epoch in a reply of `hr_epoch` and similar functions: its fields, then its rendezvous."""
-    fields = unpack(reply[0])
+    fields, rendezvous = unpack(reply[0]), reply[1]
+    with contextlib.suppress(CodecError):  # the members refuse the epoch for it
+        rendezvous = unpack(reply[1])
     announced = fields["state"] == "announced"
     did = dict(pairs(fields["members"]))
     words = {member: what.partition(" ") for member, what in did.items()}
@@ -330,7 +363,7 @@ def epoch_of(reply: Sequence[bytes]) -> Epoch:
         verified=tuple(sorted(m for m, what in did.items() if what == "verified")),
         refused={m: why for m, (what, _, why) in words.items() if what in ("refused", "interrupted")},
         interrupted=tuple(sorted(m for m, (what, _, _) in words.items() if what == "interrupted")),
-        rendezvous=unpack(reply[1]),
+        rendezvous=rendezvous,
     )
 
 

@@ -15,7 +15,7 @@ import msgspec
 from headrace.errors import CodecError, InvalidCall, ReplayError, Unstaged, WrongTimeline
 from headrace.replay.calls import BufferClient
 from headrace.replay.connection import refusal
-from headrace.replay.records import HeartbeatReply, Lease, unpack
+from headrace.replay.records import HeartbeatReply, Lease, RefitVerdict, unpack
 from headrace.trajectory import Group, Trajectory
 
 log = logging.getLogger(__name__)
@@ -33,13 +33,14 @@ _COLUMNS = ("group", "index", "token", "nonce", "bytes", "length", "oldest", "ne
 
 class RolloutClient(BufferClient):
     async def register(self, replica: str, info: Mapping[str, Any]) -> None:
-        """Enter the fleet as STALE. `replica` is a nonce: one that has left or died never enters again. Raises `Fenced`."""
-        packed, entered = msgspec.msgpack.encode(info), False
+        """Enter the fleet as STALE. `replica` is a nonce: one that has left or died never enters again. `info` is for people: each value
+        a text, a finite number or a flag. Raises `Fenced`, `InvalidCall`."""
+        entered = False
         while not entered:
             incarnation = (await self.state()).incarnation
             with contextlib.suppress(WrongTimeline):  # a restore came in between
                 entered = bool(
-                    await self._connection.call("register", packed, replica=replica, incarnation=incarnation)
+                    await self._connection.call("register", replica=replica, incarnation=incarnation, info=info)
                 )
 
     async def deregister(self, replica: str, *, died: bool = False) -> None:
@@ -222,11 +223,12 @@ class RolloutClient(BufferClient):
         """Tell the buffer that the replica can take part. Raises `Fenced` if the epoch is no longer announced."""
         await self._connection.call("acknowledge", replica=replica, epoch=epoch)
 
-    async def verify(self, replica: str, epoch: str, difference: float, tolerance: float) -> bool:
-        """Report the probe's largest |log-probability difference| under the epoch's weights, in nats: the only way to HEALTHY.
-        Returns False (and the replica is STALE, with the figure as the reason) unless difference <= tolerance."""
-        proof = {"difference": float(difference), "tolerance": float(tolerance)}
-        return bool(await self._connection.call("verify", replica=replica, epoch=epoch, **proof))
+    async def verify(self, replica: str, epoch: str, logprobs: Sequence[float]) -> RefitVerdict:
+        """Report the replica's log-probabilities of the probe's tokens under the epoch's weights. The buffer compares them with the
+        trainer's (`begin_epoch`): the only way to HEALTHY. A replica that differs by more than the tolerance is STALE. Raises `InvalidCall`
+        unless they are finite and as many as the trainer's, and `Fenced`."""
+        reply = await self._connection.call("verify", replica=replica, epoch=epoch, logprobs=logprobs)
+        return msgspec.convert(unpack(reply), RefitVerdict)
 
     async def refuse(self, replica: str, epoch: str, reason: str, *, interrupted: bool = False) -> None:
         """Report that the replica could not complete the epoch; it becomes STALE for this reason. `interrupted`: the collective failed, and

@@ -14,13 +14,13 @@ from headrace.trajectory import Group, Score, Trajectory
 
 
 class ScoringClient(BufferClient):
-    async def take_scoring(self, scorer: str, room: Mapping[str, int]) -> list[ScoringJob]:
+    async def take_scoring(self, room: Mapping[str, int]) -> list[ScoringJob]:
         """Pushed trajectories waiting for a score, of each environment up to its `room` (what may be sent to it now), oldest first. They
-        are the scorer's until `scoring_deadline_s` from now, or from when it renews them."""
+        are this client's until `scoring_deadline_s` from now, or from when it renews them. One call at a time."""
         return await self._read_jobs(
             await self._connection.call(
                 "take_scoring",
-                scorer=scorer,
+                **self._numbered(),
                 environments=list(room),
                 most=list(room.values()),
                 nonce=secrets.token_hex(8),
@@ -28,11 +28,12 @@ class ScoringClient(BufferClient):
         )
 
     async def renew_scoring(self, jobs: Sequence[ScoringJob]) -> list[ScoringJob]:
-        """Keep what is being scored; returns those of `jobs` that are no longer with this scorer."""
+        """Keep what is being scored; returns those of `jobs` that are no longer with this client."""
         lost: list[ScoringJob] = []
         for batch in chunks(jobs, BATCH):
             places = await self._connection.call(
                 "renew_scoring",
+                **self._numbered(),
                 groups=[job.group.id for job in batch],
                 indices=[job.trajectory.index for job in batch],
                 tokens=[job.token for job in batch],
@@ -47,17 +48,19 @@ class ScoringClient(BufferClient):
         for record, data in zip(records, await self._fetch(list(records)), strict=True):
             records[record] = None if data is None else Group.decode(data)
         entries = [
-            (records[taken["record"]], taken["group"], index, prefix + nonce, attempt)
+            (records[taken["record"]], taken["group"], index, prefix + nonce, attempt, waited_ms / 1000)
             for taken in reply["groups"]
-            for index, nonce, attempt in zip(taken["indices"], taken["nonces"], taken["scoring_attempts"], strict=True)
+            for index, nonce, attempt, waited_ms in zip(
+                taken["indices"], taken["nonces"], taken["scoring_attempts"], taken["waited_ms"], strict=True
+            )
         ]
-        payloads = await self._read_batches(self._fetch, [key for _, _, _, key, _ in entries])
+        payloads = await self._read_batches(self._fetch, [key for _, _, _, key, *_ in entries])
         jobs = []
-        for (group, group_id, index, _, attempt), payload in zip(entries, payloads, strict=True):
+        for (group, group_id, index, _, attempt, waited_s), payload in zip(entries, payloads, strict=True):
             if payload is None or group is None:  # discarded meanwhile: the token is void
                 continue
             try:
-                jobs.append(ScoringJob(group, _trajectory_of(group_id, index, payload), token, attempt))
+                jobs.append(ScoringJob(group, _trajectory_of(group_id, index, payload), token, attempt, waited_s))
             except CodecError as error:
                 await self._score_unreadable(group_id, index, token, str(error))
         return jobs
@@ -70,7 +73,8 @@ class ScoringClient(BufferClient):
 
     async def release_scoring(self) -> None:
         """Return what an earlier scorer had taken to the line at once, without costing an attempt. Called when a scorer starts."""
-        await self._until_done("release_scoring")
+        while await self._connection.call("release_scoring", **self._numbered()):
+            pass
 
     async def wait_scoring(self, timeout_s: float) -> None:
         await self._wakeups.wait("scoring", timeout_s)

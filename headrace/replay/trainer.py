@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import InvalidCall
+from headrace.errors import CodecError, InvalidCall
 from headrace.replay.calls import BATCH, PAYLOADS, BufferClient, chunks, of_bounded_size
 from headrace.replay.records import (
     BatchReply,
@@ -113,7 +113,8 @@ class TrainerClient(BufferClient):
         Raises `WrongStep`, `WrongTimeline`; and if it would have to wait, `SamplingStarved` if dynamic sampling has reached its limit,
         `EnvironmentBroken` if an environment has been broken for longer than its `give_up_after`.
         """
-        reply = decode_reserve(await self._connection.call("reserve", step=step, timeline=timeline))
+        answer = await self._connection.call("reserve", **self._numbered(), step=step, timeline=timeline)
+        reply = decode_reserve(answer)
         return reply.reservation() if isinstance(reply, BatchReply) else reply
 
     async def wait_ready(self, timeout_s: float) -> None:
@@ -121,12 +122,21 @@ class TrainerClient(BufferClient):
         await self._wakeups.wait("ready", timeout_s)
 
     async def read(self, keys: Sequence[str]) -> list[tuple[Trajectory, Score]]:
-        """Payloads and scores of reserved trajectories, in the order of `keys` (`ReservedTrajectory.key`)."""
+        """Payloads and scores of reserved trajectories, in the order of `keys` (`ReservedTrajectory.key`). Raises `CodecError` if one can't
+        be decoded, `InvalidCall` if one is not held any more."""
+        found = []
+        for pair in await self.read_each(keys):
+            if isinstance(pair, CodecError):
+                raise pair
+            found.append(pair)
+        return found
 
-        async def read_batch(batch: Sequence[str]) -> list[tuple[Trajectory, Score]]:
+    async def read_each(self, keys: Sequence[str]) -> list[tuple[Trajectory, Score] | CodecError]:
+        """What `read` gives, with the error in place of each that can't be decoded."""
+
+        async def read_batch(batch: Sequence[str]) -> list[tuple[Trajectory, Score] | CodecError]:
             values = await self._held([*batch, *map(score_key, batch)])
-            pairs = zip(values[: len(batch)], values[len(batch) :], strict=True)
-            return [(Trajectory.decode(payload), Score.decode(score)) for payload, score in pairs]
+            return list(map(_decoded, values[: len(batch)], values[len(batch) :]))
 
         return await self._read_batches(read_batch, keys)
 
@@ -141,8 +151,9 @@ class TrainerClient(BufferClient):
         return [Group.decode(record) for record in await self._held(records)]
 
     async def reject_step(self, step: int, timeline: str, nonce: str, attempts: Mapping[str, int], reason: str) -> None:
-        """Give the batch of `step` back, because what was read of these groups (the attempt of each, by id) breaks a law. The step is
-        reopened as by a rewind to it, but nothing else is: its other groups keep it, these are generated again, at the cost of an attempt.
+        """Give the batch of `step` back, because what was read of these groups (the attempt of each, by id) can't be trained on. The step
+        is reopened as by a rewind to it, but nothing else is: its other groups keep it, these are generated again, at the cost of an
+        attempt.
 
         At most 256 groups are named. `nonce` is the caller's: a repetition is a no-op. Raises `WrongStep` unless it is the newest
         reserved step with these groups in these attempts, `WrongTimeline`.
@@ -161,7 +172,7 @@ class TrainerClient(BufferClient):
 
     async def evaluated(self, ids: Sequence[str]) -> tuple[list[Evaluated], dict[str, str], list[str]]:
         """The state of these validation groups: (those evaluated, reasons of those failed by id, ids that the buffer does not know). The
-        others are pending."""
+        others are pending. One with a trajectory that can't be decoded has failed."""
         replies: list[Any] = []
         for batch in chunks(ids, BATCH):
             replies += unpack(await self._connection.call("evaluated", groups=batch))
@@ -169,8 +180,11 @@ class TrainerClient(BufferClient):
         failed: dict[str, str] = {}
         for group_id, reply in zip(ids, replies, strict=True):
             if reply["state"] == "evaluated":
-                (group,) = await self._held([reply["record"]])
-                done.append(Evaluated(Group.decode(group), tuple(await self.read(reply["keys"]))))
+                (record,) = await self._held([reply["record"]])
+                try:
+                    done.append(Evaluated(Group.decode(record), tuple(await self.read(reply["keys"]))))
+                except CodecError as error:
+                    failed[group_id] = f"what was evaluated can't be read: {error}"
             elif reply["state"] == "failed":
                 failed[group_id] = reply["reason"]
         return done, failed, [id_ for id_, reply in zip(ids, replies, strict=True) if reply["state"] == "unknown"]
@@ -188,17 +202,41 @@ class TrainerClient(BufferClient):
             await self._connection.call("open_epoch", packed, epoch=epoch, version=version, timeline=timeline)
         )
 
-    async def begin_epoch(self, epoch: str, rendezvous: Mapping[str, Any]) -> Epoch:
-        """Move the epoch from announced to transfer, with the members that acknowledged; replicas left out become STALE."""
-        return epoch_of(await self._connection.call("begin_epoch", msgspec.msgpack.encode(rendezvous), epoch=epoch))
+    async def begin_epoch(
+        self, epoch: str, rendezvous: Mapping[str, Any], logprobs: Sequence[float], tolerance: float
+    ) -> Epoch:
+        """Move the epoch from announced to transfer, with the members that acknowledged; replicas left out become STALE. To be verified, a
+        member's log-probabilities of the probe must equal the trainer's `logprobs` within `tolerance` nats; members are told neither."""
+        packed = msgspec.msgpack.encode(rendezvous)
+        return epoch_of(
+            await self._connection.call("begin_epoch", packed, epoch=epoch, logprobs=logprobs, tolerance=tolerance)
+        )
 
     async def end_epoch(self, epoch: str, *, aborted: bool) -> Epoch:
         """Move the epoch from transfer to done or aborted. Members that did not verify are STALE."""
         return epoch_of(await self._connection.call("end_epoch", epoch=epoch, aborted=aborted))
 
+    async def disagreements(self, step: int, timeline: str, errors: Mapping[str, float]) -> None:
+        """Keep, for people, the `logprob_error` of replicas whose tokens `step` trained on (`Replica`). Each step once, in their order."""
+        await self._connection.call(
+            "disagreements", step=step, timeline=timeline, replicas=list(errors), errors=list(errors.values())
+        )
+
+    async def quarantine(self, replica: str, timeline: str, reason: str) -> bool:
+        """Leave a replica alone until it registers under a new name: it takes part in no epoch and gets no lease, and what it holds is
+        passed on, without costing an attempt. Returns False, and changes nothing, if no other replica is HEALTHY, or it is DEAD or gone."""
+        return bool(await self._connection.call("quarantine", replica=replica, timeline=timeline, reason=reason))
+
     async def wait_epoch(self, timeout_s: float) -> None:
         """Return when an acknowledgement, a verification or a membership may have changed, or after `timeout_s`."""
         await self._wakeups.wait("epoch", timeout_s)
+
+
+def _decoded(payload: bytes, score: bytes) -> tuple[Trajectory, Score] | CodecError:
+    try:
+        return Trajectory.decode(payload), Score.decode(score)
+    except CodecError as error:
+        return error
 
 
 def _queued(group: Group) -> dict[str, Any]:

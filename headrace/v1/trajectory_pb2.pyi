@@ -229,6 +229,7 @@ class Result(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
     BUILD_FIELD_NUMBER: _builtins.int
+    TOOK_MS_FIELD_NUMBER: _builtins.int
     status: Global___Status.ValueType
     reward: _builtins.float
     """Present if and only if status is STATUS_SCORED; a finite number. 0 is a reward like any other."""
@@ -239,6 +240,8 @@ class Result(_message.Message):
     environment: _builtins.str
     """Which environment answered, by its own name, and which build of it, so that a reward can be traced to its code."""
     build: _builtins.str
+    took_ms: _builtins.float
+    """How long the environment was at work on it, in milliseconds. Absent if it does not say; the time of the call then counts."""
     @_builtins.property
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Named parts of the reward, for people and metrics; finite numbers. They need not add up to it."""
@@ -253,14 +256,20 @@ class Result(_message.Message):
         message: _builtins.str = ...,
         environment: _builtins.str = ...,
         build: _builtins.str = ...,
+        took_ms: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_took_ms", b"_took_ms", "reward", b"reward", "took_ms", b"took_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "build", b"build", "components", b"components", "environment", b"environment", "message", b"message", "metadata_json", b"metadata_json", "reward", b"reward", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_took_ms", b"_took_ms", "build", b"build", "components", b"components", "environment", b"environment", "message", b"message", "metadata_json", b"metadata_json", "reward", b"reward", "status", b"status", "took_ms", b"took_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    _WhichOneofReturnType__took_ms: _TypeAlias = _typing.Literal["took_ms"]  # noqa: Y015
+    _WhichOneofArgType__took_ms: _TypeAlias = _typing.Literal["_took_ms", b"_took_ms"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__took_ms) -> _WhichOneofReturnType__took_ms | None: ...
 
 Global___Result: _TypeAlias = Result  # noqa: Y015
 

@@ -8,14 +8,15 @@ from headrace.replay import Epoch, Replica
 
 
 def dead(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
-    """Members that are DEAD or have left the fleet."""
-    living = {replica.id for replica in fleet if replica.state != "DEAD"}
+    """Members that are DEAD or quarantined, or have left the fleet."""
+    living = {replica.id for replica in fleet if replica.takes_part}
     return frozenset(member for member in epoch.members if member not in living)
 
 
 def awaited(epoch: Epoch, fleet: Iterable[Replica], excluded: Iterable[str]) -> frozenset[str]:
     """Replicas of an announced epoch whose acknowledgement is still worth waiting for."""
-    return frozenset(epoch.members) - frozenset(epoch.acknowledged) - dead(epoch, fleet) - frozenset(excluded)
+    answered = frozenset(epoch.acknowledged) | frozenset(epoch.refused)
+    return frozenset(epoch.members) - answered - dead(epoch, fleet) - frozenset(excluded)
 
 
 def lost(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.trajectory import Float32, Int32
+from headrace.trajectory import Int32
 
 
 def choose_token_ids(vocab_size: int, length: int = 64, seed: int = 0, exclude: tuple[int, ...] = ()) -> Int32:
@@ -22,14 +22,3 @@ def choose_token_ids(vocab_size: int, length: int = 64, seed: int = 0, exclude: 
             f"a probe of {length} tokens from a vocabulary of {ids.size}; needs at least 2 tokens and 1 id"
         )
     return np.random.default_rng(seed).choice(ids, size=length).astype(np.int32)
-
-
-def largest_difference(ours: Float32, theirs: Float32) -> float:
-    """Largest |difference| between two rows of log-probabilities, in nats; infinite where they can't be compared.
-
-    Rows of unequal length, or with a NaN or an infinity, must never pass as equal.
-    """
-    a, b = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
-    if a.shape != b.shape or a.size == 0 or not (np.isfinite(a).all() and np.isfinite(b).all()):
-        return float("inf")
-    return float(np.abs(a - b).max())

@@ -5,6 +5,7 @@ The buffer carries both as opaque msgpack maps (`Epoch.rendezvous`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -12,7 +13,7 @@ import msgspec
 import numpy as np
 
 from headrace.errors import CodecError
-from headrace.trajectory import Float32, Int32
+from headrace.trajectory import Int32
 from headrace.weights.manifest import Manifest
 
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]
@@ -39,8 +40,8 @@ class Rendezvous(msgspec.Struct, frozen=True):
     If the members are exactly `previous_members`, they reuse the group `previous_group`; otherwise they form the new group
     `group_id` at the trainer's store `host:port`. Ranks follow the sorted names: the trainer is 0, then each member has
     `workers` ranks, one per worker process. Each phase ends after `timeout_s`.
-    `probe_logprobs` [len - 1] are the trainer's log-probabilities of `probe_token_ids[1:]` at temperature 1; a member's must
-    equal them within `tolerance` nats. Members prove with `secret` that they were given this message (`weight_channel.transport`).
+    A member reports its log-probabilities of `probe_token_ids[1:]` at temperature 1, and isn't told the trainer's. Members prove with
+    `secret` that they were given this message (`weight_channel.transport`).
     """
 
     group_id: str
@@ -54,8 +55,6 @@ class Rendezvous(msgspec.Struct, frozen=True):
     timeout_s: AboveZero
     manifest: Manifest
     probe_token_ids: Int32
-    probe_logprobs: Float32
-    tolerance: AboveZero
 
     def group_of(self, members: Sequence[str]) -> str:
         """Id of the group that these members use; a pure function, so that all compute the same one."""
@@ -75,16 +74,10 @@ class Rendezvous(msgspec.Struct, frozen=True):
     def decode(cls, fields: Any) -> Rendezvous:
         """Raises `CodecError` naming what is wrong, also if the probe could not prove anything."""
         rendezvous = _decode(fields, cls)
-        ids, logprobs = rendezvous.probe_token_ids, rendezvous.probe_logprobs
-        if ids.size < 2 or logprobs.size != ids.size - 1:
-            raise CodecError(f"rendezvous: {logprobs.size} log-probabilities for a probe of {ids.size} tokens")
-        for name, value in (
-            ("probe_logprobs", logprobs),
-            ("timeout_s", rendezvous.timeout_s),
-            ("tolerance", rendezvous.tolerance),
-        ):
-            if not np.isfinite(value).all():
-                raise CodecError(f"rendezvous: {name} is not finite: {value!r:.80}")
+        if rendezvous.probe_token_ids.size < 2:
+            raise CodecError(f"rendezvous: a probe of {rendezvous.probe_token_ids.size} tokens, not of at least 2")
+        if not math.isfinite(rendezvous.timeout_s):
+            raise CodecError(f"rendezvous: timeout_s is not finite: {rendezvous.timeout_s}")
         return rendezvous
 
 

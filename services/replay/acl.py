@@ -45,7 +45,7 @@ class Role:
 _REPLAY = "make_room append_event open_run take_scoring renew_scoring release_scoring score"
 _TRAINER = (
     "make_room rewind restore refilled enqueue close reserve reject commit masked publish_metrics evaluated drop_validation "
-    "open_epoch begin_epoch end_epoch"
+    "open_epoch begin_epoch end_epoch disagreements quarantine"
 )
 _OPERATOR = "retry"
 _ROLLOUT = "make_room register deregister heartbeat lease push save release abandon acknowledge verify refuse"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from headrace.replay import ReplicaState
 from headrace.replay.bias import Distribution, Moment, Quantity, TrajectoryMeter, skews
 
 
@@ -77,9 +78,18 @@ class _Gauges(Collector):
                 groups.add_metric([lane, state], count)
         yield groups
         replicas = GaugeMetricFamily("headrace_replay_replicas", "replicas by state", labels=["state"])
-        for state in ("HEALTHY", "STALE", "DEAD"):
+        for state in get_args(ReplicaState):
             replicas.add_metric([state], sum(replica["state"] == state for replica in stats["replicas"]))
         yield replicas
+        errors = GaugeMetricFamily(
+            "headrace_replay_replica_logprob_error",
+            "token_mult_prob_error on the replica's tokens, in the newest step that trained on any",
+            labels=["replica"],
+        )
+        for replica in stats["replicas"]:
+            if replica["logprob_error"] is not None:
+                errors.add_metric([replica["id"]], replica["logprob_error"])
+        yield errors
         for name, label in (("refusals", "code"), ("requeues", "cause")):
             family = CounterMetricFamily(f"headrace_replay_{name}", f"{name} by {label}", labels=[label])
             for value, count in stats[name].items():
@@ -111,7 +121,7 @@ def _bias(meters: Mapping[Moment, TrajectoryMeter]) -> Iterable[Metric]:
         yield mean
     bias = GaugeMetricFamily(
         "headrace_replay_selection_bias",
-        "mean of what is trained less that of what was generated, in standard deviations of the latter",
+        "mean of what is trained less that of all that came to an end, in standard deviations of the latter",
         labels=["quantity"],
     )
     for skew in skews(meters):

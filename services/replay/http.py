@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, get_args
 
 import msgspec
-import numpy as np
 from fastapi import FastAPI, Header, HTTPException, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -19,7 +18,7 @@ from headrace.errors import CodecError, InvalidCall, ReplayUnavailable
 from headrace.lineage import LineageFiles
 from headrace.replay import GroupState, ReplayClient
 from headrace.replay.bias import QUANTITIES, Distribution, TrajectoryMeter, skews
-from headrace.service import Ready, WaitsFor, create_app, problems
+from headrace.service import Ready, WaitsFor, create_app, nothing, problems
 from headrace.trajectory import Group, Score, Trajectory
 
 _EVENTS_BLOCK_S = 5.0
@@ -31,7 +30,7 @@ States = Annotated[
 ]
 
 
-def build_app(client: ReplayClient, ready: Ready, lineage: LineageFiles, waits_for: WaitsFor = list) -> FastAPI:
+def build_app(client: ReplayClient, ready: Ready, lineage: LineageFiles, waits_for: WaitsFor = nothing) -> FastAPI:
     """The replay service's application. `lineage` are the trainer's files; if it runs on another machine, they may not be there."""
     app = create_app("Headrace replay", ready, waits_for=waits_for)
     app.router.responses |= problems(503)
@@ -180,8 +179,8 @@ def _meter(meter: TrajectoryMeter) -> dict[str, Any]:
 
 
 def _plain(record: Group | Trajectory | Score) -> dict[str, Any]:
-    """A record as JSON types; arrays become lists, spans objects."""
-    fields: dict[str, Any] = msgspec.to_builtins(record, builtin_types=(bytes,), enc_hook=np.ndarray.tolist)
+    """A record as JSON types; arrays become lists, spans objects, and what JSON does not have what it is in an export."""
+    fields = export.plain(record)
     del fields["schema"]
     if isinstance(record, Trajectory):
         fields["spans"] = [span._asdict() for span in record.spans]

@@ -1,8 +1,7 @@
 """The buffer's library of Redis functions: checks the server, and joins and loads the Lua files.
 
 `functions/` contains one file per transition, and shared files (`_name.lua`). The header of a file says from which shared files it takes
-names: `-- uses: _args, _group`. That determines the order in which the shared files are joined; transitions come after them, each in its
-own scope.
+names: `-- uses: _args, _group`. That determines the order in which the shared files are joined; transitions come after them.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class _File:
             for match in _DEFINED.finditer(code)
             for name in (match[1] or match[2]).split(", ")
         }
-        self._taken = [
+        self.taken = [
             (match[0], self._line(match.start())) for match in _NAMED.finditer(code) if match[0] not in self.defines
         ]
 
@@ -73,7 +72,7 @@ class _File:
             if used not in shared:
                 raise LibraryError(f"{self.place()}: uses {used}, but there is no {used}.lua")
         taken = set()
-        for name, line in self._taken:
+        for name, line in self.taken:
             for file in shared.values():
                 if name in file.defines:
                     if file.name not in self.uses:
@@ -84,6 +83,17 @@ class _File:
         for used in self.uses:
             if used not in taken:
                 raise LibraryError(f"{self.place()}: uses {used}, but takes no name from it")
+
+    def defining(self, names: set[str]) -> str:
+        """The text, in which `names`, declared before it, are given their values."""
+
+        def define(match: re.Match[str]) -> str:
+            defined = {*(match[1] or match[2]).split(", ")}
+            own = ", ".join(sorted(defined - names))
+            declared = f"local {own} " if own else ""
+            return declared + match[0].removeprefix("local ") if defined & names else match[0]
+
+        return _DEFINED.sub(define, self.text)
 
     def place(self, line: int | None = None) -> str:
         return f"{self.name}.lua:{self._header_line if line is None else line}"
@@ -122,10 +132,20 @@ class Library:
         return self._transitions[transition].text
 
     def source(self) -> str:
-        """The joined source for `FUNCTION LOAD`."""
-        parts = [f"#!lua name={NAME}\n", *self.shared_texts()]
+        """The joined source for `FUNCTION LOAD`. Each file has a scope of its own, because Lua allows 200 local variables in one: what a
+        shared file defines for others is declared before its scope."""
+        parts = [f"#!lua name={NAME}\n"]
+        for name in self._order:
+            taken = self._taken_from(name)
+            parts.append(f"local {', '.join(sorted(taken))}\ndo\n{self._shared[name].defining(taken)}\nend\n")
         parts += [f"do\n{file.text}\nend\n" for file in self._transitions.values()]
         return "\n".join(parts)
+
+    def _taken_from(self, name: str) -> set[str]:
+        """The names that other files take from a shared file."""
+        defined = self._shared[name].defines
+        others = (file for file in [*self._shared.values(), *self._transitions.values()] if file.name != name)
+        return {taken for file in others if name in file.uses for taken, _ in file.taken if taken in defined}
 
     def _add(self, name: str, users: list[str]) -> None:
         """Append a shared file after those that it uses. `users` is the chain of files that led to it."""

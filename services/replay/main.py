@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from headrace.config import Config
 from headrace.credentials import buffer_url
-from headrace.errors import ConfigError, ReplayUnavailable, Restartable, ServiceError
+from headrace.errors import ConfigError, ReplayUnavailable, Restartable, ServiceError, WrongTimeline
 from headrace.http_access import HttpAccess
 from headrace.lineage import FOLDER, LineageFiles
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient, worst_case_bytes
@@ -153,9 +153,10 @@ class _Buffer:
         self._bias_warning = bias_warning
         self._warned: set[Quantity] = set()
         self._trouble: str | None = None
+        self._superseded = False  # another start of the replay service has set the limits
         self._broken: dict[str, str] = {}  # environments, with what is wrong
 
-    def waits_for(self) -> list[str]:
+    async def waits_for(self) -> list[str]:
         """The broken environments that the run waits for, and why."""
         return [f"environment {name}: {message}" for name, message in self._broken.items()]
 
@@ -167,11 +168,13 @@ class _Buffer:
         await library.check_server(self._client.redis, self._url, self._limits.max_bytes)
         await library.load(self._client.redis)
         await self._client.open_run(self._limits)
+        self._superseded = False
 
     async def watch(self) -> None:
         while True:
             try:
                 self.snapshot.stats = await self._client.stats()
+                await self._keep_limits(self.snapshot.stats["opened"])
                 self.snapshot.meters = await self._client.bias()
                 await self._warn_of_bias(self.snapshot.meters)
                 self._report(self.snapshot.stats["environments"])
@@ -185,6 +188,20 @@ class _Buffer:
                 with contextlib.suppress(ReplayUnavailable):
                     await self.prepare()
             await asyncio.sleep(_LOOK_S)
+
+    async def _keep_limits(self, opened: str) -> None:
+        """Set the run's limits again if the server lost them. `opened`: the start of the replay service that they are from."""
+        if self._superseded:
+            return
+        try:
+            if await self._client.reopen_run(self._limits, opened):
+                _log.warning("the buffer's server lost writes: the limits of the run are set again")
+        except WrongTimeline:
+            self._superseded = True
+            _log.warning(
+                "another replay service has been started for run %s, and its limits hold; stop one of the two",
+                self._client.run_id,
+            )
 
     def _note_full(self, refused: int) -> None:
         """Log once that the server is at its limit of memory, and that it is no longer."""

@@ -1,7 +1,7 @@
 """The scorer: sends pushed trajectories to the reward hub in batches, several in flight, and writes the scores back.
 
-Of each environment it takes only what may be sent at once (`Room`), so that a slow one takes none of the others' places, and renews what it
-holds. Law 7: a failure of an environment is written as a failure, never as a number. A hub that can't be reached costs no
+Of each environment it takes only what may be sent at once (`InFlightLimit`), so that a slow one takes none of the others' places, and
+renews what it holds. Law 7: a failure of an environment is written as a failure, never as a number. A hub that can't be reached costs no
 scoring attempt: trajectories return to the line and are taken again when the hub answers.
 """
 
@@ -10,25 +10,28 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import grpc
+import msgspec
 import prometheus_client
 
 from headrace import rpc
+from headrace.addresses import reached, with_port
 from headrace.config import Config
 from headrace.credentials import credentials_of
 from headrace.environment import Sample
-from headrace.errors import CodecError, HeadraceError, LeaseLost, ReplayUnavailable
+from headrace.errors import CodecError, HeadraceError, LeaseLost, ReplayUnavailable, ServiceError
+from headrace.repeats import Repeats, alike
 from headrace.replay import BufferRetry, ReplayClient, ScoringJob
+from headrace.samples import SampleFiles, failed_record
 from headrace.trajectory import Score
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
 from headrace.v1.trajectory_pb2 import Trajectory
 from headrace.wire import sample_to_wire, score_from_wire
-from headrace_services.replay.room import LARGEST_BATCH, Room
+from headrace_services.replay.in_flight import LARGEST_BATCH, InFlightLimit
 
 _log = logging.getLogger("headrace.scorer")
 
@@ -51,6 +54,14 @@ VOID = prometheus_client.Counter(
 )
 IN_FLIGHT = prometheus_client.Gauge("headrace_scoring_in_flight", "Trajectories that are being scored")
 SECONDS = prometheus_client.Histogram("headrace_scoring_batch_seconds", "Time the reward hub took for one batch")
+WAITING_SECONDS = prometheus_client.Histogram(
+    "headrace_scoring_waiting_seconds",
+    "Time from the push of a trajectory to its score in which no environment worked on it",
+    ["environment"],
+)
+ENVIRONMENT_SECONDS = prometheus_client.Histogram(
+    "headrace_scoring_environment_seconds", "Time the environment worked on a trajectory", ["environment"]
+)
 UNREACHABLE = prometheus_client.Counter("headrace_scoring_hub_unreachable", "Times the reward hub could not be reached")
 
 Item = tuple[ScoringJob, Trajectory]
@@ -89,17 +100,21 @@ class _Scorer:
     def __init__(self, config: Config, client: ReplayClient) -> None:
         reward = config.reward
         self._client = client
-        self._address = reward.address or f"{reward.host}:{reward.port}"
+        self._address = reward.address or with_port(reached(reward.host), reward.port)
         self._max_message_bytes = reward.max_message_bytes
         self._renew_s = config.replay.scoring_deadline_s / _RENEWALS
         self._security = config.security
         credentials = credentials_of(config)
         self._token = None if credentials is None else credentials.presented("scorer")
-        self._name = f"scorer-{secrets.token_hex(4)}"
-        self._rooms: dict[str, Room] = {}  # by environment
-        self._held: dict[str, ScoringJob] = {}  # by idempotency key
+        self._limits: dict[str, InFlightLimit] = {}  # by environment
+        # By token, group and index: a trajectory that the buffer took back meanwhile may be held again, under another token.
+        self._held: dict[tuple[str, str, int], ScoringJob] = {}
         self._awake = asyncio.Event()  # something may be taken
         self._progress = False  # this round has scored something
+        self._failures = Repeats()
+        self._samples = SampleFiles(config.log_folder, config.logger.keep_step_data)
+        self._keeping = asyncio.Lock()  # lines of two batches must not mix
+        self._unkept = ""  # why completions that failed could not be kept
 
     async def run(self) -> None:
         """Work in rounds: each ends when the hub or the buffer is lost, and returns the trajectories that it held."""
@@ -123,7 +138,7 @@ class _Scorer:
 
     async def _round(self, channel: grpc.aio.Channel) -> None:
         """Score until the hub or the buffer is lost: returns if that is after some scores, raises if it is before any."""
-        self._rooms, self._held, self._progress = {}, {}, False
+        self._limits, self._held, self._progress = {}, {}, False
         await self._reach(channel)
         await self._client.release_scoring()
         stub = pb_grpc.RewardServiceStub(channel)
@@ -135,7 +150,7 @@ class _Scorer:
                 while True:
                     self._awake.clear()
                     jobs = await self._take()
-                    for batch in in_batches(await self._prepare(jobs), lambda name: self._rooms[name].batch):
+                    for batch in in_batches(await self._prepare(jobs), lambda name: self._limits[name].batch):
                         self._begin(batch)
                         tasks.create_task(self._batch(stub, batch))
                     if not jobs:
@@ -149,8 +164,8 @@ class _Scorer:
     async def _take(self) -> Sequence[ScoringJob]:
         """What may be sent now."""
         most = _MOST_IN_FLIGHT - len(self._held)
-        room = {name: min(room.free, most) for name, room in self._rooms.items() if min(room.free, most) > 0}
-        return await self._client.take_scoring(self._name, room) if room else []
+        free = {name: min(limit.free, most) for name, limit in self._limits.items() if min(limit.free, most) > 0}
+        return await self._client.take_scoring(free) if free else []
 
     async def _look(self, stub: pb_grpc.RewardServiceStub) -> None:
         """Learn which environments there are, and what each can take. What is for one that only the buffer knows is sent as well: the hub
@@ -163,12 +178,12 @@ class _Scorer:
             *(known.name for known in await self._client.environments()),
             *(e.name for e in answer.environments),
         }:
-            self._rooms.setdefault(name, Room())
+            self._limits.setdefault(name, InFlightLimit())
         for each in answer.environments:
             if each.HasField("description"):
                 capacity, calls = each.description.capacity, each.description.calls
                 most = each.max_batch_size if each.kind == pb.EnvironmentStatus.KIND_SERVED else LARGEST_BATCH
-                self._rooms[each.name].state(capacity, calls, most, each.timeout_ms / 1000)
+                self._limits[each.name].state(capacity, calls, most, each.timeout_ms / 1000)
         self._awake.set()
 
     async def _keep_looking(self, stub: pb_grpc.RewardServiceStub) -> None:
@@ -197,18 +212,18 @@ class _Scorer:
         return items
 
     def _begin(self, batch: Sequence[Item]) -> None:
-        self._rooms[batch[0][1].environment].send(len(batch))
-        self._held |= {trajectory.idempotency_key: job for job, trajectory in batch}
+        self._limits[batch[0][1].environment].send(len(batch))
+        self._held |= {_place(job): job for job, _ in batch}
         IN_FLIGHT.set(len(self._held))
 
     async def _batch(self, stub: pb_grpc.RewardServiceStub, batch: Sequence[Item]) -> None:
-        room = self._rooms[batch[0][1].environment]
-        scores = await self._score(stub, batch, room.timeout_s + _MARGIN_S)
-        room.done(len(batch))
-        room.hear(score.status for _, score in scores)
+        limit = self._limits[batch[0][1].environment]
+        scores = await self._score(stub, batch, limit.timeout_s + _MARGIN_S)
+        limit.done(len(batch))
+        limit.hear(score.status for _, score in scores)
         await self._write(scores)
-        for _, trajectory in batch:
-            del self._held[trajectory.idempotency_key]
+        for job, _ in batch:
+            del self._held[_place(job)]
         IN_FLIGHT.set(len(self._held))
         self._awake.set()
 
@@ -234,7 +249,11 @@ class _Scorer:
         if len(response.results) != len(batch):
             message = f"the reward hub answered {len(response.results)} results for {len(batch)} trajectories"
             return [(job, Score("NOT_STARTED", message=message)) for job, _ in batch]
-        return [(job, score_from_wire(result)) for (job, _), result in zip(batch, response.results, strict=True)]
+        took_s = time.monotonic() - started
+        return [
+            (job, _timed(job, score_from_wire(result), took_s))
+            for (job, _), result in zip(batch, response.results, strict=True)
+        ]
 
     def _refused(self, error: grpc.aio.AioRpcError) -> Score:
         """What the hub did not score. Its own faults are not the trajectory's, nor the environment's."""
@@ -257,7 +276,31 @@ class _Scorer:
                 VOID.inc()
             else:
                 raise error
-        _log_failures(scores)
+        _log_failures(scores, self._failures)
+        await self._keep_failed([each for each, error in zip(scores, errors, strict=True) if error is None])
+
+    async def _keep_failed(self, written: Sequence[tuple[ScoringJob, Score]]) -> None:
+        """Keep the completions that their groups have failed with, which the buffer has discarded. It is for people to look at them: if
+        they can't be kept, the log says so, and scoring goes on."""
+        if not self._samples.wanted:
+            return
+        failures = [each for each in written if each[1].status not in ("SCORED", "NOT_STARTED")]
+        groups = {job.group.id: await self._client.group(job.group.id) for job, _ in failures}
+        records = [
+            failed_record(job.group, job.trajectory, score, found["reason"])
+            for job, score in failures
+            if (found := groups[job.group.id]) is not None and found["state"] == "failed"
+        ]
+        if not records:
+            return
+        async with self._keeping:
+            try:
+                await asyncio.to_thread(self._samples.append_failed, records)
+                self._unkept = ""
+            except ServiceError as error:
+                if str(error) != self._unkept:
+                    _log.warning("%s", error)
+                self._unkept = str(error)
 
     def _sample(self, job: ScoringJob) -> Sample:
         group, trajectory = job.group, job.trajectory
@@ -278,6 +321,10 @@ class _Scorer:
         )
 
 
+def _place(job: ScoringJob) -> tuple[str, str, int]:
+    return job.token, job.group.id, job.trajectory.index
+
+
 def storable(score: Score) -> Score:
     """`score`, without metadata that are too large; or FAILED if the buffer can't keep it: an integer of more than 64 bits in its metadata,
     or components that are too large."""
@@ -288,6 +335,18 @@ def storable(score: Score) -> Score:
         message = f"the score can't be kept: {error}"
         return Score("FAILED", message=message, environment=score.environment, build=score.build)
     return score
+
+
+def _timed(job: ScoringJob, score: Score, call_s: float) -> Score:
+    """`score` with its timings; `call_s` is the time of the call, which the environment had it for if it does not say for how long."""
+    if score.status != "SCORED":
+        return score
+    environment_s = min(score.timings.get("environment", call_s), call_s)
+    waiting_s = job.waited_s + call_s - environment_s
+    name = job.group.env_name
+    WAITING_SECONDS.labels(name).observe(waiting_s)
+    ENVIRONMENT_SECONDS.labels(name).observe(environment_s)
+    return msgspec.structs.replace(score, timings={"waiting": waiting_s, "environment": environment_s})
 
 
 def in_batches(items: Sequence[Item], most: Callable[[str], int]) -> Iterator[list[Item]]:
@@ -309,14 +368,19 @@ def in_batches(items: Sequence[Item], most: Callable[[str], int]) -> Iterator[li
         yield batch
 
 
-def _log_failures(scores: Sequence[tuple[ScoringJob, Score]]) -> None:
-    """One line for what an environment said of several trajectories alike."""
-    alike: dict[tuple[str, str, str], list[ScoringJob]] = {}
+def _log_failures(scores: Sequence[tuple[ScoringJob, Score]], repeats: Repeats) -> None:
+    """One line for what an environment said of several trajectories alike, and of what it says again and again a count."""
+    same: dict[tuple[str, str, str], list[tuple[ScoringJob, str]]] = {}
     for job, score in scores:
         if score.status != "SCORED":
-            alike.setdefault((job.group.env_name, score.status, score.message), []).append(job)
-    for (name, status, message), jobs in alike.items():
+            told = job.group.env_name, score.status, alike(score.message)
+            same.setdefault(told, []).append((job, score.message))
+    for (name, status, kind), found in same.items():
+        count = repeats.due(f"{name} {status} {kind}", len(found))
+        if count is None:
+            continue
         level = logging.INFO if status == "NOT_STARTED" else logging.WARNING
-        first, others = jobs[0], f" and {len(jobs) - 1} others" if len(jobs) > 1 else ""
-        place = f"group {first.group.id}[{first.trajectory.index}]{others}"
+        (first, message), others = found[0], f" and {len(found) - 1} others" if len(found) > 1 else ""
+        times = f", {count} times by now" if count > len(found) else ""
+        place = f"group {first.group.id}[{first.trajectory.index}]{others}{times}"
         _log.log(level, "environment %s, %s: %s: %s", name, place, status, message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 
@@ -10,10 +11,10 @@ import grpc
 import prometheus_client
 
 from headrace import rpc
+from headrace.addresses import target_is_local
 from headrace.config.data import EnvConfig
 from headrace.config.security import SecurityConfig
 from headrace.credentials import Credentials
-from headrace.exposure import target_is_local
 from headrace.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
@@ -76,7 +77,7 @@ class BuiltInBackend:
 
 
 class RemoteBackend:
-    """An environment in a process of its own, which the hub calls at `env.<name>.target`.
+    """An environment in a process of its own, which the hub calls at `EnvConfig.address`.
 
     A call has at most `max_batch_size` trajectories and a deadline of `timeout_s`. Nothing beyond the capacity that the environment
     states is with it at a time, over all callers, so that receipt is the beginning of work. What was not sent is NOT_STARTED.
@@ -92,20 +93,19 @@ class RemoteBackend:
         security: SecurityConfig,
         credentials: Credentials | None,
     ) -> None:
-        assert env.target is not None
+        assert env.address is not None
         self._name = name
         self._env = env
-        self._target = env.target
+        self._target = env.address
         self._channel = rpc.channel(
-            env.target,
+            env.address,
             max_message_bytes,
-            security=None if target_is_local(env.target) else security,
+            security=None if target_is_local(env.address) else security,
             token=None if credentials is None else credentials.presented(f"environment {name}"),
         )
         self._stub = environment_pb2_grpc.EnvironmentServiceStub(self._channel)
-        self._description: environment_pb2.DescribeResponse | None = (
-            None  # of the process that the channel is connected to
-        )
+        # of the process that the channel is connected to
+        self._description: environment_pb2.DescribeResponse | None = None
         self._sent = 0  # trajectories that are with it
         self._calls = 0
 
@@ -137,8 +137,11 @@ class RemoteBackend:
                 self._description = environment_pb2.DescribeResponse()
                 return self._described(self._description), None
             self._description = None
-            away = f"env.{self._name}.target {self._target} can't be reached"
-            return None, f"{away} ({error.code().name}: {error.details()}); is it running?"
+            started = self._env.is_started
+            away = f"env.{self._name}{'' if started else '.target'} {self._target} can't be reached"
+            hint = f"see environment-{self._name}.log" if started else "is it running?"
+            said = (error.details() or "").rpartition("last error: ")[2]  # of several attempts
+            return None, f"{away} ({error.code().name}: {said}); {hint}"
         return self._described(self._description), None
 
     async def aclose(self) -> None:
@@ -228,6 +231,16 @@ def _too_large(error: grpc.aio.AioRpcError) -> bool:
 EnvironmentBackend = BuiltInBackend | RemoteBackend
 
 
+@dataclasses.dataclass(frozen=True)
+class EnvironmentReport:
+    """Whether an environment can score now, or why not. `address` is null of a built-in one."""
+
+    name: str
+    address: str | None
+    ready: bool
+    message: str
+
+
 class Hub(pb_grpc.RewardServiceServicer):
     """The gRPC service over all environments of the run, wherever each runs."""
 
@@ -272,10 +285,24 @@ class Hub(pb_grpc.RewardServiceServicer):
             environments=await asyncio.gather(*(self._status(name) for name in sorted(self._environments)))
         )
 
+    async def reports(self) -> list[EnvironmentReport]:
+        """Which environments there are, and whether each can score now."""
+        names = sorted(self._environments)
+        answers = await asyncio.gather(*(self._environments[name].describe() for name in names))
+        return [
+            EnvironmentReport(name, self._env[name].address, problem is None, problem or "")
+            for name, (_, problem) in zip(names, answers, strict=True)
+        ]
+
     async def problem(self) -> str | None:
-        """Why some environment can't score now; None if all can."""
-        answers = await asyncio.gather(*(environment.describe() for environment in self._environments.values()))
-        return "; ".join(sorted({problem for _, problem in answers if problem})) or None
+        """Why the hub can't do its work; None if it can. An environment in a process of its own is waited for, and is no part of it."""
+        found = {each.message for each in await self.reports() if not each.ready and each.address is None}
+        return "; ".join(sorted(found)) or None
+
+    async def waits_for(self) -> list[str]:
+        """The environments in processes of their own that can't score now, and why."""
+        reports = await self.reports()
+        return [f"environment {each.name}: {each.message}" for each in reports if not each.ready and each.address]
 
     async def _score(
         self, name: str, trajectories: Sequence[trajectory_pb2.Trajectory], limit: float | None
@@ -299,7 +326,7 @@ class Hub(pb_grpc.RewardServiceServicer):
         return pb.EnvironmentStatus(
             name=name,
             kind=environment.kind,
-            target=env.target or "",
+            target=env.address or "",
             description=description,
             ready=problem is None,
             message=problem or "",

@@ -11,9 +11,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from headrace import rpc
 from headrace.config import Config
 from headrace.credentials import credentials_of
+from headrace.errors import ConfigError
 from headrace.http_access import HttpAccess
-from headrace.service import bind, create_app, serve_http, stop_on_signals
+from headrace.service import bind, serve_http, stop_on_signals
 from headrace.v1 import reward_pb2_grpc
+from headrace_services.reward.http import build_app
 from headrace_services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
 from headrace_services.reward.pool import WorkerPool
 
@@ -59,6 +61,7 @@ async def _serve(config: Config) -> None:
 async def running(config: Config) -> AsyncIterator[Running]:
     """Run the whole service while the context is open."""
     reward = config.reward
+    _check_started(config)
     async with contextlib.AsyncExitStack() as stack:
         access = HttpAccess.of(config, reward.host)
         credentials = credentials_of(config)
@@ -69,8 +72,8 @@ async def running(config: Config) -> AsyncIterator[Running]:
         http = bind(reward.host, reward.http_port, "reward.http_port")
         stack.callback(http.close)
 
-        built_in = {name: env for name, env in config.env.items() if env.target is None}
-        pool = WorkerPool(built_in, reward.workers, [*config.data.train, *config.data.validation])
+        built_in = {name: env for name, env in config.env.items() if not env.is_served}
+        pool = WorkerPool(built_in, reward.workers, config.data.sources)
         await pool.start()
         stack.push_async_callback(pool.aclose)
         environments: dict[str, EnvironmentBackend] = {
@@ -87,5 +90,17 @@ async def running(config: Config) -> AsyncIterator[Running]:
         await server.start()
         stack.push_async_callback(server.stop, _GRACE_S)
         stack.push_async_callback(health.enter_graceful_shutdown)
-        await stack.enter_async_context(serve_http(create_app("Headrace reward", hub.problem), http, access))
+        await stack.enter_async_context(serve_http(build_app(hub), http, access))
         yield Running(port, http.getsockname()[1], pool.failure)
+
+
+def _check_started(config: Config) -> None:
+    """Raises `ConfigError` for an environment that nobody has started: only `headrace up` does, and gives it a port."""
+    for name, env in config.env.items():
+        if env.is_started and not env.port:
+            given = f"target {env.target}" if env.command is None else f"command {' '.join(env.command)}"
+            start = f"`headrace environment {env.target} --port 50400`" if env.command is None else "the program"
+            raise ConfigError(
+                f"env.{name}.{given}: only `headrace up` starts environments. Start {start} yourself, as a service beside this one, and "
+                f"give its address: env.{name}.target=HOST:50400" + (f" env.{name}.command=null" if env.command else "")
+            )

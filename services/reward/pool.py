@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -18,7 +19,7 @@ from headrace.errors import ServiceError
 from headrace.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.wire import score_from_wire, score_to_wire
-from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level
+from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level, SandboxDenied
 from headrace_services.reward.scoring_worker import LENGTH, TIMEOUT, Specification, Started
 
 _log = logging.getLogger("headrace.reward")
@@ -90,7 +91,8 @@ class WorkerPool:
             if isinstance(error, SandboxDenied):
                 raise ServiceError(_refusal(str(error), self._guarded)) from error
             raise
-        for worker in self._workers[:1]:
+        if self._workers:
+            worker = self._workers[0]
             said = _log.warning if worker.level is Level.NONE else _log.info
             denied = f" (the machine denies more: {'; '.join(worker.denials)})" if worker.denials else ""
             said("sandbox of the built-in environments: %s%s", _LEVELS[worker.level], denied)
@@ -128,10 +130,6 @@ class WorkerPool:
                 job.result.set_result(result)
             if not worker.alive:
                 await worker.restart()
-
-
-class SandboxDenied(ServiceError):
-    """The machine denies a worker every sandbox that would do; the message says what."""
 
 
 class WorkerProcess:
@@ -197,10 +195,11 @@ class WorkerProcess:
                 await asyncio.sleep(_RESTART_PAUSE_S)
 
     async def score(self, environment: str, trajectory: bytes, timeout_s: float) -> pb.Result:
+        began = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s + _GRACE_S):
                 answer = await self._ask(TIMEOUT.pack(timeout_s) + trajectory)
-            return self._checked(environment, answer)
+            return self._checked(environment, answer, time.monotonic() - began)
         except TimeoutError:
             self._usable = False
             late = f"no answer within {timeout_s + _GRACE_S:g} s; its worker was killed"
@@ -210,14 +209,20 @@ class WorkerProcess:
             reason = await self._exit_reason(error)
             return pb.Result(status=pb.STATUS_FAILED, message=f"the worker died while scoring it: {reason}")
 
-    def _checked(self, environment: str, answer: bytes) -> pb.Result:
-        """Law 7: what came out of the sandbox, or FAILED if it breaks the contract. Whose it is, is not for it to say."""
+    def _checked(self, environment: str, answer: bytes, took_s: float) -> pb.Result:
+        """Law 7: what came out of the sandbox, or FAILED if it breaks the contract. Whose it is and how long it took is not for it to
+        say."""
         try:
             score = score_from_wire(pb.Result.FromString(answer))
         except DecodeError:
             score = Score("FAILED", message="the scoring process answered what is no result")
         return score_to_wire(
-            msgspec.structs.replace(score, environment=environment, build=self._started.builds.get(environment, ""))
+            msgspec.structs.replace(
+                score,
+                environment=environment,
+                build=self._started.builds.get(environment, ""),
+                timings={"environment": took_s},
+            )
         )
 
     async def kill(self) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import headrace
+from headrace.errors import ServiceError
 from headrace.service import die_with_parent
 from headrace_services.reward import sandbox_kernel as kernel
 
@@ -51,12 +52,12 @@ class ChildFailed(Exception):
     """The child gave no result; the message says how it ended."""
 
 
-class Denied(Exception):
+class SandboxDenied(ServiceError):
     """The machine grants no sandbox of the levels asked for; the message says what it denies."""
 
 
 class Sandbox:
-    """This process, which must have no threads, in the best sandbox of `levels` that the machine grants. Raises `Denied`.
+    """This process, which must have no threads, in the best sandbox of `levels` that the machine grants. Raises `SandboxDenied`.
 
     With namespaces the calling process stays outside and ends with the new one, which is the one that goes on. Where the
     machine grants namespaces but no new root, level B keeps them.
@@ -74,7 +75,7 @@ class Sandbox:
             self.denials.append(f"a filter of system calls (seccomp): {error or 'a trial took too long'}")
             self.level = Level.NONE
         if self.level not in levels:
-            raise Denied("; ".join(self.denials))
+            raise SandboxDenied("; ".join(self.denials))
 
     def _isolate(self, levels: Collection[Level]) -> Level:
         user, group, readable = os.geteuid(), os.getegid(), _readable()

@@ -27,7 +27,7 @@ from headrace.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.wire import sample_from_wire, score_to_wire
 from headrace_services.reward.environments import BuiltInEnvironment, make
-from headrace_services.reward.sandbox import ChildFailed, Denied, Level, Sandbox
+from headrace_services.reward.sandbox import ChildFailed, Level, Sandbox, SandboxDenied
 
 LENGTH = struct.Struct(">I")
 TIMEOUT = struct.Struct(">d")
@@ -71,7 +71,7 @@ def main(make: Callable[[str, EnvConfig], BuiltInEnvironment] = make) -> None:
     except ImportError as error:
         _write(replies, msgspec.json.encode(Started(problem=f"{error}; pip install 'headrace[reward]'")))
         return
-    except Denied as error:
+    except SandboxDenied as error:
         _write(replies, msgspec.json.encode(Started(denials=[str(error)])))
         return
     except HeadraceError as error:

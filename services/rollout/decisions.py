@@ -2,6 +2,7 @@
 
 The only way to a lease is registered → acknowledged → transfer → verified, HEALTHY. From the announcement of
 an epoch that names it, a replica leases nothing until it has verified the epoch, or until the epoch is over and it is still HEALTHY.
+One that is QUARANTINED is in no epoch, and leases nothing.
 """
 
 from __future__ import annotations

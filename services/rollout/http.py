@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -33,14 +32,12 @@ def build_app(config: Config, engine: AsyncLLM, worker: RolloutWorker) -> FastAP
     @app.get("/weights", summary="The weights this replica generates with")
     async def weights() -> dict[str, Any]:
         status = worker.status
-        difference = worker.receiver.difference
         return {
             "replica": worker.replica,
             "state": status.state,
             "version": status.version,
             "timeline": status.timeline,
-            # JSON has no infinity, which is the difference of a probe with a NaN
-            "difference": difference if difference is None or math.isfinite(difference) else str(difference),
+            "difference": worker.receiver.difference,
             "tolerance": config.weight_channel.verify_tolerance,
             "problem": status.problem(),
         }

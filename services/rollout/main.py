@@ -10,6 +10,7 @@ import socket
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from headrace.addresses import with_port
 from headrace.config import Config
 from headrace.config.services import RolloutConfig
 from headrace.credentials import buffer_url
@@ -63,7 +64,7 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
     info = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "url": f"{scheme}://{_reachable_as(config.rollout)}:{port}",
+        "url": f"{scheme}://{with_port(_reachable_as(config.rollout), port)}",
         "device": engine.vllm_config.device_config.device_type,
         "model": config.policy.model_name,
     }

@@ -1,4 +1,4 @@
-"""The replica's side of a refit: acknowledge the epoch, receive the weights, and verify them on the probe.
+"""The replica's side of a refit: acknowledge the epoch, receive the weights, and report the log-probabilities of the probe.
 
 vLLM is imported inside functions, after the service has set its environment.
 """
@@ -16,9 +16,8 @@ import numpy as np
 
 from headrace.config import Config
 from headrace.errors import CodecError, Fenced, Restartable, WeightChannelError
-from headrace.replay import Epoch, ReplayClient
+from headrace.replay import Epoch, RefitVerdict, ReplayClient
 from headrace.trajectory import Float32, Int32
-from headrace.weights.probe import largest_difference
 from headrace.weights.rendezvous import Announcement, Rendezvous
 
 if TYPE_CHECKING:
@@ -91,15 +90,22 @@ class WeightReceiver:
         return self._held == (epoch.timeline, epoch.version)
 
     async def acknowledge(self, epoch: Epoch) -> None:
-        """Tell the buffer that this replica can take part, unless the epoch excludes it or is no longer announced."""
-        if self._replica in Announcement.decode(epoch.rendezvous).excluded:
-            logger.info("epoch %s goes on without this replica, which broke an earlier attempt", epoch.id)
-            return
+        """Tell the buffer that this replica can take part, unless the epoch excludes it or is no longer announced. An epoch whose
+        announcement can't be read is refused."""
         with contextlib.suppress(Fenced):
+            try:
+                excluded = Announcement.decode(epoch.rendezvous).excluded
+            except CodecError as error:
+                logger.warning("epoch %s is refused: %s", epoch.id, error)
+                await self._replay.refuse(self._replica, epoch.id, str(error))
+                return
+            if self._replica in excluded:
+                logger.info("epoch %s goes on without this replica, which broke an earlier attempt", epoch.id)
+                return
             await self._replay.acknowledge(self._replica, epoch.id)
 
     async def take_part(self, epoch: Epoch) -> bool:
-        """Receive the epoch's weights, compute the probe with them and report the difference. True if that makes the replica HEALTHY.
+        """Receive the epoch's weights, compute the probe with them and report it. True if that makes the replica HEALTHY.
 
         On failure the replica refuses with the reason and is STALE. If its weights are then incomplete or not verified,
         the engine stays paused until a later epoch succeeds. Raises `Restartable` if the engine hangs, vLLM's
@@ -113,7 +119,7 @@ class WeightReceiver:
                 await self._discard(rendezvous)
             else:
                 await self._install(epoch, rendezvous)
-            self.difference = largest_difference(await self._probe(epoch, rendezvous), rendezvous.probe_logprobs)
+            logprobs = await self._probe(epoch, rendezvous)
         except (WeightChannelError, CodecError) as error:
             logger.warning("version %d was not installed: %s", epoch.version, error)
             if self._held is None:
@@ -122,23 +128,30 @@ class WeightReceiver:
                 interrupted = isinstance(error, TransferInterrupted)
                 await self._replay.refuse(self._replica, epoch.id, str(error), interrupted=interrupted)
             return False
-        verified = False
-        self._held = None
+        return await self._prove(epoch, logprobs)
+
+    async def _prove(self, epoch: Epoch, logprobs: Float32) -> bool:
+        """Report the probe; unless that verifies the weights, the engine is paused."""
+        verdict: RefitVerdict | None = None
+        verified, self._held = False, None
         try:
             with contextlib.suppress(Fenced):
-                verified = await self._replay.verify(self._replica, epoch.id, self.difference, rendezvous.tolerance)
+                verdict = await self._replay.verify(self._replica, epoch.id, logprobs.tolist())
+                verified, self.difference = verdict.verified, verdict.difference
         finally:
             if not verified:
                 await self._pause()
         if verified:
             self._held = (epoch.timeline, epoch.version)
             logger.info("version %d is verified: %s", epoch.version, self.seconds)
-        else:
+        elif verdict is not None:
             logger.warning(
                 "version %d is not verified: on the probe, log-probabilities differ from the trainer's by %.3g",
                 epoch.version,
-                self.difference,
+                verdict.difference,
             )
+        else:
+            logger.warning("version %d is not verified: its epoch is over", epoch.version)
         return verified
 
     async def _join(self, epoch: Epoch, rendezvous: Rendezvous) -> None:
@@ -196,8 +209,12 @@ class WeightReceiver:
         await self._call("pausing", self._engine.pause_generation(mode="keep", clear_cache=self._clear_cache), 0.0)
 
     async def _probe(self, epoch: Epoch, rendezvous: Rendezvous) -> Float32:
-        logprobs = self._prompt_logprobs(f"probe-{epoch.id}", rendezvous.probe_token_ids)
-        return await self._call("computing the probe", logprobs, rendezvous.timeout_s)
+        probe = self._prompt_logprobs(f"probe-{epoch.id}", rendezvous.probe_token_ids)
+        logprobs = await self._call("computing the probe", probe, rendezvous.timeout_s)
+        if not np.isfinite(logprobs).all():
+            self._held = None  # whatever these weights are, they are not the trainer's
+            raise WeightChannelError("computing the probe: its log-probabilities are not finite")
+        return logprobs
 
     async def _prompt_logprobs(self, request_id: str, token_ids: Int32) -> Float32:
         """Log-probabilities [len - 1] of tokens 1.., computed by the engine, never read from the prefix cache."""

@@ -53,6 +53,7 @@ class Status:
     timeline: str = ""
     unreachable: str | None = None
     refused: str | None = None
+    quarantined: str | None = None
     torn: str | None = None  # why the engine is paused without complete, verified weights
     tokens: int = 0
     trajectories: int = 0
@@ -67,6 +68,8 @@ class Status:
             return f"the buffer is not reachable: {self.unreachable}"
         if self.state == "HEALTHY":
             return None
+        if self.quarantined is not None:
+            return f"quarantined, because {self.quarantined}; restart this replica once the cause is mended"
         if self.refused is not None:
             return f"the last refit failed: {self.refused}"
         return f"{self.state}: waits for the trainer to send weights"
@@ -191,6 +194,9 @@ class RolloutWorker:
         if reply.state != self.status.state:
             log.info("replica %s is %s", self.replica, reply.state)
         self.status.state = reply.state
+        quarantined, self.status.quarantined = self.status.quarantined, reply.reason or None
+        if reply.reason and quarantined is None:
+            log.error("replica %s is %s", self.replica, self.status.problem())
         epoch = reply.epoch
         if epoch is not None and self.replica in epoch.verified:
             self.status.version, self.status.timeline = epoch.version, epoch.timeline

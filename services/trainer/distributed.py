@@ -32,14 +32,14 @@ from torch.distributed.tensor import DTensor
 from headrace.config import Config
 from headrace.errors import Restartable, ServiceError
 from headrace.service import EXIT_INTERNAL_ERROR
-from headrace_services.trainer.progress import Beat, Progress, silent_ranks
+from headrace_services.trainer.progress import Heartbeat, Progress, silent_ranks
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 COMMAND_TIMEOUT = datetime.timedelta(days=30)
-# How often a rank publishes its `Beat`.
+# How often a rank publishes its `Heartbeat`.
 BEAT_S = 1.0
 # torch's own timeout comes this much later than the watch, which can say which rank it was.
 GRACE_S = 60.0
@@ -172,7 +172,7 @@ class RankWatch:
         self._store, self._rank, self._size = store, rank, size
         self._progress, self._timeout_s = progress, timeout_s
         self._period_s = min(BEAT_S, timeout_s / 8)
-        self._seen: list[list[Beat]] = []  # every rank's, since this one began to wait
+        self._seen: list[list[Heartbeat]] = []  # every rank's, since this one began to wait
         self._over = threading.Event()
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._watch)]
 
@@ -197,7 +197,7 @@ class RankWatch:
                     self._seen = []
                 else:
                     values = self._store.multi_get(keys)
-                    self._seen.append([Beat(*map(int, value.decode().split())) for value in values])
+                    self._seen.append([Heartbeat(*map(int, value.decode().split())) for value in values])
 
     def _watch(self) -> None:
         while not self._over.wait(self._period_s):

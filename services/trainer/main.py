@@ -8,14 +8,17 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from headrace import prompt_counts
 from headrace.config import Config
-from headrace.errors import ServiceError, WrongStep, WrongTimeline
+from headrace.errors import CodecError, ServiceError, WrongStep, WrongTimeline
 from headrace.http_access import HttpAccess
+from headrace.journal import JOURNAL, Journal, retried
 from headrace.lineage import FOLDER
 from headrace.model_name import check_model_name, check_tokenizer_name
+from headrace.prompt_counts import PromptRecord
 from headrace.replay import BufferRetry, ReplayClient
 from headrace.service import EXIT_STOPPED, bind, die_with_parent, serve_http, stop_on_signals
 from headrace.trajectory import Score, Trajectory
@@ -24,13 +27,11 @@ from headrace_services.trainer.control.feeder import Feeder
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from headrace_services.trainer.control.loop import Loop
 from headrace_services.trainer.control.rank import LeadRank, TrainerRank, dismiss, follow
-from headrace_services.trainer.control.resume import resume
+from headrace_services.trainer.control.resume import check_prompts, resume
 from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.distributed import Ranks, join_ranks
-from headrace_services.trainer.learning.algorithms import required_passes
-from headrace_services.trainer.network.policy_model import TEACHER_KEY, teacher_name
+from headrace_services.trainer.network.policy_model import load_tokenizer
 from headrace_services.trainer.telemetry.http import Gauges, build_app
-from headrace_services.trainer.telemetry.journal import JOURNAL, Journal, retried
 from headrace_services.trainer.telemetry.telemetry import Telemetry
 from headrace_services.trainer.telemetry.throughput import ThroughputMeter
 
@@ -41,10 +42,10 @@ def main(config: Config, dependencies: Dependencies | None = None) -> None:
     """Train until the last step or the last prompt. Raises `HeadraceError` for an error that the user must fix, and `SystemExit` with
     `EXIT_STOPPED` after a signal: a stopped run must not look like a finished one."""
     dependencies = dependencies or Dependencies()
-    for key, name in _models(config):
+    for key, name in config.models.items():
         check_model_name(key, name)
     if config.policy.tokenizer.name is not None:
-        check_tokenizer_name("policy.tokenizer.name", config.policy.tokenizer.name)
+        check_tokenizer_name(*config.tokenizer)
     if "LOCAL_RANK" in os.environ:
         die_with_parent()
     with join_ranks(config) as ranks:
@@ -52,16 +53,6 @@ def main(config: Config, dependencies: Dependencies | None = None) -> None:
             _follow(config, ranks, dependencies)
         elif not asyncio.run(_lead(config, ranks, dependencies)):
             raise SystemExit(EXIT_STOPPED)
-
-
-def _models(config: Config) -> Iterator[tuple[str, str]]:
-    """Key and name of each model that a run starts from."""
-    yield "policy.model_name", config.policy.model_name
-    teacher = teacher_name(config)
-    if teacher is not None:
-        yield TEACHER_KEY, teacher
-    if config.value.model_name is not None and "values" in required_passes(config, optimizer_steps=1):
-        yield "value.model_name", config.value.model_name
 
 
 async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> bool:
@@ -74,11 +65,19 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             sock = bind(config.trainer.host, config.trainer.port, "trainer.port")
             access = HttpAccess.of(config, config.trainer.host)
             stack.enter_context(gauges.registered())
-            await stack.enter_async_context(serve_http(build_app(config, readiness, ranks.progress), sock, access))
+            app = build_app(config, readiness, ranks.progress, lambda: readiness.failures)
+            await stack.enter_async_context(serve_http(app, sock, access))
             scheme = "http" if access.certificate is None else "https"
             log.info("%s://%s:%d", scheme, *sock.getsockname()[:2])
             journal = Journal(config.run_folder / JOURNAL)
             telemetry = Telemetry(config, journal)
+
+            # a prompt that can't be used is noticed before anything heavy is loaded
+            readiness.problem = "reading the prompts"
+            prompts = await asyncio.to_thread(lambda: Prompts(config, load_tokenizer(config)))
+            record, before = PromptRecord.of(config, prompts.counts), prompt_counts.read(config.run_folder)
+            for line in prompts.counts.lines(config):
+                log.info("%s", line)
 
             readiness.problem = "waiting for the replay buffer"
             replay = await _connect_unless_stopped(config, dependencies, stop)
@@ -89,9 +88,9 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             retry = BufferRetry(config.trainer.fleet_deadline_s)
             events = asyncio.get_running_loop()
 
-            def read(keys: Sequence[str]) -> list[tuple[Trajectory, Score]]:
+            def read(keys: Sequence[str]) -> list[tuple[Trajectory, Score] | CodecError]:
                 # called on the torch thread, but the connection belongs to the event loop
-                return asyncio.run_coroutine_threadsafe(retry(lambda: replay.read(keys)), events).result()
+                return asyncio.run_coroutine_threadsafe(retry(lambda: replay.read_each(keys)), events).result()
 
             readiness.problem = "loading the model"
             torch_thread = stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch"))
@@ -100,11 +99,21 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             stack.callback(checkpoints.lock().release)
             newest = checkpoints.newest()
             folder = None if newest is None else str(checkpoints.path(newest))
+            if newest is not None:
+                check_prompts(checkpoints.state(newest), checkpoints.path(newest), prompts.counts.digest)
             await events.run_in_executor(torch_thread, lead.load, folder)
             meter = await events.run_in_executor(torch_thread, ThroughputMeter.of, config)
-            prompts = await asyncio.to_thread(Prompts, config, lead.learner.tokenizer)
 
-            resumed = await resume(replay, retry, checkpoints, newest, retried(journal.read()), config.run.id or "")
+            resumed = await resume(
+                replay,
+                retry,
+                checkpoints,
+                newest,
+                retried(journal.read()),
+                config.run.id or "",
+                afresh=record.differs(before),
+            )
+            prompt_counts.write(config.run_folder, record)
             if journal.read():
                 journal.append("rewind", resumed.version, resumed.timeline, {})
             lineage = LineageWriter(config.checkpoint_folder / FOLDER, resumed.timeline)
@@ -166,10 +175,10 @@ def _follow(config: Config, ranks: Ranks, dependencies: Dependencies) -> None:
         retry = BufferRetry(config.trainer.fleet_deadline_s)
         clients: list[ReplayClient] = []
 
-        def read(keys: Sequence[str]) -> list[tuple[Trajectory, Score]]:
+        def read(keys: Sequence[str]) -> list[tuple[Trajectory, Score] | CodecError]:
             if not clients:  # connect only when there is something to read: until then rank 0 may dismiss this rank
                 clients.append(runner.run(dependencies.connect(config)))
                 stack.callback(lambda: runner.run(clients[0].aclose()))
-            return runner.run(retry(lambda: clients[0].read(keys)))
+            return runner.run(retry(lambda: clients[0].read_each(keys)))
 
         follow(TrainerRank(config, ranks, read))

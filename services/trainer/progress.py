@@ -39,14 +39,14 @@ class Progress:
 
 
 @dataclasses.dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """What a rank publishes of itself: how often it has done so, and the marks of its `Progress`."""
 
     count: int
     marks: int
 
 
-def silent_ranks(before: Sequence[Beat], after: Sequence[Beat]) -> list[int]:
+def silent_ranks(before: Sequence[Heartbeat], after: Sequence[Heartbeat]) -> list[int]:
     """The ranks that the others wait for, by what all of them published at two times: those whose process stands still, else those
     whose work has come less far than the others'."""
     stopped = [rank for rank, (one, other) in enumerate(zip(before, after, strict=True)) if one.count == other.count]

@@ -10,12 +10,12 @@ import dataclasses
 
 from headrace.config import Config
 from headrace.errors import ServiceError
+from headrace.journal import JOURNAL, Line, read_journal, surviving
 from headrace.lineage import FOLDER, LineageFiles
 from headrace.replay import ReplayClient, Reservation
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.rank import TrainerRank, check_reservation
 from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.telemetry.journal import JOURNAL, Line, read_journal, surviving
 
 COMPARED = ("loss", "grad_norm", "critic/loss", "critic/grad_norm", "reward")
 # Differences are relative to the logged value, or to this where that is less: the loss of an on-policy step is about 0.

@@ -2,8 +2,8 @@
 
     python -m tests.chaos --faults 100 --seed 7
 
-A run takes up to 31 faults, every process in every phase once; more faults are as many runs, with seeds one after the other. Runs
-alternate between the embedded server and two servers of their own, unless --server names one.
+A run takes up to 34 faults (39 under `headrace up`), every process in every phase once; more faults are as many runs, with seeds one after
+the other. Runs go round the embedded server, two servers of their own, and `headrace up`, unless --server names one.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from typing import get_args
 
 from tests.chaos import runs
-from tests.chaos.plan import Topology
-
-IN_A_RUN = 31
+from tests.chaos.plan import Topology, topology_of, whole
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--server", choices=("embedded", "external"))
+    parser.add_argument("--server", choices=get_args(Topology))
     parser.add_argument("--model", type=Path, help="a model's directory; a tiny one is made if it is not there")
     parser.add_argument("--folder", type=Path, help="takes a folder a run: logs, evidence")
     options = parser.parse_args()
@@ -36,10 +35,10 @@ def main() -> int:
         from headrace_services.trainer.demo_models import tiny
 
         tiny.make(model, warmup=False)
-    bad = 0
-    for number, first in enumerate(range(0, options.faults, IN_A_RUN)):
-        seed, faults = options.seed + number, min(IN_A_RUN, options.faults - first)
-        topology: Topology = options.server or ("external" if seed % 2 else "embedded")
+    bad, seed, left = 0, options.seed, options.faults
+    while left > 0:
+        topology: Topology = options.server or topology_of(seed)
+        faults = min(whole(topology), left)
         place = folder / f"seed-{seed}"
         place.mkdir(parents=True)
         verdict = runs.run(seed, faults, topology, model.absolute(), place.absolute())
@@ -50,6 +49,7 @@ def main() -> int:
         for line in filter(None, (verdict.problem, *verdict.objections)):
             sys.stdout.write(f"  {line}\n")
         sys.stdout.flush()
+        seed, left = seed + 1, left - faults
     return 1 if bad else 0
 
 

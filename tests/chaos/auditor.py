@@ -17,12 +17,13 @@ Law = Callable[[Evidence], Iterator[str]]
 # Ways to end that a person or an orchestrator answers by starting the service again, and what it has to say of it.
 _TRY_AGAIN, _PART_DIED, _MUST_BE_MENDED = 75, 70, 1
 _WORDS = {
-    _PART_DIED: ("the engine died", "the engine does not answer"),
+    _PART_DIED: ("the engine died", "the engine does not answer", "the embedded server ended"),
     _MUST_BE_MENDED: ("can't write", "the embedded server ended", "another trainer has taken over the run"),
 }
-_KILLED = -9
+_KILLED, _STOPPED = -9, 143
 _MAX_ATTEMPTS = 3  # the default
 # Faults that an environment fails of, or is late for. (One that is dead or overloaded has begun nothing.)
+_CLOCK_TOLERANCE_S = 60
 _CHARGED = {"stop", "slow", "bad_answers", "cut"}
 
 
@@ -158,6 +159,71 @@ def failures_are_not_zero(e: Evidence) -> Iterator[str]:
             yield f"the answers to prompt {order} are all worth the same, and it was trained"
 
 
+def validations_are_whole(e: Evidence) -> Iterator[str]:
+    """Each validation asked all prompts that are held out, none failed, and none was done twice for the surviving weights."""
+    done = [line for line in _surviving(e, "validation") if line.groups is not None]
+    for line in done:
+        evaluated, failed, pending = line.groups or (0, 0, 0)
+        where = f"the validation of version {line.step}"
+        if evaluated + failed + pending != e.held_out:
+            yield f"{where} has {evaluated:g} groups evaluated, {failed:g} failed, {pending:g} pending, of {e.held_out} prompts"
+        if failed > sum(times >= _MAX_ATTEMPTS for times in e.struck_alone.values()):
+            yield f"{where}: {failed:g} groups failed, and no fault of their own explains it"
+    for version, times in Counter(line.step for line in done).items():
+        if times > 1:
+            yield f"version {version} was validated {times} times"
+    if e.checkpoints and not any(line.groups and line.groups[0] == e.held_out for line in done):
+        yield "no validation was completed"
+
+
+def a_clock_is_nobodys_fault(e: Evidence) -> Iterator[str]:
+    """A machine's clock that is set: it was seen to be off, nothing ended or was believed dead of it."""
+    for moved in e.moved:
+        where = f"the clock of {moved.machine} was moved by {moved.asked_s:+g} s"
+        if abs(moved.seen_s - moved.asked_s) > _CLOCK_TOLERANCE_S:
+            yield f"{where}, and its machine found it {moved.seen_s:+.0f} s off"
+        if moved.dead:
+            yield f"{where}, and {', '.join(moved.dead)} was believed dead"
+        for exit_ in e.exits:
+            if moved.since <= exit_.time <= moved.over and not exit_.by_us and exit_.code != 0:
+                yield f"{where}, and {exit_.name} ended with {exit_.code}: {exit_.last_words.splitlines()[-1:]}"
+
+
+def a_wrong_replica_trains_no_more(e: Evidence) -> Iterator[str]:
+    """A replica that computes something else has no weight once it is noticed: nothing that it hands in later is trained. Others go on."""
+    for wrong in e.quarantined:
+        if wrong.holds or not wrong.healthy:
+            healthy = ", ".join(wrong.healthy) or "nobody"
+            yield f"{wrong.replica} was quarantined, and held {wrong.holds} groups later, while {healthy} was healthy"
+        for batch in e.observed:
+            for group, t in ((g, t) for g in batch.groups for t in g.trajectories):
+                if t.replica == wrong.replica and max(t.versions, default=0) > wrong.version:
+                    yield f"step {batch.step}: {group.id}[{t.index}] is of {wrong.replica}, quarantined at version {wrong.version}"
+
+
+def the_supervisor_tells_how_it_ended(e: Evidence) -> Iterator[str]:
+    """`headrace up`: it starts again what was killed, and says so; it ends with 143 when it is stopped, else with 0 and the table."""
+    if e.said is None:
+        return
+    ends = [exit_ for exit_ in e.exits if exit_.name == "up"]
+    for name, times in Counter(e.killed).items():
+        said = sum(one.code == _KILLED for one in e.restarted if one.name == name)
+        # it may be ended itself before it has said so
+        if name not in ("up", "server", "environment") and said + len(ends) - 1 < times:
+            yield f"{name} was killed {times} times, and started again {said} times"
+    for one in e.restarted:
+        if one.code not in (_KILLED, _TRY_AGAIN):
+            yield f"{one.name} ended with {one.code}"
+    for exit_ in ends:
+        if exit_.code not in (0, _STOPPED) and not (exit_.by_us and exit_.code == _KILLED):
+            yield f"`headrace up` ended with {exit_.code}"
+    last = ends[-1].last_words if ends else ""
+    newest = f"step_{e.checkpoints[-1].version}" if e.checkpoints else ""
+    for part in ("run chaos", "prompts", "learning curve:", newest):
+        if part not in last:
+            yield f"what `headrace up` said at its end lacks {part!r}"
+
+
 def no_innocent_group_failed(e: Evidence) -> Iterator[str]:
     """Blame: only what can't be scored, what kills its replicas, and what was alone with a replica each time that one was struck, fails."""
     for order, reason in e.failures.items():
@@ -201,9 +267,10 @@ def the_run_finished(e: Evidence) -> Iterator[str]:
     unused = sum(state == "unused" for state in e.states.values())
     if unused >= e.prompts_per_step:
         yield f"{unused} prompts were left over, enough for another step"
-    ends = [exit_ for exit_ in e.exits if exit_.name == "trainer"]
+    last = "trainer" if e.said is None else "up"
+    ends = [exit_ for exit_ in e.exits if exit_.name == last]
     if not ends or ends[-1].code != 0:
-        yield f"the trainer's last exit code was {ends[-1].code if ends else None}"
+        yield f"the last exit code of {last} was {ends[-1].code if ends else None}"
 
 
 def services_end_for_a_reason(e: Evidence) -> Iterator[str]:
@@ -213,7 +280,8 @@ def services_end_for_a_reason(e: Evidence) -> Iterator[str]:
     for exit_ in e.exits:
         said = [line for line in exit_.last_words.splitlines() if line.startswith("error: ")]
         words = _WORDS.get(exit_.code, ())
-        explained = exit_.code in (0, _TRY_AGAIN) or (said and any(word in said[-1] for word in words))
+        stopped = exit_.name == "up" and exit_.code == _STOPPED
+        explained = stopped or exit_.code in (0, _TRY_AGAIN) or (said and any(word in said[-1] for word in words))
         if not (exit_.by_us and exit_.code == _KILLED) and not explained:
             yield f"{exit_.name} ended with {exit_.code}: {exit_.last_words.splitlines()[-1:]}"
 
@@ -227,11 +295,15 @@ LAWS: tuple[Law, ...] = (
     groups_are_complete,
     rewound_steps_are_unchanged,
     failures_are_not_zero,
+    validations_are_whole,
     no_innocent_group_failed,
     nobody_is_charged_for_others,
     the_buffer_counts_right,
     the_run_finished,
     services_end_for_a_reason,
+    a_clock_is_nobodys_fault,
+    a_wrong_replica_trains_no_more,
+    the_supervisor_tells_how_it_ended,
 )
 
 
@@ -250,15 +322,16 @@ def _lineage(e: Evidence) -> list[Batch]:
     return [batch for batch in e.lineage if batch.timeline == made_on.get(batch.step, batch.timeline)]
 
 
-def _surviving(e: Evidence) -> list[Line]:
-    """Train lines that no later rewind took back, and none of a trainer that has a successor."""
+def _surviving(e: Evidence, kind: str = "train") -> list[Line]:
+    """Lines that no later rewind took back, and none of a trainer that has a successor. A rewind goes back to a version: the step of that
+    number is taken again, while a validation of that version stays."""
     kept: list[Line] = []
     timeline = None
     for line in e.lines:
         if line.kind == "rewind":
-            kept = [k for k in kept if k.step < line.step]
+            kept = [k for k in kept if k.step < line.step + (kind == "validation")]
             timeline = line.timeline
-        elif line.kind == "train" and timeline in (None, line.timeline):
+        elif line.kind == kind and timeline in (None, line.timeline):
             kept.append(line)
     return kept
 

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 from tests.chaos.network import SUBNET
-from tests.chaos.plan import Shape
+from tests.chaos.plan import Shape, Topology
 from tests.chaos.servers import PORT
 
 RUN = "chaos"
@@ -15,16 +15,32 @@ RUN = "chaos"
 # waits for somebody to look.
 APART = 12
 LEASE_S, DEAD_AFTER_S = 3.0, 2.0
-HTTP = 8390
-# the last number of each service's address
+# of the health pages
+HTTP = {"replay": 8390, "reward": 8391, "trainer": 8392, "rollout": 8393}
+# machines, and the last number of each one's address
 HOSTS = {"replay": 4, "reward": 5, "environment": 6, "rollout-1": 7, "rollout-2": 8, "trainer": 9}
+HOSTS_UNDER_UP = {"up": 4, "environment": 6}
+VALIDATED = 3  # prompts of a validation
+_VALIDATED_EVERY = 3  # steps
 
 
-def configuration(shape: Shape, model: Path, folder: Path, problems: Path, server_address: str) -> str:
+def hosts(topology: Topology) -> dict[str, int]:
+    return HOSTS_UNDER_UP if topology == "up" else HOSTS
+
+
+def machine_of(service: str, topology: Topology) -> str:
+    return "up" if topology == "up" and service != "environment" else service
+
+
+def configuration(shape: Shape, model: Path, folder: Path, problems: Path, held_out: Path, server_address: str) -> str:
     """The run's YAML. What is counted (attempts, shares, retries) has its default. What is set here is small, for a tiny model on a busy
     machine, or short: each time is to the others as their defaults are, about, but a fault that outlasts the default lease or the default
-    time limit of an environment would take a minute, and a run of 31 hours."""
-    address = {name: f"{SUBNET}.{host}" for name, host in HOSTS.items()}
+    time limit of an environment would take a minute, and a run of 31 hours. Only `fleet_deadline_s` is longer: on a busy
+    machine an engine needs minutes to start."""
+    machines = hosts(shape.topology)
+    address = {name: f"{SUBNET}.{machines[machine_of(name, shape.topology)]}" for name in HOSTS}
+    # under `up` the replicas are on one machine
+    port = 0 if shape.topology == "up" else HTTP["rollout"]
     server = (
         f"redis_url: redis://{server_address}:{PORT}/0"
         if shape.topology == "external"
@@ -38,7 +54,7 @@ grpo:
   num_generations_per_prompt: {shape.generations}
   use_leave_one_out_baseline: false
   use_dynamic_sampling: {str(shape.dynamic_sampling).lower()}
-  val_period: 0
+  val_period: {_VALIDATED_EVERY}
   async_grpo:
     enabled: true
     max_trajectory_age_steps: {shape.max_age}
@@ -55,23 +71,30 @@ policy:
 data:
   shuffle: false
   train: {{data_path: {problems}, env_name: paced}}
+  validation: {{data_path: {held_out}, env_name: paced}}
 env:
   paced: {{target: "{address["environment"]}:50400", timeout_s: 10}}
 replay:
   {server}
   redis_port: {PORT}
   host: {address["replay"]}
-  port: {HTTP}
+  port: {HTTP["replay"]}
   lease_s: {LEASE_S}
   scoring_deadline_s: 12
   redundant_generations: {shape.redundant}
-rollout: {{max_concurrent_groups: 4, heartbeat_s: 0.5, dead_after_s: {DEAD_AFTER_S}, save_partial_tokens: 16}}
-reward: {{host: {address["reward"]}, http_port: {HTTP}, workers: 1}}
-trainer: {{host: {address["trainer"]}, port: {HTTP}, num_threads: 1}}
+rollout: {{replicas: 2, port: {port}, max_concurrent_groups: 4, heartbeat_s: 0.5, dead_after_s: {DEAD_AFTER_S}, save_partial_tokens: 16}}
+reward: {{host: {address["reward"]}, http_port: {HTTP["reward"]}, workers: 1}}
+trainer: {{host: {address["trainer"]}, port: {HTTP["trainer"]}, num_threads: 1, fleet_deadline_s: 1200}}
 weight_channel: {{host: {address["trainer"]}, timeout_s: 8}}
 security: {{insecure: true}}
 checkpointing: {{save_period: {shape.save_period}, keep_top_k: 3, metric_name: null}}
 """
+
+
+def write_held_out(path: Path) -> None:
+    """The prompts of a validation; each can be scored."""
+    lines = [{"input": f"{index}+1", "output": "0", "mood": "fine"} for index in range(1000, 1000 + VALIDATED)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def write_problems(path: Path, shape: Shape, seed: int) -> str | None:

@@ -19,30 +19,44 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TypeVar, cast
 
 import msgpack
 
 from headrace.replay.connection import keeping_cancellation
-from tests.chaos.configuration import HOSTS, HTTP, LEASE_S, RUN, configuration, write_problems
+from tests.chaos import clocks
+from tests.chaos.clocks import Clocks
+from tests.chaos.configuration import (
+    HOSTS,
+    HTTP,
+    LEASE_S,
+    RUN,
+    configuration,
+    hosts,
+    machine_of,
+    write_held_out,
+    write_problems,
+)
 from tests.chaos.environment import Conduct
-from tests.chaos.faults import ENGINE, Faults, Rival
+from tests.chaos.faults import ENGINE, Faults, Rival, View, noise
 from tests.chaos.network import Network
 from tests.chaos.plan import Fault, Shape, Topology, make_plan, make_shape
-from tests.chaos.processes import Process, child_named, until
+from tests.chaos.processes import Process, Supervised, Victim, child_named, until
 from tests.chaos.servers import PAIR, PORT, Embedded, External, Servers
-from tests.chaos.watch import Away, Buffer, Glance, writing_checkpoint
+from tests.chaos.watch import Away, Buffer, Glance, Login, Member, writing_checkpoint
 
 log = logging.getLogger("chaos")
 
 T = TypeVar("T")
 
 LOOK_S = 0.008
-PHASE_DEADLINE_S = 240.0
-END_DEADLINE_S = 240.0
+PHASE_DEADLINE_S = 600.0
+END_DEADLINE_S = 600.0
 _LATE = "rollout-2"
 _RIVAL = "rival"  # a second trainer on the machine of the first
+_AFTERWARDS = "afterwards"  # the server that `headrace up` has stopped, for its evidence
 _EXITS = (1, 70, 75)  # something to mend, a part that died, or the buffer is away: the auditor asks for the words
 _MOST_CRASHES = 3
 _DISK = "size=128m"
@@ -64,6 +78,14 @@ class Struck:
     held: tuple[str, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Murder:
+    """The deadly prompt has killed a replica, which held these groups."""
+
+    name: str
+    held: tuple[str, ...]
+
+
 class Driver:
     def __init__(self, shape: Shape, plan: list[Fault], seed: int, model: Path, folder: Path) -> None:
         self.shape = shape
@@ -77,49 +99,101 @@ class Driver:
         self._conduct.tell()
         problems = folder / "problems.jsonl"
         self._deadly = write_problems(problems, shape, seed)
-        self._murdered: list[tuple[str, ...]] = []  # what each replica held that the deadly prompt has killed
-        config = folder / "run.yaml"
-        embedded, external = self._run / "replay", folder / "servers"
-        disks = [embedded] if shape.topology == "embedded" else [external / name for name in PAIR]
-        for place in (self._checkpoints, *disks):
+        self._murdered: list[Murder] = []
+        held_out = folder / "held_out.jsonl"
+        write_held_out(held_out)
+        self._config = folder / "run.yaml"
+        server_disk, external = self._run / "replay", folder / "servers"
+        pair = shape.topology == "external"
+        for place in (self._checkpoints, *([external / name for name in PAIR] if pair else [server_disk])):
             place.mkdir(parents=True)
             subprocess.run(["mount", "-t", "tmpfs", "-o", _DISK, "tmpfs", str(place)], check=True)
-        network = Network()
-        addresses = {name: network.add(name, host) for name, host in HOSTS.items()}
-        self._processes = {name: self._service(name, network, addresses, config) for name in HOSTS}
-        self.servers: Servers
-        if shape.topology == "embedded":
-            self.servers = Embedded(self._processes["replay"], addresses["replay"], embedded)
+        self._network = Network()
+        machines = {name: self._network.add(name, host) for name, host in hosts(shape.topology).items()}
+        self._addresses = {name: machines[machine_of(name, shape.topology)] for name in HOSTS}
+        self._clocks = Clocks(folder / "clocks")
+        # those whose clock is moved, and no others, run with a library that can do so
+        self._moved = {fault.target for fault in plan if fault.kind == "clock"}
+        # who ends the run, by ending
+        self._last: Process
+        self._processes: dict[str, Victim] = {}
+        if shape.topology == "up":
+            self._processes["environment"] = self._service("environment")
+            self._last = self._service("up")
+            self._processes |= {
+                name: Supervised(name, self._last, self._run / "logs" / f"{name}.log")
+                for name in HOSTS
+                if name != "environment"
+            }
+            self._processes["up"] = self._last
         else:
-            self.servers = External(network, os.environ, external, seed, duplicates=shape.duplicates)
-        config.write_text(configuration(shape, model, folder, problems, self.servers.front))
-        self._buffer = Buffer(self.servers.address, PORT, RUN)
-        self._addresses = addresses
+            self._processes |= {name: self._service(name) for name in HOSTS}
+            self._last = self._own("trainer")
+        self.servers: Servers
+        if pair:
+            self.servers = External(self._network, self._environ, external, seed, duplicates=shape.duplicates)
+        else:
+            machine = machine_of("replay", shape.topology)
+            self.servers = Embedded(self._processes["replay"], machine, self._addresses["replay"], server_disk)
+        self._config.write_text(configuration(shape, model, folder, problems, held_out, self.servers.front))
+        self._buffer = Buffer(self.servers.address, PORT, RUN, self._login)
         self._glance: Glance | None = None
-        self._rival = self._service(_RIVAL, network, addresses, config)
+        self._rival = self._service(_RIVAL)
         self._rival.may_start.clear()
+        view = View(lambda: self._glance, self._clock_off, self._fleet)
         self._faults = Faults(
-            seed, network, self.servers, self._processes, addresses, self._checkpoints, self._conduct,
-            Rival(self._rival, lambda: self._glance),
+            seed, folder, self._network, self.servers, self._processes, self._addresses, self._checkpoints, self._conduct,
+            self._clocks, view, Rival(self._rival, view),
         )  # fmt: skip
         self._still = asyncio.Lock()  # while the others stand still nobody else dies
 
-    def _service(self, name: str, network: Network, addresses: dict[str, str], config: Path) -> Process:
-        machine = "trainer" if name == _RIVAL else name
+    def _service(self, name: str) -> Process:
+        service = "trainer" if name == _RIVAL else name
+        machine = machine_of(service, self.shape.topology)
+        address = self._addresses.get(service, self._addresses["trainer"])
+        config = str(self._config)
         if name == "environment":
-            argv = ["-m", "tests.chaos.environment", "50400", addresses[name], str(self._conduct.file)]
+            argv = ["-m", "tests.chaos.environment", "50400", address, str(self._conduct.file)]
+        elif name == "up":
+            argv = ["-m", "headrace.cli", "up", config]
+        elif name == _AFTERWARDS:
+            argv = ["-m", "headrace.cli", "replay", "--config", str(self._run / "config.yaml")]
+        elif service.startswith("rollout"):
+            argv = ["-m", "tests.chaos.noisy_rollout", str(noise(self.folder, name)), "rollout", "--config", config]
         else:
-            argv = ["-m", "headrace.cli", machine.split("-")[0], "--config", str(config)]
+            argv = ["-m", "headrace.cli", service, "--config", config]
         # what looks for an address of this machine by itself (gloo, vLLM) finds the one of its namespace
-        address = addresses[machine]
         own = {"HEADRACE_ROLLOUT__HOST": address, "VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": "eth0"}
         if name == _RIVAL:
-            own["HEADRACE_TRAINER__PORT"] = str(HTTP + 1)
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
-        environ = {**kept, **own, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+            own["HEADRACE_TRAINER__PORT"] = str(max(HTTP.values()) + 1)
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
-        return Process(name, [*network.enter(machine), sys.executable, *argv], environ, logs / f"{name}.log")
+        environ = {**self._environ(machine), **own, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        return Process(name, [*self._network.enter(machine), sys.executable, *argv], environ, logs / f"{name}.log")
+
+    def _environ(self, machine: str) -> dict[str, str]:
+        """Of a process on `machine`."""
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
+        served = {"server"} if machine in PAIR or (machine == "replay" and self.shape.topology == "embedded") else set()
+        moved = self._moved & ({machine.split("-")[0]} | served)
+        return kept | (self._clocks.environ(machine) if moved else {})
+
+    def _own(self, name: str) -> Process:
+        process = self._processes[name]
+        assert isinstance(process, Process)
+        return process
+
+    def _login(self) -> Login:
+        """`headrace up` makes passwords for the server's users."""
+        token = self._token("redis admin")
+        return () if token is None else ("headrace-admin", token)
+
+    def _token(self, role: str) -> str | None:
+        try:
+            lines = (self._run / "credentials").read_text().splitlines()
+        except FileNotFoundError:
+            return None
+        return next((line.split()[-1] for line in lines if line.startswith(f"{role} ")), None)
 
     # -- the run ---------------------------------------------------------------------------------------------------------
 
@@ -128,9 +202,9 @@ class Driver:
         stopping = asyncio.get_running_loop().create_future()
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, stopping.set_result, None)
-        keepers = [asyncio.create_task(p.keep()) for name, p in self._all() if name not in ("trainer", _LATE, _RIVAL)]
-        keepers += [asyncio.create_task(self._join_late()), asyncio.create_task(self._rival.keep())]
-        trainer = asyncio.create_task(self._processes["trainer"].keep(ends=True))
+        others = [process for process in self._started() if process is not self._last]
+        keepers = [asyncio.create_task(self._join_late(p) if p.name == _LATE else p.keep()) for p in others]
+        trainer = asyncio.create_task(self._last.keep(ends=True))
         helpers = [asyncio.create_task(self._archive()), asyncio.create_task(self._look()), stopping]
         striking = asyncio.create_task(self._strike_all())
         try:
@@ -141,17 +215,17 @@ class Driver:
         finally:
             for task in (*helpers, striking, trainer, *keepers):
                 task.cancel()
-            for _, process in self._all():
+            for process in (*self._processes.values(), *self._started()):
                 process.thaw()
-            await asyncio.gather(*(process.end() for _, process in self._all()))
+            await asyncio.gather(*(process.end() for process in self._started()))
             await asyncio.gather(*helpers, striking, trainer, *keepers, return_exceptions=True)
             await self._buffer.aclose()
             self._save_log()
 
-    async def _join_late(self) -> None:
+    async def _join_late(self, replica: Process) -> None:
         """The second replica joins a run that is under way: two engines that start at once take twice as long."""
         await until(lambda: self._glance is not None and self._glance.next_step >= 1, every_s=0.2)
-        await self._processes[_LATE].keep()
+        await replica.keep()
 
     async def _first_of(
         self,
@@ -171,11 +245,12 @@ class Driver:
             raise ChaosError(problem)
         awaited.result()
 
-    def _all(self) -> Iterator[tuple[str, Process]]:
-        yield from self._processes.items()
-        yield _RIVAL, self._rival
+    def _started(self) -> Iterator[Process]:
+        """What this driver starts."""
+        yield from (process for process in self._processes.values() if isinstance(process, Process))
+        yield self._rival
         if isinstance(self.servers, External):
-            yield from self.servers.processes.items()
+            yield from self.servers.processes.values()
 
     # -- faults ----------------------------------------------------------------------------------------------------------
 
@@ -189,7 +264,10 @@ class Driver:
             struck = Struck(fault, victim, done, time.time(), glance.next_step if glance else -1, held)
             self.struck.append(struck)
             log.info("fault %d at step %d, %s, %s: %s", fault.number, struck.step, fault.phase, victim, done)
-            await self._faults.undo(fault, victim)
+            try:
+                await self._faults.undo(fault, victim)
+            except TimeoutError:
+                raise ChaosError(f"the run did not get over {fault} ({done}); last seen: {self._glance}") from None
             self._undone = fault.number + 1
 
     @contextlib.asynccontextmanager
@@ -228,7 +306,9 @@ class Driver:
             return self.servers.up()
         if fault.target == "environment":
             return self._there(fault, "environment")
-        return await _answers(self._addresses[fault.target], HTTP)
+        if fault.target == "up":
+            return all([await self._page(service, "/readyz") for service in ("replay", "reward", "trainer")])
+        return await self._page(fault.target, "/readyz") is not None
 
     async def _replica(self) -> str | None:
         """A rollout service that generates, of several any."""
@@ -266,13 +346,25 @@ class Driver:
         if self._deadly is None or self._still.locked():
             return
         async with self._still:
-            for pid, groups in (await self._buffer.held_by_pid()).items():
-                victim = next((process for process in self._processes.values() if process.pid == pid), None)
-                if self._deadly in groups and victim is not None:
+            if not any(self._deadly in groups for groups in (await self._buffer.held_by_pid()).values()):
+                return
+            # else a group that is leased or done between the look and the death would be blamed for nothing that is seen here
+            self._freeze()
+            try:
+                killed = [
+                    (victim, pid, groups)
+                    for pid, groups in (await self._buffer.held_by_pid()).items()
+                    for victim in self._processes.values()
+                    if victim.pid == pid and self._deadly in groups
+                ]
+                for victim, _, _ in killed:
                     victim.kill()
-                    await until(lambda: victim.pid != pid, every_s=0.01)  # noqa: B023
-                    self._murdered.append(groups)
-                    log.info("%s has killed %s, which held %d groups", self._deadly, victim.name, len(groups))
+            finally:
+                self._thaw(set())
+            for victim, pid, groups in killed:
+                await until(lambda: victim.pid != pid, every_s=0.01)  # noqa: B023
+                self._murdered.append(Murder(victim.name, groups))
+                log.info("%s has killed %s, which held %d groups", self._deadly, victim.name, len(groups))
 
     def _there(self, fault: Fault, victim: str) -> bool:
         if victim == "server":
@@ -299,12 +391,40 @@ class Driver:
     async def _try(self, look: Callable[[], Awaitable[T]]) -> T | None:
         """None while the server does not answer."""
         try:
-            with (
-                keeping_cancellation()
-            ):  # else a look that is given up at a deadline, or at the end, may go on for ever
+            # else a look that is given up at a deadline, or at the end, may go on for ever
+            with keeping_cancellation():
                 return await look()
         except Away:
             return None
+
+    async def _page(self, service: str, path: str) -> str | None:
+        """The head of a service's page, None if it does not answer with 200."""
+        host, port = self._addresses[service], HTTP[service.split("-")[0]]
+        request = f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\nAuthorization: Bearer {self._token('reader')}\r\n\r\n"
+        try:
+            async with asyncio.timeout(2.0):
+                reader, writer = await asyncio.open_connection(host, port)
+                with contextlib.closing(writer):
+                    writer.write(request.encode())
+                    head = (await reader.read()).decode(errors="replace").partition("\r\n\r\n")[0]
+        except (OSError, TimeoutError):
+            return None
+        return head if " 200 " in head.partition("\r\n")[0] else None
+
+    async def _clock_off(self, victim: str) -> float:
+        """By how many seconds the victim's clock is off: it writes the time on its pages."""
+        if victim == "server":
+            return await self._buffer.clock() - time.time()
+        head: str | None = None
+        while head is None:
+            head = await self._page("trainer" if victim == "up" else victim, "/healthz")
+        date = next(line for line in head.splitlines() if line.lower().startswith("date:"))
+        return parsedate_to_datetime(date.partition(":")[2]).timestamp() - time.time()
+
+    async def _fleet(self) -> dict[str, Member]:
+        """Living replicas, as the buffer knows them; none while it is away."""
+        members = await self._try(self._buffer.fleet) or {}
+        return {name: members[p.pid] for name, p in self._processes.items() if p.pid is not None and p.pid in members}
 
     # -- evidence --------------------------------------------------------------------------------------------------------
 
@@ -328,10 +448,12 @@ class Driver:
 
     def _check_exits(self) -> None:
         """A service that ends by itself again and again will not get better."""
-        for name, process in self._all():
+        for process in self._started():
             bad = [exit_ for exit_ in process.exits if not exit_.by_us and exit_.code not in (0, *_EXITS)]
             if len(bad) >= _MOST_CRASHES:
-                raise ChaosError(f"{name} crashed {len(bad)} times, last with {bad[-1].code}: {bad[-1].last_words}")
+                raise ChaosError(
+                    f"{process.name} crashed {len(bad)} times, last with {bad[-1].code}: {bad[-1].last_words}"
+                )
 
     def _take_stock(self) -> None:
         for folder in self._checkpoints.glob("step_*"):
@@ -348,11 +470,16 @@ class Driver:
                 fresh.rename(kept)
 
     async def _save_evidence(self) -> None:
-        async with asyncio.timeout(30):
-            while (
-                dump := await self._try(self._buffer.dump)
-            ) is None:  # connections from before the last fault are dead
-                continue
+        async with contextlib.AsyncExitStack() as stack:
+            if self.shape.topology == "up":  # it has stopped its server
+                again = self._service(_AFTERWARDS)
+                keeping = asyncio.create_task(again.keep())
+                stack.callback(keeping.cancel)
+                stack.push_async_callback(again.end)
+            async with asyncio.timeout(60):
+                # connections from before the last fault are dead
+                while not (dump := await self._try(self._buffer.dump)):  # noqa: ASYNC110 - it starts, somewhere else
+                    await asyncio.sleep(0.1)
         (self.folder / "buffer.msgpack").write_bytes(msgpack.packb(dump))
         shutil.copy(self._run / "metrics.jsonl", self.folder / "metrics.jsonl")
         lineage = self.folder / "lineage"
@@ -361,27 +488,17 @@ class Driver:
             shutil.copy(path, lineage)
 
     def _save_log(self) -> None:
-        exits = [dataclasses.asdict(exit_) for _, process in self._all() for exit_ in process.exits]
+        exits = [dataclasses.asdict(exit_) for process in self._started() for exit_ in process.exits]
         story = {
             "shape": dataclasses.asdict(self.shape),
             "struck": [dataclasses.asdict(struck) for struck in self.struck],
             "planned": len(self.plan),
-            "murdered": self._murdered,
+            "murdered": [dataclasses.asdict(murder) for murder in self._murdered],
+            "moved": [dataclasses.asdict(moved) for moved in self._faults.moved],
+            "quarantined": [dataclasses.asdict(quarantined) for quarantined in self._faults.quarantined],
             "exits": sorted(exits, key=lambda exit_: exit_["time"]),
         }
         (self.folder / "story.json").write_text(json.dumps(story, indent=1))
-
-
-async def _answers(host: str, port: int) -> bool:
-    """Whether `/readyz` says 200."""
-    try:
-        async with asyncio.timeout(2.0):
-            reader, writer = await asyncio.open_connection(host, port)
-            with contextlib.closing(writer):
-                writer.write(f"GET /readyz HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
-                return b" 200 " in await reader.readline()
-    except (OSError, TimeoutError):
-        return False
 
 
 def main() -> int:
@@ -390,7 +507,9 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
     shape = make_shape(int(seed), int(faults), cast(Topology, topology))
     log.info("seed %s, %s faults: %s; in %s", seed, faults, shape, folder)
-    plan = make_plan(int(seed), int(faults), shape.topology, LEASE_S)
+    if lacks := clocks.missing():
+        log.info("no clock is moved: %s", lacks)
+    plan = make_plan(int(seed), int(faults), shape.topology, LEASE_S, clocks=lacks is None)
     try:
         asyncio.run(Driver(shape, plan, int(seed), Path(model), Path(folder)).run())
     except ChaosError as error:

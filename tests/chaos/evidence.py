@@ -4,9 +4,11 @@ story.json            the run's shape, the faults that were planned and struck, 
 problems.jsonl        the prompts, in the order they have to be taken; which of them can't be scored
 archive/step_V/       state.json, ledger.json and trained.roaring of every checkpoint that was published
 lineage/              step_S-<timeline>.jsonl.gz: what the trainer says each step was made of
-metrics.jsonl         what the trainer says happened: train and rewind lines
+metrics.jsonl         what the trainer says happened: train, validation and rewind lines
+held_out.jsonl        the prompts of a validation
 observed.jsonl        batches as they lay in Redis while they were reserved, seen by the driver
 buffer.msgpack        every key of the run in Redis, once it was over
+logs/up.log           what `headrace up` said
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ ENDS = ("failed", "filtered", "unused")
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
     """`versions`: of the weights that wrote its tokens. `right_reward`: what its environment must have said, if its text was seen. `tries`:
-    attempts at scoring it that were charged, and the last."""
+    attempts at scoring it that were charged, and the last. `replica`: which handed it in, if it was seen."""
 
     index: int
     versions: tuple[int, ...]
@@ -38,6 +40,7 @@ class Trajectory:
     status: str = "SCORED"
     right_reward: float | None = None
     tries: int = 1
+    replica: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +76,14 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Of metrics.jsonl: `kind` train or rewind."""
+    """Of metrics.jsonl: `kind` train, validation or rewind. `groups`: of a validation, how many were evaluated, failed, are pending."""
 
     kind: str
     step: int
     timeline: str
     time: float
     age_max: float | None
+    groups: tuple[float, float, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +96,45 @@ class Exit:
 
 
 @dataclasses.dataclass(frozen=True)
+class Moved:
+    """A clock that was moved: by how many seconds, how far off its machine found it, which living replicas the buffer believed dead, and
+    from when to when."""
+
+    machine: str
+    asked_s: float
+    seen_s: float
+    dead: tuple[str, ...]
+    since: float
+    over: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Quarantined:
+    """A replica that computed something else: the newest version when it was quarantined, groups that it held some steps later, and who was
+    healthy then."""
+
+    replica: str
+    version: int
+    holds: int
+    healthy: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Restarted:
+    """What `headrace up` said of a service that ended: with which code (negative: by which signal)."""
+
+    name: str
+    code: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Evidence:
     """`states`: of every training group that the buffer still knows, by place in the order; `ended`: its bitmap of them.
 
     `counts`: groups by state as the buffer counts them. `lost_writes`: times of the faults that take writes from the server. `failures`: of
     the failed ones the reason, by place in the order. `struck_alone`: of a group, how often it was alone with a replica that was struck.
-    `misconduct`: kinds of the faults that hit the environment.
+    `misconduct`: kinds of the faults that hit the environment. `held_out`: prompts of a validation. `killed`: names of what was killed by
+    faults or by the deadly prompt, once for each time. Under `headrace up`: `restarted`, and `said` is what it printed (else None).
     """
 
     prompts_per_step: int
@@ -117,6 +154,12 @@ class Evidence:
     failures: dict[int, str]
     struck_alone: Counter[str]
     misconduct: frozenset[str]
+    held_out: int
+    moved: tuple[Moved, ...]
+    quarantined: tuple[Quarantined, ...]
+    killed: tuple[str, ...]
+    restarted: tuple[Restarted, ...]
+    said: str | None
     counts: dict[str, int]
     closed: bool
     exits: tuple[Exit, ...]
@@ -143,22 +186,34 @@ def read(folder: Path) -> Evidence:
         planned=story["planned"],
         struck=len(story["struck"]),
         lost_writes=tuple(
-            struck["time"] for struck in story["struck"] if struck["fault"]["kind"] in ("torn_tail", "failover")
+            struck["time"]
+            for struck in story["struck"]
+            if struck["fault"]["kind"].startswith("torn") or struck["fault"]["kind"] == "failover"
         ),
         checkpoints=tuple(sorted(map(_checkpoint, (folder / "archive").glob("step_*")), key=lambda c: c.version)),
         lineage=tuple(sorted(map(_lineage, (folder / "lineage").glob("step_*.jsonl.gz")), key=lambda b: b.step)),
-        lines=tuple(
-            Line(line["kind"], line["step"], line["timeline"], line["time"], line["metrics"].get("max_trajectory_age"))
-            for line in _lines(folder / "metrics.jsonl")
-        ),
+        lines=tuple(_line(line) for line in _lines(folder / "metrics.jsonl")),
         observed=tuple(_observed(line, problems) for line in _lines(folder / "observed.jsonl")),
         states=_states(buffer, base),
         ended=_bits(buffer.get(base + "ended", b"")),
         failures=_failures(buffer, base),
         struck_alone=Counter(
-            held[0] for held in (*(s["held"] for s in story["struck"]), *story["murdered"]) if len(held) == 1
+            held[0]
+            for held in (*(s["held"] for s in story["struck"]), *(m["held"] for m in story["murdered"]))
+            if len(held) == 1
         ),
         misconduct=frozenset(s["fault"]["kind"] for s in story["struck"] if s["fault"]["target"] == "environment"),
+        held_out=len(_lines(folder / "held_out.jsonl")),
+        moved=tuple(_moved(moved, story["struck"][moved["number"]]["time"]) for moved in story["moved"]),
+        quarantined=tuple(
+            Quarantined(q["replica"], q["version"], q["holds"], tuple(q["healthy"])) for q in story["quarantined"]
+        ),
+        killed=(
+            *(s["victim"] for s in story["struck"] if s["fault"]["kind"] == "kill"),
+            *(murder["name"] for murder in story["murdered"]),
+        ),
+        restarted=_restarted(said := _said(folder) if shape["topology"] == "up" else None),
+        said=said,
         counts={
             name.decode().removeprefix("train:"): int(count)
             for name, count in buffer.get(base + "counts", {}).items()
@@ -171,6 +226,28 @@ def read(folder: Path) -> Evidence:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _line(line: dict[str, Any]) -> Line:
+    metrics = line["metrics"]
+    ends = tuple(metrics.get(end) for end in ("evaluated", "failed", "pending"))
+    return Line(
+        line["kind"], line["step"], line["timeline"], line["time"], metrics.get("max_trajectory_age"),
+        ends if line["kind"] == "validation" else None,
+    )  # fmt: skip
+
+
+def _moved(moved: dict[str, Any], since: float) -> Moved:
+    return Moved(moved["machine"], moved["asked_s"], moved["seen_s"], tuple(moved["dead"]), since, moved["over"])
+
+
+def _said(folder: Path) -> str:
+    return (folder / "logs" / "up.log").read_text()
+
+
+def _restarted(said: str | None) -> tuple[Restarted, ...]:
+    found = re.findall(r"^(\S+): (exit code|killed by signal) (\d+).*starting it again", said or "", re.MULTILINE)
+    return tuple(Restarted(name, int(code) * (1 if how == "exit code" else -1)) for name, how, code in found)
 
 
 def _run_of(buffer: dict[str, Any]) -> tuple[dict[bytes, bytes], str]:
@@ -244,6 +321,7 @@ def _observed(line: dict[str, Any], problems: list[dict[str, Any]]) -> Batch:
                         t["status"],
                         right_reward(problems[group["order"]], t["text"]),
                         t["tries"],
+                        t["replica"],
                     )
                     for t in group["trajectories"]
                 ),

@@ -3,47 +3,120 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import os
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
+from tests.chaos.clocks import Clocks
 from tests.chaos.environment import Conduct
 from tests.chaos.network import Network
 from tests.chaos.plan import Fault
-from tests.chaos.processes import Process, until
-from tests.chaos.servers import Embedded, External, Servers, limit_memory, tear_behind, tear_tail
-from tests.chaos.watch import Glance
+from tests.chaos.processes import Process, Supervised, Victim, until
+from tests.chaos.servers import Embedded, External, Servers, limit_memory, tear_behind, tear_tail, written
+from tests.chaos.watch import Glance, Member
+from tests.support.processes import descendants, gone
 
 ENGINE = ("spawn_main", "EngineCore")  # one of them is in its command line
 _BALLAST = "ballast"
 _MOST_TORN = 4096
 # The trainer finds its disk full when it next writes a checkpoint.
-_DISK_DEADLINE_S = 90.0
-_RIVAL_DEADLINE_S = 150.0
+_DISK_DEADLINE_S = 300.0
+_RIVAL_DEADLINE_S = 300.0
+_RESTORE_DEADLINE_S = 300.0
+# Of a run whose clock was moved, to take its next steps.
+_STEPS_DEADLINE_S = 300.0
+_STEPS = 2
+# Of a replica, to become healthy or to be quarantined: it fails `rollout.quarantine_after` refits, each after a step.
+_FLEET_DEADLINE_S = 600.0
+_CLOCK_S = 600
+_DATE_S = 2.0  # a service's pages show the time of a second ago
+# What is cut off the server's file, with all that came after: in words, and the name and value that were written last (no value: the number
+# of the newest checkpoint, so that the server forgets a step that the checkpoint holds).
+_LOST = {
+    "torn_step": ("a step of the newest checkpoint", "next_step", ""),
+    "torn_refilled": ("the end of a refill", "refill", "0"),
+    "torn_validation": ("a validation's prompts", "lane", "validation"),
+    "torn_close": ("the end of the prompts", "closed", "1"),
+}
+# What `headrace up` left behind when it was killed has ended by then: longer than the services are given to end.
+_LEFTOVERS_DEADLINE_S = 120.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """What came of a clock that was moved. `seen_s`: how far off it was when somebody asked; `dead`: living replicas that the buffer
+    believed dead; `over`: when it was right again."""
+
+    number: int
+    machine: str
+    asked_s: int
+    seen_s: float
+    dead: tuple[str, ...]
+    over: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Quarantined:
+    """What came of a replica that computes something else. `version`: the newest weights when it was quarantined; `holds`: groups that it
+    held some steps later; `healthy`: the others, then."""
+
+    replica: str
+    version: int
+    holds: int
+    healthy: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """Of the run, for faults that wait for it. `clock_off`: how far off the clock of a victim is, in seconds; `fleet`: living replicas by
+    the names of their processes, as the buffer knows them."""
+
+    glance: Callable[[], Glance | None]
+    clock_off: Callable[[str], Awaitable[float]]
+    fleet: Callable[[], Awaitable[dict[str, Member]]]
+
+    def now(self) -> Glance:
+        glance = self.glance()
+        assert glance is not None
+        return glance
+
+    async def dead(self) -> tuple[str, ...]:
+        """Living replicas that the buffer believes dead."""
+        return tuple(name for name, member in (await self.fleet()).items() if member.state == "DEAD")
+
+    async def healthy(self) -> tuple[str, ...]:
+        timeline = self.now().timeline
+        fleet = await self.fleet()
+        return tuple(name for name, m in fleet.items() if (m.state, m.timeline) == ("HEALTHY", timeline))
+
+    async def steps(self, count: int) -> None:
+        """Return once so many more steps are reserved on one timeline, or no more prompts will come."""
+        start = self.now()
+        while not (now := self.now()).closed and now.next_step < start.next_step + count:
+            if now.timeline != start.timeline:
+                start = now
+            await asyncio.sleep(0.05)
 
 
 class Rival:
     """A second trainer of the run, which somebody starts because the first does not answer. It is there for one fault."""
 
-    def __init__(self, process: Process, glance: Callable[[], Glance | None]) -> None:
+    def __init__(self, process: Process, view: View) -> None:
         self._process = process
-        self._glance = glance
+        self._view = view
 
     async def take_over(self) -> None:
         """Return once it has published a checkpoint of its own."""
-        before = self._seen()
+        before = self._view.now()
         self._process.may_start.set()
         async with asyncio.timeout(_RIVAL_DEADLINE_S):
-            await until(lambda: self._seen().timeline != before.timeline)
-            start = self._seen()
-            await until(lambda: self._seen().committed > start.committed)
-
-    def _seen(self) -> Glance:
-        glance = self._glance()
-        assert glance is not None
-        return glance
+            await until(lambda: self._view.now().timeline != before.timeline)
+            start = self._view.now()
+            await until(lambda: self._view.now().committed > start.committed)
 
     async def leave(self) -> None:
         self._process.may_start.clear()
@@ -58,14 +131,20 @@ class Faults:
     def __init__(
         self,
         seed: int,
+        folder: Path,
         network: Network,
         servers: Servers,
-        processes: dict[str, Process],
-        addresses: dict[str, str],
+        processes: Mapping[str, Victim],
+        addresses: Mapping[str, str],
         checkpoints: Path,
         conduct: Conduct,
+        clocks: Clocks,
+        view: View,
         rival: Rival,
     ) -> None:
+        self.moved: list[Moved] = []
+        self.quarantined: list[Quarantined] = []
+        self._folder = folder
         self._rng = random.Random(f"faults {seed}")
         self._network = network
         self._servers = servers
@@ -73,8 +152,14 @@ class Faults:
         self._addresses = addresses
         self._checkpoints = checkpoints
         self._conduct = conduct
+        self._clocks = clocks
+        self._view = view
         self._rival = rival
         self._peer = ""
+        self._off_s = 0
+        self._incarnation = ""
+        self._killed: int | None = None
+        self._left: tuple[int, ...] = ()  # what `headrace up` had started when it was struck
 
     async def prepare(self, fault: Fault) -> None:
         """Before the phase is waited for."""
@@ -82,12 +167,33 @@ class Faults:
             assert isinstance(self._servers, External)
             await asyncio.wait_for(self._servers.in_step(), 60)
             self._servers.leave_replica_behind()
+        elif fault.kind == "torn_step":
+            # what is to be cut off is in the newest file, whatever was done to the one before
+            await self._view.steps(3)
+        elif fault.kind == "clock":  # what the fault before has left is over
+            await self._view.steps(1)
+        elif fault.kind == "noise":  # the last healthy one is never quarantined
+            async with asyncio.timeout(_FLEET_DEADLINE_S):
+                while len(await self._view.healthy()) < 2:
+                    await self._start_quarantined_again()
+                    await asyncio.sleep(0.2)
 
     def strike(self, fault: Fault, victim: str) -> str:
         """`victim`: the process that is meant, "server" for the server in charge. Returns what was done, in words."""
         match fault.kind:
-            case "kill" | "failover" | "torn_tail" | "torn_close":
+            case "kill" | "terminate" if victim == "up":
+                return self._end_all(fault, victim)
+            case "kill" | "failover" | "torn_tail" | "torn_step" | "torn_refilled" | "torn_validation" | "torn_close":
                 return self._kill(fault, victim)
+            case "clock":
+                self._off_s = self._rng.choice((_CLOCK_S, -_CLOCK_S))
+                self._clocks.move(self._machine(victim), self._off_s)
+                return f"its clock moved by {self._off_s:+d} s, until {_STEPS} more steps are taken"
+            case "noise":
+                noise(self._folder, victim).touch()
+                return (
+                    "its log-probabilities are wrong, until it is quarantined and two more steps are taken without it"
+                )
             case "slow" | "overloaded" | "bad_answers":
                 self._conduct.tell(mood=fault.kind)
                 return f"{fault.kind.replace('_', ' ')} for {fault.seconds} s"
@@ -117,16 +223,14 @@ class Faults:
                     self._processes[victim].may_start.clear()
                 folder = self._servers.disk if victim == "server" else self._checkpoints
                 return f"disk full, {_fill(folder)} bytes taken"
+        raise NotImplementedError(fault.kind)
 
     def holds(self, fault: Fault, victim: str) -> set[str]:
         """Processes that the fault keeps stopped until it is undone."""
         if fault.kind in ("stop", "rival") and victim != "server":
             return {victim}
-        if (
-            fault.kind in ("kill", "torn_tail", "torn_close")
-            and victim == "server"
-            and isinstance(self._servers, Embedded)
-        ):
+        killed = fault.kind == "kill" or fault.kind.startswith("torn")
+        if killed and victim == "server" and isinstance(self._servers, Embedded):
             return {"replay"}  # which would start the server again at once
         return set()
 
@@ -136,11 +240,26 @@ class Faults:
             await self._until_ended(self._processes[victim])
         elif fault.kind == "rival":
             await self._rival.take_over()
+        elif fault.kind == "clock":
+            await self._watch_clock(fault, victim)
+        elif fault.kind == "noise":
+            await self._watch_noise(victim)
         else:
             await asyncio.sleep(fault.seconds)
         match fault.kind:
-            case "kill" | "kill_engine" | "torn_tail" | "torn_close":
+            case "kill" | "terminate" if victim == "up":
+                async with asyncio.timeout(_LEFTOVERS_DEADLINE_S):
+                    await until(lambda: all(gone(pid, within_s=0) for pid in self._left))
                 self._restart(victim)
+            case "kill" if isinstance(service := self._processes.get(victim), Supervised):
+                async with asyncio.timeout(_LEFTOVERS_DEADLINE_S):
+                    await until(lambda: service.pid not in (None, self._killed))
+            case "kill" | "kill_engine" | "torn_tail" | "torn_refilled" | "torn_validation" | "torn_close":
+                self._restart(victim)
+            case "torn_step":
+                self._restart(victim)
+                async with asyncio.timeout(_RESTORE_DEADLINE_S):
+                    await until(lambda: self._view.now().incarnation != self._incarnation)
             case "slow" | "overloaded" | "bad_answers":
                 self._conduct.tell(mood="well")
             case "no_memory":
@@ -169,18 +288,67 @@ class Faults:
     def _kill(self, fault: Fault, victim: str) -> str:
         if victim != "server":
             self._processes[victim].may_start.clear()
+            self._killed = self._processes[victim].pid
             self._processes[victim].kill()
             return f"SIGKILL, away for {fault.seconds} s"
         self._servers.kill()
         if fault.kind == "torn_tail":
             torn = tear_tail(self._servers.disk, self._rng.randint(1, _MOST_TORN))
             return f"SIGKILL, its file torn by {torn} bytes, away for {fault.seconds} s"
-        if fault.kind == "torn_close":
-            torn = tear_behind(self._servers.disk, b"$6\r\nclosed\r\n$1\r\n1\r\n")
-            return f"SIGKILL, the end of the prompts and what came after torn off its file, {torn} bytes, away for {fault.seconds} s"
+        if fault.kind in _LOST:
+            glance = self._view.now()
+            self._incarnation = glance.incarnation
+            what, name, value = _LOST[fault.kind]
+            torn = tear_behind(self._servers.disk, written(name, value or str(glance.committed)))
+            return f"SIGKILL, {what} and what came after torn off its file, {torn} bytes, away for {fault.seconds} s"
         return (
             f"SIGKILL, {'failover to a replica that lags' if fault.kind == 'failover' else 'away'}, {fault.seconds} s"
         )
+
+    def _end_all(self, fault: Fault, victim: str) -> str:
+        """Of `headrace up`: nothing that it started may be left behind."""
+        supervisor = self._processes[victim]
+        assert isinstance(supervisor, Process)
+        assert supervisor.pid is not None
+        self._left = tuple(descendants(supervisor.pid))
+        supervisor.may_start.clear()
+        if fault.kind == "kill":
+            supervisor.kill()
+        else:
+            supervisor.terminate()
+        what = "SIGKILL" if fault.kind == "kill" else "SIGTERM"
+        return f"{what}, started again when the {len(self._left)} processes that it has started are gone"
+
+    async def _watch_clock(self, fault: Fault, victim: str) -> None:
+        await asyncio.sleep(_DATE_S)
+        off_s = await self._view.clock_off(victim)
+        async with asyncio.timeout(_STEPS_DEADLINE_S):
+            await self._view.steps(_STEPS)
+        dead = await self._view.dead()
+        self._clocks.move(self._machine(victim), 0)
+        async with asyncio.timeout(_STEPS_DEADLINE_S):
+            await self._view.steps(1)
+        dead += await self._view.dead()
+        self.moved.append(Moved(fault.number, self._machine(victim), self._off_s, off_s, dead, time.time()))
+
+    async def _start_quarantined_again(self) -> None:
+        """What their operator does: earlier faults may have cost them one refit after the other."""
+        for name, member in (await self._view.fleet()).items():
+            if member.state == "QUARANTINED":
+                self._processes[name].kill()
+
+    async def _watch_noise(self, victim: str) -> None:
+        async with asyncio.timeout(_FLEET_DEADLINE_S):
+            while (member := (await self._view.fleet()).get(victim)) is None or member.state != "QUARANTINED":  # noqa: ASYNC110 - in the server
+                await asyncio.sleep(0.1)
+        version = self._view.now().next_step
+        async with asyncio.timeout(_STEPS_DEADLINE_S):
+            await self._view.steps(_STEPS)
+        fleet = await self._view.fleet()
+        later = fleet.get(victim, member)
+        self.quarantined.append(Quarantined(member.id, version, later.holds, await self._view.healthy()))
+        noise(self._folder, victim).unlink()
+        self._processes[victim].kill()  # its operator has mended it, and starts it again
 
     def _restart(self, victim: str) -> None:
         if victim == "server":
@@ -194,9 +362,14 @@ class Faults:
     def _other_end(self, victim: str) -> str:
         return self._addresses["rollout-1" if victim == "trainer" else "trainer"]
 
-    async def _until_ended(self, process: Process) -> None:
+    async def _until_ended(self, process: Victim) -> None:
         async with asyncio.timeout(_DISK_DEADLINE_S):
             await until(lambda: process.pid is None)
+
+
+def noise(folder: Path, name: str) -> Path:
+    """While this file is there, the engine of replica `name` is wrong (noisy_rollout.py)."""
+    return folder / f"noise-{name}"
 
 
 def _fill(folder: Path) -> int:

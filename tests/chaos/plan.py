@@ -1,7 +1,7 @@
 """The plan of a run's faults: a pure function of its seed.
 
-Every process is hit in every phase of the pipeline once in 31 faults, the first five are in five different phases, and one of them hits
-the environment. What is done to a process goes round the kinds that apply to it.
+Every process is hit in every phase of the pipeline once in the faults of a whole run (`WHOLE`), the first five are in five different
+phases, and one of them hits the environment. What is done to a process goes round the kinds that apply to it.
 """
 
 from __future__ import annotations
@@ -10,29 +10,57 @@ import dataclasses
 import random
 from typing import Literal
 
-Target = Literal["server", "replay", "reward", "environment", "rollout", "trainer"]
-Phase = Literal["generation", "scoring", "reserve", "checkpoint", "refit", "closed"]
+Target = Literal["server", "replay", "reward", "environment", "rollout", "trainer", "up"]
+Phase = Literal[
+    "generation", "scoring", "reserve", "checkpoint", "refit", "validation", "committed", "refilled", "closed"
+]
 Kind = Literal[
-    "kill", "kill_engine", "stop", "cut", "half_open", "full_disk", "torn_tail", "torn_close", "failover",
-    "no_memory", "slow", "overloaded", "bad_answers", "rival",
+    "kill", "kill_engine", "stop", "cut", "half_open", "full_disk", "torn_tail", "torn_step", "torn_refilled",
+    "torn_validation", "torn_close", "failover", "no_memory", "clock", "slow", "overloaded", "bad_answers", "rival",
+    "terminate", "noise",
 ]  # fmt: skip
-Topology = Literal["embedded", "external"]
+# Under `up`, `headrace up` runs all services but the environment, on one machine.
+Topology = Literal["embedded", "external", "up"]
 Policy = Literal["ordered", "drop", "mask"]
 
-TARGETS: tuple[Target, ...] = ("server", "replay", "reward", "environment", "rollout", "trainer")
+SERVICES: tuple[Target, ...] = ("server", "replay", "reward", "environment", "rollout", "trainer")
 # Those that come again and again; the queue is closed once, near the end.
 PHASES: tuple[Phase, ...] = ("generation", "scoring", "reserve", "checkpoint", "refit")
 KINDS: dict[Target, tuple[Kind, ...]] = {
-    "server": ("kill", "stop", "torn_tail", "full_disk", "failover", "cut", "no_memory"),
-    "replay": ("kill", "stop", "cut"),
-    "reward": ("kill", "stop", "cut"),
+    "server": ("kill", "stop", "torn_tail", "full_disk", "failover", "cut", "no_memory", "clock"),
+    "replay": ("kill", "stop", "cut", "clock"),
+    "reward": ("kill", "stop", "cut", "clock"),
     "environment": ("kill", "stop", "slow", "overloaded", "bad_answers", "cut"),
-    "rollout": ("kill", "stop", "cut", "kill_engine", "half_open"),
-    "trainer": ("kill", "stop", "full_disk", "cut", "half_open", "rival"),
+    "rollout": ("kill", "stop", "cut", "kill_engine", "half_open", "clock", "noise"),
+    "trainer": ("kill", "stop", "full_disk", "cut", "half_open", "rival", "clock"),
+    "up": ("kill", "stop", "terminate", "clock"),
 }
-# A run of at least so many faults has a prompt that kills its replicas, and loses the end of its prompts: the rest of the plan must not
-# wait for them, and a run of `make test` has not the time.
+# What can be done to a service that somebody else runs, on a machine that it shares with the others.
+_SUPERVISED: tuple[Kind, ...] = ("kill", "stop", "torn_tail")
+# Of the server's file in a long run, one each, the first two one after the other: `refilled` comes after a restore.
+_TORN: tuple[tuple[tuple[Kind, Phase], ...], ...] = (
+    (("torn_step", "committed"), ("torn_refilled", "refilled")),
+    (("torn_validation", "validation"),),
+)
+_LAST: tuple[Kind, Phase] = ("torn_close", "closed")
+# A run of at least so many faults has a prompt that kills its replicas, and its server forgets certain writes: the rest of the plan must
+# not wait for them, and a run of `make test` has not the time.
 LONG = 10
+
+
+def targets_of(topology: Topology) -> tuple[Target, ...]:
+    return (*SERVICES, "up") if topology == "up" else SERVICES
+
+
+def topology_of(seed: int) -> Topology:
+    """Runs go round."""
+    rounds: tuple[Topology, ...] = ("embedded", "external", "up")
+    return rounds[seed % len(rounds)]
+
+
+def whole(topology: Topology) -> int:
+    """The faults of a run that hits every process in every phase."""
+    return len(targets_of(topology)) * len(PHASES) + sum(map(len, _TORN)) + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,29 +113,41 @@ def make_shape(seed: int, faults: int, topology: Topology) -> Shape:
     )
 
 
-def make_plan(seed: int, faults: int, topology: Topology, lease_s: float) -> list[Fault]:
+def make_plan(seed: int, faults: int, topology: Topology, lease_s: float, *, clocks: bool) -> list[Fault]:
     """Stops and cuts outlast a lease, so that the others have gone on without the process when it comes back; what is wrong with an
-    environment outlasts its time limit, and the pauses between a trajectory's attempts."""
+    environment outlasts its time limit, and the pauses between a trajectory's attempts. `clocks`: they can be moved."""
     rng = random.Random(f"plan {seed}")
-    at_the_end: list[tuple[Kind, Target, Phase]] = [("torn_close", "server", "closed")] if faults >= LONG else []
-    decks = {target: _Deck(rng, [k for k in KINDS[target] if _applies(k, topology)]) for target in TARGETS}
+    targets_here = targets_of(topology)
+    special = _TORN if faults >= LONG else ()
+    usual = faults - sum(map(len, special)) - (faults >= LONG)
+    decks = {
+        target: _Deck(rng, [k for k in KINDS[target] if _applies(k, target, topology, clocks)])
+        for target in targets_here
+    }
     pairs: list[tuple[Target, Phase]] = []
-    while len(pairs) < faults:
-        targets, phases = rng.sample(TARGETS, len(TARGETS)), rng.sample(PHASES, len(PHASES))
-        if targets[-1] == "environment":
+    while len(pairs) < usual:
+        targets, phases = rng.sample(targets_here, len(targets_here)), rng.sample(PHASES, len(PHASES))
+        if targets.index("environment") >= len(PHASES):
             targets.reverse()
         for turn in rng.sample(range(len(PHASES)), len(PHASES)):
             pairs += [(target, phases[(place + turn) % len(PHASES)]) for place, target in enumerate(targets)]
-    drawn = [(decks[target].draw(), target, phase) for target, phase in pairs[: faults - len(at_the_end)]]
+    drawn = [(decks[target].draw(), target, phase) for target, phase in pairs[:usual]]
     _rival_at_a_checkpoint(drawn)
+    for torn in special:
+        place = rng.randint(1, len(drawn))
+        while drawn[place - 1][0] == "torn_step":  # what follows it stays with it
+            place += 1
+        drawn[place:place] = [(kind, "server", phase) for kind, phase in torn]
+    if faults >= LONG:
+        drawn.append((_LAST[0], "server", _LAST[1]))
     return [
         Fault(number, kind, target, phase, _seconds(rng, kind, target, lease_s))
-        for number, (kind, target, phase) in enumerate(drawn + at_the_end)
+        for number, (kind, target, phase) in enumerate(drawn)
     ]
 
 
 def _seconds(rng: random.Random, kind: Kind, target: Target, lease_s: float) -> float:
-    if kind in ("kill", "kill_engine", "torn_tail", "torn_close", "failover"):
+    if kind in ("kill", "kill_engine", "failover", "terminate") or kind.startswith("torn"):
         return round(rng.uniform(0.0, 2.0), 2)
     if target == "environment":
         return round(lease_s * rng.uniform(4.0, 8.0), 2)
@@ -123,8 +163,10 @@ def _rival_at_a_checkpoint(drawn: list[tuple[Kind, Target, Phase]]) -> None:
         drawn[one], drawn[other] = (second, *drawn[one][1:]), (first, *drawn[other][1:])
 
 
-def _applies(kind: Kind, topology: Topology) -> bool:
-    return kind != "failover" or topology == "external"
+def _applies(kind: Kind, target: Target, topology: Topology, clocks: bool) -> bool:
+    if topology == "up" and target not in ("environment", "up"):
+        return kind in _SUPERVISED
+    return (kind != "failover" or topology == "external") and (kind != "clock" or clocks)
 
 
 class _Deck:

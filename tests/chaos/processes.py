@@ -25,17 +25,74 @@ class Exit:
     last_words: str
 
 
-class Process:
-    """One service. It is the leader of a session, which its own children belong to."""
+class Victim:
+    """What a fault can strike. It is the leader of a session, which its own children belong to."""
 
-    def __init__(self, name: str, argv: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.argv = list(argv)
-        self.environ = dict(environ)
-        self.log = log
         self.exits: list[Exit] = []
         self.may_start = asyncio.Event()  # unset: stays away once it has ended
         self.may_start.set()
+
+    @property
+    def pid(self) -> int | None:
+        """None while there is no process."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """SIGKILL to the leader alone: what it started has to notice by itself."""
+        if self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def kill_child(self, *words: str) -> None:
+        """SIGKILL to a child whose command line holds one of `words`; the service is expected to end of it."""
+        child = child_named(self.pid, *words) if self.pid is not None else None
+        if child is None:
+            raise RuntimeError(f"{self.name} has no child named {words}")
+        os.kill(child, signal.SIGKILL)
+
+    def freeze(self, *, whole: bool = True) -> None:
+        if self.pid is not None:
+            _signal(self.pid, signal.SIGSTOP, whole)
+
+    def thaw(self, *, whole: bool = True) -> None:
+        if self.pid is not None:
+            _signal(self.pid, signal.SIGCONT, whole)
+
+
+class Supervised(Victim):
+    """A service that `headrace up` runs, starts again and stops: a child of it, known by the log that it writes to."""
+
+    def __init__(self, name: str, supervisor: Process, log: Path) -> None:
+        super().__init__(name)
+        self._supervisor = supervisor
+        self._log = log
+        self._frozen: int | None = None
+
+    @property
+    def pid(self) -> int | None:
+        above = self._supervisor.pid
+        return next((pid for pid in children_of(above) if _output_of(pid) == str(self._log)), None) if above else None
+
+    def freeze(self, *, whole: bool = True) -> None:
+        self._frozen = self.pid
+        super().freeze(whole=whole)
+
+    def thaw(self, *, whole: bool = True) -> None:
+        """Its supervisor may have been killed meanwhile."""
+        if self._frozen is not None:
+            _signal(self._frozen, signal.SIGCONT, whole)
+        self._frozen = None
+
+
+class Process(Victim):
+    """One service, started by this driver."""
+
+    def __init__(self, name: str, argv: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
+        super().__init__(name)
+        self.argv = list(argv)
+        self.environ = dict(environ)
+        self.log = log
         self._process: asyncio.subprocess.Process | None = None
         self._killed = False
         self._done = False
@@ -60,7 +117,7 @@ class Process:
                     start_new_session=True,
                 )
             code = await self._process.wait()
-            _signal_group(self._process.pid, signal.SIGKILL)  # what it left behind
+            _signal(self._process.pid, signal.SIGKILL)  # what it left behind
             words = self.log.read_bytes()[start:][-2000:].decode(errors="replace").strip()
             if not self._done:
                 self.exits.append(Exit(time.time(), self.name, code, self._killed, words))
@@ -70,32 +127,13 @@ class Process:
             await asyncio.sleep(RESTART_S)
 
     def kill(self) -> None:
-        """SIGKILL to the leader alone: what it started has to notice by itself."""
+        self._killed = self._killed or self.pid is not None
+        super().kill()
+
+    def terminate(self) -> None:
+        """SIGTERM to the leader: it is asked to stop what it started."""
         if self.pid is not None:
-            self._killed = True
-            os.kill(self.pid, signal.SIGKILL)
-
-    def kill_child(self, *words: str) -> None:
-        """SIGKILL to a child whose command line holds one of `words`; the service is expected to end of it."""
-        child = child_named(self.pid, *words) if self.pid is not None else None
-        if child is None:
-            raise RuntimeError(f"{self.name} has no child named {words}")
-        os.kill(child, signal.SIGKILL)
-
-    def freeze(self, *, whole: bool = True) -> None:
-        self._signal(signal.SIGSTOP, whole)
-
-    def thaw(self, *, whole: bool = True) -> None:
-        self._signal(signal.SIGCONT, whole)
-
-    def _signal(self, signum: int, whole: bool) -> None:
-        if self.pid is None:
-            return
-        if whole:
-            _signal_group(self.pid, signum)
-        else:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signum)
+            os.kill(self.pid, signal.SIGTERM)
 
     async def end(self, grace_s: float = 15.0) -> None:
         """SIGTERM, and SIGKILL after the grace."""
@@ -103,17 +141,18 @@ class Process:
         if self._process is None or self.pid is None:
             return
         self.thaw()
-        _signal_group(self.pid, signal.SIGTERM)
+        _signal(self.pid, signal.SIGTERM)
         try:
             await asyncio.wait_for(self._process.wait(), grace_s)
         except TimeoutError:
-            _signal_group(self._process.pid, signal.SIGKILL)
+            _signal(self._process.pid, signal.SIGKILL)
             await self._process.wait()
 
 
-def _signal_group(group: int, signum: int) -> None:
+def _signal(pid: int, signum: int, whole: bool = True) -> None:
+    """`whole`: to its process group."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signum)
+        (os.killpg if whole else os.kill)(pid, signum)
 
 
 async def until(condition: Callable[[], object], every_s: float = 0.05) -> None:
@@ -126,10 +165,24 @@ async def until(condition: Callable[[], object], every_s: float = 0.05) -> None:
 
 def child_named(parent: int, *words: str) -> int | None:
     """A child of `parent` whose command line holds one of `words`."""
-    for listed in Path(f"/proc/{parent}/task").glob("*/children"):
-        for child in listed.read_text().split():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                command = Path(f"/proc/{child}/cmdline").read_text()
-                if any(word in command for word in words):
-                    return int(child)
+    for child in children_of(parent):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            command = Path(f"/proc/{child}/cmdline").read_text()
+            if any(word in command for word in words):
+                return child
     return None
+
+
+def children_of(parent: int) -> list[int]:
+    found = []
+    for listed in Path(f"/proc/{parent}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += [int(child) for child in listed.read_text().split()]
+    return found
+
+
+def _output_of(pid: int) -> str:
+    """What a process writes to."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        return str(Path(f"/proc/{pid}/fd/1").readlink())
+    return ""

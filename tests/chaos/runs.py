@@ -28,7 +28,7 @@ NAMESPACES = (
 )
 ROOT = Path(__file__).parents[2]
 
-_STARTING_S, _FAULT_S, _ENDING_S = 240.0, 60.0, 240.0
+_STARTING_S, _FAULT_S, _ENDING_S = 600.0, 120.0, 600.0
 
 
 def missing() -> str | None:

@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from headrace.replay.connection import keeping_cancellation
 from tests.chaos.network import SUBNET, Network
-from tests.chaos.processes import Process, child_named
+from tests.chaos.processes import Process, Victim, child_named
 
 PORT = 6379
 ADDRESS = f"{SUBNET}.10"
@@ -62,10 +62,10 @@ class Servers(Protocol):
 class Embedded:
     """The replay service starts it again by itself: frozen with it, neither comes back before `restart`."""
 
-    def __init__(self, replay: Process, address: str, disk: Path) -> None:
+    def __init__(self, replay: Victim, machine: str, address: str, disk: Path) -> None:
         self.address = self.front = address
         self.port = PORT
-        self.machine = "replay"
+        self.machine = machine
         self.disk = disk
         self._replay = replay
 
@@ -98,17 +98,24 @@ class Embedded:
 
 class External:
     """`redis-server` on two machines, each with a disk of its own, a folder under `folder` that is there. Either may be the primary; the
-    other copies it, and comes back as its replica. With `duplicates` a courier stands before them."""
+    other copies it, and comes back as its replica. `duplicates`: a courier stands before them.
+    `environ`: of a process, by its machine."""
 
     def __init__(
-        self, network: Network, environ: Mapping[str, str], folder: Path, seed: int, *, duplicates: bool
+        self,
+        network: Network,
+        environ: Callable[[str], Mapping[str, str]],
+        folder: Path,
+        seed: int,
+        *,
+        duplicates: bool,
     ) -> None:
         self.address = self.front = ADDRESS
         self.port = PORT
         self._folder = folder
         self._network = network
         self._own = {name: network.add(name, host) for host, name in enumerate(PAIR, 2)}
-        self.processes = {name: Process(name, [], environ, folder.parent / f"{name}.log") for name in self._own}
+        self.processes = {name: Process(name, [], environ(name), folder.parent / f"{name}.log") for name in self._own}
         self._primary, self._replica = PAIR
         for name in self._own:
             self._set_role(name)
@@ -118,7 +125,7 @@ class External:
             argv = ["-m", "tests.chaos.courier", self.front, str(PORT), ADDRESS, str(seed)]
             log = folder.parent / "courier.log"
             self.processes["courier"] = Process(
-                "courier", [*network.enter("courier"), sys.executable, *argv], environ, log
+                "courier", [*network.enter("courier"), sys.executable, *argv], environ("courier"), log
             )
 
     def _set_role(self, name: str) -> None:
@@ -213,10 +220,15 @@ def tear_tail(disk: Path, most: int) -> int:
     return min(size, most)
 
 
-def tear_behind(disk: Path, written: bytes) -> int:
-    """Cut the newest append-only file under `disk` off where the transaction begins that last wrote these bytes; returns how many."""
+def written(name: str, value: str) -> bytes:
+    """A name and its value as a command in an append-only file."""
+    return f"${len(name)}\r\n{name}\r\n${len(value)}\r\n{value}\r\n".encode()
+
+
+def tear_behind(disk: Path, words: bytes) -> int:
+    """Cut the newest append-only file under `disk` off where the transaction begins that last wrote these; returns how many bytes."""
     newest = max(disk.rglob("*.incr.aof"), key=lambda path: path.stat().st_mtime_ns)
     content = newest.read_bytes()
-    keep = content.rindex(b"*1\r\n$5\r\nMULTI\r\n", 0, content.rindex(written))
+    keep = content.rindex(b"*1\r\n$5\r\nMULTI\r\n", 0, content.rindex(words))
     os.truncate(newest, keep)
     return len(content) - keep

@@ -21,6 +21,9 @@ from tests.chaos.evidence import (
     Exit,
     Group,
     Line,
+    Moved,
+    Quarantined,
+    Restarted,
     Trajectory,
     group_id,
     read,
@@ -65,6 +68,7 @@ def good() -> Evidence:
             *(Line("train", step, FIRST, 100.0 + step, 1.0) for step in range(3)),
             Line("rewind", 2, SECOND, 110.0, None),
             *(Line("train", step, SECOND, 110.0 + step, 1.0) for step in (2, 3)),
+            Line("validation", 3, SECOND, 114.0, None, (2, 0, 0)),
         ),
         observed=tuple(
             a_batch(step, timeline, "store") for step, timeline in ((0, FIRST), (1, FIRST), (2, FIRST), (2, SECOND), (3, SECOND))
@@ -74,6 +78,12 @@ def good() -> Evidence:
         failures={8: "scoring failed 3 times"},
         struck_alone=Counter(),
         misconduct=frozenset(),
+        held_out=2,
+        moved=(),
+        quarantined=(),
+        killed=("trainer",),
+        restarted=(),
+        said=None,
         counts={"trained": 8, "failed": 1, "unused": 1},
         closed=True,
         exits=(Exit("trainer", -9, True, ""), Exit("trainer", 0, False, "")),
@@ -325,30 +335,126 @@ def test_a_service_that_could_not_go_on_and_said_why() -> None:
     assert objections(exits=exits) == set()
 
 
+def validated(*groups: float, version: int = 3, timeline: str = SECOND) -> tuple[Line, ...]:
+    return (*good().lines[:-1], Line("validation", version, timeline, 114.0, None, (groups[0], groups[1], groups[2])))
+
+
+def test_a_validation_that_lost_a_prompt_or_failed_one() -> None:
+    assert objections(lines=validated(2, 0, 0)) == set()
+    assert objections(lines=validated(1, 0, 0)) == {"validations_are_whole"}
+    assert objections(lines=validated(1, 1, 0)) == {"validations_are_whole"}
+    assert objections(lines=validated(1, 1, 0), struck_alone=Counter({"v3-0": 3})) == {"validations_are_whole"}
+    assert objections(lines=(*validated(1, 1, 0), *validated(2, 0, 0, version=2)[-1:])) == {"validations_are_whole"}
+    # given up because no replica was left; another was completed
+    assert objections(lines=(*validated(1, 0, 1), *validated(2, 0, 0, version=4)[-1:])) == set()
+
+
+def test_a_run_without_a_validation_and_one_that_was_done_twice() -> None:
+    assert objections(lines=good().lines[:-1]) == {"validations_are_whole"}
+    assert objections(lines=(*good().lines, *good().lines[-1:])) == {"validations_are_whole"}
+
+
+def a_moved_clock(**changes: Any) -> tuple[Moved, ...]:
+    moved = Moved("replay", 600, 599.2, (), 100.0, 120.0)
+    return (dataclasses.replace(moved, **changes),)
+
+
+def test_a_clock_that_did_not_move_or_that_hurt_somebody() -> None:
+    assert objections(moved=a_moved_clock()) == set()
+    assert objections(moved=a_moved_clock(seen_s=0.1)) == {"a_clock_is_nobodys_fault"}
+    assert objections(moved=a_moved_clock(asked_s=-600)) == {"a_clock_is_nobodys_fault"}
+    assert objections(moved=a_moved_clock(dead=("rollout-1",))) == {"a_clock_is_nobodys_fault"}
+    away = Exit("trainer", 75, False, "", time=110.0)
+    assert objections(moved=a_moved_clock(), exits=(away, *good().exits)) == {"a_clock_is_nobodys_fault"}
+    before = dataclasses.replace(away, time=99.0)
+    assert objections(moved=a_moved_clock(), exits=(before, *good().exits)) == set()
+
+
+def test_a_replica_that_is_trained_on_after_it_was_found_wrong() -> None:
+    wrong = Quarantined("wrong", 2, 0, ("rollout-2",))
+    assert objections(quarantined=(wrong,)) == set()
+    assert objections(quarantined=(dataclasses.replace(wrong, holds=1),)) == {"a_wrong_replica_trains_no_more"}
+    assert objections(quarantined=(dataclasses.replace(wrong, healthy=()),)) == {"a_wrong_replica_trains_no_more"}
+
+    def seen(version: int) -> tuple[Batch, ...]:
+        return tuple(with_trajectory(b, replica="wrong", versions=(version,)) for b in good().observed[-1:])
+
+    others = good().observed[:-1]
+    same = lineage_with(3, with_trajectory(good().lineage[3], versions=(3,)))
+    assert objections(quarantined=(wrong,), observed=(*others, *seen(2))) == set()
+    assert objections(quarantined=(wrong,), observed=(*others, *seen(3)), lineage=same) == {
+        "a_wrong_replica_trains_no_more"
+    }
+
+
+TABLE = "run chaos\n prompts 8 trained\nlearning curve: x/curve.png\ncheckpoint:     x/checkpoints/step_4/policy"
+UNDER_UP: dict[str, Any] = {
+    "said": TABLE,
+    "exits": (Exit("up", -9, True, ""), Exit("up", 143, False, "stopped"), Exit("up", 0, False, TABLE)),
+    "killed": ("trainer", "server", "up"),
+    "restarted": (Restarted("trainer", -9), Restarted("rollout-1", 75)),
+}
+
+
+def test_a_supervisor_that_does_what_it_should() -> None:
+    assert objections(**UNDER_UP) == set()
+    # it was killed itself before it could say of the trainer's end
+    assert objections(**{**UNDER_UP, "restarted": ()}) == set()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"killed": ("trainer",) * 4},
+        {"restarted": (), "exits": UNDER_UP["exits"][-1:]},
+        {"restarted": (*UNDER_UP["restarted"], Restarted("reward", 70))},
+        {"exits": (*UNDER_UP["exits"][:2], Exit("up", 0, False, "the end"))},
+        {"exits": (*UNDER_UP["exits"][:2], Exit("up", 0, False, TABLE.replace("step_4", "step_3")))},
+    ],
+)
+def test_a_supervisor_that_keeps_a_restart_or_its_table_to_itself(wrong: dict[str, Any]) -> None:
+    assert objections(**{**UNDER_UP, **wrong}) == {"the_supervisor_tells_how_it_ended"}
+
+
+@pytest.mark.parametrize("code", [1, 70, -11])
+def test_a_supervisor_that_ends_otherwise(code: int) -> None:
+    exits = (Exit("up", code, False, "error: trainer can't go on"), *UNDER_UP["exits"])
+    assert "the_supervisor_tells_how_it_ended" in objections(**{**UNDER_UP, "exits": exits})
+    assert "the_run_finished" in objections(**{**UNDER_UP, "exits": exits[:1]})
+
+
 def test_evidence_is_read_raw(tmp_path: Path) -> None:
     """The files as a run leaves them, written by hand."""
     write = {
         "story.json": {
-            "shape": {"prompts_per_step": 1, "generations": 1, "max_age": 0, "policy": "drop"},
+            "shape": {"prompts_per_step": 1, "generations": 1, "max_age": 0, "policy": "drop", "topology": "up"},
             "planned": 1,
-            "struck": [{"fault": {"kind": "torn_tail", "target": "server"}, "time": 5.0, "held": []},
-                       {"fault": {"kind": "slow", "target": "environment"}, "time": 6.0, "held": ["e0-train-0"]}],
-            "murdered": [["e0-train-0"], ["e0-train-0", "e0-train-1"]],
+            "struck": [
+                {"fault": {"kind": "torn_tail", "target": "server"}, "victim": "server", "time": 5.0, "held": []},
+                {"fault": {"kind": "slow", "target": "environment"}, "victim": "environment", "time": 6.0, "held": ["e0-train-0"]},
+                {"fault": {"kind": "kill", "target": "trainer"}, "victim": "trainer", "time": 7.0, "held": []},
+            ],
+            "murdered": [{"name": "rollout-1", "held": ["e0-train-0"]}, {"name": "rollout-2", "held": ["e0-train-0", "e0-train-1"]}],
+            "moved": [{"number": 1, "machine": "up", "asked_s": -600, "seen_s": -599.0, "dead": ["rollout-1"], "over": 9.0}],
+            "quarantined": [{"replica": "r1", "version": 4, "holds": 0, "healthy": ["rollout-2"]}],
             "exits": [{"name": "trainer", "code": 0, "by_us": False, "last_words": "", "time": 9.0}],
         },
         "problems.jsonl": {"input": "1+2", "output": "0", "mood": "fine"},
+        "held_out.jsonl": {"input": "1+1", "output": "0", "mood": "fine"},
+        "logs/up.log": "trainer: killed by signal 9; starting it again in 1 s\nreward: exit code 75; starting it again in 2 s",
         "metrics.jsonl": {"kind": "train", "step": 0, "timeline": "t", "time": 3.0, "metrics": {"max_trajectory_age": 0.0}},
         "observed.jsonl": {
             "timeline": "t", "incarnation": "s", "step": 0,
             "groups": [{"id": "e0-train-0", "order": 0, "charged": 1, "trajectories": [
-                {"group": "e0-train-0", "index": 0, "spans": [[0, 0, 4]], "text": "3", "status": "SCORED", "reward": 0.25, "tries": 2}]}],
+                {"group": "e0-train-0", "index": 0, "spans": [[0, 0, 4]], "text": "3", "status": "SCORED", "reward": 0.25, "tries": 2,
+                 "replica": "r1"}]}],
         },
         "archive/step_1/state.json": {"version": 1, "timeline": "t", "ancestors": []},
         "archive/step_1/ledger.json": {"0": ["e0-train-0"]},
     }  # fmt: skip
     for name, content in write.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(json.dumps(content))
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
     (tmp_path / "archive/step_1/trained.roaring").write_bytes(BitMap([0]).serialize())
     (tmp_path / "lineage").mkdir()
     lineage = [
@@ -367,7 +473,7 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
     }
     (tmp_path / "buffer.msgpack").write_bytes(msgpack.packb(dump))
     evidence = read(tmp_path)
-    seen = Trajectory(0, (0,), 0.25, "SCORED", right_reward({"input": "1+2", "mood": "fine"}, "3"), 2)
+    seen = Trajectory(0, (0,), 0.25, "SCORED", right_reward({"input": "1+2", "mood": "fine"}, "3"), 2, "r1")
     assert evidence.observed == (Batch(0, "t", (Group("e0-train-0", 0, (seen,), 1),), "s"),)
     assert evidence.lineage == (Batch(0, "t", (Group("e0-train-0", 0, (Trajectory(0, (0,), 0.25),)),)),)
     assert evidence.checkpoints == (Checkpoint(1, "t", (), {0: ["e0-train-0"]}, frozenset({0})),)
@@ -379,6 +485,11 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
     assert evidence.misconduct == {"slow"}
     assert evidence.counts == {"trained": 1}
     assert evidence.lost_writes == (5.0,)
+    assert evidence.held_out == 1
+    assert evidence.moved == (Moved("up", -600, -599.0, ("rollout-1",), 6.0, 9.0),)
+    assert evidence.quarantined == (Quarantined("r1", 4, 0, ("rollout-2",)),)
+    assert evidence.killed == ("trainer", "rollout-1", "rollout-2")
+    assert evidence.restarted == (Restarted("trainer", -9), Restarted("reward", 75))
     assert evidence.closed
 
 

@@ -4,23 +4,42 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.plan import KINDS, LONG, PHASES, TARGETS, Topology, make_plan, make_shape
+from tests.chaos.plan import KINDS, LONG, PHASES, Fault, Topology, make_shape, targets_of, whole
+from tests.chaos.plan import make_plan as make_plan_with
 
-TOPOLOGIES: tuple[Topology, ...] = ("embedded", "external")
+TOPOLOGIES: tuple[Topology, ...] = ("embedded", "external", "up")
+TORN = {
+    ("torn_step", "committed"),
+    ("torn_refilled", "refilled"),
+    ("torn_validation", "validation"),
+    ("torn_close", "closed"),
+}
 
 
+def make_plan(seed: int, faults: int, topology: Topology, lease_s: float = 3.0, *, clocks: bool = True) -> list[Fault]:
+    return make_plan_with(seed, faults, topology, lease_s, clocks=clocks)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("seed", range(20))
-def test_every_process_is_hit_in_every_phase_in_31_faults_and_the_queue_is_closed_at_their_end(seed: int) -> None:
-    for topology in TOPOLOGIES:
-        *plan, last = make_plan(seed, 31, topology, lease_s=3.0)
-        assert {(fault.target, fault.phase) for fault in plan} == {(t, p) for t in TARGETS for p in PHASES}
-        assert (last.kind, last.phase) == ("torn_close", "closed")
+def test_in_a_whole_run_every_process_is_hit_in_every_phase_and_the_server_forgets_certain_writes(
+    seed: int, topology: Topology
+) -> None:
+    plan = make_plan(seed, whole(topology), topology)
+    usual = {(target, phase) for target in targets_of(topology) for phase in PHASES}
+    assert {(fault.target, fault.phase) for fault in plan} == usual | {("server", phase) for _, phase in TORN}
+    torn = [(fault.kind, fault.phase) for fault in plan if (fault.kind, fault.phase) in TORN]
+    assert set(torn) == TORN
+    assert plan[-1].kind == "torn_close"
+    # the end of a refill can be torn off where there was one: the server had forgotten a step of the checkpoint
+    kinds = [fault.kind for fault in plan]
+    assert kinds.index("torn_refilled") == kinds.index("torn_step") + 1
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_five_faults_hit_every_phase_and_five_processes_the_environment_among_them(seed: int) -> None:
     for topology in TOPOLOGIES:
-        plan = make_plan(seed, 5, topology, lease_s=3.0)
+        plan = make_plan(seed, 5, topology)
         assert len({fault.target for fault in plan}) == 5
         assert "environment" in {fault.target for fault in plan}
         assert sorted(fault.phase for fault in plan) == sorted(PHASES)
@@ -32,16 +51,32 @@ def test_the_trainer_that_wakes_up_beside_its_successor_was_frozen_while_it_wrot
     assert not rivals or rivals[0] == "checkpoint"
 
 
-def test_only_long_runs_have_a_prompt_that_kills() -> None:
+def test_only_long_runs_have_a_prompt_that_kills_and_a_server_that_forgets() -> None:
     assert make_shape(1, LONG, "embedded").deadly
     assert not make_shape(1, LONG - 1, "embedded").deadly
-    assert all(fault.kind != "torn_close" for fault in make_plan(1, LONG - 1, "embedded", lease_s=3.0))
+    assert not {(fault.kind, fault.phase) for fault in make_plan(1, LONG - 1, "embedded")} & TORN
+    assert {(fault.kind, fault.phase) for fault in make_plan(1, LONG, "embedded")} >= TORN
 
 
 def test_every_kind_of_fault_befalls_every_process_it_applies_to() -> None:
-    plan = make_plan(1, 100, "external", lease_s=3.0)
-    everything = {(target, kind) for target in TARGETS for kind in KINDS[target]} | {("server", "torn_close")}
-    assert {(fault.target, fault.kind) for fault in plan} == everything
+    plan = make_plan(1, 140, "external")
+    everything = {(target, kind) for target in targets_of("external") for kind in KINDS[target]}
+    assert {(fault.target, fault.kind) for fault in plan} == everything | {("server", kind) for kind, _ in TORN}
+
+
+def test_under_up_services_share_a_machine_whose_network_disk_and_clock_are_not_theirs_alone() -> None:
+    plan = make_plan(1, 140, "up")
+    services = {fault.kind for fault in plan if fault.target not in ("environment", "up", "server")}
+    assert services == {"kill", "stop"}
+    assert {fault.kind for fault in plan if fault.target == "up"} == {"kill", "stop", "terminate", "clock"}
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_where_no_clock_can_be_moved_none_is(topology: Topology) -> None:
+    assert "clock" in {fault.kind for fault in make_plan(1, 140, topology)}
+    plan = make_plan(1, 140, topology, clocks=False)
+    assert len(plan) == 140
+    assert "clock" not in {fault.kind for fault in plan}
 
 
 def test_the_embedded_server_has_no_replica_to_fail_over_to() -> None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,20 @@ import msgpack
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
 from redis.exceptions import RedisError
 
 from tests.chaos.plan import Phase
+
+# User and password, or nothing.
+Login = tuple[str, str] | tuple[()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Glance:
     """The buffer at one moment. `leases`: groups that a replica generates; `scoring`: trajectories that a scorer has.
-    `trained`: the highest step whose metrics were published, -1 before any. `closed`: no more prompts will come."""
+    `trained`: the highest step whose metrics were published, -1 before any. `closed`: no more prompts will come. `refill`: prompts are
+    still to be queued again. `validating`: groups of a validation that have no end yet."""
 
     timeline: str
     incarnation: str
@@ -36,6 +42,8 @@ class Glance:
     epoch: str
     trained: int
     closed: bool
+    refill: bool
+    validating: int
 
     def shows(self, phase: Phase) -> bool:
         """Whether the run is in `phase` (a checkpoint is seen on the disk, not here)."""
@@ -48,6 +56,12 @@ class Glance:
                 return self.next_step > max(self.trained + 1, self.committed, 0)
             case "refit":
                 return self.epoch in ("announced", "transfer")
+            case "validation":
+                return self.validating > 0
+            case "committed":
+                return self.committed > 0
+            case "refilled":
+                return not self.refill
             case "closed":
                 return self.closed
         return False
@@ -63,14 +77,39 @@ def _entries(folder: Path) -> list[Path]:
     return []
 
 
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A replica as the buffer knows it; its state is one of that timeline. `holds`: so many groups."""
+
+    id: str
+    state: str
+    timeline: str
+    holds: int
+
+
+class _Asked(CredentialProvider):
+    """Asks for the login at each connection: a run makes its own when it starts."""
+
+    def __init__(self, login: Callable[[], Login]) -> None:
+        self._login = login
+
+    def get_credentials(self) -> Login:
+        return self._login()
+
+    async def get_credentials_async(self) -> Login:
+        return self._login()
+
+
 class Buffer:
     """The keys of one run. Every method raises `RedisError` while the server is away."""
 
-    def __init__(self, host: str, port: int, run_id: str) -> None:
+    def __init__(self, host: str, port: int, run_id: str, login: Callable[[], Login]) -> None:
+        """`login`: of who may do everything, if the server asks for one."""
         self.key = f"hr:{{{run_id}}}"
         self._redis: Any = Redis(
-            host=host, port=port, socket_timeout=1.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0)
-        )
+            host=host, port=port, socket_timeout=1.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0),
+            credential_provider=_Asked(login),
+        )  # fmt: skip
         self._observed: set[tuple[str, str, int]] = set()
 
     async def aclose(self) -> None:
@@ -78,15 +117,18 @@ class Buffer:
 
     async def glance(self) -> Glance | None:
         """None before the run is there."""
-        fields = await self._redis.hmget(self.key, "timeline", "incarnation", "next_step", "committed", "closed")
+        fields = await self._redis.hmget(
+            self.key, "timeline", "incarnation", "next_step", "committed", "closed", "refill"
+        )
         if fields[0] is None:
             return None
         timeline, incarnation = fields[0].decode(), fields[1].decode()
         base = f"{self.key}:{incarnation}:"
         pipe = self._redis.pipeline(transaction=False)
         pipe.zcard(base + "leases").zcard(base + "orphans").zcard(base + "taken:paced").hget(base + "epoch", "state")
+        pipe.hmget(base + "counts", "validation:queued", "validation:open", "validation:scoring")
         pipe.xrevrange(f"{self.key}:metrics", count=8)
-        open_, orphans, scoring, epoch, metrics = await pipe.execute()
+        open_, orphans, scoring, epoch, validating, metrics = await pipe.execute()
         trained = [int(entry[b"step"]) for _, entry in metrics if entry[b"kind"] == b"train"]
         return Glance(
             timeline,
@@ -98,7 +140,14 @@ class Buffer:
             (epoch or b"").decode(),
             trained[0] if trained else -1,
             fields[4] == b"1",
+            fields[5] == b"1",
+            sum(int(count or 0) for count in validating),
         )
+
+    async def clock(self) -> float:
+        """What time it is for the server."""
+        seconds, microseconds = await self._redis.time()
+        return float(seconds + microseconds / 1e6)
 
     async def held_by_pid(self) -> dict[int, tuple[str, ...]]:
         """Ids of the groups that each replica holds, by its process id; those of processes that are gone are among them."""
@@ -113,6 +162,20 @@ class Buffer:
             if info:
                 held[int(msgpack.unpackb(info)["pid"])] = tuple(sorted(group.decode() for group in groups))
         return held
+
+    async def fleet(self) -> dict[int, Member]:
+        """The replicas, by process id."""
+        incarnation = await self._redis.hget(self.key, "incarnation")
+        base = f"{self.key}:{incarnation.decode()}:" if incarnation else ""
+        members = {}
+        for replica in await self._redis.zrange(base + "replicas", 0, -1):
+            key = base.encode() + b"r:" + replica
+            state, info, timeline = await self._redis.hmget(key, "state", "info", "timeline")
+            if info is not None:
+                holds = await self._redis.scard(base.encode() + b"h:" + replica)
+                member = Member(replica.decode(), state.decode(), timeline.decode(), holds)
+                members[int(msgpack.unpackb(info)["pid"])] = member
+        return members
 
     async def observe(self, glance: Glance, journal: Path) -> None:
         """Append the batches that are reserved now and were not seen before: groups, and what their trajectories say."""
@@ -176,6 +239,7 @@ def _trajectory(payload: dict[str, Any], score: dict[str, Any], tries: int) -> d
     return {
         "group": payload["group_id"],
         "index": payload["index"],
+        "replica": payload["replica"],
         "spans": [list(span) for span in payload["spans"]],
         "text": payload["text"],
         "status": score["status"],

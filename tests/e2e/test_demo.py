@@ -1,11 +1,19 @@
-"""The demo's pipeline as a person starts it, shortened: it learns, and what it leaves behind obeys the laws."""
+"""The demo's pipeline as a person starts it, with the reward of their own that the quickstart shows, shortened: it learns, what it leaves
+behind obeys the laws, and its checkpoint is of use."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
+import re
+import shlex
 import signal
-from collections.abc import Sequence
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +22,18 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config import load
+from headrace.journal import Journal, surviving
 from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
-from headrace_services.trainer.telemetry.journal import Journal, surviving
+from tests.support.command import headrace, headrace_process
 from tests.support.ports import free_ports
+from tests.support.processes import descendants, eventually, gone
 from tests.support.up import Up
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "arithmetic_tiny.yaml"
+SUM = [{"role": "user", "content": "47+21"}]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def overrides(folder: Path, model: Path, *more: str) -> list[str]:
@@ -36,6 +49,21 @@ def overrides(folder: Path, model: Path, *more: str) -> list[str]:
         "grpo.max_val_samples=200",
         *more,
     ]
+
+
+def own_reward(folder: Path) -> list[str]:
+    """What the quickstart's "Your own reward" changes in the demo: writes its file into `folder`, runs what comes before `headrace up`,
+    in the order in which it stands there, and returns the arguments of `up`."""
+    text = (ROOT / "docs" / "quickstart.md").read_text().split("## Your own reward")[1].split("\n## ")[0]
+    (name,) = re.findall(r"`(\w+\.py)`:\n\n```python", text)
+    (folder / name).write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
+    (folder / "examples").symlink_to(ROOT / "examples")
+    *before, last = [shlex.split(line) for line in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)[0].splitlines()]
+    for command in before:
+        assert command[0] == "headrace"
+        subprocess.run([sys.executable, "-m", "headrace.cli", *command[1:]], cwd=folder, check=True)
+    assert last[:3] == ["headrace", "up", str(DEMO.relative_to(ROOT))]
+    return last[3:]
 
 
 def journal(run: Path) -> list[dict[str, Any]]:
@@ -69,33 +97,115 @@ def leftovers(folder: Path) -> list[str]:
     return mine
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_demo_learns_and_keeps_its_laws_though_it_was_killed_on_the_way(tmp_path: Path, warm_model: Path) -> None:
-    """SIGKILL of the supervisor in the middle of training leaves no orphan; `up` with the same id then finishes the run."""
-    steps = 15
-    arguments = overrides(tmp_path, warm_model, f"grpo.max_num_steps={steps}", "checkpointing.save_period=2")
-    run = tmp_path / "demo"
-    first = Up(DEMO, *arguments, output=tmp_path / "first.out")
+STEPS = 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Demo:
+    """A finished run: its folder, what it was started with, and what its first start, which was killed, left behind."""
+
+    folder: Path
+    arguments: list[str]
+    left: list[str]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory, warm_model: Path) -> Demo:
+    """The demo, killed in the middle of training and then finished. The reward is that of the quickstart's own environment, the validation
+    accuracy that of the built-in one."""
+    place = tmp_path_factory.mktemp("runs")
+    arguments = overrides(place, warm_model, f"grpo.max_num_steps={STEPS}", "checkpointing.save_period=2")
+    arguments += own_reward(place)
+    first = Up(DEMO, *arguments, output=place / "first.out", cwd=place)
     try:
         first.wait_for("step 3:")
     finally:
         left = first.stop(signal.SIGKILL)
-    assert left == []
-    assert not leftovers(tmp_path)
+    left += leftovers(place)
 
-    second = Up(DEMO, *arguments, output=tmp_path / "second.out")
+    second = Up(DEMO, *arguments, output=place / "second.out", cwd=place)
     assert second.process.wait(timeout=500) == 0, second.said()
-    assert not leftovers(tmp_path)
+    return Demo(place / "demo", arguments, left + leftovers(place))
+
+
+def test_the_demo_learns_and_keeps_its_laws_though_it_was_killed_on_the_way(demo: Demo) -> None:
+    """SIGKILL of the supervisor in the middle of training leaves no orphan; `up` with the same id then finishes the run."""
+    run = demo.folder
+    assert demo.left == []
     lines = surviving(Journal(run / "metrics.jsonl").read())
     assert any(line["kind"] == "rewind" and line["step"] >= 2 for line in journal(run)), "it went on from a checkpoint"
-    assert [line.step for line in lines if line.kind == "train"] == list(range(steps))
+    assert [line.step for line in lines if line.kind == "train"] == list(range(STEPS))
     accuracy = {line.step: line.metrics["accuracy"] for line in lines if line.kind == "validation"}
     assert accuracy[0] <= 0.5
-    assert accuracy[steps] >= accuracy[0] + 0.25
-    audit(run, arguments, steps)
+    assert accuracy[STEPS] >= accuracy[0] + 0.25
+    audit(run, demo.arguments, STEPS)
     assert (run / "curve.png").stat().st_size > 1000
 
-    policy = run / "checkpoints" / f"step_{steps}" / "policy"
-    assert AutoModelForCausalLM.from_pretrained(policy).num_parameters() > 0
-    assert AutoTokenizer.from_pretrained(policy).encode("1+2")
+
+def test_its_checkpoint_is_exported_evaluated_and_served(demo: Demo, tmp_path: Path) -> None:
+    exported, results = tmp_path / "adder", tmp_path / "results.json"
+    done = headrace("export", f"{demo.folder}@best", "-o", exported)
+    assert done.returncode == 0, done.stderr
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    prompt = tokenizer.apply_chat_template(SUM, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    answer = tokenizer.decode(model.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.shape[1] :])
+
+    sums = tmp_path / "sums.jsonl"
+    sums.write_text("".join(json.dumps({"input": f"4{i}+3", "output": str(43 + i)}) + "\n" for i in range(8)))
+    evaluated = headrace_process(
+        *("eval", demo.folder, "validation", sums, "--samples", 4, "--temperature", 1, "--json", results),
+        *("--set", "data.validation.0.size=100"),
+        timeout_s=500,
+        cwd=demo.folder.parent,  # where the run was started, and its my_env.py is
+    )
+    assert evaluated.returncode == 0, evaluated.stderr
+    found = json.loads(results.read_text())
+    assert found["model"] == f"demo@{STEPS}"
+    assert {name: (each["evaluated"], each["failed"]) for name, each in found["data_sets"].items()} == {
+        "validation": (100, 0),
+        "sums": (8, 0),
+    }
+    validation = found["data_sets"]["validation"]
+    assert 0.3 < validation["pass_at"]["1"] < validation["pass_at"]["4"] <= 1
+    assert validation["pass_at"]["1"] == pytest.approx(validation["reward"]), "the demo's rewards are 0 and 1"
+    assert 0 < validation["reward_stderr"] < 0.1
+
+    with served(demo.folder, tmp_path / "serve.log") as (address, name):
+        reply = post(
+            f"{address}/v1/chat/completions", {"model": name, "messages": SUM, "max_tokens": 6, "temperature": 0}
+        )
+    assert name.startswith("demo@")
+    assert reply["choices"][0]["message"]["content"] == answer.removesuffix(tokenizer.eos_token)
+    assert not leftovers(demo.folder)
+
+
+@contextlib.contextmanager
+def served(run: Path, log: Path) -> Iterator[tuple[str, str]]:
+    """`headrace serve` of the run's best checkpoint: its address, and the only model there is."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "headrace.cli", "serve", f"{run}@best", "--port", str(port)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out)
+    address = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        assert process.poll() is None, log.read_text()
+        with contextlib.suppress(OSError):
+            return bool(urllib.request.urlopen(f"{address}/health", timeout=10).status == 200)
+        return False
+
+    try:
+        eventually(answers, within_s=400)
+        (model,) = json.load(urllib.request.urlopen(f"{address}/v1/models", timeout=30))["data"]
+        yield address, model["id"]
+    finally:
+        started = descendants(process.pid)
+        process.terminate()
+        process.wait(timeout=120)
+    assert all(gone(pid) for pid in started)
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
+    return json.load(urllib.request.urlopen(request, timeout=120))

@@ -22,29 +22,11 @@ from headrace.replay.connection import open_redis
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from tests.fuzz.mutation import Mutator, pack
-from tests.fuzz.recorded_run import Call, Contents, record
 from tests.support.ports import free_port
+from tests.support.recorded_run import DIGEST, Call, Contents, record
 
 RUN = "fuzzed"
 FUNCTIONS = sorted(re.findall(r"'(hr_\w+)'", library.built_in().source()))
-# What a run holds but the count of refusals, which a refused call adds to.
-DIGEST = """
-local keys, parts = redis.call('KEYS', ARGV[1]), {}
-table.sort(keys)
-for _, key in ipairs(keys) do
-  if key .. '*' == ARGV[1] then
-    local fields = redis.call('HGETALL', key)
-    for i = 1, #fields, 2 do
-      -- any call may write down what the time is
-      if fields[i] ~= 'clock' and fields[i] ~= 'offset' then parts[#parts + 1] = fields[i] .. '=' .. fields[i + 1] end
-    end
-  elseif string.sub(key, -9) ~= ':refusals' then
-    parts[#parts + 1] = key .. redis.call('DUMP', key)
-  end
-end
-table.sort(parts)
-return redis.sha1hex(table.concat(parts, '\\0'))
-"""
 # Between two restores of what was held: an accepted call changes what those after it find.
 TOGETHER = 50
 NAME = re.compile(r"[A-Za-z0-9._:@/+=,~-]{1,256}")
@@ -92,7 +74,7 @@ def _parser(found: re.Match[str]) -> Callable[[Any], bool]:
         allowed = re.findall(r"'(\w+)'", words)
         return lambda value: isinstance(value, str) and value in allowed
     if kind == "list_of":
-        limit, each = 256 * (4 if "4" in most else 1), TAKEN[of_each]
+        limit, each = 256 * int(most.removesuffix("BATCH").strip(" *") or 1), TAKEN[of_each]
         return lambda value: value == {} or (isinstance(value, list) and _fits(value, limit, each))
     return TAKEN.get(kind, lambda value: True)
 

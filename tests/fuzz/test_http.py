@@ -28,6 +28,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from headrace.config import Config
+from headrace.config.data import EnvConfig
 from headrace.credentials import Credentials, complete
 from headrace.http_access import SESSION, Guard, HttpAccess, new_code
 from headrace.lineage import LineageFiles
@@ -36,12 +37,14 @@ from headrace.replay.connection import open_redis
 from headrace.service import create_app
 from headrace.trajectory import Score
 from headrace_services.replay.http import build_app as replay_app
+from headrace_services.reward.http import build_app as reward_app
+from headrace_services.reward.hub import Hub, RemoteBackend
 from headrace_services.trainer.progress import Progress
 from headrace_services.trainer.telemetry.http import build_app as trainer_app
 from tests.fuzz.asgi import Request
 from tests.fuzz.mutation import Mutator
-from tests.fuzz.recorded_run import LIMITS
 from tests.support.buffer import contents, enqueue, healthy_replica, push_all
+from tests.support.recorded_run import LIMITS
 
 CHECKS = [
     not_a_server_error,
@@ -105,7 +108,7 @@ async def _filled(url: str, limits: Any) -> ReplayClient:
     first, second, _ = await replay.lease(await healthy_replica(replay), 3)
     await push_all(replay, first)
     strange = {"nan": float("nan"), "deep": [[[]]], "big": 2**63}
-    for job in await replay.take_scoring("scorer", {"math": 2}):
+    for job in await replay.take_scoring({"math": 2}):
         await replay.score(job, Score("SCORED", 1.0, {"part": 0.5}, metadata=strange))
     await replay.release(second, "\x1b[2J", failed=True)
     timeline = (await replay.state()).timeline
@@ -122,11 +125,17 @@ def service(
     if request.param == "trainer":
         yield Service(trainer_app(config, _ready, Progress()))
     elif request.param == "reward":
-        yield Service(create_app("Headrace reward", _ready))
+        yield runner.run(_reward(config))
     else:
         replay = runner.run(_filled(redis_url, limits=LIMITS))
         yield Service(replay_app(replay, _ready, LineageFiles(config.run_folder / "lineage")), replay)
         runner.run(replay.aclose())
+
+
+async def _reward(config: Config) -> Service:
+    env = EnvConfig(target="127.0.0.1:1")
+    backend = RemoteBackend("mine", env, 2**20, config.security, None)
+    return Service(reward_app(Hub({"mine": backend}, {"mine": env})))
 
 
 @pytest.fixture

@@ -78,9 +78,9 @@ class Caller(RuleBasedStateMachine):
         return self.replicas[which % REPLICAS]
 
     def enter(self, which: int, how: str = "once") -> None:
-        """The replica registers; under a new name if it has left or died."""
+        """The replica registers; under a new name if it has left or died, or is quarantined."""
         name = self.replica(which)
-        if name in self.model.used or (name in self.model.members and self.model.state_of(name) == "DEAD"):
+        if name in self.model.used or (name in self.model.members and not self.model.takes_part(name)):
             self.replicas[which % REPLICAS] = f"replica-{which % REPLICAS}-{self.name()}"
         self.call("register", self.replica(which), {}, how=how)
 

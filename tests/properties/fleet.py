@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from headrace.errors import Fenced, InvalidCall, LeaseLost, NotVerified, ReplayError, Surplus, WrongTimeline
-from headrace.replay import HeartbeatReply, Lease
+from headrace.replay import HeartbeatReply, Lease, RefitVerdict
 from headrace.trajectory import Trajectory
 from tests.properties.records import Announced, Held, Member, Piece
 from tests.properties.scoring import Scoring
@@ -22,12 +22,19 @@ class Fleet(Scoring):
 
     def healthy(self, replica: str) -> bool:
         member = self.members.get(replica)
-        return member is not None and not member.dead and member.timeline == self.timeline
+        return self.takes_part(replica) and member is not None and member.timeline == self.timeline
+
+    def takes_part(self, replica: str) -> bool:
+        """Whether anyone waits for it."""
+        member = self.members.get(replica)
+        return member is not None and not member.dead and not member.quarantined
 
     def state_of(self, replica: str) -> str:
         member = self.members.get(replica)
         if member is None or member.dead:
             return "DEAD"
+        if member.quarantined:
+            return "QUARANTINED"
         return "HEALTHY" if self.healthy(replica) else "STALE"
 
     def register(self, replica: str, info: object, seen: object, incarnation: str | None = None) -> None:
@@ -48,6 +55,17 @@ class Fleet(Scoring):
             del self.members[replica]
             self.used.add(replica)
 
+    def quarantine(self, replica: str, timeline: str, reason: str, seen: object) -> bool:
+        self.expire()
+        self.require_timeline(timeline)
+        if self.state_of(replica) == "QUARANTINED":
+            return True
+        if not self.takes_part(replica) or not any(self.healthy(other) for other in self.members if other != replica):
+            return False
+        self.members[replica].quarantined = True
+        self.take_back(replica, died=False)
+        return True
+
     def heartbeat(self, replica: str, tokens: Sequence[str], seen: HeartbeatReply) -> HeartbeatReply:
         self.expire()
         state = self.state_of(replica)
@@ -55,7 +73,7 @@ class Fleet(Scoring):
         assert set(seen.complete) <= lost <= set(tokens)
         for token in tokens:
             held = next((held for held in self.groups.values() if held.token == token), None)
-            if state == "DEAD" or held is None:
+            if not self.takes_part(replica) or held is None:
                 assert token in lost, f"{token} is void, and the heartbeat of {replica} is not told"
             elif held.overdue(self.now):
                 assert token in lost, f"{token} is over, and the heartbeat of {replica} is not told"
@@ -68,7 +86,8 @@ class Fleet(Scoring):
             self.members[replica].due = self.now + milliseconds(self.limits.replica_dead_s)
         newest = (self.epoch_now.id, self.epoch_now.state) if self.epoch_now else None
         assert newest == ((seen.epoch.id, seen.epoch.state) if seen.epoch else None)
-        return HeartbeatReply(state, self.timeline, seen.lost, seen.epoch, seen.complete)  # type: ignore[arg-type]
+        assert bool(seen.reason) == (state == "QUARANTINED")
+        return HeartbeatReply(state, self.timeline, seen.lost, seen.epoch, seen.complete, seen.reason)  # type: ignore[arg-type]
 
     def heartbeat_again(self, number: int, replica: str, tokens: Sequence[str], seen: object) -> object:
         """It renews nothing."""
@@ -98,8 +117,7 @@ class Fleet(Scoring):
         return newest
 
     def require_member(self, epoch: Announced, replica: str, *did: str) -> None:
-        member = self.members.get(replica)
-        if member is None or member.dead or epoch.did.get(replica) not in did:
+        if not self.takes_part(replica) or epoch.did.get(replica) not in did:
             self.refuse(Fenced)
 
     def open_epoch(self, epoch: str, version: int, timeline: str, rendezvous: object, seen: object) -> object:
@@ -109,7 +127,7 @@ class Fleet(Scoring):
             if epoch in self.epochs:
                 self.refuse(Fenced)
             self.epochs.add(epoch)
-            did = {replica: "asked" for replica, member in self.members.items() if not member.dead}
+            did = {replica: "asked" for replica in self.members if self.takes_part(replica)}
             self.epoch_now = Announced(epoch, version, timeline, "announced", did)
         return self._view()
 
@@ -119,27 +137,32 @@ class Fleet(Scoring):
         self.require_member(newest, replica, "asked", "acknowledged")
         newest.did[replica] = "acknowledged"
 
-    def begin_epoch(self, epoch: str, rendezvous: object, seen: object) -> object:
+    def begin_epoch(
+        self, epoch: str, rendezvous: object, logprobs: list[float], tolerance: float, seen: object
+    ) -> object:
         self.expire()
         newest = self.require_epoch(epoch, "announced", "transfer")
         if newest.state == "announced":
-            newest.state = "transfer"
+            newest.state, newest.logprobs, newest.tolerance = "transfer", logprobs, tolerance
             newest.did = {m: "left out" if did == "asked" else did for m, did in newest.did.items()}
             for member in self.members.values():
                 member.timeline = ""
         return self._view()
 
-    def verify(self, replica: str, epoch: str, difference: float, tolerance: float, seen: object) -> bool:
+    def verify(self, replica: str, epoch: str, logprobs: list[float], seen: object) -> RefitVerdict:
         self.expire()
         newest = self.require_epoch(epoch, "transfer")
         self.require_member(newest, replica, "acknowledged", "verified")
-        if not difference <= tolerance:
+        if len(logprobs) != len(newest.logprobs):
+            self.refuse(InvalidCall)
+        difference = max(abs(ours - theirs) for ours, theirs in zip(newest.logprobs, logprobs, strict=True))
+        if difference > newest.tolerance:
             newest.did[replica] = "refused"
             self.members[replica].timeline = ""
-            return False
+            return RefitVerdict(False, difference)
         newest.did[replica] = "verified"
         self.members[replica].version, self.members[replica].timeline = newest.version, self.timeline
-        return True
+        return RefitVerdict(True, difference)
 
     def refuse_epoch(self, replica: str, epoch: str, reason: str, seen: object) -> None:
         self.expire()
@@ -169,6 +192,14 @@ class Fleet(Scoring):
             ahead = limits.max_age
         prompts = limits.prompts_per_step
         return (version + ahead + 1) * prompts - prompts * self.next_step - len(self.in_flight())
+
+    def _room_for_probe(self) -> int:
+        """Train groups up to the one that is to be a broken environment's probe, which admission must not keep out."""
+        queue = sorted(self.train("queued"), key=_order)
+        for place, held in enumerate(queue, 1):
+            if self.environment(held.group.env_name).broken is not None:
+                return place if self.may_generate(held.group.env_name) else 0
+        return 0
 
     def started(self, held: Held) -> int:
         """Trajectories that a lease starts."""
@@ -212,14 +243,18 @@ class Fleet(Scoring):
             most -= 1
         for lane in ("validation", "train"):
             queue = sorted((h for h in self.groups.values() if (h.lane, h.state) == (lane, "queued")), key=_order)
-            room = most if lane == "validation" else min(most, 0 if self.refill else self.room(version))
-            for held in queue[: max(room, 0)]:
+            room = most
+            if lane == "train":
+                admitted = self.room(version)
+                room = 0 if self.refill else min(most, admitted if admitted > 0 else self._room_for_probe())
+            for held in queue[:room]:
                 if not self.may_generate(held.group.env_name) or not self.fits(held):
                     break
                 assert left, f"{replica} could have {held.id}, and was not given it"
                 self._grant(held, replica, version, left.pop(0))
                 environment = self.environment(held.group.env_name)
-                environment.group = held.id if environment.broken is not None else environment.group
+                if environment.broken is not None:
+                    environment.group, environment.asked = held.id, environment.probes
                 most -= 1
         assert not left, f"{replica} was given {[lease.group.id for lease in left]} against admission, memory or order"
         return seen

@@ -82,6 +82,16 @@ class Model(Fleet):
         self.batch_counts, self.scored_since, self.filtered_since = (self.scored_since, self.filtered_since), 0, 0
         return self._batch(step)
 
+    def reserve_again(self, number: int, step: int, timeline: str, seen: object) -> object:
+        """It reserves nothing."""
+        self.expire()
+        self.require_timeline(timeline)
+        if step == self.next_step - 1 and step >= self.committed and self.of_step(step, "reserved"):
+            return self._batch(step)
+        if step != self.next_step:
+            self.refuse(WrongStep)
+        return Waiting(0, self.limits.prompts_per_step)
+
     def _fresh(self, step: int, need: int) -> list[Held] | None:
         """What fills the holes: `ordered` the lowest tickets, all ready; else the lowest tickets among the ready. None: wait."""
         line = self.line()

@@ -43,7 +43,7 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
         if items:
             self.call("push_many", items)
         self.call("release_scoring")
-        while jobs := self.call("take_scoring", "scorer", dict.fromkeys(self.all_environments, 64)):
+        while jobs := self.call("take_scoring", dict.fromkeys(self.all_environments, 64)):
             scores = [Score("SCORED", float(job.trajectory.index + (not differ))) for job in jobs]
             self.call("score_many", list(zip(jobs, scores, strict=True)))
 
@@ -147,9 +147,35 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
         """For some rounds it scores nothing."""
         self.a_round(groups, "plain", True, "pushed")
         for _ in range(rounds):
-            jobs = self.call("take_scoring", "scorer", {self.env_name(which): 8}) or []
+            jobs = self.call("take_scoring", {self.env_name(which): 8}) or []
             if jobs:
                 self.call("score_many", [(job, Score(status, message="no")) for job in jobs])
+            self.time_passes("the next")
+
+    @rule(
+        which=st.integers(0, 1),
+        status=st.sampled_from(["FAILED", "INVALID", "INTERRUPTED"]),
+        rounds=st.integers(4, 16),
+        every=st.sampled_from([1, 2, 3]),
+        most=st.sampled_from([1, 8]),
+    )
+    def an_environment_fails_on_some_prompts(
+        self, which: int, status: Status, rounds: int, every: int, most: int
+    ) -> None:
+        """On all that wait for their scores, and on `every` few of those that are generated then."""
+        self.a_round(4, "plain", True, "pushed")
+        waiting = {group for env in self.all_environments for group, _ in self.model.waiting(env)}
+        for _ in range(rounds):
+            leases = self.call("lease", self.replica(0), most) or []
+            self.leases += leases
+            items = [(lease, self.trajectory(lease, index, "plain")) for lease in leases for index in lease.missing]
+            if items:
+                self.call("push_many", items)
+            jobs = self.call("take_scoring", {self.env_name(which): 8}) or []
+            bad = [job.group.id in waiting or job.group.order % every == 0 for job in jobs]
+            scores = [Score(status, message="no") if each else Score("SCORED", 1.0) for each in bad]
+            if jobs:
+                self.call("score_many", list(zip(jobs, scores, strict=True)))
             self.time_passes("the next")
 
     @rule(steps=st.integers(2, 4), commits=st.booleans())

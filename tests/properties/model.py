@@ -46,6 +46,7 @@ class Core:
         self.refusals: collections.Counter[str] = collections.Counter()
         self.used: set[str] = set()  # timelines and incarnations that have ended, replicas that have left
         self.call_number = 0  # of the call that is made
+        self.newest: collections.Counter[str] = collections.Counter()  # number of the newest such call
         self.meters = Meters()
         self.begin(timeline, incarnation, 0, -1, -1)
 

@@ -28,7 +28,8 @@ class Piece:
     latency: int  # from lease to push
     attempts: int = 0
     alone: bool = False  # its environment died with it
-    scored_at_failure: int | None = None  # how many others had been scored when it first failed
+    scored_at_failure: int | None = None  # how many others had been scored when it first failed, or was first INVALID
+    was_invalid: bool = False
     token: str | None = None
     deadline: int = 0
     reward: float | None = None
@@ -144,10 +145,13 @@ class EnvironmentModel:
     kind: str = ""
     probes: int = 0
     probe_at: int = 0
-    group: str | None = None  # leased to be the probe
+    group: str | None = None  # the newest that was leased to be the probe
+    asked: int = 0  # `probes` then
+    repaired: int = 0  # `scored` when a probe other than of a new group closed the breaker
 
     def close(self) -> None:
-        self.broken, self.kind, self.results, self.not_started, self.probes, self.group = None, "", 0, 0, 0, None
+        self.broken, self.kind, self.results, self.not_started, self.probes = None, "", 0, 0, 0
+        self.group, self.asked = None, 0
 
 
 @dataclasses.dataclass
@@ -156,6 +160,7 @@ class Member:
 
     due: int
     dead: bool = False
+    quarantined: bool = False
     version: int = -1
     timeline: str = ""  # on which it was verified; '' is STALE
     leased: int = 0  # its newest `lease`, by the number of the call
@@ -165,13 +170,16 @@ class Member:
 
 @dataclasses.dataclass
 class Announced:
-    """A membership epoch. `did`: what each member did of asked, acknowledged, verified, refused, left out."""
+    """A membership epoch. `did`: what each member did of asked, acknowledged, verified, refused, left out. In transfer it has the trainer's
+    log-probabilities of the probe, and how far others may be from them."""
 
     id: str
     version: int
     timeline: str
     state: str
     did: dict[str, str]
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    tolerance: float = 0.0
 
 
 class Meters:

@@ -15,6 +15,9 @@ from headrace.trajectory import Trajectory
 from tests.properties.caller import REPLICAS, Caller, deliveries, lateness, new_each_time, some
 from tests.support.buffer import make_trajectory
 
+# The trainer's log-probabilities of the probe.
+PROBE = [-1.0, -2.0]
+
 
 class RolloutRules(Caller):
     def __init__(self) -> None:
@@ -32,15 +35,15 @@ class RolloutRules(Caller):
         """A whole epoch at the trainer's version."""
         epoch, timeline = self.name(), self.model.timeline
         for i in which:
-            if self.model.state_of(self.replica(i)) == "DEAD":
+            if not self.model.takes_part(self.replica(i)):
                 self.enter(i)
         self.epochs.append(epoch)
         self.call("open_epoch", epoch, self.model.next_step, timeline, {})
         for i in which:
             self.call("acknowledge", self.replica(i), epoch)
-        self.call("begin_epoch", epoch, {})
+        self.call("begin_epoch", epoch, {}, PROBE, 1e-3)
         for i in which:
-            self.call("verify", self.replica(i), epoch, 1e-6, 1e-3)
+            self.call("verify", self.replica(i), epoch, PROBE)
         self.call("end_epoch", epoch, False)
 
     @rule(back=st.sampled_from([0, 0, 0, 1]), late=lateness, how=deliveries)
@@ -49,7 +52,7 @@ class RolloutRules(Caller):
         self.call("open_epoch", self.epochs[-1], max(0, self.model.next_step - back), self.timeline(late), {}, how=how)
 
     @rule(
-        step=st.sampled_from(["acknowledge", "begin", "verify", "mismatch", "refuse", "done", "aborted"]),
+        step=st.sampled_from(["acknowledge", "begin", "verify", "mismatch", "short", "refuse", "done", "aborted"]),
         which=some,
         old=lateness,
         how=deliveries,
@@ -58,9 +61,10 @@ class RolloutRules(Caller):
         epoch, replica = self.epochs[-1 - old % len(self.epochs)], self.replica(which)
         calls: dict[str, tuple[Any, ...]] = {
             "acknowledge": ("acknowledge", replica, epoch),
-            "begin": ("begin_epoch", epoch, {}),
-            "verify": ("verify", replica, epoch, 1e-6, 1e-3),
-            "mismatch": ("verify", replica, epoch, 1.0, 1e-3),
+            "begin": ("begin_epoch", epoch, {}, PROBE, 1e-3),
+            "verify": ("verify", replica, epoch, [-1.0, -1.9995]),
+            "mismatch": ("verify", replica, epoch, [0.0, -2.0]),
+            "short": ("verify", replica, epoch, PROBE[:1]),
             "refuse": ("refuse", replica, epoch, "no"),
             "done": ("end_epoch", epoch, False),
             "aborted": ("end_epoch", epoch, True),
@@ -79,6 +83,10 @@ class RolloutRules(Caller):
     @rule(which=some, died=st.booleans(), how=deliveries)
     def deregister(self, which: int, died: bool, how: str) -> None:
         self.call("deregister", self.replica(which), died, how=how)
+
+    @rule(which=some, late=lateness, how=deliveries)
+    def quarantine(self, which: int, late: int, how: str) -> None:
+        self.call("quarantine", self.replica(which), self.timeline(late), "it stands apart", how=how)
 
     @rule(which=some, newest=st.integers(0, 4), how=deliveries)
     def heartbeat(self, which: int, newest: int, how: str) -> None:

@@ -23,7 +23,7 @@ class ScorerRules(Caller):
 
     @rule(most=st.sampled_from([1, 2, 3, 8]), how=new_each_time)
     def take_scoring(self, most: int, how: str) -> None:
-        self.jobs += self.call("take_scoring", "scorer", dict.fromkeys(self.all_environments, most), how=how) or []
+        self.jobs += self.call("take_scoring", dict.fromkeys(self.all_environments, most), how=how) or []
 
     @precondition(lambda self: self.jobs)
     @rule(said=st.lists(st.tuples(statuses, rewards), min_size=1, max_size=6), skip=st.integers(0, 3), how=deliveries)

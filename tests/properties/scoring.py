@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from headrace.errors import LeaseLost, ReplayError
+from headrace.errors import Fenced, LeaseLost, ReplayError
 from headrace.replay import ScoringJob
 from headrace.trajectory import Score
 from tests.properties.model import Core
@@ -14,6 +14,7 @@ from tests.properties.records import EnvironmentModel, Held, Piece
 # Of the last results, and the first that tell; the functions under test have the same (clock.py).
 WINDOW, FIRST = 6, 3
 NOTHING_BEGUN = 3
+FAILED_PROBES = 3
 Place = tuple[str, int]
 
 
@@ -25,16 +26,20 @@ def pause(who: str, tries: int) -> int:
 
 
 class Scoring(Core):
+    answer: frozenset[str] | set[str] = frozenset()  # tokens of the newest `take_scoring`
+
     # -- what is taken
 
-    def take_scoring(self, scorer: str, room: Mapping[str, int], seen: list[ScoringJob]) -> list[ScoringJob]:
+    def take_scoring(self, room: Mapping[str, int], seen: list[ScoringJob]) -> list[ScoringJob]:
         """Of each environment those that may be taken the longest, in any order among equals; suspects and probes alone."""
         self.expire()
+        self.newest["take"], self.answer = self.call_number, {job.token for job in seen}
         left = list(seen)
         for name, most in room.items():
             waiting = {place: piece for place, piece in self.waiting(name).items() if piece.since <= self.now}
             count, suspects, alone = self._allowance(name, most, waiting)
             waiting = {place: piece for place, piece in waiting.items() if piece.alone == suspects}
+            waiting = self._untried(name, waiting) or waiting
             chosen = [job for job in left if job.group.env_name == name]
             left = [job for job in left if job.group.env_name != name]
             self._take(chosen, waiting, min(count, len(waiting)))
@@ -42,6 +47,14 @@ class Scoring(Core):
                 self.environment(name).sent_alone = (chosen[0].group.id, chosen[0].trajectory.index)
         assert not left, "trajectories of an environment that was not asked for"
         self.tokens |= {job.token for job in seen}
+        return seen
+
+    def take_scoring_again(self, number: int, room: Mapping[str, int], seen: list[ScoringJob]) -> list[ScoringJob]:
+        """The newest is answered as before; nothing more is taken."""
+        self.expire()
+        if number < self.newest["take"]:
+            self.refuse(Fenced)
+        assert {job.token for job in seen} <= self.answer
         return seen
 
     def _allowance(self, name: str, most: int, waiting: Mapping[Place, Piece]) -> tuple[int, bool, bool]:
@@ -56,8 +69,20 @@ class Scoring(Core):
             return most, False, False
         if taken or (environment.broken is not None and self.now < environment.probe_at):
             return 0, False, False
+        if self._untried(name, waiting):
+            return 1, False, True
         first = bool(suspects) and min(suspects) <= min(others, default=min(suspects))
         return 1, environment.broken is None or first, True
+
+    def _untried(self, name: str, waiting: Mapping[Place, Piece]) -> dict[Place, Piece]:
+        """Of a broken environment, the first trajectory of the group leased to be its probe that waits and has not failed."""
+        group = self.environment(name).group if self.environment(name).broken is not None else None
+        places = [
+            place
+            for place, piece in waiting.items()
+            if place[0] == group and not piece.alone and piece.scored_at_failure is None
+        ]
+        return {place: waiting[place] for place in sorted(places)[:1]}
 
     def _take(self, chosen: Sequence[ScoringJob], waiting: Mapping[Place, Piece], count: int) -> None:
         places = [(job.group.id, job.trajectory.index) for job in chosen]
@@ -77,19 +102,33 @@ class Scoring(Core):
 
     def renew_scoring(self, jobs: Sequence[ScoringJob], seen: object) -> list[ScoringJob]:
         self.expire()
+        self.newest["renew"] = self.call_number
+        return self._renew(jobs, renews=True)
+
+    def renew_scoring_again(self, number: int, jobs: Sequence[ScoringJob], seen: object) -> list[ScoringJob]:
+        """It renews nothing."""
+        self.expire()
+        return self._renew(jobs, renews=False)
+
+    def _renew(self, jobs: Sequence[ScoringJob], *, renews: bool) -> list[ScoringJob]:
         lost = []
         for job in jobs:
             held = self.groups.get(job.group.id)
             piece = held.pieces.get(job.trajectory.index) if held else None
             if piece is None or not piece.taken or piece.token != job.token or piece.overdue(self.now):
                 lost.append(job)
-            else:
+            elif renews:
                 piece.deadline = self.now + round(self.limits.scoring_deadline_s * 1000)
         return lost
 
     def release_scoring(self, seen: object) -> None:
         self.expire()
+        self.newest["take"] = self.newest["renew"] = self.call_number
         self.void_scoring()
+
+    def release_scoring_again(self, number: int, seen: object) -> None:
+        """It releases nothing."""
+        self.expire()
 
     def void_scoring(self) -> None:
         for held in self.groups.values():
@@ -158,11 +197,16 @@ class Scoring(Core):
     def _count_scored(self, name: str, places: Sequence[Place]) -> int:
         """Returns how many the environment had scored before."""
         environment = self.environment(name)
+        environment.scored += len(places)
         if environment.broken is not None and (environment.kind == "NOT_STARTED" or environment.sent_alone in places):
+            group, index = environment.sent_alone or ("", 0)
+            held = self.groups.get(group)
+            piece = held.pieces.get(index) if held else None
+            if group != environment.group or (piece is not None and piece.scored_at_failure is not None):
+                environment.repaired = environment.scored
             environment.close()
         environment.failing = {place: at for place, at in environment.failing.items() if place not in places}
         environment.results += len(places)
-        environment.scored += len(places)
         environment.not_started = 0
         return environment.scored - len(places)
 
@@ -185,13 +229,15 @@ class Scoring(Core):
         environment.not_started = 0
         if environment.broken is not None and environment.kind == "NOT_STARTED":
             environment.close()
-        if environment.broken is not None:
-            if was_alone:
-                self._renew_breaker(job.group.env_name)
-            self.void(held, index, alone=suspect)
-        elif score.status == "INTERRUPTED" and not was_alone:
+        if environment.broken is not None and was_alone:
+            self._renew_breaker(job.group.env_name)
+        if score.status == "INTERRUPTED" and not was_alone:
             self.void(held, index, alone=True)
-        elif self._judge(held, index, score, scored_before):
+            return None
+        self._first_failure(environment, piece, score, scored_before)
+        if environment.broken is not None:
+            self.void(held, index, alone=suspect)
+        elif self._judge(held, index, score):
             self._break(job.group.env_name, "FAILING")
             self.void(held, index, alone=suspect)
         elif self._used_up(environment, piece, score):
@@ -201,6 +247,15 @@ class Scoring(Core):
             piece.token, piece.since, piece.alone = None, self.now + delay, suspect or piece.alone
         return None
 
+    def _first_failure(
+        self, environment: EnvironmentModel, piece: Piece, score: Score, scored_before: int | None
+    ) -> None:
+        """The first INVALID begins anew, and so does what failed before the environment was repaired."""
+        first, invalid = piece.scored_at_failure, score.status == "INVALID"
+        if first is None or (invalid and not piece.was_invalid) or first < environment.repaired:
+            piece.scored_at_failure = environment.scored if scored_before is None else scored_before
+            piece.was_invalid = invalid
+
     def _used_up(self, environment: EnvironmentModel, piece: Piece, score: Score) -> bool:
         """Its own failure if others were scored since it first failed; else perhaps the environment's, and it gets twice the attempts."""
         most = self.limits.max_scoring_attempts
@@ -208,16 +263,16 @@ class Scoring(Core):
             return piece.attempts >= 2 * most
         return score.status == "INVALID" or piece.attempts >= most
 
-    def _judge(self, held: Held, index: int, score: Score, scored_before: int | None) -> bool:
+    def _judge(self, held: Held, index: int, score: Score) -> bool:
         """Whether the environment's breaker opens for this failure."""
         environment, piece, place = self.environment(held.group.env_name), held.pieces[index], (held.id, index)
-        if piece.scored_at_failure is None:
-            piece.scored_at_failure = environment.scored if scored_before is None else scored_before
         if place not in environment.failing:
             environment.results += 1
             environment.failing[place] = environment.results
         recent = environment.results - WINDOW
         environment.failing = {place: number for place, number in environment.failing.items() if number > recent}
+        if environment.scored > (piece.scored_at_failure or 0):
+            return False  # its own fault
         seen = min(environment.results, WINDOW)
         settings = self.limits.environments.get(held.group.env_name)
         share = settings.failure_share if settings else 0.5
@@ -273,10 +328,15 @@ class Scoring(Core):
         environment.probe_at = self.now + pause(name, environment.probes + 1)
 
     def may_generate(self, name: str) -> bool:
-        """Of a broken environment, only the group that is to be its probe, where there is nothing else to be sent."""
+        """Of a broken environment, only the group that is to be its probe: where there is nothing else to be sent, or too many probes have
+        failed since one was asked for, and no other one is being generated or still to be tried."""
         environment = self.environment(name)
         if environment.broken is None:
             return True
+        enough = environment.kind == "FAILING" and environment.probes >= max(FAILED_PROBES, 2 * environment.asked)
+        if (self.waiting(name) or self.taken(name)) and not enough:
+            return False
         probe = self.groups.get(environment.group or "")
-        busy = probe is not None and probe.state in ("open", "scoring")
-        return not busy and not self.waiting(name) and not self.taken(name)
+        if probe is None or probe.state not in ("open", "scoring"):
+            return True
+        return probe.state == "scoring" and any(piece.scored_at_failure is not None for piece in probe.pieces.values())

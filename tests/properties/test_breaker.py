@@ -36,8 +36,8 @@ async def refit(world: World, version: int) -> None:
     epoch = f"epoch-{version}"
     await world.call("open_epoch", epoch, version, world.model.timeline, {})
     await world.call("acknowledge", "replica", epoch)
-    await world.call("begin_epoch", epoch, {})
-    await world.call("verify", "replica", epoch, 0.0, 1e-3)
+    await world.call("begin_epoch", epoch, {}, [0.0], 1e-3)
+    await world.call("verify", "replica", epoch, [0.0])
 
 
 async def generate(world: World, names: Sequence[str], most: int = 8) -> list[str]:
@@ -52,7 +52,7 @@ async def generate(world: World, names: Sequence[str], most: int = 8) -> list[st
 
 
 async def take(world: World, most: int = 8, name: str = "math") -> list[ScoringJob]:
-    return await world.call("take_scoring", "scorer", {name: most})
+    return await world.call("take_scoring", {name: most})
 
 
 async def say(world: World, jobs: Sequence[ScoringJob], status: Status) -> None:
@@ -219,6 +219,125 @@ async def test_suspects_go_alone_and_only_one_that_is_alone_at_a_further_death_i
     await say(world, [last], "INTERRUPTED")
     await wait(world, 10_000)
     assert [job.scoring_attempt for job in await take(world)] == [2]
+
+
+class TestSomePromptsAlone:
+    """An environment that fails on some prompts only, and is left with these alone."""
+
+    @pytest.fixture
+    def setting(self) -> Setting:
+        return Setting(prompts=2, n=2, age=0, scoring_attempts=2)
+
+    async def left_with_bad_ones(self, world: World, status: Status) -> None:
+        """As many as admission lets in; probe after probe fails."""
+        await generate(world, ["math"] * 6)
+        await say(world, await take(world), status)
+        while not await broken(world):
+            await wait(world, 10_000)
+            await say(world, await take(world), status)
+        assert world.model.count("train") == {"scoring": 2, "queued": 4}
+
+    async def fail_probes(self, world: World, count: int, status: Status, *tokens: str) -> None:
+        for _ in range(count):
+            assert await world.call("lease", "replica", 8) == []
+            await wait(world, 10_000, *tokens)
+            (probe,) = await take(world)
+            await say(world, [probe], status)
+
+    @pytest.mark.parametrize("status", FAILURES)
+    async def test_law_6_a_new_group_that_is_scored_ends_the_others_as_failed(
+        self, world: World, status: Status
+    ) -> None:
+        await self.left_with_bad_ones(world, status)
+        await self.fail_probes(world, 3, status)
+        (lease,) = await world.call("lease", "replica", 8)
+        assert lease.group.order == 2
+        await world.call("push_many", [(lease, make_trajectory(lease, index)) for index in lease.missing])
+        await wait(world, 10_000)
+        (probe,) = await take(world)
+        assert probe.group.id == lease.group.id
+        await say(world, [probe], "SCORED")
+        while jobs := await take(world):
+            bad = Score(status, message="no such field")
+            good = Score("SCORED", 1.0)
+            await world.call("score_many", [(job, good if job.group.id == lease.group.id else bad) for job in jobs])
+            assert not await broken(world)
+            await wait(world, 10_000)
+        assert world.model.count("train") == {"ready": 1, "failed": 2, "queued": 3}
+
+    @pytest.mark.parametrize("status", FAILURES)
+    async def test_law_1_a_new_group_that_fails_too_is_followed_when_the_probes_have_doubled(
+        self, world: World, status: Status
+    ) -> None:
+        await self.left_with_bad_ones(world, status)
+        probes = 3
+        await self.fail_probes(world, probes, status)
+        for order in (2, 3):
+            (lease,) = await world.call("lease", "replica", 8)
+            assert lease.group.order == order
+            await self.fail_probes(world, 2, status, lease.token)  # it is being generated
+            await world.call("push_many", [(lease, make_trajectory(lease, index)) for index in lease.missing])
+            assert await world.call("lease", "replica", 8) == []
+            await wait(world, 10_000)
+            (probe,) = await take(world)
+            assert probe.group.id == lease.group.id
+            await say(world, [probe], status)
+            await self.fail_probes(world, probes - 3, status)
+            probes *= 2
+        assert world.model.count("train") == {"scoring": 4, "queued": 2}
+
+    async def test_law_1_an_environment_that_is_repaired_fails_none_of_those_that_it_failed(self, world: World) -> None:
+        """A probe that had failed is scored: the failures until then say nothing of the others, and what fails again is given back."""
+        await self.left_with_bad_ones(world, "FAILED")
+        await self.fail_probes(world, 1, "FAILED")
+        await wait(world, 10_000)
+        await say(world, await take(world), "SCORED")
+        assert not await broken(world)
+        for _ in range(4):
+            await say(world, await take(world), "FAILED")
+            await wait(world, 10_000)
+        assert await broken(world)
+        assert world.model.count("train") == {"scoring": 2, "queued": 4}
+
+    async def test_law_5_admission_lets_in_what_comes_before_the_probe(self, world: World) -> None:
+        await generate(world, ["math", "math", "code", "code", "math", "code"])
+        await say(world, await take(world), "INVALID")
+        await self.fail_probes(world, 3, "INVALID")
+        leases = await world.call("lease", "replica", 8)
+        assert [lease.group.order for lease in leases] == [2, 3, 4]
+
+
+class TestEarlierFailures:
+    @pytest.fixture
+    def setting(self) -> Setting:
+        return Setting(prompts=2, n=2, age=1, scoring_attempts=3)
+
+    async def test_law_1_a_trajectory_that_failed_before_is_not_lost_to_an_environment_that_begins_to_refuse(
+        self, world: World
+    ) -> None:
+        await generate(world, ["math"] * 4)
+        flaky, *others = await take(world)
+        await world.call("score_many", [(flaky, Score("FAILED", message="not now"))])
+        await say(world, others, "SCORED")
+        await wait(world, 10_000)
+        await say(world, await take(world), "INVALID")
+        assert world.model.count("train") == {"ready": 3, "scoring": 1}
+        await wait(world, 10_000)
+        await say(world, await take(world), "SCORED")
+        assert world.model.count("train") == {"ready": 4}
+
+    async def test_law_7_a_trajectory_that_is_refused_again_while_others_are_scored_fails(self, world: World) -> None:
+        await generate(world, ["math"] * 4)
+        wrong, *others = await take(world)
+        await world.call("score_many", [(wrong, Score("FAILED", message="not now"))])
+        await say(world, others[:3], "SCORED")
+        await wait(world, 1_000)
+        (wrong,) = await take(world)
+        await say(world, [wrong], "INVALID")
+        await say(world, others[3:], "SCORED")
+        await wait(world, 10_000)
+        await say(world, await take(world), "INVALID")
+        assert world.model.count("train") == {"ready": 3, "failed": 1}
 
 
 class TestDeadlines:

@@ -20,8 +20,8 @@ async def world(clocked_url: str, run_id: str) -> World:
     await world.call("register", "replica", {})
     await world.call("open_epoch", "epoch", 0, world.model.timeline, {})
     await world.call("acknowledge", "replica", "epoch")
-    await world.call("begin_epoch", "epoch", {})
-    await world.call("verify", "replica", "epoch", 0.0, 1e-3)
+    await world.call("begin_epoch", "epoch", {}, [0.0], 1e-3)
+    await world.call("verify", "replica", "epoch", [0.0])
     yield world
     await world.compare_all()
     await world.client.aclose()
@@ -37,7 +37,7 @@ async def go_on(world: World, lease: Lease) -> None:
     reply = await world.call("heartbeat", "replica", [lease.token])
     assert (reply.state, reply.lost) == ("HEALTHY", ())
     assert await world.call("push_many", [(lease, make_trajectory(lease, 0))]) == [None]
-    (job,) = await world.call("take_scoring", "scorer", {"math": 2})
+    (job,) = await world.call("take_scoring", {"math": 2})
     assert job.group.id == lease.group.id
 
 

@@ -22,16 +22,26 @@ from tests.properties.records import Held
 # Client's method -> the model's, where they differ.
 NAMES = {"refuse": "refuse_epoch", "ended": "groups_ended"}
 
-# Calls whose second delivery does what the first did, once more; the caller of the first never hears what it was given.
-NEW_EACH_TIME = {"take_scoring": "_read_jobs"}
-# Calls that have a number: the server knows the second delivery, and answers it again at most.
-ANSWERED_AGAIN = {"lease": "_read_leases", "heartbeat": None}
+# Calls that have a number, and what reads their answers where callers live on them: the server knows the second delivery, and answers it
+# again at most.
+HEARD = {"lease": "_read_leases", "take_scoring": "_read_jobs"}
+NUMBERED = {*HEARD, "heartbeat", "renew_scoring", "release_scoring", "reserve"}
 # Calls that change nothing when they come again, and say nothing that their caller has to hear.
 IDEMPOTENT = {
     *("enqueue", "close", "commit", "rewind", "restore", "refilled", "drop_validation"),
-    *("open_epoch", "acknowledge", "begin_epoch", "verify", "refuse", "end_epoch", "register", "deregister"),
+    *(
+        "open_epoch",
+        "acknowledge",
+        "begin_epoch",
+        "verify",
+        "refuse",
+        "end_epoch",
+        "register",
+        "deregister",
+        "quarantine",
+    ),
     *("make_room", "push_many", "save_many", "release", "reject", "abandon", "reject_step"),
-    *("score_many", "renew_scoring", "release_scoring", "retry"),
+    *("score_many", "retry"),
 }
 
 
@@ -128,13 +138,13 @@ class World:
             sent = [*sent, [self.client._connection.fcall("commit", version=args[0], timeline=args[1])]]
         self.model.call_number += 1
         delivered = Delivered(name, args, sent, self.model.call_number, self.model.incarnation)
-        if name in IDEMPOTENT or name in NEW_EACH_TIME or name in ANSWERED_AGAIN:
+        if name in IDEMPOTENT or name in NUMBERED:
             self.delivered = [*self.delivered[-40:], delivered]
         if name == "reserve":
             args = (*args, {group for group in unlawful if await self._state(group) == "queued"})
         if echo:
             first = seen
-            if name in NEW_EACH_TIME or name == "lease":
+            if name in HEARD:
                 first = await self._heard(name, self.wire.unheard)
             self._expected(name, args, first)
         expected = self._expected_again(delivered, seen) if echo else self._expected(name, args, seen)
@@ -147,13 +157,13 @@ class World:
 
     async def deliver_again(self, which: int) -> Any:
         """The very commands of an earlier call arrive once more, however late. Nobody waits for the answer; it is returned where
-        the call gives something new each time."""
+        callers live on it."""
         delivered = self.delivered[-1 - which % len(self.delivered)]
         name, args, sent = delivered.name, delivered.args, delivered.sent
         before = {held.id: _seen_of(held) for held in self.model.groups.values()}
         now = self.model.timeline, self.model.next_step
         replies: list[Any] = [None]
-        heard = name in NEW_EACH_TIME or name == "lease"
+        heard = name in HEARD
         for commands in sent[:1] if heard else sent:
             with contextlib.suppress(HeadraceError):
                 replies = await BufferConnection.pipeline(self.wire, commands)
@@ -169,14 +179,13 @@ class World:
 
     async def _heard(self, name: str, reply: Any) -> Any:
         """What a caller would make of the reply; None was refused."""
-        decode = {**NEW_EACH_TIME, **ANSWERED_AGAIN}[name]
-        seen = None if reply is None else await getattr(self.client, decode)(reply)
+        seen = None if reply is None else await getattr(self.client, HEARD[name])(reply)
         self.wire.sent = []
         return seen
 
     def _expected_again(self, delivered: Delivered, seen: Any) -> Any:
         """Of the second delivery of a call, at once or late."""
-        if delivered.name in ANSWERED_AGAIN:
+        if delivered.name in NUMBERED:
             return self._expected(f"{delivered.name}_again", (delivered.number, *delivered.args), seen)
         if delivered.name == "register":
             return self._expected("register", delivered.args, seen, incarnation=delivered.incarnation)

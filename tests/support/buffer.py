@@ -71,9 +71,9 @@ async def refit(replay: ReplayClient, version: int, replicas: Sequence[str]) -> 
     await replay.open_epoch(epoch, version, timeline, {})
     for replica in replicas:
         await replay.acknowledge(replica, epoch)
-    await replay.begin_epoch(epoch, {})
+    await replay.begin_epoch(epoch, {}, [0.0], 1e-3)
     for replica in replicas:
-        assert await replay.verify(replica, epoch, 1e-6, 1e-3)
+        assert (await replay.verify(replica, epoch, [1e-6])).verified
     await replay.end_epoch(epoch, aborted=False)
 
 
@@ -92,7 +92,7 @@ async def push_all(replay: ReplayClient, lease: Lease, versions: Sequence[int] |
 async def score_all(replay: ReplayClient, reward: float = 1.0) -> int:
     """Score whatever waits; returns how many."""
     scored = 0
-    while jobs := await replay.take_scoring("scorer", {"math": 64}):
+    while jobs := await replay.take_scoring({"math": 64}):
         for job in jobs:
             await replay.score(job, Score("SCORED", reward + job.trajectory.index))
         scored += len(jobs)
@@ -144,11 +144,11 @@ _NEWEST_CALL = (b"leased", b"answer", b"clock", b"offset")
 
 
 async def contents(replay: ReplayClient) -> dict[bytes, object]:
-    """Everything the server holds of this run but the count of refusals, which of a replica's calls was the newest, and the time: what a
-    refused call must leave as it was."""
+    """Everything the server holds of this run but the count of refusals, which calls of a replica or client were the newest, and the time:
+    what a refused call must leave as it was."""
     redis, held = replay.redis, {}
     async for key in redis.scan_iter(match=f"hr:{{{replay.run_id}}}*", count=1000):
-        if key.endswith(b":refusals"):
+        if key.endswith((b":refusals", b":clients")):
             continue
         match await redis.type(key):
             case b"hash":

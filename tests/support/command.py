@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 from headrace.cli import main
@@ -23,9 +25,24 @@ def headrace(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
 
 
-def headrace_process(*arguments: object) -> subprocess.CompletedProcess[str]:
+def said(*arguments: object, columns: int = 80) -> str:
+    """Its standard output, on a terminal of so many columns; it must succeed."""
+    with mock.patch.dict(os.environ, COLUMNS=str(columns)):
+        done = headrace(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refused(*arguments: object) -> str:
+    """What it says as it refuses."""
+    return error_of(headrace(*arguments))
+
+
+def headrace_process(
+    *arguments: object, timeout_s: float = 120, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headrace.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd)
 
 
 def error_of(done: subprocess.CompletedProcess[str]) -> str:

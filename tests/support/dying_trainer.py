@@ -2,8 +2,9 @@
 
 Each fault is SIGKILL at one point: after `reserve` has answered, between the last file of a checkpoint and its rename, between its
 publication and `commit`, in the middle of a broadcast of weights, on rank 1 before it reads its share of a step, after a part of a
-refill, and between a refill and the word that it is done. Two faults are others: SIGSTOP before the publication of a checkpoint
-(`frozen_in_checkpoint:version`), and batches that break a law as they are read (`broken_batches:number`).
+refill, and between a refill and the word that it is done. Others are SIGSTOP before the publication of a checkpoint
+(`frozen_in_checkpoint:version`), and batches that can't be trained on as they are read (`broken_batches:number`;
+`overwritten_payloads`, one of each kind).
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 import torch
 
 from headrace.config import Config
 from headrace.errors import HeadraceError
 from headrace.replay import ReplayClient, Reservation
-from headrace.trajectory import Group
+from headrace.trajectory import Group, Trajectory
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from headrace_services.trainer.control.context import Dependencies
 from headrace_services.trainer.control.weight_sender import WeightSender
@@ -64,10 +66,10 @@ class DyingAfterRefill(ReplayClient):
 
 
 class DyingReader(ReplayClient):
-    async def read(self, keys: Sequence[str]) -> Any:
+    async def read_each(self, keys: Sequence[str]) -> Any:
         if os.environ["RANK"] == "1":
             die()
-        return await super().read(keys)
+        return await super().read_each(keys)
 
 
 class BrokenReplay(ReplayClient):
@@ -75,13 +77,30 @@ class BrokenReplay(ReplayClient):
 
     times = 0
 
-    async def read(self, keys: Sequence[str]) -> Any:
-        found = await super().read(keys)
+    async def read_each(self, keys: Sequence[str]) -> Any:
+        found = await super().read_each(keys)
         if (await self.state()).next_step > 2 and self.times:
             type(self).times -= 1
             trajectory, score = found[0]
             found[0] = trajectory, msgspec.structs.replace(score, reward=score.reward + 1)
         return found
+
+
+class OverwrittenReplay(ReplayClient):
+    """Of the first batch of the steps 1, 2 and 3, other bytes are in the place of a payload: of no trajectory, of one with a token that the
+    model does not have, of one that is longer than any sequence may be."""
+
+    todo: ClassVar = {1, 2, 3}
+
+    async def read_each(self, keys: Sequence[str]) -> Any:
+        step = (await self.state()).next_step - 1
+        if step in self.todo:
+            self.todo.remove(step)
+            good = Trajectory.decode(await self.redis.get(keys[0]))
+            outside = np.full_like(good.completion_token_ids, 10**6)
+            changed = {"completion_token_ids": outside} if step == 2 else {"prompt_token_ids": np.ones(99, np.int32)}
+            await self.redis.set(keys[0], b"\xc1" if step == 1 else msgspec.structs.replace(good, **changed).encode())
+        return await super().read_each(keys)
 
 
 class FrozenCheckpoints(Checkpoints):
@@ -143,6 +162,8 @@ def dependencies(fault: str, version: int) -> Dependencies:
         return Dependencies(replay=DyingReader.connect)
     if fault == "broken_batches":
         return Dependencies(replay=type("Replay", (BrokenReplay,), {"times": version}).connect)
+    if fault == "overwritten_payloads":
+        return Dependencies(replay=OverwrittenReplay.connect)
     if fault in ("in_checkpoint", "frozen_in_checkpoint"):
         kind = DyingCheckpoints if fault == "in_checkpoint" else FrozenCheckpoints
         dying = type("Faulty", (kind,), {"version": version})

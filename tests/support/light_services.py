@@ -39,12 +39,13 @@ def instead_of(folder: Path, **services: str) -> dict[str, str]:
 
 
 def idle_reward(config: Config) -> None:
-    """Says that it is ready, and scores nothing."""
+    """Says that it is ready and has no environments, and scores nothing."""
 
     class Ready(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
+            self.wfile.write(b"[]")
 
     with ThreadingHTTPServer((config.reward.host, config.reward.http_port), Ready) as server:
         server.serve_forever()

@@ -30,7 +30,7 @@ PATHS = (
         "/v1/metrics",
     ),
     *("/v1/events", "/v1/groups", "/v1/groups/x", "/v1/trajectories/x/0", "/v1/groups/x/lineage", "/v1/export"),
-    *("/weights", "/v1/models", "/v1/completions", "/v1/chat/completions", "/nothing"),
+    *("/v1/environments", "/weights", "/v1/models", "/v1/completions", "/v1/chat/completions", "/nothing"),
 )
 _WAIT_S = 10.0
 

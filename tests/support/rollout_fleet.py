@@ -169,7 +169,7 @@ class Fleet:
 
     async def train_step(self) -> None:
         """Score what was pushed and reserve the next step, so that the buffer takes tokens of one version more."""
-        while jobs := await self.replay.take_scoring("scorer", {"math": 64}):
+        while jobs := await self.replay.take_scoring({"math": 64}):
             for job in jobs:
                 await self.replay.score(job, Score("SCORED", 1.0))
         step = (await self.replay.state()).next_step

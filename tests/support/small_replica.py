@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM
 from headrace.errors import Fenced, InvalidCall, NotVerified, WeightChannelError
 from headrace.replay import Epoch, Lease, ReplayClient
 from headrace.trajectory import Float32, Score, Span, Trajectory
-from headrace.weights.probe import largest_difference
 from headrace.weights.rendezvous import Rendezvous
 from headrace_services.weight_channel.transport import Channel, GroupRank, receive
 
@@ -33,8 +32,9 @@ TOKENS = 4
 
 
 class SmallReplica:
-    """`faulty`: its probe is off by 1 nat. `mute`: it leases validation prompts and never answers them. `doomed`: data set
-    indices whose groups it rejects. `poison`: the data set index of a prompt that kills its process. `most`: groups it leases at a time."""
+    """`faulty`: it computes the probe 1 nat off. `off`: it reports log-probabilities of its tokens that are so many nats lower. `mute`: it
+    leases validation prompts and never answers them. `doomed`: data set indices whose groups it rejects. `poison`: the data set index of a
+    prompt that kills its process. `most`: groups it leases at a time."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class SmallReplica:
         model: Path,
         *,
         faulty: bool = False,
+        off: float = 0.0,
         mute: bool = False,
         doomed: frozenset[int] = frozenset(),
         poison: int | None = None,
@@ -52,7 +53,7 @@ class SmallReplica:
         self.changed = asyncio.Condition()
         self._replay = replay
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        self._faulty, self._mute, self._doomed = faulty, mute, doomed
+        self._faulty, self._off, self._mute, self._doomed = faulty, off, mute, doomed
         self._poison, self._most = poison, most
         self._channel: tuple[str, Channel] | None = None
 
@@ -87,9 +88,9 @@ class SmallReplica:
                 await self._replay.refuse(self.id, epoch.id, str(error), interrupted=True)
             return
         probe = rendezvous.probe_token_ids
-        difference = largest_difference(self._logprobs(probe, 1), rendezvous.probe_logprobs) + self._faulty
+        logprobs = self._logprobs(probe, 1) - self._faulty
         with contextlib.suppress(Fenced):
-            if await self._replay.verify(self.id, epoch.id, difference, rendezvous.tolerance):
+            if (await self._replay.verify(self.id, epoch.id, logprobs.tolist())).verified:
                 async with self.changed:
                     self.installed.append(epoch.version)
                     self.changed.notify_all()
@@ -151,7 +152,7 @@ class SmallReplica:
             index=index,
             prompt_token_ids=prompt,
             completion_token_ids=completion,
-            logprobs=self._logprobs(np.concatenate([prompt, completion]), prompt.size),
+            logprobs=self._logprobs(np.concatenate([prompt, completion]), prompt.size) - np.float32(self._off),
             loss_mask=np.ones(completion.size, dtype=np.uint8),
             spans=(Span(lease.version, 0, completion.size),),
             finish_reason="length" if completion.size == TOKENS else "stop",
@@ -168,7 +169,7 @@ async def installed(replica: SmallReplica, version: int) -> None:
 async def score_all(replay: ReplayClient, equal_every: int = 0) -> None:
     """Score what waits, for ever; of each `equal_every` prompts, the rewards of the first are all equal."""
     while True:
-        jobs = await replay.take_scoring("scorer", {"math": 64, "sums": 64})
+        jobs = await replay.take_scoring({"math": 64, "sums": 64})
         for job in jobs:
             reward = float(job.trajectory.completion_token_ids.mean() - 9.5)
             if equal_every and job.group.order % equal_every == 0:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from headrace.config import Config
+from headrace.journal import Journal, Line, surviving
 from headrace.lineage import FOLDER, LineageFiles, timeline_of
 from headrace.replay import ReplayClient
+from headrace.samples import SampleFiles
 from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
-from headrace_services.trainer.telemetry.journal import Journal, Line, surviving
-from headrace_services.trainer.telemetry.samples import SampleFiles
 from tests.support import dying_trainer
 from tests.support.forks import fork, fork_ranks
 from tests.support.small_replica import repeated

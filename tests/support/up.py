@@ -12,13 +12,22 @@ from tests.support.processes import descendants, eventually, gone
 
 
 class Up:
-    """One `headrace up`. `config`: a file; `arguments`: what changes it; `output`: where its lines go."""
+    """One `headrace up`. `config`: a file; `arguments`: what changes it; `output`: where its lines go; `cwd`: where it is started."""
 
-    def __init__(self, config: Path, *arguments: str, output: Path, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        config: Path,
+        *arguments: str,
+        output: Path,
+        environ: Mapping[str, str] = os.environ,
+        cwd: Path | None = None,
+    ) -> None:
         self._output = output
         with output.open("wb") as out:
             command = [sys.executable, "-m", "headrace.cli", "up", str(config), *arguments]
-            self.process = subprocess.Popen(command, stdout=out, stderr=out, env={**environ, "OMP_NUM_THREADS": "1"})
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=out, cwd=cwd, env={**environ, "OMP_NUM_THREADS": "1"}
+            )
 
     def said(self) -> str:
         return self._output.read_text()

@@ -44,11 +44,20 @@ def test_shared_files_come_before_those_that_use_them_and_transitions_last(libra
     )
     text = source.source()
     order = [
-        text.index(part) for part in (ARGS, RUN, "local function early", "do\n" + PUSH, "do\n-- uses: _aaa\nearly()")
+        text.index(part)
+        for part in ("-- _args: ", "-- _run: ", "function early", "do\n" + PUSH, "do\n-- uses: _aaa\nearly()")
     ]
     assert order == sorted(order)
     assert text.startswith("#!lua name=headrace\n")
     assert source.transitions == ["push", "zip"]
+
+
+def test_a_shared_file_keeps_the_names_that_no_other_takes_to_itself(library: Callable[..., Library]) -> None:
+    text = library(_args=ARGS + "local own = 3\n").source()
+    assert "local MOST, name\ndo\n" in text
+    assert "\nfunction name(value)" in text
+    assert "\nlocal LEAST MOST, LEAST = 2, 1\n" in text
+    assert "\nlocal own = 3\n" in text
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ServiceError
-from headrace.model_name import check_model_name, check_tokenizer_name
+from headrace.model_name import check_model_name, check_tokenizer_name, model_is_here, tokenizer_is_here
 
 KEY = "policy.model_name"
 CHECK = "import sys; from headrace import model_name; getattr(model_name, sys.argv[1])(*sys.argv[2:])"
@@ -122,3 +122,17 @@ def test_offline_a_name_that_is_in_no_cache_is_refused_with_that_reason(tmp_path
     said = complaint("models/tiny", tmp_path, HF_HUB_OFFLINE="1")
     assert "policy.model_name: there is no directory models/tiny here" in said
     assert "offline mode is enabled" in said
+
+
+def test_what_is_here_is_told_without_asking_anybody(tmp_path: Path) -> None:
+    for is_here, lacks, file in (
+        (model_is_here, r"has no config\.json", "config.json"),
+        (tokenizer_is_here, r"has no tokenizer_config\.json or tokenizer\.json", "tokenizer.json"),
+    ):
+        assert not is_here(KEY, "somebody/a-model-that-nobody-has")
+        with pytest.raises(ServiceError, match=lacks):
+            is_here(KEY, str(tmp_path))
+        (tmp_path / file).write_text("{}")
+        assert is_here(KEY, str(tmp_path))
+        with pytest.raises(ServiceError, match="there is no directory"):
+            is_here(KEY, "./models/tiny")

@@ -14,29 +14,41 @@ def spread(values: Sequence[float]) -> Distribution:
 
 
 def meters(
-    trained: Sequence[float], generated: Sequence[float], quantity: str = "length"
+    trained: Sequence[float],
+    dropped: Sequence[float],
+    quantity: str = "length",
+    moment: Moment = "expired",
+    waiting: Sequence[float] = (),
 ) -> dict[Moment, TrajectoryMeter]:
+    """Those of a run that dropped some at `moment`, while others wait."""
+    generated = [*trained, *dropped, *waiting]
     found = dict.fromkeys(MOMENTS, TrajectoryMeter())
-    return found | {
-        "trained": TrajectoryMeter(len(trained), **{quantity: spread(trained)}),  # type: ignore[arg-type]
-        "generated": TrajectoryMeter(len(generated), **{quantity: spread(generated)}),  # type: ignore[arg-type]
-    }
+    for name, values in (("trained", trained), (moment, dropped), ("generated", generated)):
+        found[name] = TrajectoryMeter(len(values), **{quantity: spread(values)})  # type: ignore[arg-type,index]
+    return found
 
 
 @pytest.mark.parametrize("quantity", ["length", "reward"])
-def test_the_difference_is_told_in_deviations_of_what_was_generated(quantity: str) -> None:
-    (skew,) = skews(meters([2.0, 4.0] * 100, [0.0, 4.0] * 100, quantity))
-    assert (skew.quantity, skew.deviations, skew.trained, skew.generated) == (quantity, 0.5, 3, 2)
-    assert beyond([skew], 0.5) == []
-    assert beyond([skew], 0.49) == [skew]
+@pytest.mark.parametrize("moment", ["expired", "filtered", "failed", "surplus"])
+def test_the_difference_is_told_in_deviations_of_all_that_came_to_an_end(quantity: str, moment: Moment) -> None:
+    (skew,) = skews(meters([4.0] * 200, [0.0] * 200, quantity, moment))
+    assert (skew.quantity, skew.deviations, skew.trained, skew.ended) == (quantity, 1, 4, 2)
+    assert beyond([skew], 1.0) == []
+    assert beyond([skew], 0.99) == [skew]
     assert beyond([skew], None) == []
-    (lower,) = skews(meters([0.0, 2.0] * 100, [0.0, 4.0] * 100, quantity))
-    assert beyond([lower], 0.49) == [lower]
+    (lower,) = skews(meters([0.0] * 200, [4.0] * 200, quantity, moment))
+    assert beyond([lower], 0.99) == [lower]
 
 
-@pytest.mark.parametrize(("trained", "generated"), [(199, 400), (400, 199), (0, 0)])
-def test_few_trajectories_say_nothing(trained: int, generated: int) -> None:
-    assert skews(meters([1.0] * trained, ([2.0, 3.0] * 200)[:generated])) == []
+@pytest.mark.parametrize("quantity", ["length", "reward"])
+def test_where_nothing_is_dropped_there_is_no_skew_however_rewards_rise(quantity: str) -> None:
+    (skew,) = skews(meters([0.0, 1.0] * 200, [], quantity, waiting=[5.0] * 200))
+    assert skew.deviations == 0
+
+
+@pytest.mark.parametrize(("trained", "dropped"), [(199, 400), (0, 0)])
+def test_few_trajectories_say_nothing(trained: int, dropped: int) -> None:
+    assert skews(meters([1.0] * trained, [2.0, 3.0] * (dropped // 2))) == []
 
 
 def test_what_does_not_vary_is_not_skewed() -> None:

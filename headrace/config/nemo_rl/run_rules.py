@@ -136,7 +136,7 @@ ENV = [
             "nemo_gym",
         )
         for row in refused(
-            f"not built in; serve it (docs/environments.md) and set env.{name}.target=host:port, or use another environment",
+            f"not built in; write it (docs/environments.md) and set env.{name}.target (FILE.py:CLASS or host:port), or use another one",
             f"env.{name}",
             f"env.{name}.**",
             fine=_served(name),

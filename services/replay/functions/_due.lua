@@ -5,8 +5,6 @@
 -- Deadlines of a kind that are looked at in one call, and groups of a lost replica: bounds its time; the next call goes on.
 local SWEEP = 64
 local LOST = 64
--- A dead replica stays on the list this long, for people to see.
-local REMEMBER_DEAD_MS = 600000
 
 local function due(run, what)
   return redis.call('ZRANGEBYSCORE', run.base .. what, '-inf', run.now, 'LIMIT', 0, SWEEP)
@@ -50,13 +48,14 @@ local function take_back(run, replica, died)
   end
   for _, id in ipairs(redis.call('SRANDMEMBER', held, LOST)) do
     local group = load_group(run, id)
-    if died then suspect(run, group, together) else pass_on(run, group, 'returned', 'replica ' .. replica .. ' left') end
+    if died then suspect(run, group, together) else pass_on(run, group, 'returned', 'given back by replica ' .. replica) end
   end
   return redis.call('EXISTS', held) == 0
 end
 
 -- One replica a call: its groups are the work.
 local function expire_replicas(run)
+  local remember_dead_ms = 600000  -- for people to see
   local id = redis.call('ZRANGEBYSCORE', run.base .. 'replicas', '-inf', run.now, 'LIMIT', 0, 1)[1]
   if not id then return 0 end
   local key = run.base .. 'r:' .. id
@@ -70,7 +69,7 @@ local function expire_replicas(run)
     redis.call('SADD', run.key .. ':used', id)
     return SWEEP
   end
-  if take_back(run, id, true) then redis.call('ZADD', run.base .. 'replicas', run.now + REMEMBER_DEAD_MS, id) end
+  if take_back(run, id, true) then redis.call('ZADD', run.base .. 'replicas', run.now + remember_dead_ms, id) end
   return SWEEP
 end
 

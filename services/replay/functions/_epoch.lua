@@ -1,10 +1,53 @@
 -- Membership epochs of the weight channel: announced -> transfer -> done or aborted; `verify` is the only way to HEALTHY.
 --
--- epoch    hash: id, version, timeline, state, rendezvous (msgpack)
+-- epoch    hash: id, version, timeline, state, rendezvous (msgpack), reference (msgpack: the trainer's log-probabilities of the probe, and
+--          the tolerance; members are not told)
 -- members  hash: replica -> asked | acknowledged | verified | refused <why> | interrupted <why> (not its fault) | left out
 --
 -- From `transfer` on every replica is STALE until it verifies: its weights are half another version's, or not the newest.
 -- uses: _args, _fleet, _run
+
+-- Bytes of the length, or of the value, behind each of msgpack's kinds from 0xc0 to 0xdf; what has no entry is in no message. (cmsgpack can't
+-- read the bytes that a rendezvous contains.)
+local VALUE_BYTES = {
+  [192] = 0, [194] = 0, [195] = 0, [202] = 4, [203] = 8, [204] = 1, [205] = 2, [206] = 4, [207] = 8, [208] = 1, [209] = 2, [210] = 4, [211] = 8,
+}
+local LENGTH_BYTES = {[196] = 1, [197] = 2, [198] = 4, [217] = 1, [218] = 2, [219] = 4, [220] = 2, [221] = 4, [222] = 2, [223] = 4}
+
+-- Whether `data` is one msgpack map.
+local function is_packed_map(data)
+  local first = string.byte(data) or 0
+  if not (first >= 128 and first <= 143 or first == 222 or first == 223) then return false end
+  local at, left = 1, 1  -- where the next value begins, and how many are still to come
+  while left > 0 do
+    local kind = string.byte(data, at) or 193  -- which there is not
+    local behind, skip = LENGTH_BYTES[kind] or 0, VALUE_BYTES[kind] or 0
+    if kind >= 192 and kind <= 223 and behind == 0 and not VALUE_BYTES[kind] or at + behind > #data then return false end
+    local length = 0
+    for i = at + 1, at + behind do length = length * 256 + string.byte(data, i) end
+    at, left = at + 1 + behind, left - 1
+    if kind >= 128 and kind <= 143 then left = left + 2 * (kind - 128)
+    elseif kind >= 144 and kind <= 159 then left = left + kind - 144
+    elseif kind == 220 or kind == 221 then left = left + length
+    elseif kind == 222 or kind == 223 then left = left + 2 * length
+    elseif kind >= 160 and kind <= 191 then skip = kind - 160
+    elseif behind > 0 then skip = length
+    end
+    -- each value takes a byte at least
+    if at + skip + left > #data + 1 then return false end
+    local is_text = kind >= 160 and kind <= 191 or kind >= 217 and kind <= 219
+    if is_text and not is_utf_8(string.sub(data, at, at + skip - 1)) then return false end
+    at = at + skip
+  end
+  return at == #data + 1
+end
+
+-- The rendezvous of a call: every replica reads it.
+local function require_rendezvous(args)
+  require_bytes(1, args)
+  if not is_packed_map(args[2]) then refuse('HR_INVALID', 'the rendezvous ' .. show(args[2]) .. ' is no msgpack map') end
+  return args[2]
+end
 
 local function load_epoch(run)
   local values = redis.call('HMGET', run.base .. 'epoch', 'id', 'version', 'timeline', 'state', 'rendezvous')
@@ -44,7 +87,9 @@ end
 
 local function require_member(run, replica, wanted)
   local state = redis.call('HGET', replica_key(run, replica), 'state')
-  if not state or state == 'DEAD' then refuse('HR_FENCED', 'replica ' .. replica .. ' is DEAD; it has to register again') end
+  if not takes_part(state) then
+    refuse('HR_FENCED', 'replica ' .. replica .. ' is ' .. (state or 'DEAD') .. '; it has to register again')
+  end
   local did = redis.call('HGET', run.base .. 'members', replica)
   if not did or not wanted[did] then
     refuse('HR_FENCED', 'replica ' .. replica .. ' is not a member of the epoch that may do this (' .. tostring(did) .. ')')

@@ -66,13 +66,15 @@ end
 -- The payload is there to stay; or code and message.
 local function keep_payload(entry)
   if entry.payload ~= '' then
-    redis.call('SET', entry.key, entry.payload)
+    if not redis.call('SET', entry.key, entry.payload, 'NX') then
+      return 'HR_INVALID', 'the nonce ' .. entry.nonce .. ' of group ' .. entry.id .. ' is another payload\'s'
+    end
   elseif redis.call('PERSIST', entry.key) == 0 then
     return 'HR_UNSTAGED', 'the payload of group ' .. entry.id .. ' was not staged, its time ran out, or the server lost it'
   end
 end
 
--- What was staged goes, unless it is what an earlier delivery of the same call made permanent.
-local function unstage(entry, mine)
-  if entry.payload == '' and (not mine or string.match(mine, '^%S+') ~= entry.nonce) then redis.call('UNLINK', entry.key) end
+-- What was staged goes. What a call has made permanent stays, whoever names it: an earlier delivery of the same call, or another's.
+local function unstage(entry)
+  if entry.payload == '' and redis.call('PTTL', entry.key) >= 0 then redis.call('UNLINK', entry.key) end
 end

@@ -27,8 +27,8 @@
 --   replicas    zset    replicas by the time they are due  r:<id>     hash    a replica; h:<id> set of groups it holds
 --   epoch       hash    the newest membership epoch        members    hash    replica -> what it did in that epoch
 --   epochs      set     every epoch of this timeline
--- Of all incarnations: `events` and `metrics` (streams), `m:<moment>` (hashes, see _meter.lua), `old` (set of incarnations to be swept), `used` (set of timelines and
--- incarnations that have ended, of replicas that
+-- Of all incarnations: `events` and `metrics` (streams), `m:<moment>` (hashes, see _meter.lua), `clients` (hash: `<what> <client>` -> number of the newest such call, and
+-- `taken <client>` -> its answer to the newest take_scoring), `old` (set of incarnations to be swept), `used` (set of timelines and incarnations that have ended, of replicas that
 -- have left, and of starts of the replay service that another has followed), channels `wake:<what>`.
 -- uses: _args
 
@@ -136,6 +136,15 @@ local function told_before(run, what, step)
   local timeline, last = string.match(redis.call('HGET', run.key, what) or '', '^(%S+) (%d+)$')
   if timeline == run.timeline and tonumber(last) >= step then return true end
   redis.call('HSET', run.key, what, run.timeline .. ' ' .. step)
+  return false
+end
+
+-- Calls of `what` that name their client and a number, higher than that of any before: whether this client has made this call, or a later one,
+-- before; if not, it has now. What arrives late may come from before a restore.
+local function made_before(run, what, call)
+  local key, field = run.key .. ':clients', what .. ' ' .. call.client
+  if call.number <= tonumber(redis.call('HGET', key, field) or 0) then return true end
+  redis.call('HSET', key, field, call.number)
   return false
 end
 

@@ -7,11 +7,13 @@
 --   taken:<name>     zset    trajectories with a scorer, by the deadline up to which it has renewed them
 --   failing:<name>   zset    those of its last WINDOW results that were no score, by number
 --   env:<name>       hash    results (trajectories that it gave one for, since the breaker last closed), scored (of all, ever), not_started
---                            (calls in a row of which it began nothing), alone (`<place> <member>`: the one that was last taken alone); of
---                            an open breaker since, kind, message, traceback, probes (failed in a row), probe_at, group (leased to be the
---                            probe)
+--                            (calls in a row of which it began nothing), alone (`<place> <member>`: the one that was last taken alone),
+--                            repaired (what `scored` was when a probe last closed the breaker that was not a new group's, or had failed
+--                            before); of an open breaker since, kind, message, traceback, probes (failed in a row), probe_at, group (the
+--                            newest that was leased to be the probe), asked (what `probes` was then)
 --   broken           zset    environments whose breaker is open, by `since`
--- f<i> of a group: what `scored` was when trajectory i first failed.
+-- f<i> of a group: what `scored` was when trajectory i first failed; `<scored> INVALID`: when it was first INVALID, which it may be after other
+-- failures. Below `repaired` it counts no more.
 --
 -- Blame: an attempt is charged where the environment raised, answered badly, was late, or died with that trajectory alone. What it did not
 -- begin, or what went back with its scorer, costs nothing.
@@ -22,11 +24,18 @@
 -- Opening gives the attempts back. While it is open, one trajectory at a time goes out as a probe, and nothing is charged. It is a lease: it
 -- holds until `probe_at`, and each probe that fails renews it, for longer; without a scorer it lapses, and the next scorer may probe at once.
 -- A probe that is scored closes it.
--- uses: _args, _group, _run
+--
+-- An environment may fail only on some prompts, and be left with these alone: then each of them would be a failed probe for ever. So after
+-- FAILED_PROBES in a row, and again each time that they have doubled, a new group is leased to be the probe, one at a time. If it is scored,
+-- the failures of the others are their own. If another is, or one of it that had failed, the environment has been repaired, and they begin
+-- anew.
+-- uses: _args, _fields, _group, _run
 
 local WINDOW, FIRST = 32, 8
 -- Calls in a row of which an environment began nothing before its breaker opens.
 local NOTHING_BEGUN = 3
+-- Probes that fail in a row before a new group is leased to be the next.
+local FAILED_PROBES = 3
 local FIRST_PAUSE_MS, LONGEST_PAUSE_MS = 500, 10000
 
 local function environment_key(run, env)
@@ -108,7 +117,8 @@ end
 
 local function close_breaker(run, env)
   redis.call('ZREM', run.base .. 'broken', env)
-  redis.call('HDEL', environment_key(run, env), 'results', 'not_started', 'kind', 'message', 'traceback', 'probes', 'probe_at', 'group')
+  redis.call('HDEL', environment_key(run, env), 'results', 'not_started', 'kind', 'message', 'traceback', 'probes', 'probe_at', 'group',
+    'asked')
   event(run, 'environment', 'environment', env, 'state', 'works')
   for _, channel in ipairs({'work', 'ready', 'scoring'}) do wake(run, channel) end
 end
@@ -119,21 +129,27 @@ local function renew_breaker(run, env, entry)
   local probes = redis.call('HINCRBY', key, 'probes', 1)
   redis.call('HSET', key, 'probe_at', run.now + pause_of(env, probes + 1), 'message', words(entry.message),
     'traceback', words(entry.traceback or ''))
+  wake(run, 'work')  -- a new group may be the next
 end
 
 -- `members` of one environment were scored. Returns how many it had scored before.
 local function count_scored(run, env, members)
   local key = environment_key(run, env)
+  local scored = redis.call('HINCRBY', key, 'scored', #members)
   if is_broken(run, env) then
-    local probe = string.match(redis.call('HGET', key, 'alone') or '', ' (.+)$')
-    local starts_again = redis.call('HGET', key, 'kind') == 'NOT_STARTED'
+    local alone, kind, group = unpack(redis.call('HMGET', key, 'alone', 'kind', 'group'))
+    local probe = string.match(alone or '', ' (.+)$')
+    local starts_again = kind == 'NOT_STARTED'
     for _, member in ipairs(members) do starts_again = starts_again or member == probe end
+    local id, index = split_member(probe or '')
+    local is_new = id and id == group and redis.call('HEXISTS', group_key(run, id), 'f' .. index) == 0
+    if starts_again and not is_new then redis.call('HSET', key, 'repaired', scored) end
     if starts_again then close_breaker(run, env) end
   end
   redis.call('ZREM', place_of(run, 'failing', env), unpack(members))
   redis.call('HINCRBY', key, 'results', #members)
   redis.call('HDEL', key, 'not_started')
-  return redis.call('HINCRBY', key, 'scored', #members) - #members
+  return scored - #members
 end
 
 -- Whether a trajectory of another group than `id` fails as well, and the environment has scored none since either began to: a prompt that
@@ -142,7 +158,7 @@ local function fails_with_others(run, env, id, index)
   local scored = tonumber(redis.call('HGET', environment_key(run, env), 'scored') or 0)
   local function silent_since(of, at)
     local first = redis.call('HGET', group_key(run, of), 'f' .. at)
-    return first and tonumber(first) >= scored
+    return first and tonumber(string.match(first, '^%d+')) >= scored
   end
   if not silent_since(id, index) then return false end
   for _, member in ipairs(redis.call('ZRANGE', place_of(run, 'failing', env), 0, -1)) do
@@ -152,24 +168,37 @@ local function fails_with_others(run, env, id, index)
   return false
 end
 
--- The result counts against the environment. Returns whether the breaker has to open for it; `used_up`: else the trajectory fails for good.
-local function count_failed(run, env, member, used_up)
+-- The result counts against the environment. Returns whether the breaker has to open for it: not for a trajectory's own failure (`own`).
+-- `used_up`: else the trajectory fails for good.
+local function count_failed(run, env, member, own, used_up)
   local key, failing = environment_key(run, env), place_of(run, 'failing', env)
   local results = tonumber(redis.call('HGET', key, 'results') or 0)
   if redis.call('ZADD', failing, 'NX', results + 1, member) == 1 then results = redis.call('HINCRBY', key, 'results', 1) end
   redis.call('ZREMRANGEBYSCORE', failing, '-inf', results - WINDOW)
+  if own then return false end
   local seen = math.min(results, WINDOW)
   if used_up and fails_with_others(run, env, split_member(member)) then return true end
   return (seen >= FIRST or used_up) and redis.call('ZCARD', failing) > setting_of(run, env).failure_share * seen
 end
 
--- Whether trajectory `index` has used up its attempts. A failure after which the environment scored others is the trajectory's own: INVALID
--- then ends it at once. Else it may be the environment's, and gets twice the attempts, until the breaker has judged.
-local function is_used_up(run, env, group, entry, attempts, scored_before)
+-- The trajectory fails: returns whether that is its own fault, because the environment scored others after it first failed. Else it may be
+-- the environment's. The first INVALID begins anew: what it failed of before says nothing about an environment that refuses everything since.
+local function fails_by_itself(run, env, group, entry, scored_before)
   local field = 'f' .. entry.at
-  local scored = tonumber(redis.call('HGET', environment_key(run, env), 'scored') or 0)
-  redis.call('HSETNX', group.key, field, scored_before or scored)
-  if scored <= tonumber(redis.call('HGET', group.key, field)) then return attempts >= 2 * run.max_scoring_attempts end
+  local scored, repaired = unpack(redis.call('HMGET', environment_key(run, env), 'scored', 'repaired'))
+  scored = tonumber(scored or 0)
+  local first = redis.call('HGET', group.key, field)
+  if not first or entry.status == 'INVALID' and not string.find(first, 'INVALID', 1, true)
+    or tonumber(string.match(first, '^%d+')) < tonumber(repaired or 0) then
+    first = (scored_before or scored) .. (entry.status == 'INVALID' and ' INVALID' or '')
+    redis.call('HSET', group.key, field, first)
+  end
+  return scored > tonumber(string.match(first, '^%d+'))
+end
+
+-- What may be the environment's failure gets twice the attempts, until the breaker has judged. Its `own` ends an INVALID one at once.
+local function is_used_up(run, entry, attempts, own)
+  if not own then return attempts >= 2 * run.max_scoring_attempts end
   return entry.status == 'INVALID' or attempts >= run.max_scoring_attempts
 end
 
@@ -181,14 +210,13 @@ local function fail_scoring(run, group, entry, scored_before)
   local place = entry.status == 'INTERRUPTED' and 'alone' or nil
   redis.call('HDEL', environment_key(run, env), 'not_started')
   if is_broken(run, env) and redis.call('HGET', environment_key(run, env), 'kind') == 'NOT_STARTED' then close_breaker(run, env) end
-  if is_broken(run, env) then
-    if alone then renew_breaker(run, env, entry) end
-    return void_token(run, env, member, 0, place)
-  end
+  if is_broken(run, env) and alone then renew_breaker(run, env, entry) end
   if entry.status == 'INTERRUPTED' and not alone then return void_token(run, env, member, 0, place) end
+  local own = fails_by_itself(run, env, group, entry, scored_before)
+  if is_broken(run, env) then return void_token(run, env, member, 0, place) end
   local attempts = tonumber(string.match(redis.call('HGET', group.key, 'w' .. entry.at), '^%d+'))
-  local used_up = is_used_up(run, env, group, entry, attempts, scored_before)
-  if count_failed(run, env, member, used_up) then
+  local used_up = is_used_up(run, entry, attempts, own)
+  if count_failed(run, env, member, own, used_up) then
     open_breaker(run, env, 'FAILING', entry)
     return void_token(run, env, member, 0, place)
   end
@@ -213,7 +241,24 @@ local function not_started(run, env, entries, begun)
   end
 end
 
--- Of `most` trajectories that a scorer has room for: from which place, and how many, may be taken now; and whether to be sent alone.
+-- Of a broken environment, the newest group that was leased to be its probe: its state, whether a trajectory of it has failed, and one that
+-- waits and has not (member and time).
+local function probe_group(run, env)
+  local id = redis.call('HGET', environment_key(run, env), 'group')
+  local group = id and load_group(run, id, {'state', 'n', 'count'})
+  if not group then return nil end
+  local failed, untried = false, nil
+  for i, first in ipairs(redis.call('HMGET', group.key, unpack(field_names_of(group, 'f')))) do
+    failed = failed or first ~= false
+    local member = id .. ':' .. i - 1
+    local since = not (first or untried) and redis.call('ZSCORE', place_of(run, 'unscored', env), member)
+    if since and tonumber(since) <= run.now then untried = {member, since} end
+  end
+  return group.state, failed, untried
+end
+
+-- Of `most` trajectories that a scorer has room for: from which place, and how many, may be taken now; whether to be sent alone; and if it is
+-- not the first in line, which (member and time).
 local function allowance(run, env, most)
   local key, taken = environment_key(run, env), place_of(run, 'taken', env)
   local alone, probe_at = unpack(redis.call('HMGET', key, 'alone', 'probe_at'))
@@ -230,28 +275,45 @@ local function allowance(run, env, most)
     return 'unscored', most
   end
   if redis.call('EXISTS', taken) == 1 or (broken and run.now < tonumber(probe_at)) then return 'unscored', 0 end
+  local untried = broken and select(3, probe_group(run, env))
+  if untried then return 'unscored', 1, true, untried end
   local suspected = not broken or suspect <= first('unscored')
   return suspected and 'alone' or 'unscored', 1, true
 end
 
--- Whether a group of the environment may be leased: of a broken one only to be its probe, when nothing else of it is there to be sent.
+-- Whether a group of the environment may be leased: of a broken one only to be its probe, when nothing else of it is there to be sent or
+-- too many probes have failed, and no earlier one is being generated or still has to be tried.
 local function may_generate(run, env)
   if not is_broken(run, env) then return true end
-  if awaits_score(run, env) then return false end
-  local probe = redis.call('HGET', environment_key(run, env), 'group')
-  local state = probe and redis.call('HGET', group_key(run, probe), 'state')
-  return state ~= 'open' and state ~= 'scoring'
+  local kind, probes, asked = unpack(redis.call('HMGET', environment_key(run, env), 'kind', 'probes', 'asked'))
+  local enough = kind == 'FAILING' and tonumber(probes) >= math.max(FAILED_PROBES, 2 * tonumber(asked or 0))
+  if awaits_score(run, env) and not enough then return false end
+  local state, failed = probe_group(run, env)
+  return state ~= 'open' and (state ~= 'scoring' or failed)
+end
+
+-- The group is leased: if its environment is broken, to be the probe.
+local function begin_probe(run, env, id)
+  if not is_broken(run, env) then return end
+  local key = environment_key(run, env)
+  redis.call('HSET', key, 'group', id, 'asked', redis.call('HGET', key, 'probes'))
+end
+
+-- Trajectories that scorers hold.
+local function count_taken(run)
+  local count = 0
+  for _, env in ipairs(environments_of(run)) do count = count + redis.call('ZCARD', place_of(run, 'taken', env)) end
+  return count
 end
 
 -- Void the tokens of up to BATCH trajectories that scorers hold; returns how many are left.
 local function void_taken(run)
-  local room, left = BATCH, 0
+  local room = BATCH
   for _, env in ipairs(environments_of(run)) do
     local members = redis.call('ZRANGE', place_of(run, 'taken', env), 0, room - 1)
     if room <= 0 then members = {} end
     for _, member in ipairs(members) do void_token(run, env, member) end
     room = room - #members
-    left = left + redis.call('ZCARD', place_of(run, 'taken', env))
   end
-  return left
+  return count_taken(run)
 end

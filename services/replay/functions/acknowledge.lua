@@ -2,7 +2,7 @@
 -- KEYS     the run
 -- ARGV     replica, epoch
 -- Returns  1 (idempotent)
--- Errors   HR_FENCED (no longer announced, not a member, DEAD), HR_TIMELINE, HR_INVALID
+-- Errors   HR_FENCED (no longer announced, not a member, DEAD, QUARANTINED), HR_TIMELINE, HR_INVALID
 -- uses: _args, _epoch, _register, _run
 register('hr_acknowledge', {replica = name, epoch = name}, function(run, call)
   local replica, id = call.replica, call.epoch

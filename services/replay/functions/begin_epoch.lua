@@ -1,16 +1,20 @@
 -- begin_epoch: the members that acknowledged are final; the others are STALE.
 -- KEYS     the run
--- ARGV     epoch; then the rendezvous (msgpack)
+-- ARGV     epoch, logprobs (the trainer's, of the probe) and tolerance (nats), which `verify` compares with; then the rendezvous (msgpack)
 -- Returns  the epoch, as open_epoch. Repeating it gives the same epoch.
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID
 -- uses: _args, _epoch, _register
-register('hr_begin_epoch', {epoch = name}, function(run, call, args)
+register('hr_begin_epoch', {
+  epoch = name, logprobs = list_of(finite, 4 * BATCH), tolerance = finite,
+}, function(run, call, args)
   local id = call.epoch
-  require_bytes(1, args)
+  local rendezvous = require_rendezvous(args)
+  if #call.logprobs == 0 then refuse('HR_INVALID', 'no log-probabilities: such a probe would prove nothing') end
   local epoch = require_epoch(run, id, {announced = true, transfer = true})
   if epoch.state == 'transfer' then return reply_epoch(run, epoch) end
-  epoch.rendezvous = args[2]
-  redis.call('HSET', run.base .. 'epoch', 'rendezvous', args[2])
+  epoch.rendezvous = rendezvous
+  local reference = cmsgpack.pack({logprobs = call.logprobs, tolerance = call.tolerance})
+  redis.call('HSET', run.base .. 'epoch', 'rendezvous', rendezvous, 'reference', reference)
   local members = redis.call('HGETALL', run.base .. 'members')
   for i = 1, #members, 2 do
     if members[i + 1] == 'asked' then redis.call('HSET', run.base .. 'members', members[i], 'left out') end

@@ -1,11 +1,11 @@
 -- heartbeat: a replica lives, and so do its leases.
 -- KEYS     the run
 -- ARGV     replica, number (of this heartbeat, higher than that of any before), epoch that the caller knows (`<id> <state>`, or ''), tokens of its leases
--- Returns  msgpack: state, timeline, epoch_changed (the newest epoch is another than the caller knows), lost (tokens that are no longer
+-- Returns  msgpack: state, reason (of a quarantine), timeline, epoch_changed (the newest epoch is another than the caller knows), lost (tokens that are no longer
 --          valid), complete (those of them whose groups are complete: what is still being generated under them is surplus)
 -- Errors   HR_INVALID
 --
--- Renews the replica, and its leases up to their groups' absolute deadlines (law 6). DEAD and unknown replicas are told so. One that arrives
+-- Renews the replica, and its leases up to their groups' absolute deadlines (law 6). DEAD, unknown and QUARANTINED replicas are told so. One that arrives
 -- again, or late, renews nothing.
 -- uses: _args, _fleet, _group, _register
 local function renew(run, id, token, renewed, complete)
@@ -26,11 +26,11 @@ end
 
 register('hr_heartbeat', {replica = name, number = natural, epoch = text, tokens = list_of(name, 4 * BATCH)}, function(run, call)
   local id = call.replica
-  local state, timeline, newest = unpack(redis.call('HMGET', replica_key(run, id), 'state', 'timeline', 'heartbeat'))
+  local state, timeline, newest, reason = unpack(redis.call('HMGET', replica_key(run, id), 'state', 'timeline', 'heartbeat', 'reason'))
   state = state_of(run, state or nil, timeline)
   local lost, renewed, complete = {}, {}, {}
   for _, token in ipairs(call.tokens) do
-    if state == 'DEAD' or not renew(run, id, token, renewed, complete) then lost[#lost + 1] = token end
+    if not takes_part(state) or not renew(run, id, token, renewed, complete) then lost[#lost + 1] = token end
   end
   if state ~= 'DEAD' and call.number > tonumber(newest or 0) then
     if #renewed > 0 then redis.call('ZADD', run.base .. 'leases', unpack(renewed)) end
@@ -39,6 +39,6 @@ register('hr_heartbeat', {replica = name, number = natural, epoch = text, tokens
   local epoch, epoch_state = unpack(redis.call('HMGET', run.base .. 'epoch', 'id', 'state'))
   local known = epoch and epoch .. ' ' .. epoch_state or ''
   return cmsgpack.pack({
-    state = state, timeline = run.timeline, epoch_changed = known ~= call.epoch, lost = lost, complete = complete,
+    state = state, reason = state == 'QUARANTINED' and reason or '', timeline = run.timeline, epoch_changed = known ~= call.epoch, lost = lost, complete = complete,
   })
 end)

@@ -24,7 +24,9 @@
 -- Memory: a lease counts its group's worst case until it is complete. Past the bound leases wait, unless nothing is held at all
 -- (a single group over the bound must not stop the run). Payloads of steps that were trained but not committed go first.
 --
--- Leasing stops at the first group whose environment is broken, in order (law 5): the others wait behind it.
+-- Leasing stops at the first group whose environment is broken, in order (law 5): the others wait behind it. If that group may be its probe,
+-- and admission has no room, it is granted all the same, with what comes before it in order: what fails there alone may be what the trainer
+-- waits for, and then there would never be room. A group that gets over age by this is generated again (law 2).
 -- uses: _args, _fields, _fleet, _group, _memory, _meter, _register, _run, _scoring
 
 local function fits(run, worst)
@@ -211,12 +213,22 @@ local function lease_from(run, lane, most, replica, version, nonce, leases)
     local count, worst = extent(run, group)
     local env = any_broken and environment_of(run, group)
     if env and not may_generate(run, env) or not fits(run, worst) then break end
-    if env and is_broken(run, env) then redis.call('HSET', environment_key(run, env), 'group', id) end
+    if env then begin_probe(run, env, id) end
     granted = granted + 1
     leases[#leases + 1] = grant(run, group, replica, version, nonce, count, worst)
   end
   if granted > 0 then redis.call('ZREMRANGEBYRANK', queue_of(run, lane), 0, granted - 1) end
   return granted
+end
+
+-- Groups up to the one that is to be a broken environment's probe; 0 if none may be, or none is among the next.
+local function room_for_probe(run)
+  if redis.call('EXISTS', run.base .. 'broken') == 0 then return 0 end
+  for place, id in ipairs(redis.call('ZRANGE', queue_of(run, 'train'), 0, BATCH - 1)) do
+    local env = environment_of(run, load_group(run, id, QUEUED))
+    if is_broken(run, env) then return may_generate(run, env) and place or 0 end
+  end
+  return 0
 end
 
 local function lease(run, call)
@@ -234,7 +246,9 @@ local function lease(run, call)
   local reserved = run.prompts_per_step * run.next_step
   local ahead = redis.call('ZCARD', run.base .. 'line') + run.pinned
   local steps = run.staleness_policy == 'ordered' and run.max_age or run.ahead_steps
-  local room = run.refill == 1 and 0 or (version + steps + 1) * run.prompts_per_step - reserved - ahead
+  local room = (version + steps + 1) * run.prompts_per_step - reserved - ahead
+  if room <= 0 then room = room_for_probe(run) end
+  if run.refill == 1 then room = 0 end
   lease_from(run, 'train', math.min(most, room), replica, version, nonce, leases)
   return cmsgpack.pack({timeline = run.timeline, incarnation = run.incarnation, version = version, leases = leases})
 end

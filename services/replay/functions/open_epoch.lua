@@ -1,4 +1,4 @@
--- open_epoch: announce a membership epoch to every replica that is not DEAD; any epoch before it is over.
+-- open_epoch: announce a membership epoch to every replica that is not DEAD or QUARANTINED; any epoch before it is over.
 -- KEYS     the run
 -- ARGV     epoch (a nonce), version, timeline; then the rendezvous (msgpack)
 -- Returns  msgpack: id, version, timeline, state, members (each followed by what it did); then the rendezvous. Repeating it gives the same epoch.
@@ -6,16 +6,16 @@
 -- uses: _args, _epoch, _fleet, _register, _run
 register('hr_open_epoch', {epoch = name, version = natural, timeline = text}, function(run, call, args)
   local id, version, timeline = call.epoch, call.version, call.timeline
-  require_bytes(1, args)
+  local rendezvous = require_rendezvous(args)
   require_timeline(run, timeline)
   local before = load_epoch(run)
   if before and before.id == id then return reply_epoch(run, before) end
   if redis.call('SADD', run.base .. 'epochs', id) == 0 then refuse('HR_FENCED', 'epoch ' .. id .. ' is over; make a new nonce') end
-  local epoch = {id = id, version = version, timeline = timeline, rendezvous = args[2]}
-  redis.call('HSET', run.base .. 'epoch', 'id', id, 'version', version, 'timeline', timeline, 'rendezvous', args[2])
+  local epoch = {id = id, version = version, timeline = timeline, rendezvous = rendezvous}
+  redis.call('HSET', run.base .. 'epoch', 'id', id, 'version', version, 'timeline', timeline, 'rendezvous', rendezvous)
   redis.call('UNLINK', run.base .. 'members')
   for _, replica in ipairs(redis.call('ZRANGE', run.base .. 'replicas', 0, -1)) do
-    if redis.call('HGET', replica_key(run, replica), 'state') ~= 'DEAD' then
+    if takes_part(redis.call('HGET', replica_key(run, replica), 'state')) then
       redis.call('HSET', run.base .. 'members', replica, 'asked')
     end
   end

@@ -39,6 +39,7 @@ local SPEC = {
   retain_steps = natural, staleness_policy = one_of({'ordered', 'drop', 'mask'}), filter = filter, environments = environments,
 }
 
+-- Returns whether the call arrives again.
 local function make_run(keys, args)
   local key = run_key(keys)
   local limits = parse_call(SPEC, false, args)
@@ -52,8 +53,10 @@ local function make_run(keys, args)
   end
   local opened = redis.call('HGET', key, 'opened')
   require_unused({key = key}, timeline)
-  if opened and opened ~= timeline then redis.call('SADD', key .. ':used', opened) end
+  if opened == timeline then return true end
+  if opened then redis.call('SADD', key .. ':used', opened) end
   redis.call('HSET', key, 'opened', timeline, unpack(fields))
+  return false
 end
 
 -- An earlier build kept all that waited for scores in one line.
@@ -68,13 +71,15 @@ local function split_line(run)
 end
 
 local function open_run(keys, args)
-  local ok, problem = pcall(make_run, keys, args)
-  if not ok and problem.code then return redis.error_reply(problem.code .. ' ' .. problem.message) end
-  if not ok then error(problem) end
+  local ok, again = pcall(make_run, keys, args)
+  if not ok and again.code then return redis.error_reply(again.code .. ' ' .. again.message) end
+  if not ok then error(again) end
   return respond(function(run)
-    split_line(run)
-    wake(run, 'work')
-    event(run, 'opened')
+    if not again then
+      split_line(run)
+      wake(run, 'work')
+      event(run, 'opened')
+    end
     return cmsgpack.pack(run_state(run))
   end, nil, false, keys, {}, false)
 end

@@ -49,7 +49,7 @@ local function push(run, entries_of_group, foreign, reply)
       end
     end
     if code then reply[entry.place] = refuse_entry(run, code, message) else reply[entry.place] = '' end
-    if code or before then unstage(entry, before) end
+    if code or before then unstage(entry) end
   end
   if #written == 0 then return end
   redis.call('HSET', group.key, 'pushed', group.pushed, 'actual', group.actual, 'oldest', group.oldest, 'newest', group.newest,

@@ -1,4 +1,4 @@
--- reject: what the trainer read of the newest step's batch breaks a law. The step, which nothing was trained on yet, is reopened as by a
+-- reject: what the trainer read of the newest step's batch can't be trained on. The step, which nothing was trained on yet, is reopened as by a
 -- rewind to it: its other groups keep it, and the named ones are generated again, each at the cost of an attempt.
 -- KEYS     the run
 -- ARGV     step, timeline, nonce (of this rejection), reason, groups (of the step, each with id and attempt, at least one)

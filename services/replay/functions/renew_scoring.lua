@@ -1,14 +1,17 @@
 -- renew_scoring: a scorer still works on what it holds: its deadline starts over.
 -- KEYS     the run
--- ARGV     columns with an entry for each trajectory, up to BATCH: groups (ids), indices, tokens
+-- ARGV     client (the scorer), number (of this call of it, higher than that of any before), columns with an entry for each trajectory, up to BATCH: groups (ids), indices, tokens
 -- Returns  the places in these columns, from 0, of those that are no longer with this scorer
 -- Errors   HR_INVALID
--- uses: _args, _group, _register
+--
+-- One that arrives again, or late, renews nothing.
+-- uses: _args, _group, _register, _run
 
 register('hr_renew_scoring', {
-  groups = list_of(name, BATCH), indices = list_of(natural, BATCH), tokens = list_of(name, BATCH),
+  client = name, number = positive, groups = list_of(name, BATCH), indices = list_of(natural, BATCH), tokens = list_of(name, BATCH),
 }, function(run, call)
   if #call.groups ~= #call.indices or #call.groups ~= #call.tokens then refuse('HR_INVALID', 'columns of unequal length') end
+  local late = made_before(run, 'renew', call)
   local deadline, lost = run.now + run.scoring_deadline_ms, {}
   for i, id in ipairs(call.groups) do
     local index = string.format('%d', call.indices[i])
@@ -17,10 +20,10 @@ register('hr_renew_scoring', {
     -- XX: one that is scored has its token still
     local taken = token == call.tokens[i] and place_of(run, 'taken', environment_of(run, group))
     local ends = taken and tonumber(redis.call('ZSCORE', taken, id .. ':' .. index) or nil)
-    if ends and ends > run.now then
-      redis.call('ZADD', taken, deadline, id .. ':' .. index)
-    else
+    if not (ends and ends > run.now) then
       lost[#lost + 1] = i - 1
+    elseif not late then
+      redis.call('ZADD', taken, deadline, id .. ':' .. index)
     end
   end
   return lost

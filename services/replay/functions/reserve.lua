@@ -1,14 +1,15 @@
 -- reserve: the trainer takes the batch of the next step, or waits: what a rewind kept for it, then under `ordered` the lowest tickets, all
 -- of them ready; under `drop` and `mask` the lowest tickets among those that are ready.
 -- KEYS     the run
--- ARGV     step, timeline
+-- ARGV     client (the trainer), number (of this call of it, higher than that of any before), step, timeline
 -- Returns  msgpack, by its `reply`: `batch` (see batch_of in _steps.lua); `waiting` with ready and needed; `end` with unused
 -- Errors   HR_TIMELINE, HR_STEP, HR_STARVED, HR_BROKEN (it would wait for an environment that has been broken for longer than its
 --          `give_up_after`), HR_INVALID
 --
 -- No step is taken while the run wants a refill: one that is delivered twice would bring back what was trained in between (law 1).
 --
--- Repeating the last reserve gives the same batch, for a trainer that lost the reply. Whatever the admission policy did, law 2 (age)
+-- Repeating the last reserve gives the same batch, for a trainer that lost the reply. A call that arrives again, or late, takes none: it
+-- waits. Whatever the admission policy did, law 2 (age)
 -- and law 3 (completeness) are enforced here: a group that breaks one is requeued, never handed out.
 -- The end of the run waits for what a broken environment is still to score.
 -- uses: _args, _group, _register, _run, _scoring, _steps
@@ -176,7 +177,8 @@ local function waits_for_environment(run)
   return waits
 end
 
-local function reserve(run, step)
+local function reserve(run, call)
+  local step = call.step
   if step == run.next_step - 1 and step >= run.committed then
     local ids = step_ids(run, step)
     if #ids > 0 then return batch_of(run, step, ids) end
@@ -184,7 +186,7 @@ local function reserve(run, step)
   if step ~= run.next_step then
     refuse('HR_STEP', 'reserve of step ' .. step .. '; the next step is ' .. run.next_step)
   end
-  if run.refill == 1 then return {reply = 'waiting', ready = 0, needed = run.prompts_per_step} end
+  if made_before(run, 'reserve', call) or run.refill == 1 then return {reply = 'waiting', ready = 0, needed = run.prompts_per_step} end
   local groups, ids = pinned_groups(run, step)
   keep_step(run, step, ids)
   local survivors = #groups
@@ -209,7 +211,7 @@ local function reserve(run, step)
   return hand_out(run, step, groups)
 end
 
-register('hr_reserve', {step = natural, timeline = text}, function(run, call)
+register('hr_reserve', {client = name, number = positive, step = natural, timeline = text}, function(run, call)
   require_timeline(run, call.timeline)
-  return cmsgpack.pack(reserve(run, call.step))
+  return cmsgpack.pack(reserve(run, call))
 end)

@@ -13,7 +13,7 @@ local function save(run, entry)
   local code, message = lease_refusal(run, entry, group)
   if not code then code, message = record_refusal(run, entry, group) end
   if code then
-    unstage(entry, group and redis.call('HGET', group.key, 'q' .. entry.at))
+    unstage(entry)
     return code, message
   end
   local pushed, dropped, saved =

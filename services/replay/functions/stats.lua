@@ -1,7 +1,7 @@
 -- stats: what people look at.
 -- KEYS     the run
 -- ARGV     none
--- Returns  msgpack: the run's state, refusals by code, requeues by cause, bytes, full (see _memory.lua), ages of the last batch, the scoring
+-- Returns  msgpack: the run's state, opened (the start of the replay service that set its limits), refusals by code, requeues by cause, bytes, full (see _memory.lua), ages of the last batch, the scoring
 --          line, leases, suspects (groups that wait to be leased apart, because their replica died), the newest dead letters, groups ready
 --          out of the next P in line
 -- uses: _args, _group, _register, _scoring
@@ -31,6 +31,7 @@ end
 register_reader('hr_stats', nil, function(run)
   local age_mean, age_max = unpack(redis.call('HMGET', run.key, 'age_mean', 'age_max'))
   local stats = run_state(run)
+  stats.opened = redis.call('HGET', run.key, 'opened') or ''
   stats.counts = unless_empty(counts_of(run))
   stats.refusals = unless_empty(numbers(redis.call('HGETALL', run.base .. 'refusals')))
   stats.requeues = unless_empty(numbers(redis.call('HGETALL', run.base .. 'requeues')))

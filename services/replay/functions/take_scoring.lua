@@ -1,31 +1,35 @@
--- take_scoring: trajectories that wait for a score go to a scorer until its deadline, which it renews (renew_scoring).
+-- take_scoring: trajectories that wait for a score go to a scorer until its deadline, which it renews (renew_scoring). The newest call is
+-- answered again as it was; an earlier one takes nothing.
 -- KEYS     the run
--- ARGV     scorer, environments (names), most (trajectories of each of these that may be sent now), nonce (the token is made of it)
+-- ARGV     client (the scorer), number (of this call of it, higher than that of any before), environments (names), most (trajectories of each of these that may be sent now), nonce (the token is made of it)
 -- Returns  msgpack: token (of all that are taken), payload_prefix (of keys), groups. Each has group (id), record (key), and of its
---          trajectories indices, nonces (the payloads' keys end with them) and scoring_attempts
--- Errors   HR_INVALID
+--          trajectories indices, nonces (the payloads' keys end with them), scoring_attempts, and waited_ms: for how long they could
+--          have been taken
+-- Errors   HR_FENCED (it arrives late: the scorer has called again since), HR_INVALID
 --
 -- Of each environment those first that may be taken the longest, up to BATCH in all. A suspect, and the probe of a broken environment, go
 -- alone (_scoring.lua).
 -- uses: _args, _group, _register, _run, _scoring
 
--- Neighbours in line are mostly of one group: {id, indices} for each run of them.
-local function by_group(members)
+-- Neighbours in line are mostly of one group: {id, indices, waited_ms} for each run of them. `members` are followed by the time since which
+-- each waits.
+local function by_group(run, members)
   local groups = {}
-  for _, member in ipairs(members) do
-    local id, index = split_member(member)
+  for i = 1, #members, 2 do
+    local id, index = split_member(members[i])
     local last = groups[#groups]
     if not last or last.id ~= id then
-      last = {id = id, indices = {}}
+      last = {id = id, indices = {}, waited_ms = {}}
       groups[#groups + 1] = last
     end
     last.indices[#last.indices + 1] = index
+    last.waited_ms[#last.waited_ms + 1] = run.now - members[i + 1]
   end
   return groups
 end
 
-local function take(run, id, indices, token)
-  local key = group_key(run, id)
+local function take(run, group, token)
+  local key, indices = group_key(run, group.id), group.indices
   local fields = {'record'}
   for _, index in ipairs(indices) do
     fields[#fields + 1] = 'p' .. index
@@ -40,34 +44,46 @@ local function take(run, id, indices, token)
   end
   redis.call('HSET', key, unpack(written))
   return {
-    group = id, record = run.base .. 'd:' .. values[1], indices = taken, nonces = nonces, scoring_attempts = attempts,
+    group = group.id, record = run.base .. 'd:' .. values[1], indices = taken, nonces = nonces, scoring_attempts = attempts,
+    waited_ms = group.waited_ms,
   }
 end
 
--- Members of one environment are the scorer's until `deadline`.
+-- Members of one environment are the scorer's until `deadline`; each with the time since which it waited.
 local function take_members(run, env, most, deadline)
-  local place, count, alone = allowance(run, env, most)
-  local members = count == 0 and {} or redis.call('ZRANGEBYSCORE', place_of(run, place, env), '-inf', run.now, 'LIMIT', 0, count)
+  local place, count, alone, chosen = allowance(run, env, most)
+  local members = count == 0 and {} or chosen or
+    redis.call('ZRANGEBYSCORE', place_of(run, place, env), '-inf', run.now, 'WITHSCORES', 'LIMIT', 0, count)
   if #members == 0 then return members end
   local score, taken = string.format('%d', deadline), {}
-  for i, member in ipairs(members) do taken[2 * i - 1], taken[2 * i] = score, member end
-  redis.call('ZREMRANGEBYRANK', place_of(run, place, env), 0, #members - 1)
+  for i = 1, #members, 2 do taken[i], taken[i + 1] = score, members[i] end
+  if chosen then
+    redis.call('ZREM', place_of(run, place, env), chosen[1])
+  else
+    redis.call('ZREMRANGEBYRANK', place_of(run, place, env), 0, #members / 2 - 1)
+  end
   redis.call('ZADD', place_of(run, 'taken', env), unpack(taken))
   if alone then redis.call('HSET', environment_key(run, env), 'alone', place .. ' ' .. members[1]) end
   return members
 end
 
 register('hr_take_scoring', {
-  scorer = name, environments = list_of(name, BATCH), most = list_of(positive, BATCH), nonce = name,
+  client = name, number = positive, environments = list_of(name, BATCH), most = list_of(positive, BATCH), nonce = name,
 }, function(run, call)
   if #call.environments ~= #call.most then refuse('HR_INVALID', #call.environments .. ' environments, and ' .. #call.most .. ' of most') end
+  local clients, answer = run.key .. ':clients', 'taken ' .. call.client
+  local newest, before = unpack(redis.call('HMGET', clients, 'take ' .. call.client, answer))
+  if before and call.number == tonumber(newest) then return before end
+  if made_before(run, 'take', call) then refuse('HR_FENCED', 'take_scoring ' .. call.number .. ' of ' .. call.client .. ' was answered before') end
   local deadline, room, groups, token = run.now + run.scoring_deadline_ms, BATCH, {}, ''
   for i, env in ipairs(call.environments) do
     local members = room > 0 and take_members(run, env, math.min(call.most[i], room), deadline) or {}
-    if #members > 0 and token == '' then token = call.nonce .. '-' .. take_ticket(run) .. '/' .. call.scorer end
-    for _, group in ipairs(by_group(members)) do groups[#groups + 1] = take(run, group.id, group.indices, token) end
-    room = room - #members
+    if #members > 0 and token == '' then token = call.nonce .. '-' .. take_ticket(run) .. '/' .. call.client end
+    for _, group in ipairs(by_group(run, members)) do groups[#groups + 1] = take(run, group, token) end
+    room = room - #members / 2
   end
   if token ~= '' then due_at(run, deadline) end
-  return cmsgpack.pack({token = token, payload_prefix = run.base .. 'p:', groups = groups})
+  local reply = cmsgpack.pack({token = token, payload_prefix = run.base .. 'p:', groups = groups})
+  redis.call('HSET', clients, answer, reply)
+  return reply
 end)

@@ -81,9 +81,8 @@ class ReasoningGym(BuiltInEnvironment):
         except Exception as error:  # what rules raise on text they can't read is of every kind
             if answer is None:
                 raise
-            dataset.score_answer(
-                from_json(entry)["answer"], from_json(entry)
-            )  # law 7: then it is the problem that is wrong
+            # law 7: if this raises as well, it is the problem that is wrong
+            dataset.score_answer(from_json(entry)["answer"], from_json(entry))
             score = float(dataset.score_answer(None, from_json(entry)))
             metadata["rule"] = f"{task} can't read the answer: {error!r:.200}"
         reward = score if self.env.threshold is None else float(score >= self.env.threshold)

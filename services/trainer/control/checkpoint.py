@@ -12,6 +12,7 @@ are the run's, if another trainer of it wakes up late, is a matter of the chain 
     step_12/ended.bitmap  `order` of every group that ended failed or filtered (`headrace.replay.Ended`)
     step_12/failures.bitmap  `order` of those that failed
     step_12/state.json    `CheckpointState`; the last file to be written
+    step_12/metrics-{timeline}.json  metrics that became known later, to the trainer on that timeline (`add_metrics`)
 
 As long as the buffer keeps its data, it knows what the ledger knows. If it loses writes (an empty volume, a power cut, a failover), or is
 rewound to an older checkpoint, that checkpoint's ledger says which prompts its weights have seen: every other prompt is enqueued again,
@@ -34,11 +35,11 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_
 from pyroaring import BitMap
 
 from headrace import checkpoints as folders
-from headrace.checkpoints import STATE, FolderLock, Start
+from headrace.checkpoints import STATE, FolderLock, Start, cannot_write_checkpoint
 from headrace.config.services import CheckpointingConfig
 from headrace.errors import ServiceError
+from headrace.files import fsync
 from headrace.replay import Ended
-from headrace_services.trainer.files import atomic_write, cannot_write_checkpoint, fsync
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,8 @@ class CheckpointState(BaseModel):
     `cursor` is one more than the highest `order` trained; `failed` and `filtered` count the groups that ended without being trained;
     `retries` counts the retries of failed groups that the journal had by then (None: written by a build that knew of none);
     `consumed_samples` and `total_valid_tokens` count the trajectories that the weights were trained on, and their tokens that counted;
-    `metrics` are named as `checkpointing.metric_name` names them (`val:accuracy`).
+    `prompts` is the digest of the run's prompts (None: written by a build that took none); `metrics` are named as
+    `checkpointing.metric_name` names them (`val:accuracy`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -128,6 +130,7 @@ class CheckpointState(BaseModel):
     consumed_samples: int = 0
     total_valid_tokens: int = 0
     run_id: str
+    prompts: str | None = None
     metrics: dict[str, float] = {}
 
     @model_validator(mode="before")
@@ -141,6 +144,7 @@ class CheckpointState(BaseModel):
 
 
 _GROUPS_BY_STEP = TypeAdapter(dict[int, list[str]])
+_METRICS = TypeAdapter(dict[str, float], config=ConfigDict(allow_inf_nan=False))
 
 
 class Checkpoints:
@@ -188,11 +192,16 @@ class Checkpoints:
         return max(self.published(), default=None)
 
     def path(self, version: int) -> Path:
-        return self._folder / f"step_{version}"
+        return folders.path_of(self._folder, version)
 
     def state(self, version: int) -> CheckpointState:
-        """The state file. Raises `ServiceError` if it is not what `publish` writes."""
-        return self._read(version, STATE, CheckpointState.model_validate_json)
+        """The state, with the metrics that became known later; of those that several trainers know, the newest trainer's. Raises
+        `ServiceError` if it is not what `publish` writes."""
+        state = self._read(version, STATE, CheckpointState.model_validate_json)
+        metrics = dict(state.metrics)
+        for name in folders.later_metrics(self._folder, version):
+            metrics |= self._read(version, name, _METRICS.validate_json)
+        return state.model_copy(update={"metrics": metrics})
 
     def ledger(self, version: int) -> dict[int, list[str]]:
         """Group ids of each step trained since the checkpoint before. Raises `ServiceError` as `state` does."""
@@ -252,17 +261,21 @@ class Checkpoints:
 
     def add_metrics(self, version: int, timeline: str, metrics: Mapping[str, float]) -> None:
         """Add metrics that became known after `publish`; retention uses them from now on. A no-op without such a checkpoint. Raises
-        `ServiceError` as `publish` does."""
-        self.require_newest(timeline)
-        if version not in self.published():
-            return
-        state = self.state(version)
-        known = state.model_copy(update={"metrics": {**state.metrics, **metrics}})
-        path = self.path(version) / STATE
-        with _disk_errors(self._folder):
-            with atomic_write(path) as unfinished:
-                unfinished.write_text(known.model_dump_json(indent=2))
-                fsync(unfinished)
+        `ServiceError` as `publish` does.
+
+        A trainer may be frozen anywhere in here and wake up after its successor has begun. So they go into a file of its own, and into the
+        folder that was the checkpoint's while this trainer was the newest: a successor renames that one before it makes another.
+        """
+        with contextlib.ExitStack() as stack, _disk_errors(self._folder):
+            folder: int | None = None
+            with contextlib.suppress(FileNotFoundError):
+                folder = os.open(self.path(version), os.O_RDONLY | os.O_DIRECTORY)
+                stack.callback(os.close, folder)
+            self.require_newest(timeline)
+            if folder is None or version not in self.published():
+                return
+            _add_metrics(folder, folders.metrics_name(timeline), metrics)
+            self.require_newest(timeline)
             self._retain()
 
     def _read(self, version: int, name: str, parse: Callable[[bytes], T]) -> T:
@@ -327,20 +340,29 @@ class Checkpoints:
             shutil.rmtree(self._folder / name)
 
 
-def superseded(metrics: Mapping[int, Mapping[str, float]], settings: CheckpointingConfig) -> list[int]:
-    """Versions that retention removes, oldest first: all but the newest and the `keep_top_k` best by `metric_name`.
+def _add_metrics(folder: int, name: str, metrics: Mapping[str, float]) -> None:
+    """Add to the file `name` in a folder that is open, whatever it is called by now; the file is whole at any time."""
 
-    Of two equal ones the newer is better, and any metric is better than none. Without `metric_name`, newer is better.
-    """
+    def opened(path: str, flags: int) -> int:
+        return os.open(path, flags, 0o666, dir_fd=folder)
+
+    known: dict[str, float] = {}
+    with contextlib.suppress(FileNotFoundError), open(name, "rb", opener=opened) as before:
+        known = _METRICS.validate_json(before.read())
+    with open(f".{name}", "wb", opener=opened) as file:
+        file.write(_METRICS.dump_json(known | dict(metrics), indent=2))
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(f".{name}", name, src_dir_fd=folder, dst_dir_fd=folder)
+    os.fsync(folder)
+
+
+def superseded(metrics: Mapping[int, Mapping[str, float]], settings: CheckpointingConfig) -> list[int]:
+    """Versions that retention removes, oldest first: all but the newest and the `keep_top_k` best by `metric_name`."""
     if settings.keep_top_k is None:
         return []
-    sign = 1.0 if settings.higher_is_better else -1.0
-
-    def merit(version: int) -> tuple[bool, float, int]:
-        value = metrics[version].get(settings.metric_name) if settings.metric_name else None
-        return value is not None, sign * value if value is not None else 0.0, version
-
-    kept = {*sorted(metrics, key=merit, reverse=True)[: settings.keep_top_k], max(metrics, default=None)}
+    ranked = folders.best_first(metrics, settings.metric_name, higher_is_better=settings.higher_is_better)
+    kept = {*ranked[: settings.keep_top_k], max(metrics, default=None)}
     return sorted(set(metrics) - kept)
 
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from headrace.config import Config
 from headrace.credentials import buffer_url
+from headrace.journal import Journal
 from headrace.replay import BufferRetry, ReplayClient
 from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.feeder import Feeder
@@ -19,7 +20,6 @@ from headrace_services.trainer.control.rank import LeadRank
 from headrace_services.trainer.control.weight_sender import WeightSender
 from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.telemetry.http import Gauges
-from headrace_services.trainer.telemetry.journal import Journal
 from headrace_services.trainer.telemetry.telemetry import Telemetry
 from headrace_services.trainer.telemetry.throughput import ThroughputMeter
 
@@ -42,9 +42,10 @@ class Dependencies:
 
 @dataclasses.dataclass
 class Readiness:
-    """The answer of `/readyz`: None when the trainer is at work, else why it isn't."""
+    """The answer of `/readyz`: None when the trainer is at work, else why it isn't. `failures`: what the page says of failed prompts."""
 
     problem: str | None = "starting"
+    failures: str = ""
 
     async def __call__(self) -> str | None:
         return self.problem

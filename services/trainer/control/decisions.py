@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Iterable, Mapping
 
 from headrace.config import Config
@@ -45,7 +46,7 @@ class Decision:
 class Plan:
     """The parts of the configuration that steer the loop. Periods are in versions, deadlines in seconds."""
 
-    last_version: int
+    last_version: int  # 0: the run only evaluates
     save_period: int | None  # None: no checkpoints
     must_save_by_s: float | None  # after the loop's start
     val_period: int | None  # None: nothing to validate on
@@ -59,7 +60,7 @@ class Plan:
     @classmethod
     def of(cls, config: Config, *, can_validate: bool) -> Plan:
         return cls(
-            last_version=config.algorithm.max_num_steps,
+            last_version=config.max_num_steps,
             save_period=config.checkpointing.save_period if config.checkpointing.enabled else None,
             must_save_by_s=config.checkpointing.must_save_by_s if config.checkpointing.enabled else None,
             val_period=config.algorithm.val_period if can_validate else None,
@@ -67,7 +68,8 @@ class Plan:
             val_at_start=config.algorithm.val_at_start,
             val_at_end=config.algorithm.val_at_end,
             fleet_deadline_s=config.trainer.fleet_deadline_s,
-            validation_deadline_s=config.trainer.validation_deadline_s,
+            # nothing waits for the evaluation of a run that trains nothing
+            validation_deadline_s=config.trainer.validation_deadline_s if config.max_num_steps else math.inf,
             max_failed_share=config.run.max_failed_share,
         )
 
@@ -96,10 +98,11 @@ class LoopState:
 
     `refitted`: a refit to this version has been carried out, successful or not. `validated`: a validation of this version has begun.
     `validating`: the version under validation while results are missing; `awaited_since`: when the loop began to wait for it, if it has.
-    `members` counts the living replicas, `healthy` those of them that hold verified weights; `healthy_at` is when one was last seen (or
-    the wait for one began). `refit_due`: some replica that is not at this version may be tried now. `reply`: the last answer of
-    `reserve`, None if it must be called again. `target_reached`: a validation reached `stop_at_validation_threshold`. `must_save`: another
-    step would end after `checkpoint_must_save_by`, and no checkpoint has been saved for it yet.
+    `members` counts the replicas that take part (neither DEAD nor `quarantined`), `healthy` those of them that hold verified weights;
+    `healthy_at` is when one was last seen (or the wait for one began). `refit_due`: some replica that is not at this version may be
+    tried now. `reply`: the last answer of `reserve`, None if it must be called again. `target_reached`: a validation reached
+    `stop_at_validation_threshold`. `must_save`: another step would end after `checkpoint_must_save_by`, and no checkpoint has been saved
+    for it yet.
     `counts`: the run's training groups by state.
     """
 
@@ -118,13 +121,16 @@ class LoopState:
     reply: Reservation | Waiting | End | None
     target_reached: bool = False
     must_save: bool = False
+    quarantined: int = 0
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def decide(plan: Plan, state: LoopState) -> Decision:
     """The next action of the loop."""
     if state.stop:
-        return Decision(Action.STOP)
+        # what was trained since the last checkpoint is not trained again
+        unsaved = plan.saves(state.version, final=True) and not state.saved
+        return Decision(Action.CHECKPOINT if unsaved else Action.STOP)
     if reason := too_many_failed(plan, state.counts):
         return Decision(Action.CONDEMN, reason)
     final = state.version >= plan.last_version or isinstance(state.reply, End) or state.target_reached
@@ -138,7 +144,7 @@ def decide(plan: Plan, state: LoopState) -> Decision:
             return _await_fleet(plan, state)
         return _await_validation(plan, state) or Decision(Action.VALIDATE)
     if final:
-        return _await_validation(plan, state) or _finish(state)
+        return _await_validation(plan, state) or _finish(plan, state)
     if state.reply is None:
         return Decision(Action.RESERVE)
     if isinstance(state.reply, Reservation):
@@ -158,9 +164,17 @@ def too_many_failed(plan: Plan, counts: Mapping[str, int]) -> str | None:
     )
 
 
-def _finish(state: LoopState) -> Decision:
-    """A run whose whole history trained nothing has not succeeded, unless a validation at its start reached its target."""
-    if state.version or state.target_reached:
+def share_in_scoring(counts: Mapping[str, int]) -> float:
+    """Of a wait for the batch, the share that is for scores and not for generation: that of the groups in scoring among those in flight
+    that aren't ready. Where scoring is slow they pile up there, and admission lets no more be generated."""
+    scoring, generating = counts.get("scoring", 0), counts.get("open", 0)
+    return scoring / (scoring + generating) if scoring else 0.0
+
+
+def _finish(plan: Plan, state: LoopState) -> Decision:
+    """A run whose whole history trained nothing has not succeeded, unless it was only to evaluate, or a validation at its start reached its
+    target."""
+    if state.version or state.target_reached or not plan.last_version:
         return Decision(Action.FINISH)
     what = ", ".join(f"{count} {name}" for name, count in state.counts.items() if count) or "there were none"
     return Decision(Action.CONDEMN, f"the run has ended and nothing was trained; its prompts: {what}")
@@ -173,7 +187,8 @@ def _await_fleet(plan: Plan, state: LoopState) -> Decision:
         return Decision(
             Action.FAIL,
             f"no verified rollout replica for {plan.fleet_deadline_s:g} s (trainer.fleet_deadline_s) at step "
-            f"{state.version}; {state.members} registered: look at the rollout logs, start a replica, and start the trainer again",
+            f"{state.version}; {state.members} registered, {state.quarantined} more quarantined: look at the rollout logs, start a "
+            "replica, and start the trainer again",
         )
     return Decision(Action.WAIT)
 
@@ -211,7 +226,8 @@ def count_verified(fleet: Iterable[Replica], version: int, timeline: str) -> int
 
 
 def alive(fleet: Iterable[Replica]) -> list[Replica]:
-    return [replica for replica in fleet if replica.state != "DEAD"]
+    """Those that the trainer still waits for."""
+    return [replica for replica in fleet if replica.takes_part]
 
 
 def behind(fleet: Iterable[Replica], version: int, timeline: str) -> list[str]:
@@ -231,3 +247,9 @@ def next_backoffs(behind_ids: Iterable[str], backoffs: Mapping[str, Backoff], no
         tries = backoffs[id_].tries + 1 if id_ in backoffs else 1
         renewed[id_] = Backoff(tries, now + min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (tries - 1)))
     return renewed
+
+
+def next_streaks(streaks: Mapping[str, int], well: Iterable[str], ill: Iterable[str]) -> dict[str, int]:
+    """How often in a row each replica did badly, after one more look at those that did `well` or `ill`."""
+    others = {id_: times for id_, times in streaks.items() if id_ not in set(well)}
+    return others | {id_: streaks.get(id_, 0) + 1 for id_ in ill}

@@ -15,9 +15,9 @@ from functools import partial
 
 from headrace.config import Config
 from headrace.errors import WrongStep
+from headrace.journal import Journal, retried
 from headrace.replay import BufferRetry, ReplayClient, RunState
 from headrace_services.trainer.data import Prompts
-from headrace_services.trainer.telemetry.journal import Journal, retried
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Feeder:
         self.retries = len(retried(journal.read()))
         algorithm = config.algorithm
         self._ahead = algorithm.num_prompts_per_step * (algorithm.ahead_steps + 2)
-        self._to_train = algorithm.num_prompts_per_step * algorithm.max_num_steps
+        self._to_train = algorithm.num_prompts_per_step * config.max_num_steps
         self._wake = asyncio.Event()
 
     def wake(self) -> None:

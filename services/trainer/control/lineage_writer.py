@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 
 from headrace.errors import ServiceError
+from headrace.files import atomic_write, fsync
 from headrace.lineage import ABANDONED, SCHEMA, GroupLineage, Header, LineageFiles, Origin, timeline_of, with_timelines
 from headrace.trajectory import Group
-from headrace_services.trainer.files import atomic_write, fsync
 
 
 class LineageWriter:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Literal, TypeVar
 
 from headrace.config import Config
@@ -22,26 +23,31 @@ from headrace.errors import (
     SamplingStarved,
     ServiceError,
 )
-from headrace.replay import End, Replica, Reservation, Waiting
+from headrace.headlines import accuracy_name
+from headrace.journal import Line, surviving
+from headrace.replay import End, Replica, Reservation, Waiting, frequent
 from headrace.replay.calls import BATCH
-from headrace.trajectory import Float32, Int32
+from headrace.trajectory import Float32, Group, Int32
 from headrace.weights.probe import choose_token_ids
 from headrace_services.trainer.control import decisions
 from headrace_services.trainer.control.checkpoint import ENDED, FAILURES, TRAINED, CheckpointState
 from headrace_services.trainer.control.context import TrainerContext
 from headrace_services.trainer.control.decisions import Action, Backoff, LoopState, Plan
-from headrace_services.trainer.control.rank import InvariantBroken, Weights, check_reservation, shard_batch
+from headrace_services.trainer.control.rank import Weights, check_reservation, shard_batch
 from headrace_services.trainer.control.resume import ResumeState, lost_writes
 from headrace_services.trainer.control.validation import Validation, reaches_target
-from headrace_services.trainer.telemetry.journal import Line, surviving
-from headrace_services.trainer.telemetry.metrics import batch_metrics, sampling_metrics, total_lengths
+from headrace_services.trainer.data import Problem
+from headrace_services.trainer.learning.batch import BatchRejected
+from headrace_services.trainer.telemetry import alarm
+from headrace_services.trainer.telemetry.alarm import ReplicaDisagreement
+from headrace_services.trainer.telemetry.metrics import batch_metrics, sampling_metrics, score_metrics, total_lengths
 from headrace_services.trainer.telemetry.plots import CURVES, draw_curve, write_page
 from headrace_services.trainer.telemetry.throughput import Devices, StepTimes
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
-# Batches in a row that may break a law.
+# Batches in a row that may be rejected.
 MAX_REJECTIONS = 3
 PROBE_TOKENS = 64
 
@@ -71,7 +77,12 @@ class Loop:
         self._refitted = False
         self._backoffs: dict[str, Backoff] = {}
         self._probe: tuple[Int32, Float32] | None = None
-        self._alive = 0  # living replicas at the last look
+        # training prompts that have failed: at the last look (-1: there was none), and when the metrics of the newest step were taken
+        self._failed, self._failed_before = -1, 0
+        self._alive: frozenset[str] = frozenset()  # replicas that took part at the last look
+        # by replica, in a row: refits that it failed, and steps in which its log-probabilities were apart from the trainer's
+        self._failed_refits: dict[str, int] = {}
+        self._apart: dict[str, int] = {}
         # the running validation, if any; when it began, and when the loop began to wait for it
         self._validation: Validation | None = None
         self._validating_since = 0.0
@@ -84,6 +95,7 @@ class Loop:
         self._init_metrics: dict[str, float] = {}  # until the first step's metrics have them
         self._step_s = 0.0  # how long the last step took
         self._seconds: dict[Action, float] = defaultdict(float)  # spent in this step
+        self._awaiting_scores = 0.0  # of them, for scores
 
     async def run(self) -> bool:
         """Train until the last step or the last prompt (True), or until a stop (False).
@@ -96,6 +108,7 @@ class Loop:
             if self._resumed.refill:
                 again = await self._context.feeder.refill(self._resumed.missing())
                 log.info("%d prompts that nothing was trained on are queued again", again)
+            self._failed_before = (await self._call(self._replay.state)).counts.get("failed", 0)
             feeding = asyncio.create_task(self._context.feeder.run(self._resumed.missing))
             self._began = self._step_began = self._healthy_at = self._clock()
             self._init_metrics = {"efficiency/init/total_s": self._began - self._context.began}
@@ -121,13 +134,15 @@ class Loop:
             if self._validation is not None and await self._validation.poll():
                 await self._report_validation(self._validation)
             counts = (await self._call(self._replay.state)).counts
+            await self._note_failures(counts.get("failed", 0))
             decision = decisions.decide(self._plan, self._look(fleet, counts))
             began = self._clock()
             match decision.action:
                 case Action.STOP:
                     log.info(
-                        "stopped at version %d; the next start goes on from checkpoint %s and trains what came after it again",
+                        "stopped at version %d; the next start goes on from checkpoint %s%s",
                         self._version, "of the initial model" if self._saved is None else self._saved,
+                        "" if self._version == (self._saved or 0) else " and trains what came after it again",
                     )  # fmt: skip
                     return False
                 case Action.FAIL:
@@ -135,6 +150,8 @@ class Loop:
                 case Action.CONDEMN:
                     raise ServiceError(decision.reason + await self._reasons_of_failures())
                 case Action.FINISH:
+                    if isinstance(self._reply, End) and self._version < self._plan.last_version:
+                        log.info("the prompts are used up after %d steps (max_num_epochs)", self._version)
                     await self._finish()
                     return True
                 case Action.CHECKPOINT:
@@ -162,14 +179,17 @@ class Loop:
                 case Action.WAIT:
                     await self._wait()
                     self._reply = None
+            took = self._clock() - began
             if decision.action is Action.TRAIN:  # a step ends where its metrics are taken, in `_train`
                 self._healthy_at = self._clock()
             else:
-                self._seconds[decision.action] += self._clock() - began
+                self._seconds[decision.action] += took
+            if decision.action in (Action.WAIT, Action.RESERVE):
+                self._awaiting_scores += decisions.share_in_scoring(counts) * took
 
     def _look(self, fleet: Sequence[Replica], counts: Mapping[str, int]) -> LoopState:
         now, running = self._clock(), self._validation
-        self._alive = len(decisions.alive(fleet))
+        self._alive = frozenset(replica.id for replica in decisions.alive(fleet))
         # while older weights are being evaluated, the replicas that hold those weights count
         held = self._version if self._refitted or running is None else running.version
         healthy = decisions.count_verified(fleet, held, self._timeline)
@@ -187,23 +207,39 @@ class Loop:
             validated=self._version in self._validated,
             validating=None if running is None else running.version,
             awaited_since=self._awaited_since,
-            members=self._alive,
+            members=len(self._alive),
             healthy=healthy,
             healthy_at=self._healthy_at,
             refit_due=decisions.refit_due(behind, self._backoffs, now),
             reply=self._reply,
             target_reached=self._target_reached,
+            quarantined=sum(replica.state == "QUARANTINED" for replica in fleet),
             must_save=not self._saved_in_time and self._plan.must_save_now(now - self._began, self._step_s),
             counts=counts,
         )
 
     async def _reasons_of_failures(self) -> str:
         """The most frequent reasons of the newest training groups that failed, as the end of a sentence."""
-        letters = [letter for letter in (await self._call(self._replay.stats))["failed"] if letter["lane"] == "train"]
-        if not letters:
-            return ""
-        frequent = Counter(" ".join(letter["reason"].split())[:300] for letter in letters).most_common(3)
-        return f". Of the newest {len(letters)} failures: " + "; ".join(f"{times} x {why}" for why, times in frequent)
+        reasons = await self._call(self._replay.failures)
+        return f". Of the newest {len(reasons)} failures: {'; '.join(frequent(reasons))}" if reasons else ""
+
+    async def _note_failures(self, failed: int) -> None:
+        """So many training prompts have failed by now: the page says why."""
+        if failed != self._failed:
+            why = await self._reasons_of_failures()
+            self._context.readiness.failures = f"{failed} prompts failed{why}" if failed else ""
+        self._failed = failed
+
+    def _failures_of_step(self) -> dict[str, float]:
+        """Metrics of the prompts that failed since the step before."""
+        new = max(0, self._failed - self._failed_before)  # fewer, if some were retried
+        self._failed_before = self._failed
+        if new:
+            log.warning(
+                "step %d: %d prompts failed since the step before; of all, %s",
+                self._version, new, self._context.readiness.failures,
+            )  # fmt: skip
+        return {"failed_prompts": float(new), "failed_prompts_total": float(self._failed)}
 
     # -- a step ----------------------------------------------------------------------------------------------------------
 
@@ -232,8 +268,8 @@ class Loop:
         multipliers = [group.loss_multiplier for group in groups]
         try:
             learnt = await context.torch(lambda: lead.step(reservation, multipliers, shares))
-        except InvariantBroken as broken:
-            await self._reject(reservation, broken)
+        except BatchRejected as rejected:
+            await self._reject(reservation, rejected)
             return
         self._rejections = 0
         origins = await context.torch(lead.origins)
@@ -241,12 +277,17 @@ class Loop:
             await self._call(lambda: self._replay.masked(step, self._timeline, masked))
         self._ledger.record(step, reservation.groups, [group.order for group in groups])
         await asyncio.to_thread(context.lineage.write, step, groups, origins)
+        await self._compare_replicas(step, await context.torch(lead.error_by_replica))
         truncated = learnt.pop("truncated")
         metrics = {**learnt, **batch_metrics(reservation, groups, truncated)}
+        environment_of = {group.id: group.env_name for group in groups}
+        environments = [environment_of[trajectory.group_id] for trajectory in reservation.trajectories]
+        metrics |= score_metrics(environments, await context.torch(lead.scored))
         if config.algorithm.use_dynamic_sampling:
             metrics |= sampling_metrics(reservation, config.algorithm.generation_batch)
         batch = await context.torch(lead.gather_batch) if context.telemetry.wants_batch(metrics) else None
         metrics |= await context.telemetry.trained(step, groups, batch, metrics)
+        metrics |= self._failures_of_step()
         metrics |= self._end_step(began, total_lengths(reservation, groups))
         self._reward = metrics["reward"]
         self._version = step + 1
@@ -259,34 +300,38 @@ class Loop:
         )  # fmt: skip
         await self._publish("train", step, metrics)
 
-    async def _reject(self, reservation: Reservation, broken: InvariantBroken) -> None:
-        """Give the batch back: the groups that break a law are generated again, and the step is reserved anew. Raises `ServiceError` after
-        `MAX_REJECTIONS` in a row, which no data explains."""
+    async def _reject(self, reservation: Reservation, rejected: BatchRejected) -> None:
+        """Give the batch back: the groups that can't be trained on are generated again, and the step is reserved anew.
+
+        Raises `ServiceError` after `MAX_REJECTIONS` in a row, which no data explains."""
         self._rejections += 1
         if self._rejections == MAX_REJECTIONS:
             raise ServiceError(
-                f"{MAX_REJECTIONS} batches in a row broke a law, so that the check itself is in doubt, or the buffer's server: {broken}. "
-                "Look at these groups with `headrace groups show`, and report it"
-            ) from broken
+                f"{MAX_REJECTIONS} batches in a row could not be trained on: {rejected}. Look at these groups with `headrace groups show`: "
+                "a replica or the buffer's server may be at fault, or the check itself; then report it"
+            ) from rejected
         log.error(
             "step %d is rejected: %s. Of its %d groups %d are generated again",
-            reservation.step, broken, len(reservation.groups), len(broken.groups),
+            reservation.step, rejected, len(reservation.groups), len(rejected.groups),
         )  # fmt: skip
         nonce, attempts = secrets.token_hex(8), dict(zip(reservation.groups, reservation.attempts, strict=True))
         # the rest, if there are more, is found again
-        named = {group: attempts[group] for group in list(broken.groups)[:BATCH]}
-        reason = broken.groups[next(iter(named))]
+        named = {group: attempts[group] for group in list(rejected.groups)[:BATCH]}
+        reason = rejected.groups[next(iter(named))]
         await self._call(lambda: self._replay.reject_step(reservation.step, self._timeline, nonce, named, reason))
         self._reply = None
 
     def _end_step(self, began: float, lengths: Sequence[int]) -> dict[str, float]:
         """End the step whose training began at `began`, and begin the next: metrics of where the time since the last step went."""
         now, lead = self._clock(), self._context.lead
-        times = step_times(self._seconds, now - self._step_began, now - began, lead.learner.seconds)
+        times = step_times(
+            self._seconds, now - self._step_began, now - began, lead.learner.seconds, self._awaiting_scores
+        )
         self._step_began, self._step_s = now, times.total
         self._seconds.clear()
+        self._awaiting_scores = 0.0
         init_metrics, self._init_metrics = self._init_metrics, {}
-        generating = self._alive * self._config.policy.generation.vllm_cfg.tensor_parallel_size
+        generating = len(self._alive) * self._config.policy.generation.vllm_cfg.tensor_parallel_size
         epochs = self._config.algorithm.policy_epochs(self._version)
         return init_metrics | self._context.meter.metrics(times, lengths, Devices(lead.ranks.size, generating), epochs)
 
@@ -307,6 +352,7 @@ class Loop:
             consumed_samples=counters.consumed_samples,
             total_valid_tokens=counters.total_valid_tokens,
             run_id=self._config.run.id or "",
+            prompts=context.prompts.counts.digest,
             metrics={} if self._reward is None else {"train:reward": self._reward},
         )
         keep = {self._validation.version} if self._validation else set()
@@ -317,9 +363,8 @@ class Loop:
             try:
                 context.lead.save(str(folder))
             except ServiceError:
-                context.checkpoints.require_newest(
-                    state.timeline
-                )  # a successor that removed the folder, and not the disk, is the reason
+                # a successor that removed the folder is the reason, rather than the disk
+                context.checkpoints.require_newest(state.timeline)
                 raise
             context.lineage.fsync()
             context.checkpoints.publish(state, self._ledger.steps, keep, files)
@@ -344,11 +389,44 @@ class Loop:
             lambda: context.sender.refit(self._version, self._timeline, Weights(lead), token_ids, logprobs)
         )
         self._refitted = True
+        failed = {replica: f"its refit failed: {report.refused[replica]}" for replica in report.failed}
+        self._failed_refits = await self._judge(self._failed_refits, report.verified, failed)
         behind = decisions.behind(await self._call(self._replay.replicas), self._version, self._timeline)
         self._backoffs = decisions.next_backoffs(behind, self._backoffs, self._clock())
         log.info("version %d: %d of %d replicas verified", self._version, len(report.verified), len(report.members))
         for replica, reason in report.refused.items():
             log.warning("replica %s did not take version %d: %s", replica, self._version, reason)
+
+    async def _compare_replicas(self, step: int, errors: Mapping[str, ReplicaDisagreement]) -> None:
+        """Tell the buffer how far the log-probabilities of each replica that takes part are from the trainer's, and quarantine those that
+        stay apart."""
+        errors = {replica: error for replica, error in errors.items() if replica in self._alive}
+        means = {replica: of.error for replica, of in errors.items()}
+        await self._call(lambda: self._replay.disagreements(step, self._timeline, means))
+        apart = alarm.apart(errors, self._config.logger.train_inference_alarm.token_mult_prob_error)
+        what = {
+            replica: f"its log-probabilities stand apart: in step {step} token_mult_prob_error is {errors[replica].error:.4g} on its "
+            f"tokens, at a mean age of {errors[replica].age:.1f}"
+            for replica in apart
+        }
+        for replica in apart - self._apart.keys():
+            log.warning("replica %s: %s", replica, what[replica])
+        well = errors.keys() - apart if len(errors) > 1 else ()  # one alone can't stand out
+        self._apart = await self._judge(self._apart, well, what)
+
+    async def _judge(self, streaks: Mapping[str, int], well: Iterable[str], ill: Mapping[str, str]) -> dict[str, int]:
+        """Count how often in a row each replica did badly, and quarantine those that did `rollout.quarantine_after` times. `ill` says what
+        each that did badly now did. Returns the counts of those that still take part."""
+        most, counts = self._config.rollout.quarantine_after, decisions.next_streaks(streaks, well, ill)
+        quarantined = set()
+        for replica, what in ill.items():
+            reason = f"{what}; {counts[replica]} times in a row"
+            if most is None or counts[replica] < most:
+                continue
+            if await self._call(partial(self._replay.quarantine, replica, self._timeline, reason)):
+                quarantined.add(replica)
+                log.error("replica %s is quarantined: %s. Mend the cause, and restart the replica", replica, reason)
+        return {id_: times for id_, times in counts.items() if id_ in self._alive - quarantined}
 
     # -- validation ------------------------------------------------------------------------------------------------------
 
@@ -366,11 +444,12 @@ class Loop:
         for reason, times in validation.failures().items():
             log.warning("validation of version %d: %d groups failed: %s", version, times, reason)
         log.info(
-            "version %d: accuracy %s on %d held-out prompts, %d failed, %d pending",
-            version, f"{metrics['accuracy']:.3f}" if "accuracy" in metrics else "unknown",
+            "version %d: %s %s on %d held-out prompts, %d failed, %d pending",
+            version, accuracy_name(metrics), f"{metrics['accuracy']:.3f}" if "accuracy" in metrics else "unknown",
             metrics["evaluated"], metrics["failed"], metrics["pending"],
         )  # fmt: skip
-        await self._context.telemetry.validated(version, validation.evaluated)
+        failed: list[tuple[str, Group | Problem, str]] = [*validation.failed, *self._context.prompts.left_out]
+        await self._context.telemetry.validated(version, validation.evaluated, failed)
         await self._publish("validation", version, metrics)
         if self._reaches_target(metrics):
             self._target_reached = True
@@ -402,7 +481,8 @@ class Loop:
     def _draw_curves(self) -> list[Line]:
         """Draw the page of curves from the surviving lines of the journal; returns those lines."""
         lines = surviving(self._context.journal.read())
-        write_page(lines, self._config.run_folder / CURVES, f"Headrace, run {self._config.run.id}")
+        failures = self._context.readiness.failures
+        write_page(lines, self._config.run_folder / CURVES, f"Headrace, run {self._config.run.id}", failures)
         return lines
 
     async def _wait(self) -> None:
@@ -412,9 +492,11 @@ class Loop:
         return await self._context.retry(call)
 
 
-def step_times(spent: Mapping[Action, float], total: float, training: float, learner: Mapping[str, float]) -> StepTimes:
+def step_times(
+    spent: Mapping[Action, float], total: float, training: float, learner: Mapping[str, float], awaiting_scores: float
+) -> StepTimes:
     """Split the `total` seconds of a step: `training` of them were training, whose parts `learner` gives; `spent` gives those of each
-    other action of the loop."""
+    other action of the loop, `awaiting_scores` the part of its waiting that was for scores."""
 
     def over(*actions: Action) -> float:
         return sum(spent.get(action, 0.0) for action in actions)
@@ -427,4 +509,5 @@ def step_times(spent: Mapping[Action, float], total: float, training: float, lea
         refit_bubble=over(Action.REFIT),
         validation=over(Action.AWAIT_VALIDATION, Action.VALIDATE, Action.ABANDON_VALIDATION),
         checkpoint=over(Action.CHECKPOINT),
+        awaiting_scores=awaiting_scores,
     )

@@ -17,24 +17,18 @@ import numpy as np
 import torch
 
 from headrace.config import Config
-from headrace.errors import HeadraceError, ServiceError
+from headrace.errors import CodecError, HeadraceError, ServiceError
 from headrace.lineage import Origin, origin_of
 from headrace.replay import Reservation
 from headrace.trajectory import Float32, Group, Score, Trajectory
 from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.learning.batch import Batch, check_invariants, gather
+from headrace_services.trainer.learning.batch import Batch, BatchRejected, check_invariants, gather, reject_any
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
+from headrace_services.trainer.telemetry.alarm import ReplicaDisagreement, error_by_replica, merged
+from headrace_services.trainer.telemetry.metrics import Scored
 
-Read = Callable[[Sequence[str]], list[tuple[Trajectory, Score]]]
-
-
-class InvariantBroken(ServiceError):
-    """What was read of the batch breaks a law; `groups` says how, by group id. No step was taken."""
-
-    def __init__(self, groups: dict[str, str]) -> None:
-        super().__init__("; ".join(groups.values()))
-        self.groups = groups
+Read = Callable[[Sequence[str]], list[tuple[Trajectory, Score] | CodecError]]
 
 
 class TrainerRank:
@@ -68,15 +62,23 @@ class TrainerRank:
         """Train on the reserved batch. `multipliers` are the groups' weights in the loss, `shares` each rank's places in the batch.
 
         Returns the metrics of `train_step`, plus `truncated`, the number of completions cut off at the length limit, and
-        `masked_tokens`, the number of policy tokens over age. Raises `InvariantBroken` on every rank if what any rank read breaks a law.
+        `masked_tokens`, the number of policy tokens over age. Raises `BatchRejected` on every rank if what any rank read
+        can't be trained on.
         """
         algorithm, step, places = self._config.algorithm, reservation.step, shares[self.ranks.rank]
         reserved = [reservation.trajectories[place] for place in places]
         problems: list[str] = []
         broken: dict[str, str] = {}
+        trajectories: list[Trajectory] = []
+        scores: list[Score] = []
         try:
-            read = self._read([one.key for one in reserved])
-            for one, (trajectory, score) in zip(reserved, read, strict=True):
+            for one, read in zip(reserved, self._read([one.key for one in reserved]), strict=True):
+                if isinstance(read, CodecError):
+                    broken[one.group_id] = (
+                        f"step {step}: trajectory {one.group_id!r}[{one.index}] can't be read: {read!s:.500}"
+                    )
+                    continue
+                trajectory, score = read
                 problem = check_invariants(
                     one,
                     trajectory,
@@ -87,18 +89,16 @@ class TrainerRank:
                 )
                 if problem:
                     broken[one.group_id] = problem
+                trajectories.append(trajectory)
+                scores.append(score)
         except HeadraceError as error:
             problems = [str(error) or type(error).__name__]
         self.ranks.raise_any(problems)
-        found = {
-            group: why for of_rank in self.ranks.all_gather(broken, dict[str, str]) for group, why in of_rank.items()
-        }
-        if found:
-            raise InvariantBroken(found)
+        reject_any(broken, self.ranks)
         groups = [place // algorithm.num_generations_per_prompt for place in places]
         self._batch = batch = Batch.of(
-            [trajectory for trajectory, _ in read],
-            [score for _, score in read],
+            trajectories,
+            scores,
             places=places,
             groups=groups,
             multipliers=[multipliers[group] for group in groups],
@@ -126,6 +126,21 @@ class TrainerRank:
         for group_id, origin in (pair for share in self.ranks.gather(own, list[tuple[str, Origin]]) for pair in share):
             by_group.setdefault(group_id, []).append(origin)
         return by_group
+
+    def scored(self) -> list[Scored]:
+        """What the environments said of the newest step's trajectories: on rank 0 of all of them, in the batch's order, elsewhere of the
+        rank's own."""
+        batch = self.batch
+        own = [(int(p), s.components, s.timings) for p, s in zip(batch.places, batch.scores, strict=True)]
+        shares = self.ranks.gather(own, list[tuple[int, dict[str, float], dict[str, float]]])
+        everyone = sorted((one for share in shares for one in share), key=lambda one: one[0])
+        return [Scored(components, timings) for _, components, timings in everyone]
+
+    def error_by_replica(self) -> dict[str, ReplicaDisagreement]:
+        """How far the log-probabilities of each replica are from the trainer's, in the newest step: on rank 0 of the whole batch, elsewhere
+        of the rank's own."""
+        own = error_by_replica(self.batch)
+        return merged(self.ranks.gather(own, dict[str, ReplicaDisagreement]))
 
     def gather_batch(self) -> Batch:
         """On rank 0 the whole batch of the newest step with all its columns, elsewhere the rank's own."""
@@ -159,6 +174,14 @@ class LeadRank(TrainerRank):
     def origins(self) -> dict[str, list[Origin]]:
         self._send("origins")
         return super().origins()
+
+    def scored(self) -> list[Scored]:
+        self._send("scored")
+        return super().scored()
+
+    def error_by_replica(self) -> dict[str, ReplicaDisagreement]:
+        self._send("error_by_replica")
+        return super().error_by_replica()
 
     def gather_batch(self) -> Batch:
         self._send("gather_batch")
@@ -215,12 +238,15 @@ def follow(rank: TrainerRank) -> None:
 def _obey(rank: TrainerRank, command: list[Any]) -> None:
     match command:
         case ["step", reservation, multipliers, shares]:
-            with contextlib.suppress(InvariantBroken):  # rank 0 gives the batch back
+            with contextlib.suppress(BatchRejected):  # rank 0 gives the batch back
                 rank.step(msgspec.convert(reservation, Reservation), multipliers, shares)
         case ["weights"]:
             for _ in rank.weights():
                 continue
-        case [("origins" | "gather_batch" | "probe" | "save") as do, *arguments]:
+        case [
+            ("origins" | "scored" | "error_by_replica" | "gather_batch" | "probe" | "save") as do,
+            *arguments,
+        ]:
             getattr(rank, do)(*arguments)
         case unknown:
             raise ServiceError(

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from pyroaring import BitMap
 
@@ -79,6 +80,17 @@ def checkpoint_ended(checkpoint: CheckpointState, checkpoints: Checkpoints) -> E
     return Ended(checkpoint.failed, checkpoint.filtered, checkpoints.file(version, ENDED), failures)
 
 
+def check_prompts(checkpoint: CheckpointState, folder: Path, digest: str) -> None:
+    """Raises `ServiceError` unless the run's prompts, of this `digest`, are those that `checkpoint`, in `folder`, was trained on: their
+    places in the order say which of them are still to come."""
+    if checkpoint.prompts not in (None, digest):
+        raise ServiceError(
+            f"the prompts are not those that {folder} was trained on: a file of data.train or data.validation has changed, or a set of the "
+            "hub. Put it back; or start a new run (another run.id), which goes on from these weights by "
+            f"policy.model_name={folder / 'policy'}"
+        )
+
+
 async def resume(
     replay: ReplayClient,
     retry: BufferRetry,
@@ -86,10 +98,13 @@ async def resume(
     newest: int | None,
     retried: Sequence[Sequence[int]],
     run_id: str,
+    *,
+    afresh: bool = False,
 ) -> ResumeState:
     """Rewind or restore the buffer to checkpoint `newest`, whose weights the trainer has loaded (None: the initial model), on a new
     timeline, which becomes the newest of the checkpoints' chain. `retried`: the orders of each retry in the journal; those that the
-    checkpoint doesn't know of are retried still."""
+    checkpoint doesn't know of are retried still. `afresh`: without a checkpoint, what the buffer holds was made under another configuration
+    or of other prompts, and is left behind."""
     checkpoint = None if newest is None else checkpoints.state(newest)
     ledger, ended = Ledger(), Ended()
     if checkpoint is not None:
@@ -105,12 +120,15 @@ async def resume(
     found = await retry(replay.state)
     version = 0 if checkpoint is None else checkpoint.version
     timeline = secrets.token_hex(8)
-    if (reason := restore_reason(checkpoint, found)) is None:
+    reason = restore_reason(checkpoint, found)
+    if reason is None and checkpoint is None and afresh:
+        reason = "it was filled under another configuration, or with other prompts"
+    if reason is None:
         run = await retry(lambda: replay.rewind(version, timeline))
         log.info("resuming from version %d", version)
     else:
         incarnation = secrets.token_hex(8)
-        log.warning("the buffer is rebuilt from checkpoint %d: %s", version, reason)
+        log.warning("the buffer is rebuilt from version %d: %s", version, reason)
         taken = ledger.trained | ended_bitmap
         last = int(taken.max()) if taken else -1
         run = await retry(lambda: replay.restore(version, timeline, incarnation, last, ended))

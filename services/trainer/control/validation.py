@@ -11,6 +11,7 @@ import numpy as np
 from headrace.errors import InvalidCall
 from headrace.replay import BufferRetry, Evaluated, ReplayClient
 from headrace.trajectory import Group
+from headrace_services.trainer.telemetry.metrics import Scored, score_metrics
 
 
 def summarize(evaluated: Sequence[Evaluated], failed: int, pending: int) -> dict[str, float]:
@@ -27,7 +28,13 @@ def summarize(evaluated: Sequence[Evaluated], failed: int, pending: int) -> dict
     rewards = [[float(score.reward) for _, score in one.trajectories if score.reward is not None] for one in evaluated]
     trajectories = [trajectory for one in evaluated for trajectory, _ in one.trajectories]
     versions = {span.version for trajectory in trajectories for span in trajectory.spans}
-    metrics["accuracy"] = float(np.mean([reward for group in rewards for reward in group]))
+    flat = np.array([reward for group in rewards for reward in group])
+    metrics["accuracy"], metrics["reward_std"] = float(flat.mean()), float(flat.std())
+    metrics["partial_credit"] = float(((flat != 0) & (flat != 1)).mean())
+    scored = [(one.group.env_name, score) for one in evaluated for _, score in one.trajectories]
+    metrics |= score_metrics(
+        [environment for environment, _ in scored], [Scored(score.components, score.timings) for _, score in scored]
+    )
     if any(len(group) > 1 for group in rewards):
         metrics["pass_k"] = float(np.mean([any(reward > 0 for reward in group) for group in rewards]))
     metrics["mean_length"] = float(np.mean([trajectory.completion_token_ids.size for trajectory in trajectories]))
@@ -77,9 +84,8 @@ class Validation:
         if self._pending:
             try:
                 done, failed, unknown = await self._retry(lambda: self._replay.evaluated(self._pending))
-            except (
-                InvalidCall
-            ):  # what was just evaluated is gone: the buffer's server lost writes, as the next look shows
+            except InvalidCall:
+                # what was just evaluated is gone: the buffer's server lost writes, as the next look shows
                 return False
             if unknown:  # the buffer's server lost writes
                 await self._enqueue([self._groups[id_] for id_ in unknown])
@@ -95,6 +101,11 @@ class Validation:
 
     def metrics(self) -> dict[str, float]:
         return summarize(self.evaluated, len(self._failed), len(self._pending))
+
+    @property
+    def failed(self) -> list[tuple[str, Group, str]]:
+        """The groups that failed: id, group and reason of each."""
+        return [(id_, self._groups[id_], reason) for id_, reason in self._failed.items()]
 
     def failures(self) -> Mapping[str, int]:
         """The reasons of failed groups, and how many groups each has."""

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol, cast
 
 import msgspec
+import numpy as np
 import torch
 
 from headrace.config import Config
@@ -57,14 +58,15 @@ class WeightSource(Protocol):
 class RefitReport:
     """The outcome of a refit. `seconds` are by phase (acknowledge, transfer, verify), over all attempts.
 
-    `members` are those of the last attempt, empty if no live replica came. `refused` has the reason of each member that failed in any
-    attempt.
+    `members` are those of the last attempt, empty if no live replica came. `refused` has the reason of each member that did not complete
+    an attempt; `failed` are those of them that were at fault.
     """
 
     version: int
     members: tuple[str, ...]
     verified: tuple[str, ...]
     refused: dict[str, str]
+    failed: frozenset[str]
     seconds: dict[str, float]
     nbytes: int
     attempts: int
@@ -81,7 +83,8 @@ class _Outcome(enum.Enum):
 
 @dataclasses.dataclass
 class _Refit:
-    """The state that the attempts at one refit share; `refused` and `excluded` grow from attempt to attempt."""
+    """The state that the attempts at one refit share; the last three grow from attempt to attempt. `silent`: members that did not say
+    within the deadline whether they had completed it."""
 
     version: int
     timeline: str
@@ -92,6 +95,7 @@ class _Refit:
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     excluded: set[str] = dataclasses.field(default_factory=set)
+    silent: set[str] = dataclasses.field(default_factory=set)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[float]:
@@ -127,13 +131,22 @@ class WeightSender:
     async def refit(
         self, version: int, timeline: str, source: WeightSource, probe_ids: Int32, probe_logprobs: Float32
     ) -> RefitReport:
-        """Send `version` to every live replica, which verifies it on `probe_ids` [L] against `probe_logprobs` [L - 1] (temperature 1).
+        """Send `version` to every live replica. It is verified if its log-probabilities of `probe_ids` [L] are the trainer's,
+        `probe_logprobs` [L - 1] (temperature 1).
 
         Returns when each member has verified, refused or died, or a deadline has passed; the caller decides whether that is good
         enough. It also brings late replicas to the current version. Raises `WrongTimeline` and
         `ReplayUnavailable` from the buffer, the latter also if the buffer's server lost the epoch (another refit opens a new one),
-        `ServiceError` if the backend is not available here, `ValueError` if `source` does not yield what its metadata says.
+        `ServiceError` if the backend is not available here or `probe_logprobs` are not finite, `ValueError` if `source` does not yield what
+        its metadata says.
         """
+        if probe_logprobs.size != probe_ids.size - 1:
+            raise ValueError(f"{probe_logprobs.size} log-probabilities for a probe of {probe_ids.size} tokens")
+        if not np.isfinite(probe_logprobs).all():
+            raise ServiceError(
+                f"the weights of version {version} give the probe log-probabilities that are not finite: no replica could be verified with "
+                "them. Lower the learning rate, and start again from the last checkpoint"
+            )
         manifest = Manifest.of(source.metadata(), self._config.bucket_bytes)
         refit = _Refit(version, timeline, source, manifest, probe_ids, probe_logprobs)
         for attempt in range(1, self._config.max_retries + 2):
@@ -146,6 +159,7 @@ class WeightSender:
             members=epoch.members,
             verified=epoch.verified,
             refused=refit.refused,
+            failed=frozenset(refit.excluded | refit.silent),
             seconds=refit.seconds,
             nbytes=manifest.nbytes,
             attempts=attempt,
@@ -165,7 +179,9 @@ class WeightSender:
             return msgspec.structs.replace(ended, members=(), verified=()), _Outcome.NO_MEMBERS
         rendezvous = await self._rendezvous(epoch, refit)
         with _server_lost(epoch.id):
-            epoch = await self._replay.begin_epoch(epoch.id, rendezvous.encode())
+            epoch = await self._replay.begin_epoch(
+                epoch.id, rendezvous.encode(), refit.probe_logprobs.tolist(), self._config.verify_tolerance
+            )
         outcome = await self._transfer(epoch, rendezvous, refit)
         if outcome is _Outcome.SETTLED:
             outcome = await self._await_proofs(epoch, refit)
@@ -173,6 +189,10 @@ class WeightSender:
             ended = await self._replay.end_epoch(epoch.id, aborted=outcome is _Outcome.INTERRUPTED)
         refit.refused.update(ended.refused)
         refit.excluded |= membership.at_fault(ended)
+        if outcome is _Outcome.SETTLED:
+            refit.silent |= membership.unsettled(ended, await self._replay.replicas())
+            silence = f"it was silent for {self._config.timeout_s:g} s (weight_channel.timeout_s)"
+            refit.refused.update(dict.fromkeys(refit.silent, silence))
         if set(ended.verified) != set(ended.members):
             self._close_channel()  # some member may have left the group
         return ended, outcome
@@ -209,8 +229,6 @@ class WeightSender:
             timeout_s=self._config.timeout_s,
             manifest=refit.manifest,
             probe_token_ids=refit.probe_ids,
-            probe_logprobs=refit.probe_logprobs,
-            tolerance=self._config.verify_tolerance,
         )
 
     async def _transfer(self, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit) -> _Outcome:

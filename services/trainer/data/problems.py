@@ -6,24 +6,62 @@ import dataclasses
 import json
 import logging
 import random
-from collections.abc import Iterable, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 
 from headrace.config.data import DataConfig, DataSourceConfig
 from headrace.errors import ConfigError
 from headrace.trajectory import Message
-from headrace_services.trainer.data.sources import Problem, read, repeats
+from headrace_services.trainer.data.sources import Problem, on_the_hub, read, repeats
 
 log = logging.getLogger(__name__)
 
+_FILES = ("system_prompt_file", "prompt_file", "input_key", "output_key", "data_path")
 
-def load_problems(data: DataConfig) -> tuple[list[Problem], list[Problem]]:
-    """The training problems and the validation problems.
+
+def load_problems(data: DataConfig, left_out: Counter[str] | None = None) -> tuple[list[Problem], list[Problem]]:
+    """The training problems and the validation problems. `left_out` counts those that training lacks: `duplicates`, and `held_out` ones,
+    which validation has.
 
     Two problems are the same if their messages are, whatever the system prompt or prompt file. Only the first of equal problems is kept
     (unless `remove_duplicates` is false), and a validation problem is never in training. Raises `ConfigError` if a source or one
     of its files can't be used, or if nothing is left to train on.
     """
+    training, validation = _own_problems(data, left_out)
+    if not training:
+        raise ConfigError(
+            "data.train: there is no problem to train on; name a data set, or one that validation leaves some of"
+        )
+    return training, validation
+
+
+def load_evaluated(data: DataConfig) -> dict[str, list[Problem]]:
+    """The problems of each data set under `data.evaluate`, by its name. Raises `ConfigError` as `load_problems` does, and for a set
+    without problems."""
+    asked = data.evaluate or {}
+    own: dict[str, list[Problem]] = {}
+    if None in asked.values():
+        # what training leaves out, or gives away, depends on the other; what only evaluates reads no more than it asks
+        whole = "train" in asked or any(source.split_validation_size for source in data.train)
+        training, validation = _own_problems(data if whole else data.model_copy(update={"train": []}))
+        own = {"train": training, "validation": validation}
+    found = {}
+    for number, (name, source) in enumerate(asked.items()):
+        key = f"data.evaluate.{name}"
+        found[name] = own[name] if source is None else _of_source(source, number, key, once=data.remove_duplicates)
+        if not found[name]:
+            raise ConfigError(f"{key}: there is no problem in it; name another data set")
+    return found
+
+
+def _of_source(source: DataSourceConfig, number: int, key: str, *, once: bool) -> list[Problem]:
+    problems = _read(source, key, held_out=True)
+    return _assemble([(_Template.of(source, number), problems)], set(), None, once=once)
+
+
+def _own_problems(data: DataConfig, left_out: Counter[str] | None = None) -> tuple[list[Problem], list[Problem]]:
+    """As `load_problems`, but there may be nothing to train on."""
     validation: list[tuple[_Template, list[Problem]]] = []
     train: list[tuple[_Template, list[Problem]]] = []
     for number, source in enumerate(data.validation):
@@ -37,12 +75,29 @@ def load_problems(data: DataConfig) -> tuple[list[Problem], list[Problem]]:
         validation.append((template, [problem for at, problem in enumerate(problems) if at in chosen]))
         train.append((template, [problem for at, problem in enumerate(problems) if at not in chosen]))
     held_out = {_question(problem) for _, problems in validation for problem in problems}
-    training = _assemble(train, held_out, once=data.remove_duplicates)
-    if not training:
-        raise ConfigError(
-            "data.train: there is no problem to train on; name a data set, or one that validation leaves some of"
-        )
-    return training, _assemble(validation, set(), once=data.remove_duplicates)
+    training = _assemble(train, held_out, left_out, once=data.remove_duplicates)
+    return training, _assemble(validation, set(), None, once=data.remove_duplicates)
+
+
+def look_at(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What is wrong with the sources and their files, as (keys, message), from the first problem of each. Sets of the hub are not read, and
+    nothing is generated."""
+    for part, sources in (("validation", data.validation), ("train", data.train)):
+        for number, source in enumerate(sources):
+            keys, key = ("data", part, str(number)), f"data.{part}[{number}]"
+            try:
+                template = _Template.of(source, number)
+                if source.dataset_name == "reasoning_gym" or on_the_hub(source):
+                    continue
+                first = next(read(source, key, held_out=part == "validation"), None)
+                if first is None:
+                    raise ConfigError(f"{key}.data_path {source.data_path}: there is no problem in it; give one a line")
+                template.apply(first)
+            except ConfigError as error:
+                named = next((name for name in _FILES if f"{name} " in str(error)), None)
+                yield (*keys, named) if named else keys, str(error)
+    if not data.train:
+        yield ("data", "train"), "data.train names no data set, so that there is nothing to train on; name one"
 
 
 def _read(source: DataSourceConfig, key: str, *, held_out: bool) -> list[Problem]:
@@ -51,7 +106,9 @@ def _read(source: DataSourceConfig, key: str, *, held_out: bool) -> list[Problem
     return problems
 
 
-def _assemble(parts: Iterable[tuple[_Template, list[Problem]]], taken: Set[str], *, once: bool) -> list[Problem]:
+def _assemble(
+    parts: Iterable[tuple[_Template, list[Problem]]], taken: Set[str], left_out: Counter[str] | None, *, once: bool
+) -> list[Problem]:
     """The problems of all parts that are not `taken`, each kept once if `once`, in their templates, repeated as often as their source
     says (a source is repeated as a whole)."""
     seen = set(taken)
@@ -64,6 +121,8 @@ def _assemble(parts: Iterable[tuple[_Template, list[Problem]]], taken: Set[str],
                 kept.append(template.apply(problem))
                 if once:
                     seen.add(question)
+            elif left_out is not None:
+                left_out["held_out" if question in taken else "duplicates"] += 1
         assembled += kept * repeats(template.source)
     return [dataclasses.replace(problem, index=index) for index, problem in enumerate(assembled)]
 
@@ -114,9 +173,11 @@ class _Template:
 
 
 def _text(path: str, key: str) -> str:
+    """The text of the file without the newline that ends its last line: whether an editor writes one changes no prompt."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{key} {path}: can't be read ({error}); give a text file, by its path from where the run is started"
+            f"{key} {path}: can't be read ({error}); give a text file, by its path from the file that names it or from where the run "
+            "is started"
         ) from error

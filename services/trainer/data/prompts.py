@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import random
 import threading
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -16,28 +18,60 @@ import numpy as np
 
 from headrace.config import Config
 from headrace.errors import ConfigError
+from headrace.evaluation import validation_id
+from headrace.prompt_counts import PromptCounts
 from headrace.trajectory import Group, Lane, Sampling
-from headrace_services.trainer.data.problems import load_problems
+from headrace_services.trainer.data.problems import load_evaluated, load_problems
 from headrace_services.trainer.data.sources import Problem
 
 log = logging.getLogger(__name__)
 
 
 class Prompts:
-    """The groups of a run: training prompts by their `order`, held-out prompts by the version that they evaluate.
+    """The groups of a run: training prompts by their `order`, held-out prompts (or those of `data.evaluate`) by the version that they
+    evaluate.
 
-    The constructor loads the data sets, which blocks. Safe to use from several threads: a lock protects the tokenizer, which is not.
+    `left_out`: of an evaluation, id, problem and reason of each prompt that is too long to be asked (`data.overlong_prompts: leave_out`).
+
+    The constructor loads the data sets, which blocks. It raises `ConfigError` for a prompt that is too long, unless such are to be left
+    out. Safe to use from several threads: a lock protects the tokenizer, which is not.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
+        self._config = config
         self._builder = GroupBuilder(config, tokenizer)
-        train, held_out = load_problems(config.data)
-        if config.data.overlong_prompts == "leave_out":
-            train, held_out = self._fitting(train, "data.train"), self._fitting(held_out, "data.validation")
-        self._train = train
-        self._held_out = held_out[: config.algorithm.max_val_samples]
-        self._order = _order_of(self._train, config)
+        data = config.data
+        dropped: Counter[str] = Counter()
+        train: list[Problem] = []
+        self.left_out: list[tuple[str, Problem, str]] = []
+        if data.evaluate is None:
+            train, validation = load_problems(data, dropped)
+            asked = {"validation": validation}
+        else:
+            asked = load_evaluated(data)
+            if data.overlong_prompts == "leave_out":
+                self.left_out = [
+                    (validation_id(0, name, problem.index), problem, reason)
+                    for name, problems in asked.items()
+                    for problem in problems
+                    if (reason := self._builder.too_long(problem))
+                ]
+        self._train = self._fitting(train, "data.train")
+        keys = {name: "data.validation" if data.evaluate is None else f"data.evaluate.{name}" for name in asked}
+        held_out = [(name, fit) for name, problems in asked.items() for fit in self._fitting(problems, keys[name])]
+        self._order = _order_of(self._train, config) if data.evaluate is None else ()
         self._lock = threading.Lock()
+        self.counts = PromptCounts(
+            train=len(self._train),
+            validation=len(held_out),
+            orders=len(self._order),
+            digest=_digest(self._train, [problem for _, problem in held_out]),
+            duplicates=dropped["duplicates"],
+            held_out=dropped["held_out"],
+            too_long=len(train) - len(self._train),
+            too_long_validation=sum(map(len, asked.values())) - len(held_out),
+        )
+        self._held_out = held_out if data.evaluate is not None else held_out[: config.algorithm.max_val_samples]
 
     @property
     def total(self) -> int:
@@ -55,20 +89,51 @@ class Prompts:
 
     def validation(self, version: int) -> list[Group]:
         with self._lock:
-            held_out = enumerate(self._held_out)
-            return [self._builder.validation_group(problem, version, position) for position, problem in held_out]
+            return [
+                self._builder.validation_group(problem, version, position, name)
+                for position, (name, problem) in enumerate(self._held_out)
+            ]
+
+    def encoded(self) -> Iterator[tuple[Problem, list[int]]]:
+        """Every training problem, then every validation problem that is used, each with its token ids."""
+        for problem in (*self._train, *(problem for _, problem in self._held_out)):
+            yield problem, self._builder.encode(problem)
 
     def _fitting(self, problems: list[Problem], key: str) -> list[Problem]:
-        fitting = [problem for problem in problems if self._builder.fits(problem)]
-        left_out = len(problems) - len(fitting)
-        if problems and not fitting:
+        """The problems of `key` that fit. Raises `ConfigError` for others, unless they are to be left out and some are left."""
+        found = [(problem, self._builder.too_long(problem)) for problem in problems]
+        fitting = [problem for problem, reason in found if reason is None]
+        numbered = self._config.data.evaluate is None  # the sources of an evaluation have names
+        reasons = [
+            f"{key}[{problem.source}]: {reason}" if numbered else f"{key}: {reason}"
+            for problem, reason in found
+            if reason is not None
+        ]
+        if not reasons:
+            return fitting
+        if self._config.data.overlong_prompts == "refuse":
+            more = f" ({len(reasons)} of its {len(problems)} prompts are too long)" if len(reasons) > 1 else ""
+            raise ConfigError(
+                f"{reasons[0]}{more}; raise it, take them out of the data, or leave them out by data.overlong_prompts=leave_out"
+            )
+        if not fitting:
             raise ConfigError(
                 f"{key}: none of its {len(problems)} prompts fits; raise data.max_input_seq_length or "
                 "policy.max_total_sequence_length"
             )
-        if left_out:
-            log.warning("%s: %d of %d problems are left out: their prompts are too long", key, left_out, len(problems))
+        log.warning("%s: %d of %d problems are left out: %s, …", key, len(reasons), len(problems), reasons[0])
         return fitting
+
+
+def _digest(train: Iterable[Problem], held_out: Iterable[Problem]) -> str:
+    """The same for the same problems in the same order, whatever files they come from."""
+    digest = hashlib.sha256()
+    for part in (train, held_out):
+        for problem in part:
+            # not JSON: a data set of the hub may hold what JSON has not (bytes, dates)
+            digest.update(msgspec.msgpack.encode((problem.messages, problem.extra_env_info, problem.env_name)))
+        digest.update(b"\n")
+    return digest.hexdigest()
 
 
 class GroupBuilder:
@@ -80,9 +145,9 @@ class GroupBuilder:
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         if not tokenizer.chat_template:
+            key, name = config.tokenizer
             raise ConfigError(
-                f"policy.model_name {config.policy.model_name}: its tokenizer has no chat template; "
-                "name one that has by policy.tokenizer.name"
+                f"{key} {name}: its tokenizer has no chat template; name one that has by policy.tokenizer.name"
             )
         self._config = config
         self._tokenizer = tokenizer
@@ -109,25 +174,25 @@ class GroupBuilder:
         n = self._config.algorithm.num_generations_per_prompt
         return self._group(problem, f"e{epoch}-train-{problem.index}", "train", order, n, self._sampling)
 
-    def validation_group(self, problem: Problem, version: int, position: int) -> Group:
-        """The group that evaluates `version` on `problem`, which is at `position` of that validation."""
+    def validation_group(self, problem: Problem, version: int, position: int, data_set: str = "validation") -> Group:
+        """The group that evaluates `version` on `problem` of `data_set`, which is at `position` of that validation."""
         n = self._config.algorithm.val_num_generations_per_prompt
-        name = f"v{version}-validation-{problem.index}"
+        name = validation_id(version, data_set, problem.index)
         return self._group(problem, name, "validation", position, n, self._val_sampling)
 
-    def fits(self, problem: Problem) -> bool:
-        """Whether a group can be made of `problem`."""
+    def too_long(self, problem: Problem) -> str | None:
+        """Why `problem` is too long to make a group of; None if it isn't."""
         # no text has more tokens than bytes, so most problems are known to fit without being tokenized
         context, limit = self._config.policy.max_total_sequence_length - 1, self._config.data.max_input_seq_length
         longest = context if limit is None else min(context, limit)
         if len(json.dumps(problem.messages).encode()) + self._overhead * len(problem.messages) <= longest:
-            return True
-        return self._too_long(problem, len(self._encode(problem))) is None
+            return None
+        return self._too_long(problem, len(self.encode(problem)))
 
     def _group(self, problem: Problem, name: str, lane: Lane, order: int, n: int, sampling: Sampling) -> Group:
-        ids = self._encode(problem)
+        ids = self.encode(problem)
         if too_long := self._too_long(problem, len(ids)):
-            raise ConfigError(too_long)
+            raise ConfigError(f"{too_long}; raise it, or leave the problem out")
         room = self._config.policy.max_total_sequence_length - len(ids)
         return Group(
             id=name,
@@ -143,7 +208,8 @@ class GroupBuilder:
             sampling=msgspec.structs.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
         )
 
-    def _encode(self, problem: Problem) -> list[int]:
+    def encode(self, problem: Problem) -> list[int]:
+        """The token ids of the prompt."""
         ids: list[int] = self._tokenizer.apply_chat_template(
             list(problem.messages),
             add_generation_prompt=True,
@@ -156,17 +222,16 @@ class GroupBuilder:
     @functools.cached_property
     def _overhead(self) -> int:
         """An upper bound of the tokens that the template adds to a message."""
-        return len(self._encode(Problem(0, ({"role": "user", "content": "."},), {}, "", "")))
+        return len(self.encode(Problem(0, ({"role": "user", "content": "."},), {}, "", "")))
 
     def _too_long(self, problem: Problem, length: int) -> str | None:
         """Why a prompt of `length` tokens does not fit, or None if it does."""
         context, limit = self._config.policy.max_total_sequence_length, self._config.data.max_input_seq_length
         where = f"the prompt of {problem.task_name} problem {problem.index} has {length} tokens"
-        remedy = "raise it, leave the problem out, or leave all such out by data.overlong_prompts=leave_out"
         if limit is not None and length > limit:
-            return f"{where}, more than data.max_input_seq_length {limit}; {remedy}"
+            return f"{where}, more than data.max_input_seq_length {limit}"
         if length >= context:
-            return f"{where}, and policy.max_total_sequence_length {context} leaves no room for a completion; {remedy}"
+            return f"{where}, and policy.max_total_sequence_length {context} leaves no room for a completion"
         return None
 
 

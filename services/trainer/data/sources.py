@@ -76,7 +76,7 @@ def read(source: DataSourceConfig, key: str, *, held_out: bool) -> Iterator[Prob
 
     Raises `ConfigError` naming `key`, the value and the remedy.
     """
-    if source.dataset_name in HUB_DATASETS or _on_the_hub(source.data_path):
+    if on_the_hub(source):
         return _hub(source, key)
     if source.data_path is not None:
         return _jsonl(source, key)
@@ -152,17 +152,23 @@ def _reasoning_gym(source: DataSourceConfig, key: str) -> Iterator[Problem]:
 def _jsonl(source: DataSourceConfig, key: str) -> Iterator[Problem]:
     """One problem a line: `input_key` is text or messages, `output_key` the answer; the other fields go to the environment."""
     path = Path(source.data_path or "")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}.data_path {path}: can't be read ({error}); give a JSONL file in UTF-8") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in _numbered_lines(path, key):
         if not line.strip():
             continue
         try:
-            yield _problem_of_line(json.loads(line), source, path.stem)
+            problem = _problem_of_line(json.loads(line), source, path.stem)
         except ValueError as error:
             raise ConfigError(f"{path}:{number}: {error}; correct or remove the line ({key}.data_path)") from error
+        yield problem
+
+
+def _numbered_lines(path: Path, key: str) -> Iterator[tuple[int, str]]:
+    # not `splitlines`: what else may end a line may stand in a JSON text
+    try:
+        with path.open(encoding="utf-8") as file:
+            yield from enumerate(file, 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}.data_path {path}: can't be read ({error}); give a JSONL file in UTF-8") from error
 
 
 def _problem_of_line(fields: Any, source: DataSourceConfig, task_name: str) -> Problem:
@@ -171,7 +177,8 @@ def _problem_of_line(fields: Any, source: DataSourceConfig, task_name: str) -> P
         raise ValueError(f"a JSON {type(fields).__name__}, not an object")
     for name, option in ((source.input_key, "input_key"), (source.output_key, "output_key")):
         if name not in fields:
-            raise ValueError(f"no field {name!r} ({option}); it has {', '.join(map(repr, fields)) or 'none'}")
+            there = f"it has {', '.join(map(repr, fields))}, and {option} can name another" if fields else "it has none"
+            raise ValueError(f"no field {name!r} ({option}); {there}")
     question, answer = fields[source.input_key], fields[source.output_key]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"field {source.output_key!r} is {answer!r:.80}, not text or a number")
@@ -179,8 +186,11 @@ def _problem_of_line(fields: Any, source: DataSourceConfig, task_name: str) -> P
     return _problem(source, question, {**others, "answer": str(answer)}, task_name)
 
 
-def _on_the_hub(path: str | None) -> bool:
-    """Whether `path` names a data set on the hub: it has the form owner/name, and there is no such file."""
+def on_the_hub(source: DataSourceConfig) -> bool:
+    """Whether `source` is read as a data set of the hub: a known one, or a `data_path` of the form owner/name that is no file."""
+    path = source.data_path
+    if source.dataset_name in HUB_DATASETS:
+        return True
     return path is not None and _HUB_PATH.match(path) is not None and not Path(path).is_file()
 
 

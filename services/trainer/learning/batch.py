@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from headrace.errors import ServiceError
 from headrace.replay import ReservedTrajectory
 from headrace.trajectory import Float32, Score, Trajectory
 from headrace_services.trainer.distributed import Ranks
@@ -341,6 +342,22 @@ class GlobalCounts:
         return [cls(*three) for three in zip(whole, whole, whole, strict=True)]
 
 
+class BatchRejected(ServiceError):
+    """What was read of the batch can't be trained on: it can't be decoded, breaks a law, or is no input of this model. No step was taken.
+    `groups` says what is wrong, by group id."""
+
+    def __init__(self, groups: dict[str, str]) -> None:
+        super().__init__("; ".join(groups.values()))
+        self.groups = groups
+
+
+def reject_any(found: dict[str, str], ranks: Ranks) -> None:
+    """A collective: raise `BatchRejected` on every rank if any rank `found` a group (by id) that can't be trained on."""
+    whole = {group: why for of_rank in ranks.all_gather(found, dict[str, str]) for group, why in of_rank.items()}
+    if whole:
+        raise BatchRejected(whole)
+
+
 def check_invariants(
     reserved: ReservedTrajectory, trajectory: Trajectory, score: Score, *, step: int, max_age: int, policy: str
 ) -> str | None:
@@ -350,7 +367,7 @@ def check_invariants(
     """
     where = f"step {step}: trajectory {reserved.group_id!r}[{reserved.index}]"
     if (trajectory.group_id, trajectory.index) != (reserved.group_id, reserved.index):
-        return f"{where} was reserved, {trajectory.group_id!r}[{trajectory.index}] was read (law 3)"
+        return f"{where} was reserved, {trajectory.group_id!r:.80}[{trajectory.index}] was read (law 3)"
     if policy != "mask" and step - trajectory.oldest_version > max_age:
         return f"{where} has tokens of version {trajectory.oldest_version}, older than {max_age} steps (law 2)"
     if trajectory.newest_version > step:

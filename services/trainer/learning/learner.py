@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from headrace.checkpoints import cannot_write_checkpoint
 from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace.trajectory import Float32, Int32
 from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.files import cannot_write_checkpoint
 from headrace_services.trainer.learning import training_state
 from headrace_services.trainer.learning.algorithms import required_passes
 from headrace_services.trainer.learning.optimizer import ModelOptimizer

@@ -16,12 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.config.loss import LossConfig
 from headrace.errors import ServiceError
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.algorithms import estimate_advantages, needs_unfiltered, required_passes
-from headrace_services.trainer.learning.batch import Batch, Float32, GlobalCounts, MicroBatch
+from headrace_services.trainer.learning.algorithms.statistics import all_equal
+from headrace_services.trainer.learning.batch import Batch, Float32, GlobalCounts, MicroBatch, reject_any
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.losses import LossParts, explained_variance, policy_loss, value_loss
+from headrace_services.trainer.learning.losses.kl import divergences
 from headrace_services.trainer.learning.optimizer import ModelOptimizer
 from headrace_services.trainer.learning.rewards import (
     mask_by_logprob_error,
@@ -32,6 +35,9 @@ from headrace_services.trainer.learning.rewards import (
 from headrace_services.trainer.network.packing import PackedRows, Packing, Rows, pack, plan
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 
+# GSPO clips the ratios of whole sequences, far more narrowly.
+USUAL_CLIP = 0.2
+
 LossOf = Callable[[PackedRows, MicroBatch, GlobalCounts], LossParts]
 
 
@@ -41,9 +47,9 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
     Adds the columns that the step computes to `batch`. Metrics are means over the optimizer steps; those of the value
     model are named `critic/<name>`. `learner.seconds` are the durations of the parts of the step on this rank.
 
-    Raises `ServiceError` naming the trajectory if it can't be trained on, or if its loss or gradient is not finite; weights, optimizers and
-    counters are then unchanged. If that happens after the first optimizer step of a trainer step, the weights belong to no version: the
-    learner is then `broken` and refuses to continue, and the run resumes from its last checkpoint.
+    Raises `BatchRejected` naming the trajectories that can't be trained on, and `ServiceError` naming those whose loss or gradient is not
+    finite; weights, optimizers and counters are then unchanged. If that happens after the first optimizer step of a trainer step, the
+    weights belong to no version: the learner is then `broken` and refuses to continue, and the run resumes from its last checkpoint.
     """
     config, ranks, policy, value = learner.config, learner.ranks, learner.policy, learner.value
     algorithm, step = config.algorithm, learner.version
@@ -58,7 +64,12 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
     shaping = algorithm.reward_shaping
     batch.rewards = shape_rewards(scaled, batch.lengths, batch.truncated, shaping, config.max_response_length)
     rewards = batch.of_all_ranks(np.stack([scaled, batch.rewards], axis=1), ranks)
-    metrics = {"reward": float(rewards[:, 1].mean())}
+    groups = rewards[:, 1].reshape(-1, algorithm.num_generations_per_prompt)
+    metrics = {
+        "reward": float(groups.mean()),
+        "reward_std": float(groups.std()),
+        "groups_without_spread": float(all_equal(groups).mean()),
+    }
     if shaping.enabled:
         metrics["unshaped_total_reward"] = float(rewards[:, 0].mean())
 
@@ -165,6 +176,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
             for order, logprobs in seen:
                 batch.old_logprobs[batch.tokens_of(order)] = logprobs.cpu().numpy()
 
+    metrics |= _agreement(config.loss_fn, batch, ranks)
     counts_of = GlobalCounts.of(batch, mini_batches, ranks)
     metrics["global_valid_toks"] = sum(counts.tokens for counts in counts_of)
     metrics["global_valid_seqs"] = sum(counts.sequences for counts in counts_of)
@@ -172,6 +184,33 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
     learner.counters.consumed_samples += batch.size
     learner.counters.total_valid_tokens += round(metrics["global_valid_toks"])
     return metrics | dataclasses.asdict(learner.counters)
+
+
+def _agreement(config: LossConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
+    """A collective: how far trainer and generator are apart, beside what the loss measures; nothing if no pass computed the trainer's
+    log-probabilities.
+
+    `off_policy_tokens` is the share of tokens beyond the clip of the ratio (or `USUAL_CLIP`, where that is wider). `on_policy_…` are means
+    over the tokens of the trajectories that these very weights sampled, absent if there are none.
+    """
+    if batch.old_logprobs is None:
+        return {}
+    counted = batch.mask & np.isfinite(batch.old_logprobs)
+    low, high = 1 - max(config.ratio_clip_min, USUAL_CLIP), 1 + max(config.ratio_clip_max, USUAL_CLIP)
+    with np.errstate(over="ignore", invalid="ignore"):
+        ratio = np.exp((batch.old_logprobs - batch.rollout_logprobs).astype(np.float64))
+    far = counted & ((ratio < low) | (ratio > high))
+    on_policy = counted & (batch.sums(batch.ages) == 0)[batch.trajectory]
+    old, rollout = torch.from_numpy(batch.old_logprobs[on_policy]), torch.from_numpy(batch.rollout_logprobs[on_policy])
+    found = divergences(config, old, rollout, torch.ones_like(old))
+    names = ("token_mult_prob_error", "gen_kl_error")
+    # fsum: whatever the order of the trajectories
+    own = [counted.sum(), far.sum(), on_policy.sum(), *(math.fsum(found[name].tolist()) for name in names)]
+    tokens, far_tokens, on_policy_tokens, *sums = ranks.sum([float(number) for number in own])
+    metrics = {"off_policy_tokens": far_tokens / tokens} if tokens else {}
+    if on_policy_tokens:
+        metrics |= {f"on_policy_{name}": total / on_policy_tokens for name, total in zip(names, sums, strict=True)}
+    return metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,16 +279,18 @@ def _pad_micro_batches(own: Sequence[Rows], ranks: Ranks) -> list[Rows]:
 
 
 def _check(learner: Learner, batch: Batch) -> None:
-    """A collective: raise `ServiceError` on every rank for a trajectory that can't be trained on, and for a batch with incomplete groups.
+    """A collective: raise `BatchRejected` on every rank for a trajectory that can't be trained on, `ServiceError` for incomplete groups.
     Raises `ValueError` for a batch that was trained already, because its columns are those of that step."""
     if batch.advantages is not None:
         raise ValueError("this batch has been through a trainer step already; make a new one with Batch.of")
     generations = learner.config.algorithm.num_generations_per_prompt
     longest = learner.config.policy.max_total_sequence_length
-    found = [(batch.name(i), batch.problem_of(i, learner.vocab_size, longest)) for i in range(len(batch))]
-    learner.ranks.raise_any(
-        [f"step {learner.version}: {name}: {problem}; no step was taken" for name, problem in found if problem]
-    )
+    found: dict[str, str] = {}
+    for i, trajectory in enumerate(batch.trajectories):
+        problem = batch.problem_of(i, learner.vocab_size, longest)
+        if problem is not None:
+            found[trajectory.group_id] = f"step {learner.version}: {batch.name(i)}: {problem}; no step was taken"
+    reject_any(found, learner.ranks)
     if batch.size == 0 or batch.size % generations:
         raise ServiceError(
             f"a batch of {batch.size} trajectories is not of groups of num_generations_per_prompt {generations} (law 3)"

@@ -26,7 +26,7 @@ from headrace_services.trainer.learning.optimizer import ModelOptimizer
 _STATE, _OLD = "state.json", ".metadata"
 
 
-class Trained(msgspec.Struct, frozen=True):
+class ModelState(msgspec.Struct, frozen=True):
     """One model: how often its schedule advanced, and whether its moments are there."""
 
     scheduled: int
@@ -38,7 +38,7 @@ class TrainingState(msgspec.Struct, frozen=True):
 
     ranks: int
     counters: dict[str, int]
-    trained: dict[str, Trained]
+    trained: dict[str, ModelState]
 
 
 def save(
@@ -50,7 +50,7 @@ def save(
     own = {f"{name}/{key}": tensor for name, tensors in held.items() for key, tensor in tensors.items()}
     save_file(own, folder / _file(ranks.rank, ranks.size))
     if ranks.rank == 0:
-        trained = {name: Trained(optimizer.scheduled, bool(held[name])) for name, optimizer in optimizers.items()}
+        trained = {name: ModelState(optimizer.scheduled, bool(held[name])) for name, optimizer in optimizers.items()}
         state = TrainingState(ranks.size, dict(counters), trained)
         (folder / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
 

@@ -26,12 +26,11 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from headrace.config import Config
 from headrace.config.policy import GenerationConfig
+from headrace.config.root import TEACHER_KEY
 from headrace.errors import ServiceError
 from headrace_services.trainer.network import backbone
 from headrace_services.trainer.network.attention import prepare_attention
 from headrace_services.trainer.network.packing import PackedRows
-
-TEACHER_KEY = "grpo.adv_estimator.teacher_model_name"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,8 +232,7 @@ def kept(logits: Tensor, warper: LogitsWarper) -> Tensor:
 
 def load_tokenizer(config: Config) -> Any:
     """The run's tokenizer. Raises `ServiceError` if there is none."""
-    key = "policy.tokenizer.name" if config.policy.tokenizer.name else "policy.model_name"
-    return tokenizer_of(key, config.policy.tokenizer.name or config.policy.model_name)
+    return tokenizer_of(*config.tokenizer)
 
 
 def tokenizer_of(key: str, name: str) -> Any:
@@ -245,19 +243,13 @@ def tokenizer_of(key: str, name: str) -> Any:
         raise backbone.cannot_load(key, name, "a tokenizer", error) from error
 
 
-def teacher_name(config: Config) -> str | None:
-    """Directory or name of the run's teacher; None if the estimator has none."""
-    return config.grpo.adv_estimator.teacher_model_name if config.grpo else None
-
-
 def load_teacher(config: Config, vocabulary: int, tokenizer: Any) -> PolicyModel:
     """The run's teacher, for a policy of `vocabulary` token ids and this `tokenizer`; sharded as the policy is.
 
     Raises `ServiceError` if it can't be loaded, or if its token ids differ in meaning from the policy's. Its embedding may be
     longer than the policy's: models of one family are often padded differently.
     """
-    name = teacher_name(config)
-    assert name is not None
+    name = config.models[TEACHER_KEY]
     teacher = PolicyModel(config, trainable=False, other=(TEACHER_KEY, name))
     policy = config.policy.tokenizer.name or config.policy.model_name
     remedy = "choose a teacher of the policy's family"

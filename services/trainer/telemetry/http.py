@@ -1,29 +1,42 @@
-"""The trainer over HTTP: health, Prometheus, and the curves of the run at `/`."""
+"""The trainer over HTTP: health, Prometheus, the curves of the run at `/`, and its samples."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from typing import Annotated, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException, Query
 from fastapi.responses import HTMLResponse
 from prometheus_client import REGISTRY
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from headrace.config import Config
-from headrace.service import Ready, create_app
+from headrace.errors import CodecError
+from headrace.http_access import FORM_PAGE
+from headrace.journal import JOURNAL, read_journal, size, surviving
+from headrace.samples import SampleFiles
+from headrace.service import Ready, create_app, problems
 from headrace_services.trainer.progress import Progress
-from headrace_services.trainer.telemetry.journal import JOURNAL, read_journal, size, surviving
 from headrace_services.trainer.telemetry.plots import render_page
+from headrace_services.trainer.telemetry.samples_page import OF, Order, render_samples
 
 REFRESH_S = 10
+# Of metrics `<first>/<name>`: the family of gauges, and the label that holds the name.
+LABELLED = {
+    "reward": ("reward_component", "component"),
+    "reward_std": ("reward_component_std", "component"),
+    "scoring_wait": ("scoring_wait", "environment"),
+    "scoring_time": ("scoring_time", "environment"),
+}
 
 
-def build_app(config: Config, ready: Ready, progress: Progress) -> FastAPI:
+def build_app(config: Config, ready: Ready, progress: Progress, failures: Callable[[], str] = str) -> FastAPI:
+    """The trainer's application. `failures`: what the page says of prompts that failed."""
+
     def stuck() -> str | None:
         silent, limit = progress.silent_s, config.trainer.collective_timeout_s
         return f"no progress for {silent:.0f} s; trainer.collective_timeout_s is {limit:g}" if silent > limit else None
@@ -32,31 +45,65 @@ def build_app(config: Config, ready: Ready, progress: Progress) -> FastAPI:
     journal = config.run_folder / JOURNAL
 
     @functools.lru_cache(maxsize=1)
-    def curves(nbytes: int) -> str:
+    def curves(nbytes: int, failed: str) -> str:
         """The page of curves, cached by the journal's size: it only grows, and drawing takes up to a second."""
-        return render_page(surviving(read_journal(journal)), f"Headrace, run {config.run.id}", REFRESH_S)
+        return render_page(surviving(read_journal(journal)), f"Headrace, run {config.run.id}", failed, REFRESH_S)
 
     @app.get("/", summary="The curves of the run", response_class=HTMLResponse)
     async def main_page() -> HTMLResponse:
-        return HTMLResponse(await asyncio.to_thread(curves, size(journal)))
+        return HTMLResponse(await asyncio.to_thread(curves, size(journal), failures()))
+
+    files = SampleFiles(config.log_folder, config.logger.keep_step_data)
+
+    @app.get(
+        "/samples",
+        summary="Prompts and completions of a step, of a validation, or of groups that failed",
+        response_class=HTMLResponse,
+        responses=problems(404, 500),
+    )
+    async def samples(
+        of: Annotated[str, Query(pattern=OF, description="`train-STEP`, `val-VERSION`, or failed")] = "train",
+        order: Order = "stored",
+        text: Annotated[str, Query(max_length=1000, description="in the prompt")] = "",
+    ) -> HTMLResponse:
+        title = f"Headrace, run {config.run.id}"
+        try:
+            page = await asyncio.to_thread(render_samples, files, title, of, order, text)
+        except CodecError as error:
+            raise HTTPException(500, str(error)) from error
+        if page is None:
+            raise HTTPException(404, f"no samples of {of} are kept (logger.keep_step_data {files.keep})")
+        return HTMLResponse(page, headers=FORM_PAGE)
 
     return app
 
 
 class Gauges(Collector):
-    """The newest value of every metric as `headrace_trainer_<name>`, validation as `headrace_trainer_validation_<name>`."""
+    """The newest value of every metric as `headrace_trainer_<name>`, validation as `headrace_trainer_validation_<name>`; what there is of
+    each reward component or environment has its name as a label."""
 
     def __init__(self) -> None:
-        self._values: dict[str, float] = {}
+        # by name: labels, and values by the value of the label
+        self._families: dict[str, tuple[list[str], dict[str, float]]] = {}
 
     def update(self, kind: Literal["train", "validation"], step: int, metrics: Mapping[str, float]) -> None:
         prefix = "headrace_trainer_" if kind == "train" else "headrace_trainer_validation_"
+        for family, label in LABELLED.values():
+            self._families[prefix + family] = [label], {}
         for name, value in {"step": step, **metrics}.items():
-            self._values[prefix + "".join(c if c.isalnum() else "_" for c in name)] = float(value)
+            first, _, rest = name.partition("/")
+            if rest and first in LABELLED:
+                self._families[prefix + LABELLED[first][0]][1][rest] = float(value)
+            else:
+                self._families[prefix + "".join(c if c.isalnum() else "_" for c in name)] = [], {"": float(value)}
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        for name, value in self._values.items():
-            yield GaugeMetricFamily(name, "newest value", value=value)
+        for name, (labels, values) in self._families.items():
+            gauge = GaugeMetricFamily(name, "newest value", labels=labels)
+            for label, value in values.items():
+                gauge.add_metric([label] if labels else [], value)
+            if values:
+                yield gauge
 
     @contextmanager
     def registered(self, registry: CollectorRegistry = REGISTRY) -> Iterator[Gauges]:

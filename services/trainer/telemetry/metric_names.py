@@ -9,6 +9,8 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
+from headrace_services.trainer.telemetry.metrics import MOST_COMPONENTS
+
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
@@ -29,6 +31,15 @@ METRIC_SECTIONS = (
     MetricSection("Rewards and lengths", "Of the batch that a step trained on.", (
         Metric("reward", "", "mean reward after scaling and shaping", "rises"),
         Metric("unshaped_total_reward", "", "the same before shaping, where there is any"),
+        Metric("reward_std", "", "standard deviation of the same over the batch", "above 0"),
+        Metric("groups_without_spread", "share",
+               "groups whose rewards (gdpo: components with a weight) are all equal, whatever their value: they teach nothing",
+               "well below 1"),
+        Metric("equal_rewards_alarm", "0 or 1",
+               "1 from the fifth step in a row in which no reward differs from those that it is compared with: of its group, or of the "
+               "batch where the estimator has no baseline of the group", "0"),
+        Metric("reward/<component>", "", f"mean of a reward component, over the trajectories that have it (of at most {MOST_COMPONENTS})"),
+        Metric("reward_std/<component>", "", "standard deviation of the same"),
         Metric("environment_reward", "", "mean reward as the environments gave it", "rises"),
         Metric("environment_reward/<task>", "", "the same of one task, where a batch mixes several"),
         Metric("mean_prompt_length", "tokens", "of a prompt, each trajectory counting"),
@@ -40,6 +51,8 @@ METRIC_SECTIONS = (
         Metric("total_num_tokens", "tokens", "of all trajectories, prompts included"),
         Metric("truncation_rate", "share",
                "completions that were cut off at the length limit", "small; a rise means that answers outgrow max_new_tokens"),
+        Metric("failed_prompts", "prompts",
+               "that ended as failed since the step before, and were replaced by later ones; the trainer's log says why", "0"),
         Metric("masked_tokens", "tokens", "of the policy, over age and out of the loss (staleness_policy: mask)"),
         Metric("num_valid_samples", "trajectories", "N: sum of the multipliers of those with a token of the policy"),
         Metric("global_valid_toks", "tokens", "T: tokens that count, by their weight, over the step's optimizer steps"),
@@ -59,7 +72,15 @@ METRIC_SECTIONS = (
         Metric("policy_kl_error", "nats", "mean of k(rollout - old), of KL(trainer ‖ inference)", "about 1e-3 and less"),
         Metric("js_divergence_error", "nats",
                "mean of ½k3(old - m) + ½k3(rollout - m), m = log(½exp(old) + ½exp(rollout))", "about 1e-3 and less"),
-        Metric("train_inference_alarm", "0 or 1", "1 where a limit of `logger.train_inference_alarm` was exceeded", "0"),
+        Metric("on_policy_token_mult_prob_error", "",
+               "token_mult_prob_error of the trajectories that the step's own weights sampled, where there are any: numerics alone",
+               "< 1.05; 1.000 in float32"),
+        Metric("on_policy_gen_kl_error", "nats", "gen_kl_error of the same", "about 1e-3 and less"),
+        Metric("off_policy_tokens", "share",
+               "tokens whose probability is further from that which they were sampled with than the clip of the ratio, or 0.2", "< 0.1"),
+        Metric("train_inference_alarm", "0 or 1",
+               "1 where trainer and inference disagree on data of the current weights, or most tokens have been off-policy for three steps",
+               "0"),
         Metric("max_seq_mult_prob_error", "", "largest mean of exp(|rollout - old|) of a trajectory"),
         Metric("mean_seq_mult_prob_error", "", "mean over trajectories of the same"),
         Metric("min_seq_mult_prob_error", "", "smallest of the same"),
@@ -105,7 +126,8 @@ METRIC_SECTIONS = (
         Metric("baseline_reward/pct_0", "%", "trajectories whose baseline is 0: their whole group fails", "falls"),
         Metric("baseline_reward/pct_1", "%",
                "trajectories whose baseline is 1: their whole group succeeds", "rises; at 100 nothing is left to learn"),
-        Metric("baseline_reward/pct_mixed", "%", "the others: those with something to learn from", "well above 0"),
+        Metric("baseline_reward/pct_mixed", "%",
+               "the others: where rewards are 0 or 1, those with something to learn from (else see groups_without_spread)", "well above 0"),
         Metric("on_policy_distillation/teacher_student_logprob_gap_mean", "nats", "mean of teacher - student (opd)", "rises to 0"),
     )),
     MetricSection("The value model", "PPO. R is the return, v the value before a token.", (
@@ -130,13 +152,18 @@ METRIC_SECTIONS = (
     MetricSection("Counters", "They continue across restarts.", (
         Metric("current_step", "steps", "trained so far"),
         Metric("consumed_samples", "trajectories", "trained on so far"),
+        Metric("failed_prompts_total", "prompts", "that ended as failed so far, without those that were retried", "0"),
         Metric("total_valid_tokens", "tokens", "that counted in the loss so far"),
         Metric("trackers/failures", "attempts", "to write to a tracker that failed, since the trainer started", "0"),
         Metric("trackers/lines_behind", "lines", "of metrics.jsonl that the slowest tracker has not received yet", "0 or 1"),
     )),
     MetricSection("Time", "Seconds of the step, by the loop's own clock.", (
         Metric("timing/train/total_step_time", "s", "from the end of the step before to the end of this one"),
-        Metric("timing/train/exposed_generation", "s", "no batch was ready", "about 0: generation keeps up"),
+        Metric("timing/train/exposed_generation", "s", "no batch was ready: the sum of the next two", "about 0: generation keeps up"),
+        Metric("timing/train/wait_for_generation", "s", "of that, groups were being generated",
+               "about 0; else more replicas, or a wider age bound"),
+        Metric("timing/train/wait_for_scores", "s", "of that, groups waited for their scores",
+               "about 0; else more reward.workers, or a faster environment (scoring_wait, scoring_time)"),
         Metric("timing/train/policy_training", "s", "optimizer steps of the policy"),
         Metric("timing/train/policy_and_reference_logprobs", "s", "passes without a gradient, and advantages"),
         Metric("timing/train/value_training", "s", "optimizer steps of the value model"),
@@ -145,8 +172,14 @@ METRIC_SECTIONS = (
         Metric("timing/train/checkpointing", "s", "a checkpoint was written"),
         Metric("timing/validation/total_validation_time", "s", "from its beginning until its last result, training going on"),
     )),
+    MetricSection("Scoring",
+            "Means over the trajectories of the batch, or of the validation, by environment. Their sum is the time from push to score.", (
+        Metric("scoring_wait/<environment>", "s", "a trajectory waited: for a place in the environment, and on the way",
+               "far below the time of a step; else more reward.workers or more concurrency"),
+        Metric("scoring_time/<environment>", "s", "the environment was at work on a trajectory"),
+    )),
     MetricSection("Where the time went", "The shares of one step (`_pct`, with `efficiency_pct`) add up to 100.", (
-        Metric("efficiency/idle/buffer_starvation_s", "s", "no batch was ready: more replicas, or a wider age bound"),
+        Metric("efficiency/idle/buffer_starvation_s", "s", "no batch was ready; `timing/train/wait_for_…` say for what"),
         Metric("efficiency/idle/buffer_starvation_pct", "%", "the same, of the step"),
         Metric("efficiency/idle/refit_bubble_s", "s", "weights were sent"),
         Metric("efficiency/idle/refit_bubble_pct", "%", "the same, of the step"),
@@ -186,8 +219,11 @@ METRIC_SECTIONS = (
         Metric("gpu/<number>/mem_gb", "GiB", "its memory in use, largest since the step before"),
     )),
     MetricSection("Validation", "Of the weights of a version, on the held-out prompts.", (
-        Metric("accuracy", "", "mean reward", "rises"),
+        Metric("accuracy", "", "mean reward; called so where some reward is neither 0 nor 1", "rises"),
         Metric("accuracy/<task>", "", "the same of one task, where there are several"),
+        Metric("partial_credit", "share", "completions whose reward is neither 0 nor 1"),
+        Metric("pass_k", "share", "prompts of which a completion has a reward above 0, with `val_num_generations_per_prompt` of 2 or more",
+            "rises"),
         Metric("mean_length", "tokens", "of a completion"),
         Metric("evaluated", "prompts", "that have a result"),
         Metric("failed", "prompts", "that ended without a reward; they enter no mean", "0"),

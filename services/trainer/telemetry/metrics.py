@@ -1,13 +1,50 @@
-"""Metrics of a reserved batch: rewards, ages, lengths, dynamic sampling."""
+"""Metrics of a reserved batch: rewards, ages, lengths, dynamic sampling; and of scores, in training and validation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from headrace.replay import Reservation
 from headrace.trajectory import Group
+
+# What an environment names is bounded: trackers and Prometheus keep every name that they have ever seen.
+MOST_COMPONENTS, LONGEST_NAME = 32, 64
+
+
+class Scored(NamedTuple):
+    """The reward components of one trajectory by name, and the seconds that its score took (`Score.timings`)."""
+
+    components: Mapping[str, float]
+    timings: Mapping[str, float]
+
+
+def score_metrics(environments: Iterable[str], scores: Iterable[Scored]) -> dict[str, float]:
+    """Mean and standard deviation of each reward component, over the trajectories that have it, and the mean seconds that scores took, by
+    environment. `environments` has the name of each score's."""
+    components: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for environment, score in zip(environments, scores, strict=True):
+        for name, value in score.components.items():
+            components[_fit(name)].append(value)
+        if score.timings:
+            times[_fit(environment)].append((score.timings.get("waiting", 0.0), score.timings.get("environment", 0.0)))
+    metrics = {}
+    for name in sorted(components)[:MOST_COMPONENTS]:
+        metrics[f"reward/{name}"] = float(np.mean(components[name]))
+        metrics[f"reward_std/{name}"] = float(np.std(components[name]))
+    for name, pairs in sorted(times.items()):
+        metrics[f"scoring_wait/{name}"], metrics[f"scoring_time/{name}"] = map(float, np.mean(pairs, axis=0))
+    return metrics
+
+
+def _fit(name: str) -> str:
+    """A name that an environment or a data set has given, as every tracker accepts it."""
+    return re.sub(r"[^\w.: -]+", "_", name)[:LONGEST_NAME].strip(". ") or "_"
 
 
 def batch_metrics(reservation: Reservation, groups: Sequence[Group], truncated: float) -> dict[str, float]:

@@ -6,7 +6,7 @@ import dataclasses
 import html
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,10 +16,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from headrace_services.trainer.files import atomic_write
+from headrace.files import atomic_write
+from headrace.headlines import accuracy_name, alarms, follows_start, waiting
+from headrace.history import Metric
+from headrace.journal import Kind, Line
+from headrace.printable import printable
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.alarm import mean_errors
-from headrace_services.trainer.telemetry.journal import Kind, Line
 from headrace_services.trainer.telemetry.samples import over_completion
 
 CURVES = "curves.html"  # in the run's folder
@@ -40,7 +43,7 @@ mpl.rcParams["svg.fonttype"] = "none"  # text stays text: small, and in the page
 @dataclasses.dataclass(frozen=True)
 class Curve:
     label: str
-    metric: str
+    metric: str  # a name that ends in `/<…>` is of all metrics that it fits, each by its own name after the label
     kind: Kind = "train"
 
 
@@ -50,31 +53,45 @@ class Chart:
     note: str
     curves: tuple[Curve, ...]
     limit: float | None = None  # a line that should not be crossed
+    # without the first step after each start of a trainer
+    skips_start: bool = False
 
 
 CHARTS = (
     Chart("Reward", "of training batches, and on held-out prompts", (
         Curve("reward", "reward"), Curve("accuracy", "accuracy", "validation"))),
+    Chart("Reward components", "means in training batches", (Curve("", "reward/<component>"),)),
+    Chart("Reward components", "means on held-out prompts", (Curve("", "reward/<component>", "validation"),)),
+    Chart("Spread of rewards", "standard deviation over the batch", (
+        Curve("reward", "reward_std"), Curve("", "reward_std/<component>"))),
+    Chart("Groups without spread", "share of groups whose rewards are all equal: they teach nothing", (
+        Curve("share", "groups_without_spread"),)),
     Chart("Length of completions", "tokens", (Curve("mean", "mean_gen_tokens_per_sample"), Curve("longest", "max_gen_tokens_per_sample"))),
     Chart("Cut off at the limit", "share of completions", (
         Curve("training", "truncation_rate"), Curve("validation", "truncation_rate", "validation"))),
-    Chart("Trainer against inference", "1 is agreement", (Curve("error", "token_mult_prob_error"),), limit=1.05),
+    Chart("Trainer against inference", "1 is agreement; it grows with the age of the data", (
+        Curve("all", "token_mult_prob_error"), Curve("current weights", "on_policy_token_mult_prob_error")), limit=1.05),
     Chart("Trainer against inference, KL", "nats", (Curve("gen_kl_error", "gen_kl_error"), Curve("policy_kl_error", "policy_kl_error"))),
     Chart("Age of the data", "steps", (Curve("mean", "avg_trajectory_age"), Curve("oldest", "max_trajectory_age"))),
+    Chart("Failed prompts", "since the step before", (Curve("failed", "failed_prompts"),)),
     Chart("Entropy", "nats a token", (Curve("entropy", "entropy"),)),
-    Chart("Groups that teach", "% of trajectories, by baseline", (
-        Curve("0", "baseline_reward/pct_0"), Curve("1", "baseline_reward/pct_1"), Curve("between", "baseline_reward/pct_mixed"))),
+    Chart("Baselines", "% of trajectories whose group has a mean reward of", (
+        Curve("0", "baseline_reward/pct_0"), Curve("1", "baseline_reward/pct_1"), Curve("anything else", "baseline_reward/pct_mixed"))),
     Chart("Gradient norm", "before clipping", (Curve("policy", "grad_norm"), Curve("value model", "critic/grad_norm"))),
     Chart("Clipped tokens", "share", (Curve("below", "clip_fraction_low"), Curve("above", "clip_fraction_high"))),
     Chart("KL to the reference", "nats", (Curve("kl_penalty", "kl_penalty"),)),
     Chart("Explained variance", "of the value model", (Curve("explained", "critic/explained_var"),)),
-    Chart("Time of a step", "seconds", (
+    Chart("Time of a step", "seconds; without the first after a start", (
         Curve("whole", "timing/train/total_step_time"), Curve("training", "timing/train/policy_training"),
-        Curve("no batch ready", "timing/train/exposed_generation"), Curve("refit", "timing/train/weight_sync"),
-        Curve("validation", "timing/train/validation"), Curve("checkpoint", "timing/train/checkpointing"))),
-    Chart("Throughput", "tokens a second, prompts included", (
+        Curve("waiting", "timing/train/exposed_generation"), Curve("refit", "timing/train/weight_sync"),
+        Curve("validation", "timing/train/validation"), Curve("checkpoint", "timing/train/checkpointing")), skips_start=True),
+    Chart("What the trainer waited for", "seconds of a step; without the first after a start", (
+        Curve("generation", "timing/train/wait_for_generation"), Curve("scores", "timing/train/wait_for_scores")), skips_start=True),
+    Chart("Scoring", "seconds a trajectory, by environment", (
+        Curve("waiting for", "scoring_wait/<environment>"), Curve("in", "scoring_time/<environment>"))),
+    Chart("Throughput", "tokens a second, prompts included; without the first step after a start", (
         Curve("whole run", "performance/tokens_per_sec"), Curve("generation", "performance/generation_tokens_per_sec"),
-        Curve("training", "performance/training_worker_group_tokens_per_sec"))),
+        Curve("training", "performance/training_worker_group_tokens_per_sec")), skips_start=True),
     Chart("Model FLOP utilisation", "share of what the device can do", (Curve("training", "performance/train_fp_utilization"),)),
 )  # fmt: skip
 
@@ -82,8 +99,9 @@ STYLE = """
 :root { color-scheme: light dark; --text: #1c1c1c; --faint: #6b6b6b; --line: #d8d8d8; --card: #ffffff; --page: #f4f4f2 }
 @media (prefers-color-scheme: dark) { :root { --text: #ececec; --faint: #a0a0a0; --line: #444; --card: #242424; --page: #181818 } }
 body { font: 14px/1.45 system-ui, sans-serif; color: var(--text); background: var(--page); margin: 24px; }
-h1 { font-size: 20px; margin: 0 0 2px } p { margin: 0 0 16px; color: var(--faint) }
+h1 { font-size: 20px; margin: 0 0 2px } a { color: inherit } p { margin: 0 0 16px; color: var(--faint) }
 .alarm { color: #ffffff; background: #b3261e; padding: 8px 12px; border-radius: 6px; display: inline-block }
+.failures { color: var(--text); border-left: 3px solid #b3261e; padding: 2px 10px; overflow-wrap: anywhere }
 main { display: grid; grid-template-columns: repeat(auto-fill, minmax(430px, 1fr)); gap: 14px }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 12px }
 h2 { font-size: 14px; margin: 0 } .note { color: var(--faint); font-size: 12px; font-weight: 400 }
@@ -96,29 +114,57 @@ svg { width: 100%; height: auto; display: block } svg text { font-family: system
 # -- the page of curves ------------------------------------------------------------------------------------------------
 
 
-def render_page(lines: Sequence[Line], title: str, refresh_s: int | None = None) -> str:
-    """The page of curves: one HTML file without scripts or network access. `lines` are the run's surviving history; with `refresh_s` the
-    browser reloads it that often. Takes about a second for long runs, because matplotlib draws each chart."""
+def render_page(lines: Sequence[Line], title: str, failures: str = "", refresh_s: int | None = None) -> str:
+    """The page of curves: one HTML file without scripts or network access. Takes about a second for long runs: matplotlib draws each chart.
+
+    `lines` are the run's surviving history, `failures` says what prompts failed of. With `refresh_s` it is the trainer's page: the browser
+    reloads it that often, and finds the samples.
+    """
     refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
+    links = '<nav>curves · <a href="/samples">samples</a></nav>' if refresh_s else ""
     cards = "".join(_card(chart, lines) for chart in CHARTS)
     train = [line for line in lines if line.kind == "train"]
-    alarm = ""
-    if train and train[-1].metrics.get("train_inference_alarm"):
-        alarm = f'<p class="alarm">Step {train[-1].step}: trainer and inference disagree; see the trainer\'s log.</p>'
+    alarm = "".join(
+        f'<p class="alarm">{html.escape(said)}</p>'
+        for said in (alarms(train[-1].step, train[-1].metrics) if train else ())
+    )
+    failed = f'<p class="failures">{html.escape(printable(failures))}</p>' if failures else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{refresh}<title>{html.escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1><p>{summary(lines)}</p>{alarm}"
+        f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>{links}<p>{summary(lines)}</p>{alarm}{failed}"
         f"<main>{cards or '<p>No step has been trained yet.</p>'}</main></body></html>\n"
     )
 
 
-def write_page(lines: Sequence[Line], path: Path, title: str) -> None:
+def write_page(lines: Sequence[Line], path: Path, title: str, failures: str = "") -> None:
     with atomic_write(path) as unfinished:
-        unfinished.write_text(render_page(lines, title), encoding="utf-8")
+        unfinished.write_text(render_page(lines, title, failures), encoding="utf-8")
+
+
+def write_comparison(histories: Mapping[str, Sequence[Line]], metrics: Sequence[Metric], path: Path) -> None:
+    """Write one HTML file with a chart of each curve that any of the runs has, by their names: of `metrics`, or of the page of curves if
+    there are none."""
+    every_line = [line for lines in histories.values() for line in lines]
+    wanted = [(chart, curve) for chart in CHARTS for curve in _named(chart.curves, every_line)]
+    if metrics:
+        wanted = [(Chart(name, kind, ()), Curve("", name, kind)) for kind, name in metrics]
+    cards = []
+    for chart, curve in wanted:
+        drawn = [(run, points) for run, lines in histories.items() if (points := _points(curve, _shown(chart, lines)))]
+        note = ", ".join(part for part in (curve.label, chart.note) if part)
+        cards.append(_drawn_card(chart.title, note, drawn, chart.limit))
+    title = html.escape("Headrace, " + " and ".join(histories))
+    facts = "".join(f"<p>{html.escape(run)}: {html.escape(summary(lines))}</p>" for run, lines in histories.items())
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head>'
+        f"<body><h1>{title}</h1>{facts}<main>{''.join(cards)}</main></body></html>\n"
+    )
+    with atomic_write(path) as unfinished:
+        unfinished.write_text(page, encoding="utf-8")
 
 
 def summary(lines: Sequence[Line]) -> str:
-    """Steps, newest reward, newest accuracy and seconds per step, in one line."""
+    """Steps, newest reward, newest accuracy, seconds per step, and what the trainer waited for, in one line."""
     train = [line for line in lines if line.kind == "train"]
     if not train:
         return "no step has been trained yet"
@@ -126,29 +172,52 @@ def summary(lines: Sequence[Line]) -> str:
     parts = [f"{len(train)} steps, the last one {newest.step}", f"reward {newest.metrics['reward']:.3f}"]
     accuracies = [line for line in lines if line.kind == "validation" and "accuracy" in line.metrics]
     if accuracies:
-        parts.append(f"accuracy {accuracies[-1].metrics['accuracy']:.3f} at version {accuracies[-1].step}")
+        metrics = accuracies[-1].metrics
+        parts.append(f"held-out {accuracy_name(metrics)} {metrics['accuracy']:.3f} at version {accuracies[-1].step}")
     if (seconds := newest.metrics.get("timing/train/total_step_time")) is not None:
         parts.append(f"{seconds:.1f} s a step")
+    if waited := waiting(newest.metrics):
+        parts.append(html.escape(waited))
     return ", ".join(parts)
 
 
 def _card(chart: Chart, lines: Sequence[Line]) -> str:
     """One chart with its legend, which shows the newest values; "" if no curve has a value."""
-    drawn = [(curve, points) for curve in chart.curves if (points := _points(curve, lines))]
-    if not drawn:
+    lines = _shown(chart, lines)
+    found = [(curve.label, points) for curve in _named(chart.curves, lines) if (points := _points(curve, lines))]
+    return _drawn_card(chart.title, chart.note, found, chart.limit)
+
+
+def _shown(chart: Chart, lines: Sequence[Line]) -> Sequence[Line]:
+    """The lines that a chart shows."""
+    if not chart.skips_start:
+        return lines
+    return [line for line in lines if not follows_start(line.metrics)]
+
+
+def _drawn_card(
+    title: str, note: str, found: Sequence[tuple[str, Sequence[tuple[int, float]]]], limit: float | None
+) -> str:
+    """A chart of these curves: label and points."""
+    if not found:
         return ""
+    drawn = found[: len(COLOURS)]
+    if len(found) > len(drawn):
+        note += f"; {len(found) - len(drawn)} more are in metrics.jsonl"
     figure = Figure(figsize=(4.2, 1.9))
     axes = figure.subplots(gridspec_kw={"left": 0.125, "right": 0.975, "top": 0.95, "bottom": 0.13})
     legend = []
-    for (curve, points), colour in zip(drawn, COLOURS, strict=False):
+    for place, ((label, points), colour) in enumerate(zip(drawn, COLOURS, strict=False)):
         size = 5 if len(points) <= 40 else 2
-        axes.plot(*zip(*points, strict=True), color=colour, lw=1.4, marker=".", ms=size, clip_on=False, gid=_gid(curve))
+        axes.plot(
+            *zip(*points, strict=True), color=colour, lw=1.4, marker=".", ms=size, clip_on=False, gid=f"curve{place}"
+        )
         newest = points[-1][1]
-        key = f'<i style="background:{colour}"></i>{html.escape(curve.label)} <b>{newest:.4g}</b>'
+        key = f'<i style="background:{colour}"></i>{html.escape(label)} <b>{newest:.4g}</b>'
         legend.append(f'<span class="key">{key}</span>')
     # a limit far above every value would only flatten the curves
-    if chart.limit is not None and axes.dataLim.y1 > 1 + (chart.limit - 1) / 3:
-        axes.axhline(chart.limit, color=ALARM_COLOUR, lw=1, ls="--")
+    if limit is not None and axes.dataLim.y1 > 1 + (limit - 1) / 3:
+        axes.axhline(limit, color=ALARM_COLOUR, lw=1, ls="--")
     low, high = axes.dataLim.intervaly
     if low == high:
         low, high = low - 0.1 * abs(low), high + 0.1 * abs(high) or 1.0
@@ -165,15 +234,38 @@ def _card(chart: Chart, lines: Sequence[Line]) -> str:
     axes.spines[:].set_visible(False)
     axes.tick_params(colors=GREY, labelsize=7.5, length=0)
     axes.grid(axis="y", color=GREY, alpha=0.3, lw=0.7)
-    hover = {_gid(curve): [f"step {step}: {value:.4g}" for step, value in points] for curve, points in drawn}
+    hover = {
+        f"curve{place}": [f"step {step}: {value:.4g}" for step, value in points]
+        for place, (_, points) in enumerate(drawn)
+    }
     return (
-        f'<section><h2>{html.escape(chart.title)} <span class="note">{html.escape(chart.note)}</span></h2>'
+        f'<section><h2>{html.escape(title)} <span class="note">{html.escape(note)}</span></h2>'
         f"{_svg(figure, hover)}{''.join(legend)}</section>"
     )
 
 
-def _gid(curve: Curve) -> str:
-    return f"{curve.kind}/{curve.metric}"
+def _named(curves: Sequence[Curve], lines: Sequence[Line]) -> Iterator[Curve]:
+    """The curves, with one for each metric that a name ending in `/<…>` fits, in the words in which they are shown."""
+    for curve in curves:
+        family, wild, _ = curve.metric.partition("/<")
+        if not wild:
+            yield _called(curve, lines)
+            continue
+        names = {
+            name for line in lines if line.kind == curve.kind for name in line.metrics if name.startswith(f"{family}/")
+        }
+        for name in sorted(names):
+            yield dataclasses.replace(
+                curve, metric=name, label=f"{curve.label} {name.removeprefix(f'{family}/')}".strip()
+            )
+
+
+def _called(curve: Curve, lines: Sequence[Line]) -> Curve:
+    """`accuracy` by its right name."""
+    if curve.metric != "accuracy":
+        return curve
+    partial = {line.metrics.get("partial_credit", 0.0) for line in lines if line.kind == "validation"}
+    return dataclasses.replace(curve, label=f"held-out {accuracy_name({'partial_credit': max(partial, default=0.0)})}")
 
 
 def _points(curve: Curve, lines: Sequence[Line]) -> list[tuple[int, float]]:
@@ -211,6 +303,7 @@ def draw_curve(lines: Sequence[Line], path: Path, title: str) -> None:
     validations = [line for line in lines if line.kind == "validation" and "accuracy" in line.metrics]
     held_out = sorted((line.step, line.metrics["accuracy"]) for line in validations)
     reward, accuracy = COLOURS[:2]
+    newest = validations[-1].metrics if validations else {}
     figure = Figure(figsize=(8, 4.5), dpi=200, layout="constrained")
     axes = figure.subplots()
     if len(train) > 12:
@@ -222,12 +315,19 @@ def draw_curve(lines: Sequence[Line], path: Path, title: str) -> None:
     elif train:
         axes.plot(*zip(*train, strict=True), color=reward, lw=1.5, marker=".", label="training reward")
     if held_out:
-        axes.plot(*zip(*held_out, strict=True), color=accuracy, lw=2, marker="o", ms=5, label="held-out accuracy")
+        axes.plot(
+            *zip(*held_out, strict=True),
+            color=accuracy,
+            lw=2,
+            marker="o",
+            ms=5,
+            label=f"held-out {accuracy_name(newest)}",
+        )
         for point in {held_out[0], held_out[-1]}:
             _annotate(axes, point, f"{point[1]:.2f}", 9, color=accuracy, fontsize=11, fontweight="bold")
     axes.set_title(title, fontsize=13, loc="left")
     axes.set_xlabel("step (version of the weights)", fontsize=12)
-    axes.set_ylabel("mean reward, accuracy", fontsize=12)
+    axes.set_ylabel("mean reward" if newest.get("partial_credit") else "mean reward, accuracy", fontsize=12)
     axes.tick_params(labelsize=11)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)

@@ -10,16 +10,18 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 
 from headrace.config import Config
+from headrace.journal import Journal
 from headrace.replay import Evaluated
+from headrace.samples import SampleFiles, sample_of
 from headrace.trajectory import Group
+from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry import alarm
 from headrace_services.trainer.telemetry.gpus import GPUMonitor
-from headrace_services.trainer.telemetry.journal import Journal
 from headrace_services.trainer.telemetry.plots import draw_disagreement
 from headrace_services.trainer.telemetry.samples import (
-    SampleFiles,
     choose,
+    failure_record,
     show,
     training_record,
     validation_record,
@@ -37,7 +39,9 @@ class Telemetry:
     """Starts, feeds and ends all of them; on rank 0. Raises `ServiceError` for a tracker whose library is missing."""
 
     def __init__(self, config: Config, journal: Journal, console: Console | None = None) -> None:
+        self._config = config
         self._settings = config.logger
+        self._limits = alarm.AlarmLimits.of(config)
         self._folder = config.log_folder
         self._samples = SampleFiles(self._folder, config.logger.keep_step_data)
         shown = config.logger.num_val_samples_to_print
@@ -45,7 +49,8 @@ class Telemetry:
             TrackerThread(name, opener, journal.path, self._samples, shown) for name, opener in enabled(config)
         ]
         self._gpus = GPUMonitor(config.logger.gpu_monitoring.collection_interval)
-        self._streak = alarm.Streak()
+        self._disagreement = alarm.Streak()
+        self._off_policy, self._equal = alarm.Streak(alarm.OFF_POLICY_STEPS), alarm.Streak(alarm.EQUAL_STEPS)
         self._console = console or Console(stderr=True)
         self._writing: asyncio.Task[None] | None = None
 
@@ -72,12 +77,14 @@ class Telemetry:
 
     def wants_batch(self, metrics: Mapping[str, float]) -> bool:
         """Whether the trajectories of a step with these metrics will be written or drawn: gathering them from the ranks is expensive."""
-        return self._samples.wanted or bool(alarm.violations(metrics, self._settings.train_inference_alarm))
+        return self._samples.wanted or bool(
+            alarm.on_policy_violations(metrics, self._limits) or alarm.off_policy_violations(metrics, self._limits)
+        )
 
     async def trained(
         self, step: int, groups: Sequence[Group], batch: Batch | None, metrics: dict[str, float]
     ) -> dict[str, float]:
-        """Write the samples of step `step` in the background, and check its metrics for an alarm. Returns metrics to add.
+        """Write the samples of step `step` in the background, and check its metrics for alarms. Returns metrics to add.
         `batch` is the whole batch if `wants_batch` asked for it, else None.
 
         Raises `ServiceError` if the samples of the previous step could not be written.
@@ -91,26 +98,39 @@ class Telemetry:
                 self._samples.write("train", step, records)
 
             self._writing = asyncio.create_task(asyncio.to_thread(write))
-        found = alarm.violations(metrics, self._settings.train_inference_alarm)
-        if self._streak.is_reported(bool(found)):
+        found, old = (
+            judge(metrics, self._limits) for judge in (alarm.on_policy_violations, alarm.off_policy_violations)
+        )
+        self._off_policy.count(bool(old))
+        found += old if self._off_policy.is_alarm else []
+        self._disagreement.count(bool(found))
+        if self._disagreement.is_reported:
             assert batch is not None
             await asyncio.to_thread(self._report_alarm, step, batch, found)
-        return {"train_inference_alarm": float(bool(found)), **tracker_metrics(self._trackers), **self._gpus.take()}
+        self._equal.count(alarm.has_equal_rewards(metrics, self._config))
+        if self._equal.is_reported:
+            log.warning("%s", alarm.equal_rewards_message(step, self._equal.length, metrics["reward"]))
+        return {
+            "train_inference_alarm": float(self._disagreement.is_alarm),
+            "equal_rewards_alarm": float(self._equal.is_alarm),
+            **tracker_metrics(self._trackers),
+            **self._gpus.take(),
+        }
 
-    async def validated(self, version: int, evaluated: Sequence[Evaluated]) -> None:
-        """Write and print what weights `version` generated in a validation. Raises `ServiceError` for a full disk."""
-        records = [
-            validation_record(version, one.group, trajectory, score)
-            for one in evaluated
-            for trajectory, score in one.trajectories
-        ]
-        if records:
+    async def validated(
+        self, version: int, evaluated: Sequence[Evaluated], failed: Sequence[tuple[str, Group | Problem, str]]
+    ) -> None:
+        """Write and print what weights `version` generated in a validation, and write what `failed`, by id and with the reason. Raises
+        `ServiceError` for a full disk."""
+        failures = [failure_record(version, *failure) for failure in failed]
+        await asyncio.to_thread(self._samples.replace, "val_failed", version, failures)
+        scored = [(one.group, trajectory, score) for one in evaluated for trajectory, score in one.trajectories]
+        if scored:
+            records = [validation_record(version, *each) for each in scored]
             await asyncio.to_thread(self._samples.write, "val", version, records)
-            show(
-                self._console,
-                f"validation of version {version}",
-                choose(records, self._settings.num_val_samples_to_print),
-            )
+        if shown := self._settings.num_val_samples_to_print:
+            samples = [sample_of(*each) for each in scored]
+            show(self._console, f"validation of version {version}", choose(samples, shown))
 
     def _report_alarm(self, step: int, batch: Batch, found: Sequence[alarm.LimitExceeded]) -> None:
         picture = None

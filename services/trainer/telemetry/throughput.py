@@ -26,8 +26,8 @@ class StepTimes:
     """Seconds of the trainer's loop between the end of one step and the end of the next.
 
     `training`: from the batch to its new weights; `learner` has its parts, named as in `timing/train/*`. `buffer_starvation`: no batch
-    was ready. `refit_bubble`: weights were sent. `validation`: a refit waited for a validation. `checkpoint`: one was written.
-    `upkeep` is the rest: deciding, and writing metrics and samples.
+    was ready; for `awaiting_scores` of it, because groups waited for their scores. `refit_bubble`: weights were sent. `validation`: a refit
+    waited for a validation. `checkpoint`: one was written. `upkeep` is the rest: deciding, and writing metrics and samples.
     """
 
     total: float
@@ -37,6 +37,7 @@ class StepTimes:
     refit_bubble: float
     validation: float
     checkpoint: float
+    awaiting_scores: float = 0.0
 
     @property
     def upkeep(self) -> float:
@@ -48,6 +49,8 @@ def timing_metrics(times: StepTimes) -> dict[str, float]:
     return {
         "timing/train/total_step_time": times.total,
         "timing/train/exposed_generation": times.buffer_starvation,
+        "timing/train/wait_for_generation": times.buffer_starvation - times.awaiting_scores,
+        "timing/train/wait_for_scores": times.awaiting_scores,
         **{f"timing/train/{part}": seconds for part, seconds in times.learner.items()},
         "timing/train/weight_sync": times.refit_bubble,
         "timing/train/validation": times.validation,

@@ -18,11 +18,12 @@ from pathlib import Path
 import msgspec
 
 from headrace.errors import ServiceError
-from headrace_services.trainer.files import atomic_write, fsync
+from headrace.files import atomic_write, fsync
+from headrace.journal import Line, parse_lines, read_bytes, size, surviving
+from headrace.samples import SampleFiles
 from headrace_services.trainer.telemetry import alarm
-from headrace_services.trainer.telemetry.journal import Line, parse_lines, read_bytes, size, surviving
 from headrace_services.trainer.telemetry.metric_names import tracked_name
-from headrace_services.trainer.telemetry.samples import SampleFiles, as_markdown, choose
+from headrace_services.trainer.telemetry.samples import as_markdown, choose
 from headrace_services.trainer.telemetry.trackers import Opener, Tracker, TrackerEntry
 
 log = logging.getLogger(__name__)
@@ -126,9 +127,9 @@ class TrackerThread:
     def _entry(self, number: int, line: Line) -> TrackerEntry:
         """The entry for a line, with the trajectories of a validation and the picture of an alarm if their files still exist."""
         texts, pictures = {}, {}
-        records = self._samples.read("val", line.step) if line.kind == "validation" and self._samples_shown else []
-        if records:
-            texts["validation/samples"] = as_markdown(choose(records, self._samples_shown))
+        samples = self._samples.samples("val", line.step) if line.kind == "validation" and self._samples_shown else []
+        if samples:
+            texts["validation/samples"] = as_markdown(choose(samples, self._samples_shown))
         picture = alarm.picture_path(self._samples.folder, line.step)
         if line.metrics.get("train_inference_alarm") and picture.exists():
             pictures["train/disagreement"] = picture

@@ -11,6 +11,7 @@ import dataclasses
 import html
 import importlib.util
 import json
+import logging
 import os
 import re
 import secrets
@@ -21,6 +22,8 @@ from typing import Any, Protocol, TypeVar
 
 from headrace.config import Config
 from headrace.errors import ServiceError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -139,6 +142,7 @@ class WeightsAndBiases:
             id=self.run_id,
             resume="allow",
             dir=str(config.log_folder),
+            mode=None if _logged_in() else "offline",
             config=parameters(config),
             # don't record console output and code; an unreachable server must not delay the trainer's exit
             settings=wandb.Settings(
@@ -148,6 +152,12 @@ class WeightsAndBiases:
                 init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 20)),
             ),
         )
+        if self._run.offline and "WANDB_MODE" not in os.environ:
+            log.warning(
+                "nobody is logged in to Weights & Biases (`wandb login`, or WANDB_API_KEY): the run is written to %s, and "
+                "`wandb sync %s` sends it",
+                self._run.dir, Path(self._run.dir).parent,
+            )  # fmt: skip
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -162,6 +172,18 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _logged_in() -> bool:
+    """Whether Weights & Biases knows who sends it a run, or is told by WANDB_MODE not to ask."""
+    import wandb
+
+    if "WANDB_MODE" in os.environ:
+        return True
+    try:
+        return wandb.login(verify=False, timeout=1)
+    except (wandb.errors.UsageError, TimeoutError):  # it would ask, and there is nobody to answer
+        return False
 
 
 class MLflowRun:

@@ -7,16 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from headrace import export
-from headrace.cli.app import app
-from headrace.errors import HeadraceError
 from headrace.lineage import FOLDER
 from headrace.replay import Limits, ReplayClient
 from headrace.trajectory import Score
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from tests.support.buffer import enqueue, healthy_replica, make_group, make_trajectory
+from tests.support.command import refused, said
 from tests.support.kept_run import kept_run
 
 
@@ -25,22 +23,10 @@ async def fill(replay: ReplayClient) -> None:
     await enqueue(replay, range(3))
     one, two = await replay.lease(await healthy_replica(replay), 2)
     await replay.push(one, make_trajectory(one, 0))
-    (job,) = await replay.take_scoring("scorer", {"math": 1})
+    (job,) = await replay.take_scoring({"math": 1})
     await replay.score(job, Score("SCORED", 0.25, environment="math", build="7"))
     await replay.push(one, make_trajectory(one, 1))
     await replay.reject(two, "its prompt is too long")
-
-
-def headrace(*args: object) -> str:
-    done = CliRunner().invoke(app, [*map(str, args)])
-    assert done.exception is None, done.exception
-    return done.stdout
-
-
-def refused(*args: object) -> str:
-    error = CliRunner().invoke(app, [*map(str, args)]).exception
-    assert isinstance(error, HeadraceError)
-    return str(error)
 
 
 @pytest.mark.parametrize("up", [True, False])
@@ -50,22 +36,22 @@ def test_groups_are_shown_listed_and_exported(tmp_path: Path, limits: Limits, up
         LineageWriter(folder / "checkpoints" / FOLDER, "t1").write(4, [trained], {trained.id: []})
         if not up:
             asyncio.run(server.stop())
-        said = headrace("groups", "show", "e0-train-0", "--run", folder)
-        assert "group       e0-train-0 (scoring)" in said
-        assert "math build 7" in said
-        assert "0-4     0 (the initial model)  replica" in said
-        shown = json.loads(headrace("groups", "show", "e0-train-0", "--run", folder, "--json"))
+        text = said("groups", "show", "e0-train-0", "--run", folder)
+        assert "group       e0-train-0 (scoring)" in text
+        assert "math build 7" in text
+        assert "0-4     0 (the initial model)  replica" in text
+        shown = json.loads(said("groups", "show", "e0-train-0", "--run", folder, "--json"))
         assert [trajectory["reward"] for trajectory in shown["trajectories"]] == [0.25, None]
-        assert "its prompt is too long" in headrace("groups", "show", "e0-train-1", "--run", folder)
-        assert "trained at  step 4, timeline t1" in headrace("groups", "show", "e0-train-9", "--run", folder)
+        assert "its prompt is too long" in said("groups", "show", "e0-train-1", "--run", folder)
+        assert "trained at  step 4, timeline t1" in said("groups", "show", "e0-train-9", "--run", folder)
         assert "no group 'nobody'" in refused("groups", "show", "nobody", "--run", folder)
 
-        listed = headrace("groups", "list", "--run", folder, "--state", "queued", "--state", "failed")
+        listed = said("groups", "list", "--run", folder, "--state", "queued", "--state", "failed")
         assert sorted(listed.split()) == ["e0-train-1", "e0-train-2", "failed", "queued"]
         assert "--state lost: no such state" in refused("groups", "list", "--run", folder, "--state", "lost")
 
         out = tmp_path / "out.jsonl"
-        assert "2 trajectories" in headrace("groups", "export", "--run", folder, "-o", out)
+        assert "2 trajectories" in said("groups", "export", "--run", folder, "-o", out)
         assert [each.trajectory.index for each in export.read(out)] == [0, 1]
         assert "can't be written" in refused("groups", "export", "--run", folder, "-o", tmp_path / "no" / "out.jsonl")
 
@@ -81,12 +67,12 @@ def test_failed_groups_are_retried(tmp_path: Path, limits: Limits, up: bool, whi
         assert "which groups?" in refused(*retry, "e0-train-1", "--all")
         assert "it is scoring" in refused(*retry, "e0-train-0")
         assert "not held by the buffer" in refused(*retry, "nobody")
-        assert headrace(*retry, "--reason", "something else").startswith("0 groups")
-        assert headrace(*retry, *which).startswith("1 groups")
-        assert headrace(*retry, "--all").startswith("0 groups")
-        listed = headrace("groups", "list", "--run", folder)
+        assert said(*retry, "--reason", "something else").startswith("0 groups")
+        assert said(*retry, *which).startswith("1 groups")
+        assert said(*retry, "--all").startswith("0 groups")
+        listed = said("groups", "list", "--run", folder)
         assert sorted(listed.split()) == ["e0-train-0", "e0-train-2", "queued", "scoring"]
 
 
 def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
-    assert f"--run {tmp_path}: no run there" in refused("groups", "list", "--run", tmp_path)
+    assert f"{tmp_path}: no run there" in refused("groups", "list", "--run", tmp_path)

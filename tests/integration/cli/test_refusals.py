@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
 import socketserver
 import threading
@@ -13,12 +14,13 @@ import pytest
 
 from headrace.cli import runs
 from headrace.config import load
-from tests.support.command import error_of, headrace, headrace_process
+from headrace.journal import JOURNAL, Journal
+from tests.support.command import error_of, headrace, headrace_process, refused
 from tests.support.ports import free_port
 
 CONFIG = """
 run: {{id: test, dir: {folder}/runs}}
-policy: {{model_name: {folder}/no-such-model, precision: float32}}
+policy: {{model_name: {model}, precision: float32, max_total_sequence_length: 64, generation: {{max_new_tokens: 6}}}}
 data:
   train: {{dataset_name: arithmetic, env_name: math}}
 env:
@@ -29,14 +31,10 @@ reward: {{port: 0, http_port: 0, workers: 1}}
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path: Path, tiny_model: Path) -> Path:
     path = tmp_path / "run.yaml"
-    path.write_text(CONFIG.format(folder=tmp_path, redis_port=free_port()))
+    path.write_text(CONFIG.format(folder=tmp_path, model=tiny_model, redis_port=free_port()))
     return path
-
-
-def refused(*args: object) -> str:
-    return error_of(headrace(*args))
 
 
 @pytest.fixture
@@ -82,8 +80,79 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert "can't read the configuration" in refused("up", tmp_path / "none.yaml")
 
 
-def test_a_good_configuration_is_not(config: Path) -> None:
-    assert headrace("config", "check", config).returncode == 0
+def test_a_good_configuration_is_not_and_its_prompts_are_counted(config: Path, tmp_path: Path) -> None:
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(f'{{"input": "{n}+1", "output": "{n + 1}"}}\n' for n in (1, 2, 47, 47)))
+    config.write_text(config.read_text().replace("dataset_name: arithmetic", "data_path: sums.jsonl"))
+    done = headrace(
+        "config", "check", config, f"env.other.target=127.0.0.1:{free_port()}", "policy.generation.max_new_tokens=58"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "prompts: 3 to train on (left out: 1 duplicates), 0 to validate on" in done.stdout
+    assert "prompt lengths: 5 to 6 tokens, 5.3 in the mean; at most 63 are allowed" in done.stdout
+    assert "steps: at most 0, when the prompts are used up (grpo.max_num_epochs 1)" in done.stdout
+    assert "warning: env.other.target 127.0.0.1:" in done.stderr
+    assert "does not answer (UNAVAILABLE" in done.stderr
+    assert "3 of 3 prompts leave less than policy.generation.max_new_tokens 58" not in done.stderr
+    data.write_text('{"input": "one and one", "output": "2"}\n')
+    assert "81.8% of the prompts' characters have no token" in headrace("config", "check", config).stderr
+
+
+def test_of_models_and_tokenizers_only_what_is_loaded_has_to_be_there(
+    config: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
+    for path in tiny_model.iterdir():
+        folder = model if path.name in ("config.json", "model.safetensors") else tokenizer
+        folder.mkdir(exist_ok=True)
+        (folder / path.name).symlink_to(path)
+    parts = (f"policy.model_name={model}", f"policy.tokenizer.name={tokenizer}")
+    done = headrace("config", "check", config, *parts)
+    assert done.returncode == 0, done.stderr
+    assert "has no tokenizer" in refused("config", "check", config, parts[0])
+    raw = ("grpo=null", "ppo.adv_estimator.name=raw_reward", "value.model_name=./no-such-value")
+    assert headrace("config", "check", config, *raw).returncode == 0
+    assert "value.model_name: there is no directory" in refused("config", "check", config, *raw[::2], "ppo={}")
+
+
+@pytest.mark.parametrize("command", ["config check", "up"])
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.train.0.data_path=none.jsonl", "data.train[0].data_path none.jsonl: can't be read"),
+        ("data.train.0.input_key=question", "no field 'question' (input_key); it has 'input', 'output'"),
+        ("data.train.0.prompt_file=none.txt", "prompt_file none.txt: can't be read"),
+        ("policy.model_name=./none", "policy.model_name: there is no directory ./none"),
+        ("policy.tokenizer.name=.", "policy.tokenizer.name: . has no"),
+        ("checkpointing.metric_name=val:acuracy", "did you mean val:accuracy?"),
+        ("checkpointing.metric_name=train:loss", "is no metric that a checkpoint knows"),
+        ("data.train.0.env_name=adder", "env_name 'adder' is not one of the environments under env (math)"),
+        ("env.math.target=localhost:1", "env.math: type 'math' and target 'localhost:1': give one of them"),
+        ("env.mine.target=localhost", "env.mine: target 'localhost' is neither FILE.py:CLASS nor the host:port"),
+    ],
+)
+def test_what_is_named_and_not_there_is_said_before_anything_starts(
+    config: Path, tmp_path: Path, command: str, override: str, said: str
+) -> None:
+    (tmp_path / "sums.jsonl").write_text('{"input": "1+1", "output": "2"}\n')
+    config.write_text(config.read_text().replace("dataset_name: arithmetic", "data_path: sums.jsonl"))
+    error = refused(*command.split(), config, override)
+    assert said in error
+    assert "(command line)" in error or "data: env_name" in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+def test_a_problem_says_in_which_line_it_stands(config: Path) -> None:
+    config.write_text(config.read_text() + "checkpointing:\n  metric_name: val:reward_mean\n")
+    lines = config.read_text().count("\n")
+    assert refused("config", "check", config).endswith(f"({config}:{lines})\n")
+
+
+def test_a_prompt_that_is_too_long_is_found_by_the_check(config: Path) -> None:
+    said = refused("config", "check", config, "data.max_input_seq_length=5")
+    assert "more than data.max_input_seq_length 5" in said
+    assert "of its 1000 prompts are too long" in said or "prompts are too long); raise it" in said
 
 
 @pytest.mark.parametrize(
@@ -92,7 +161,9 @@ def test_a_good_configuration_is_not(config: Path) -> None:
 def test_a_busy_port_is_named_before_anything_starts(config: Path, busy_port: int, key: str) -> None:
     said = refused("up", config, f"{key}={busy_port}")
     assert f"{key}: can't listen on 127.0.0.1:{busy_port}" in said
+    assert f"process {os.getpid()} has it" in said
     assert len(said.splitlines()) == 1
+    assert not (config.parent / "runs" / "test").exists()
 
 
 @pytest.mark.parametrize("key", ["replay.host", "replay.redis_host", "reward.host", "rollout.host", "trainer.host"])
@@ -118,16 +189,21 @@ def test_a_run_doesnt_go_on_with_another_seed(config: Path, tmp_path: Path) -> N
     folder = tmp_path / "runs" / "test"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(headrace("config", "show", config).stdout)
+    Journal(folder / JOURNAL).append("train", 0, "a", {})
     said = refused("up", config, "grpo.seed=7", "grpo.max_num_steps=5")
-    assert "run test can't go on" in said
+    assert "run test has trained steps, and can't go on" in said
     assert "grpo.seed: 42 -> 7" in said
     assert "max_num_steps" not in said
 
 
-def test_a_wrong_model_path_ends_the_run_with_the_services_words(config: Path, tmp_path: Path) -> None:
-    said = error_of(headrace_process("up", config))
+def test_a_model_that_a_service_cant_load_ends_the_run_with_its_words(config: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (broken / name).write_text("{")
+    said = error_of(headrace_process("up", config, f"policy.model_name={broken}"))
     assert "can't go on: exit code 1" in said
-    assert f"{tmp_path}/no-such-model" in said
+    assert str(broken) in said
 
 
 def test_an_unreachable_redis_is_named(config: Path) -> None:
@@ -151,11 +227,9 @@ def test_a_service_without_a_run_id_says_what_to_give(config: Path) -> None:
 
 
 def test_status_needs_to_know_which_run() -> None:
-    assert "give either CONFIG or --run FOLDER" in refused("status")
+    assert "give either CONFIG or a run" in refused("status")
 
 
-def test_a_run_that_has_ended_says_where_what_it_left_is(config: Path) -> None:
-    saved = runs.save(load(config, environ={}))
-    error = refused("status", "--run", saved.parent)
-    assert "run test does not answer" in error
-    assert f"`headrace up {saved}` goes on with it" in error
+def test_status_of_a_run_elsewhere_that_does_not_answer(config: Path) -> None:
+    saved = runs.save(load(config, ["replay.redis_url=redis://127.0.0.1:1/0"], environ={}))
+    assert "127.0.0.1:1" in refused("status", "--run", saved.parent)

@@ -97,8 +97,13 @@ def test_a_run_ends_with_its_table_goes_on_by_its_id_and_survives_the_kill_of_an
     assert first.ends() == 0, first.said()
     assert all(gone(pid) for pid in left)
     assert "validation accuracy" in first.said()
+    assert "to train on (left out: " in first.said()
+    assert "steps: 2 (grpo.max_num_steps), before the prompts are used up (grpo.max_num_epochs 1)" in first.said()
     policy = folder / "checkpoints" / "step_2" / "policy"
     assert str(policy) in first.said().splitlines()[-1]
+    assert f"best:           {policy} (val:accuracy" in first.said()
+    assert f"headrace samples {folder}" in first.said()
+    assert '"state":"finished"' in (folder / "run.json").read_text()
     assert (policy / "model.safetensors").exists()
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
     logs = {path.name for path in (folder / "logs").iterdir()}
@@ -108,6 +113,8 @@ def test_a_run_ends_with_its_table_goes_on_by_its_id_and_survives_the_kill_of_an
     again = up(2, "grpo.max_num_steps=100000", rollout="small_rollout")
     again.wait_for("step 3: reward")
     assert "changed: grpo.max_num_steps: 2 -> 100000" in again.said()
+    assert f"continues from checkpoint 2 ({policy.parent})" in again.said()
+    assert "step 1: reward" not in again.said(), "what an earlier start trained is no news"
     assert trained(folder)[:4] == [0, 1, 2, 3]
     for service in ("rollout", "reward", "replay", "trainer"):
         victim = again.pid_of("headrace.cli", f" {service} ")
@@ -125,10 +132,13 @@ def test_a_run_ends_with_its_table_goes_on_by_its_id_and_survives_the_kill_of_an
     )
     assert again.stop(signal.SIGTERM) == []
     assert again.process.returncode == 143
+    assert "SIGTERM: saving a checkpoint, then stopping (once more to kill at once)" in again.said()
     newest = max((folder / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
     version = json.loads((newest / "state.json").read_text())["version"]
     assert version > 2
+    assert trained(folder)[-1] == version - 1
     assert set(trained(folder)) >= set(range(version))
+    assert f"`run.id=test` goes on with this run, from checkpoint {version} ({newest})" in again.said()
 
 
 def test_a_replica_that_gives_up_costs_only_itself_and_what_hangs_is_replaced(
@@ -156,6 +166,89 @@ def test_a_replica_that_gives_up_costs_only_itself_and_what_hangs_is_replaced(
     assert run.stop(signal.SIGTERM) == []
 
 
+JUDGE = """
+import os, pathlib, headrace
+
+class Judge(headrace.Environment):
+    def score(self, sample):
+        return float(len(sample.extra_env_info["answer"]) % 2 == len(sample.completion) % 2)
+"""
+
+
+def test_environments_are_started_waited_for_started_again_and_repaired_while_the_run_goes_on(
+    up: Start, folder: Path, tmp_path: Path
+) -> None:
+    """Three of them: `file` is served by `up` and has a misspelt field, `program` is a program that `up` starts, and `away` is one that
+    somebody else starts, later."""
+    misspelt, fine, port = tmp_path / "misspelt.py", tmp_path / "fine.py", free_port()
+    misspelt.write_text(JUDGE.replace("answer", "anwser"))
+    fine.write_text(JUDGE)
+    serve = [sys.executable, "-m", "headrace.cli", "environment", f"{fine}:Judge"]
+    source = "{{dataset_name: arithmetic, size: 2000, seed: {}, env_name: {}}}"
+    sources = ", ".join(source.format(seed, name) for seed, name in enumerate(("file", "program", "away")))
+    run = up(
+        100000,
+        f"env.file.target={misspelt}:Judge",
+        f"env.program.command={json.dumps(serve)}",
+        f"env.away.target=127.0.0.1:{port}",
+        f"data.train=[{sources}]",
+        "replay.max_scoring_attempts=1",
+        rollout="small_rollout",
+    )
+    for service in ("replay", "reward", "trainer"):
+        run.wait_for(f"\n{service}: http://127.0.0.1:")
+    run.wait_for(f"waits for environment away at 127.0.0.1:{port}, ")
+    run.wait_for(" s: it is broken: KeyError: 'anwser' (")
+    run.wait_for(f"; correct {misspelt}, and the run goes on\n")
+    log = folder / "logs" / "environment-file.log"
+    assert "Judge raised KeyError" in log.read_text()
+    assert "completion: " in log.read_text()
+    assert re.search(r"waits for +environment file, broken for .*KeyError: 'anwser'", status_of(folder))
+    assert "step 0:" not in run.said()
+
+    for name in ("file", "program"):
+        told = Path(f"/proc/{run.pid_of('environment', 'misspelt' if name == 'file' else 'fine')}/environ").read_text()
+        token = folder / f"environment-{name}.credentials"
+        assert f"ENVIRONMENT_TOKEN_FILE={token}\0" in told
+        assert "HEADRACE_" not in told
+        (line,) = token.read_text().splitlines()
+        assert line.startswith(f"environment {name} ")
+        assert token.stat().st_mode & 0o077 == 0
+
+    away = subprocess.Popen([*serve, "--port", str(port)], stderr=subprocess.DEVNULL)
+    try:
+        run.wait_for(f"waits no longer for environment away at 127.0.0.1:{port}")
+        misspelt.write_text(JUDGE)
+        run.wait_for(f"environment-file: {misspelt} has changed; killed, to be started again")
+        run.wait_for("step 1: reward")
+        os.kill(run.pid_of("environment", "fine"), signal.SIGKILL)
+        run.wait_for("environment-program: killed by signal 9; starting it again")
+        goes_on(run)
+        assert run.stop(signal.SIGTERM) == []
+    finally:
+        away.kill()
+        away.wait()
+
+
+def test_an_environment_that_can_not_be_started_ends_the_run_before_a_model_is_loaded(
+    up: Start, tmp_path: Path
+) -> None:
+    file = tmp_path / "my_env.py"
+    file.write_text(JUDGE)
+    light = {"reward": "idle_reward", "rollout": "idle_rollout", "trainer": "talking_trainer"}
+    unknown = up(1, f"env.mine.target={file}:Jugde", **light)
+    assert unknown.ends() == 1
+    assert f"env.mine.target {file}:Jugde: {file} defines no Jugde; it has Judge" in unknown.said()
+    assert "replay: starting" not in unknown.said()
+
+    file.write_text(f"import nonexistent_module\n{JUDGE}")
+    raising = up(1, f"env.mine.target={file}:Judge", **light)
+    assert raising.ends() == 1
+    assert "environment-mine can't go on: exit code 1 before it answered; the end of" in raising.said()
+    assert "No module named 'nonexistent_module'" in raising.said()
+    assert "rollout-1: starting" not in raising.said()
+
+
 def replicas(run: Up) -> list[int]:
     """Process ids, oldest first."""
     return sorted(pid for pid, command in run.started().items() if "headrace.cli rollout" in command)
@@ -166,8 +259,15 @@ def goes_on(run: Up) -> None:
     eventually(lambda: last_step(run) > before + 1, within_s=240)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-@pytest.mark.parametrize("moment", ["rollout-1: starting", "step 1:"])
+@pytest.mark.parametrize(
+    ("signum", "code", "moment"),
+    [
+        (signal.SIGINT, 130, "step 1:"),
+        (signal.SIGTERM, 143, "rollout-1: starting"),
+        (signal.SIGKILL, -9, "rollout-1: starting"),
+        (signal.SIGKILL, -9, "step 1:"),
+    ],  # the other two stop other runs of this folder: an evaluation that starts, and each run above
+)
 def test_however_it_is_stopped_no_process_is_left(up: Start, signum: int, code: int, moment: str) -> None:
     run = up(100_000, reward="idle_reward", rollout="idle_rollout", trainer="talking_trainer")
     run.wait_for(moment)

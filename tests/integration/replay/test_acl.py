@@ -90,7 +90,7 @@ async def test_each_role_does_its_whole_job_with_its_own_user(opened: EmbeddedSe
 
         await replay.release_scoring()
         await replay.wait_scoring(0.01)
-        while jobs := await replay.take_scoring("scorer", {"math": 64}):
+        while jobs := await replay.take_scoring({"math": 64}):
             assert not any(
                 await replay.score_many([(job, Score("SCORED", 1.0 + job.trajectory.index)) for job in jobs])
             )
@@ -123,8 +123,8 @@ async def transfer(trainer: ReplayClient, rollout: ReplayClient, replica: str, v
     epoch = nonce()
     await trainer.open_epoch(epoch, version, (await trainer.state()).timeline, {})
     await rollout.acknowledge(replica, epoch)
-    await trainer.begin_epoch(epoch, {})
-    assert await rollout.verify(replica, epoch, 0.0, 1e-3)
+    await trainer.begin_epoch(epoch, {}, [0.0], 1e-3)
+    assert (await rollout.verify(replica, epoch, [0.0])).verified
     await trainer.end_epoch(epoch, aborted=False)
     assert [member.state for member in await trainer.replicas()] == ["HEALTHY"]
 

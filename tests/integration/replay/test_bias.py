@@ -43,7 +43,7 @@ async def make(replay: ReplayClient, replica: str, lengths: Sequence[int], rewar
         for index in range(2):
             values[lease.group.id, index] = rewards[2 * i + index]
             await replay.push(lease, make_trajectory(lease, index, length=lengths[2 * i + index]))
-    while jobs := await replay.take_scoring("scorer", {"math": 256}):
+    while jobs := await replay.take_scoring({"math": 256}):
         scores = [(job, Score("SCORED", values[job.group.id, job.trajectory.index])) for job in jobs]
         assert not any(await replay.score_many(scores))
     return [lease.group.id for lease in leases]
@@ -170,7 +170,7 @@ async def test_expired_and_masked_trajectories_are_metered_with_their_ages(
     await reserve(replay, 1)
     await refit(replay, 2, [replica])
     await push_all(replay, mixed, versions=[0, 1])
-    for job in await replay.take_scoring("scorer", {"math": 64}):
+    for job in await replay.take_scoring({"math": 64}):
         await replay.score(job, Score("SCORED", 0.5))
     assert not hasattr(await replay.reserve(2, timeline), "groups")
     meters = await replay.bias()
@@ -197,7 +197,7 @@ async def test_filtered_failed_and_surplus_trajectories_are_metered(replay: Repl
     equal, doomed, rest = await replay.lease(await healthy_replica(replay), 3)
     for index, length in ((0, 5), (2, 7), (1, 9)):
         await replay.push(equal, make_trajectory(equal, index, length=length))
-    scored = await replay.take_scoring("scorer", {"math": 2})
+    scored = await replay.take_scoring({"math": 2})
     for job in scored:
         await replay.score(job, Score("SCORED", 0.25))
     # which two of three pushed in the same millisecond are taken first is open
@@ -220,7 +220,7 @@ async def test_filtered_failed_and_surplus_trajectories_are_metered(replay: Repl
     check(meters["failed"].length, [3])
     for index in range(3):
         await replay.push(rest, make_trajectory(rest, index, length=20 + index))
-    jobs = {job.trajectory.index: job for job in await replay.take_scoring("scorer", {"math": 3})}
+    jobs = {job.trajectory.index: job for job in await replay.take_scoring({"math": 3})}
     scores = [(jobs[1], Score("FAILED", message="no")), (jobs[0], Score("SCORED", 1.0))]
     assert await replay.score_many(scores) == [None, None]
     await replay.score(jobs[2], Score("SCORED", 0.0))
@@ -231,28 +231,40 @@ async def test_filtered_failed_and_surplus_trajectories_are_metered(replay: Repl
     assert meters["surplus"].trajectories == 1
 
 
-async def test_what_is_trained_is_compared_with_what_was_generated(replay: ReplayClient, limits: Limits) -> None:
+# A hundred groups of two with different rewards, then a hundred longer ones with equal rewards, which dynamic sampling filters.
+MIXED_LENGTHS = [4] * 200 + [12] * 200
+MIXED_REWARDS = [0.0, 1.0] * 100 + [0.0, 0.0, 1.0, 1.0] * 50
+
+
+async def test_what_is_trained_is_compared_with_all_that_came_to_an_end(replay: ReplayClient, limits: Limits) -> None:
     """Long trajectories that never get trained show as a length bias; the rewards, alike, as none."""
-    await tighten(replay, limits, prompts_per_step=100, max_age=4, generations_per_prompt=2)
-    timeline = (await replay.state()).timeline
-    lengths = [4] * 200 + [12] * 200
-    await make(replay, await healthy_replica(replay), lengths, [0.0, 1.0] * 200)
+    await tighten(replay, limits, prompts_per_step=100, max_age=4, generations_per_prompt=2, filter_equal=True)
+    await make(replay, await healthy_replica(replay), MIXED_LENGTHS, MIXED_REWARDS)
     await reserve(replay, 0)
     assert skews(await replay.bias()) == []  # nothing is trained so far
-    await replay.commit(1, timeline)
+    await replay.commit(1, (await replay.state()).timeline)
     length, reward = skews(await replay.bias())
-    assert (length.quantity, length.trained, length.generated, length.deviations) == ("length", 4, 8, -1)
+    assert (length.quantity, length.trained, length.ended, length.deviations) == ("length", 4, 8, -1)
     assert (reward.quantity, reward.deviations) == ("reward", 0)
     assert beyond([length, reward], 0.99) == [length]
     assert beyond([length, reward], 1.0) == []
     assert beyond([length, reward], None) == []
 
 
+async def test_what_still_waits_is_no_selection(replay: ReplayClient, limits: Limits) -> None:
+    """Under `ordered` nothing is dropped: while rewards rise there is no bias, though what was generated last is better."""
+    await tighten(replay, limits, prompts_per_step=100, max_age=4, generations_per_prompt=2)
+    await make(replay, await healthy_replica(replay), [3, 5] * 100 + [12] * 200, [0.0, 1.0] * 100 + [1.0] * 200)
+    await reserve(replay, 0)
+    await replay.commit(1, (await replay.state()).timeline)
+    assert [skew.deviations for skew in skews(await replay.bias())] == [0, 0]
+
+
 async def test_the_service_warns_once_and_shows_the_bias_wherever_people_look(
     replay: ReplayClient, limits: Limits, redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await tighten(replay, limits, prompts_per_step=100, max_age=4)
-    await make(replay, await healthy_replica(replay), [4] * 200 + [12] * 200, [0.0, 1.0] * 200)
+    await tighten(replay, limits, prompts_per_step=100, max_age=4, filter_equal=True)
+    await make(replay, await healthy_replica(replay), MIXED_LENGTHS, MIXED_REWARDS)
     await reserve(replay, 0)
     await replay.commit(1, (await replay.state()).timeline)
     config = config_of(tmp_path, redis_url=redis_url, bias_warning=0.9)
@@ -285,8 +297,8 @@ async def test_the_service_warns_once_and_shows_the_bias_wherever_people_look(
     assert told["meters"]["generated"]["length"]["mean"] == 8
     assert told["meters"]["generated"]["length"]["buckets"][0] == [4, 200]
     assert told["meters"]["failed"]["reward"] == {"count": 0, "mean": None, "deviation": None, "buckets": []}
-    assert told["skews"][0] == {"quantity": "length", "deviations": -1, "trained": 4, "generated": 8}
-    said = "length of what is trained is 4 on average, of what was generated 8: -1.00 standard deviations"
+    assert told["skews"][0] == {"quantity": "length", "deviations": -1, "trained": 4, "ended": 8}
+    said = "length of what is trained is 4 on average, of all that came to an end 8: -1.00 standard deviations"
     events = [fields for _, fields in await replay.events("0", 1.0) if fields["kind"] == "selection bias"]
     assert [(event["quantity"], event["message"]) for event in events] == [("length", said)]
     assert [said in record.getMessage() for record in caplog.records if "bias" in record.getMessage()] == [True]

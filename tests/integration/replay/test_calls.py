@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 from headrace.errors import CodecError, InvalidCall, LeaseLost
 from headrace.replay import Lease, Limits, ReplayClient
 from headrace.replay.rollout import CARRIED_BYTES
-from headrace.trajectory import SCORE_BYTES, Score
+from headrace.trajectory import SCORE_BYTES, Score, Trajectory
 from headrace_services.replay import library
 from tests.support.buffer import (
     contents,
@@ -23,6 +23,7 @@ from tests.support.buffer import (
     healthy_replica,
     make_trajectory,
     nonce,
+    payloads,
     push_all,
     refusals,
     reserve,
@@ -85,7 +86,7 @@ async def test_garbage_arguments_get_a_typed_error_and_change_nothing(replay: Re
     replica = await healthy_replica(replay)
     leases = await replay.lease(replica, 3)
     await push_all(replay, leases[0])
-    await replay.take_scoring("scorer", {"math": 1})
+    await replay.take_scoring({"math": 1})
     before = await contents(replay)
     for args in GARBAGE:
         command = ("FCALL", function, 1, f"hr:{{{replay.run_id}}}", *args)
@@ -119,7 +120,7 @@ async def test_garbage_in_a_named_argument_gets_a_typed_error_and_changes_nothin
 
     whole = {name: good.get(name, 1) for name in names}
     before = await contents(replay)
-    for wrong in (whole | {"more": 1}, *({**whole, name: {"a": 1}} for name in names)):
+    for wrong in (whole | {"more": 1}, *({**whole, name: {"a": {}}} for name in names)):
         assert re.match(r"HR_(INVALID|TIMELINE|FENCED) ", str(await call(wrong))), wrong
     for missing in names:
         reply = await call({name: value for name, value in whole.items() if name != missing})
@@ -232,12 +233,38 @@ async def test_a_push_delivered_twice_keeps_the_first_payload(replay: ReplayClie
     assert found is not None
 
 
+@pytest.mark.parametrize("function", ["push", "save"])
+@pytest.mark.parametrize("payload", [b"", b"mine"], ids=["staged", "carried"])
+async def test_a_call_that_names_anothers_payload_neither_takes_nor_removes_nor_overwrites_it(
+    replay: ReplayClient, function: str, payload: bytes
+) -> None:
+    await enqueue(replay, range(3))
+    victim, mine, gone = await replay.lease(await healthy_replica(replay), 3)
+    await replay.release(gone, "drain", failed=False)
+    await replay.push(victim, make_trajectory(victim, 0))
+    await replay.save(victim, make_trajectory(victim, 1))
+    held = await payloads(replay)
+    assert len(held) == 2
+    state = await replay.state()
+    good = {"timeline": state.timeline, "incarnation": state.incarnation}
+    ended = {"timeline": "ended", "incarnation": state.incarnation}
+    for key in held:
+        name = key.decode().rpartition(":p:")[2]
+        for fence, lease in ((good, mine), (good, gone), (ended, mine)):
+            entry = push_entry(lease, 0, name, 4)
+            (answer,) = await replay._connection.call(function, payload, **fence, **in_columns(entry))
+            assert answer.startswith((b"HR_UNSTAGED", b"HR_INVALID", b"HR_LEASE_LOST", b"HR_TIMELINE")), answer
+    assert await payloads(replay) == held
+    assert [Trajectory.decode(data).group_id for data in await replay.redis.mget(held)] == [victim.group.id] * 2
+    assert await replay.redis.ttl(held[0]) == -1
+
+
 async def test_a_malformed_entry_refuses_the_call_and_changes_nothing(replay: ReplayClient) -> None:
     await enqueue(replay, range(2))
     replica = await healthy_replica(replay)
     done, lease = await replay.lease(replica, 2)
     await push_all(replay, done)
-    (job, *_) = await replay.take_scoring("scorer", {"math": 1})
+    (job, *_) = await replay.take_scoring({"math": 1})
     before = await contents(replay)
     fence = {"timeline": lease.timeline, "incarnation": lease.incarnation}
     data = make_trajectory(lease, 0).encode()
@@ -356,7 +383,7 @@ async def test_a_repeated_score_changes_nothing(replay: ReplayClient) -> None:
     await enqueue(replay, [0])
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     await push_all(replay, lease)
-    jobs = await replay.take_scoring("scorer", {"math": 64})
+    jobs = await replay.take_scoring({"math": 64})
     await replay.score(jobs[0], Score("SCORED", 1.0))
     await replay.score(jobs[0], Score("SCORED", 0.0))
     await replay.score(jobs[1], Score("SCORED", 1.0))
@@ -374,11 +401,11 @@ async def test_released_scoring_is_taken_again_at_no_cost(replay: ReplayClient) 
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     await push_all(replay, lease)
     for _ in range(5):
-        (old, _) = await replay.take_scoring("scorer", {"math": 64})
+        (old, _) = await replay.take_scoring({"math": 64})
         await replay.release_scoring()
     with pytest.raises(LeaseLost):
         await replay.score(old, Score("SCORED", 1.0))
-    assert [job.scoring_attempt for job in await replay.take_scoring("scorer", {"math": 64})] == [1, 1]
+    assert [job.scoring_attempt for job in await replay.take_scoring({"math": 64})] == [1, 1]
 
 
 async def test_a_record_that_can_not_be_read_fails_its_group(replay: ReplayClient) -> None:

@@ -40,15 +40,15 @@ async def test_epoch_from_announcement_to_done(replay: ReplayClient) -> None:
         await replay.acknowledge(replica, "e1")
     with pytest.raises(InvalidCall, match="not begun"):
         await replay.end_epoch("e1", aborted=False)
-    epoch = await replay.begin_epoch("e1", {"port": 2})
+    epoch = await replay.begin_epoch("e1", {"port": 2}, [0.0], 1e-3)
     assert (epoch.state, epoch.members, epoch.acknowledged) == ("transfer", (one, two), (one, two))
-    assert await replay.begin_epoch("e1", {"port": 3}) == epoch
+    assert await replay.begin_epoch("e1", {"port": 3}, [0.0], 1e-3) == epoch
     assert (await replay.heartbeat(one, [])).epoch == epoch
     with pytest.raises(Fenced):
         await replay.acknowledge(mute, "e1")
     with pytest.raises(Fenced):
-        await replay.verify(mute, "e1", 0.0, 1e-3)
-    assert await replay.verify(one, "e1", 1e-5, 1e-3)
+        await replay.verify(mute, "e1", [0.0])
+    assert (await replay.verify(one, "e1", [1e-5])).verified
     await replay.refuse(two, "e1", "out of memory")
     epoch = await replay.end_epoch("e1", aborted=False)
     assert (epoch.state, epoch.verified, epoch.refused) == ("done", (one,), {two: "out of memory"})
@@ -74,11 +74,11 @@ async def test_from_the_transfer_on_nobody_is_healthy_until_it_verifies(replay: 
     await replay.open_epoch("next", 0, timeline, {})
     await replay.acknowledge(member, "next")
     assert len(await replay.lease(absent, 1)) == 1
-    await replay.begin_epoch("next", {})
+    await replay.begin_epoch("next", {}, [0.0], 1e-3)
     for replica in (member, absent):
         with pytest.raises(NotVerified):
             await replay.lease(replica, 1)
-    await replay.verify(member, "next", 0.0, 1e-3)
+    await replay.verify(member, "next", [0.0])
     assert len(await replay.lease(member, 1)) == 1
     await replay.end_epoch("next", aborted=False)
     with pytest.raises(NotVerified):

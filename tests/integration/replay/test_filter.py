@@ -35,7 +35,7 @@ async def generate(replay: ReplayClient, replica: str, rewards: Sequence[Sequenc
     wanted = {lease.group.id: row for lease, row in zip(leases, rewards, strict=True)}
     for lease in leases:
         await push_all(replay, lease)
-    for job in await replay.take_scoring("scorer", {"math": 64}):
+    for job in await replay.take_scoring({"math": 64}):
         await replay.score(job, Score("SCORED", wanted[job.group.id][job.trajectory.index]))
     return list(wanted)
 
@@ -88,7 +88,7 @@ async def score_components(
     wanted = {lease.group.id: row for lease, row in zip(leases, groups, strict=True)}
     for lease in leases:
         await push_all(replay, lease)
-    for job in await replay.take_scoring("scorer", {"math": 64}):
+    for job in await replay.take_scoring({"math": 64}):
         components = wanted[job.group.id][job.trajectory.index]
         metadata = {"detail": {"of": [1, "two", None, 2**40]}}
         await replay.score(job, Score("SCORED", sum(components.values()), components, metadata))
@@ -130,7 +130,7 @@ async def test_by_components_a_record_that_is_none_is_refused_and_changes_nothin
     await enqueue(replay, range(1))
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     await push_all(replay, lease)
-    job = (await replay.take_scoring("scorer", {"math": 64}))[0]
+    job = (await replay.take_scoring({"math": 64}))[0]
     score = {
         "group": job.group.id,
         "index": job.trajectory.index,
@@ -228,7 +228,7 @@ async def test_law_4_fencing_a_lease_of_a_filtered_group_is_over(replay: ReplayC
     replica = await healthy_replica(replay)
     (lease,) = await replay.lease(replica, 1)
     await push_all(replay, lease)
-    for job in await replay.take_scoring("scorer", {"math": 64}):
+    for job in await replay.take_scoring({"math": 64}):
         await replay.score(job, Score("SCORED", 1.0))
     assert (await replay.heartbeat(replica, [lease.token])).lost == (lease.token,)
     assert (await replay.stats())["bytes"] == 0

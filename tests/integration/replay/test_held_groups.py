@@ -77,7 +77,7 @@ async def test_a_waiting_trajectory_names_its_replica_its_weights_and_what_score
     await refit(replay, 3, [replica])
     (lease,) = await replay.lease(replica, 1)
     await replay.push(lease, make_trajectory(lease, 1, [0, 2, 3]))
-    (job,) = await replay.take_scoring("scorer", {"math": 5})
+    (job,) = await replay.take_scoring({"math": 5})
     assert await replay.lineage("nobody") is None
 
     waiting = await replay.lineage(lease.group.id)
@@ -111,7 +111,7 @@ async def test_exported_trajectories_come_back_to_the_last_bit(replay: ReplayCli
         timings={"generate": 0.1},
     )
     await replay.push(lease, odd)
-    (job,) = await replay.take_scoring("scorer", {"math": 1})
+    (job,) = await replay.take_scoring({"math": 1})
     metadata = {"answer": [1, {"x": None}], "ü": 0.1}
     await replay.score(job, Score("SCORED", 1 / 3, {"exact": 0.1}, metadata, environment="math", build="1"))
     await replay.push(lease, make_trajectory(lease, 1))

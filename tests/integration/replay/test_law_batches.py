@@ -36,7 +36,7 @@ async def test_law_1_conservation_every_group_ends_once(replay: ReplayClient, li
     await replay.release(first, "shutdown", failed=False)
     await replay.reject(second, "prompt longer than the context")
     await push_all(replay, third)
-    (job, _) = await replay.take_scoring("scorer", {"math": 2})
+    (job, _) = await replay.take_scoring({"math": 2})
     await replay.score(job, Score("UNSENDABLE", message="no such task"))
     await replay.release(fourth, "engine died", failed=True)
     assert await total(replay) == 9
@@ -177,7 +177,7 @@ async def test_law_3_completeness_n_distinct_indices_each_scored(replay: ReplayC
     for lease in leases:
         await replay.push(lease, make_trajectory(lease, 1))
     assert await replay.reserve(0, timeline) == Waiting(0, 2)
-    (job, other) = await replay.take_scoring("scorer", {"math": 64})
+    (job, other) = await replay.take_scoring({"math": 64})
     await replay.score(job, Score("SCORED", 1.0))
     assert await replay.reserve(0, timeline) == Waiting(1, 2)
     await replay.score(other, Score("SCORED", 1.0))

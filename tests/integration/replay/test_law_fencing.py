@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from headrace.errors import Fenced, InvalidCall, LeaseLost, NotVerified, WrongStep, WrongTimeline
@@ -22,6 +24,9 @@ from tests.support.buffer import (
     rewind,
     tighten,
 )
+
+# The trainer's log-probabilities.
+PROBE = [-1.0, -2.0]
 
 
 async def test_law_4_fencing_an_expired_lease_may_not_push(replay: ReplayClient, limits: Limits) -> None:
@@ -69,7 +74,7 @@ async def test_law_4_fencing_another_timeline(replay: ReplayClient) -> None:
     replica = await healthy_replica(replay)
     leases = await replay.lease(replica, 3)
     await push_all(replay, leases[0])
-    (job, _) = await replay.take_scoring("scorer", {"math": 64})
+    (job, _) = await replay.take_scoring({"math": 64})
     old = leases[0].timeline
     epoch = nonce()
     await replay.open_epoch(epoch, 0, old, {})
@@ -149,21 +154,23 @@ async def test_law_4_fencing_only_a_verified_replica_leases(replay: ReplayClient
     with pytest.raises(Fenced):
         await replay.acknowledge(late, epoch)
     with pytest.raises(Fenced):
-        await replay.verify(replica, epoch, 0.0, 1e-3)  # not begun
+        await replay.verify(replica, epoch, PROBE)  # not begun
     await replay.acknowledge(replica, epoch)
-    await replay.begin_epoch(epoch, {})
-    for bad in (2e-3, float("nan"), float("inf")):
-        assert not await replay.verify(replica, epoch, bad, 1e-3)
+    await replay.begin_epoch(epoch, {}, PROBE, 1e-3)
+    for apart in ([-1.0, -2.002], [-0.998, -2.0], [1e308, -1e308]):
+        verdict = await replay.verify(replica, epoch, apart)
+        assert (verdict.verified, verdict.difference > 1e-3) == (False, True)
         with pytest.raises(Fenced):
-            await replay.verify(replica, epoch, 0.0, 1e-3)  # torn out: the next epoch
+            await replay.verify(replica, epoch, PROBE)  # torn out: the next epoch
         with pytest.raises(NotVerified):
             await replay.lease(replica, 1)
         await replay.end_epoch(epoch, aborted=False)
         epoch = nonce()
         await replay.open_epoch(epoch, 0, timeline, {})
         await replay.acknowledge(replica, epoch)
-        await replay.begin_epoch(epoch, {})
-    assert await replay.verify(replica, epoch, 1e-4, 1e-3)
+        await replay.begin_epoch(epoch, {}, PROBE, 1e-3)
+    verdict = await replay.verify(replica, epoch, [-1.0001, -2.0])
+    assert (verdict.verified, verdict.difference) == (True, pytest.approx(1e-4))
     assert len(await replay.lease(replica, 1)) == 1
     await replay.register(replica, {})  # again: it stays as it is
     assert len(await replay.lease(replica, 1)) == 1
@@ -172,3 +179,23 @@ async def test_law_4_fencing_only_a_verified_replica_leases(replay: ReplayClient
         await replay.register(replica, {})
     with pytest.raises(NotVerified):
         await replay.lease(replica, 1)
+
+
+async def test_law_4_fencing_log_probabilities_that_can_not_be_compared_prove_nothing(replay: ReplayClient) -> None:
+    replica, epoch, timeline = nonce(), nonce(), (await replay.state()).timeline
+    await replay.register(replica, {})
+    await replay.open_epoch(epoch, 0, timeline, {})
+    await replay.acknowledge(replica, epoch)
+    for bad in ([], [math.nan], [math.inf], ["-1.0"], [None, -1.0]):
+        with pytest.raises(InvalidCall, match=r"logprobs|no log-probabilities"):
+            await replay.begin_epoch(epoch, {}, bad, 1e-3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidCall, match="tolerance"):
+        await replay.begin_epoch(epoch, {}, PROBE, math.nan)
+    await replay.begin_epoch(epoch, {}, PROBE, 1e-3)
+    assert await replay.begin_epoch(epoch, {}, [0.0], 9.0) == await replay.epoch()  # again: it stays as it is
+    before = await contents(replay)
+    for bad in ([math.nan, -2.0], [-1.0, -math.inf], [-1.0], [*PROBE, -3.0], [], ["x", -2.0], [None, -2.0], "\0\xff"):
+        with pytest.raises(InvalidCall, match=r"logprobs|log-probabilities for a probe of 2"):
+            await replay.verify(replica, epoch, bad)  # type: ignore[arg-type]
+    assert await contents(replay) == before
+    assert (await replay.verify(replica, epoch, PROBE)).verified

@@ -111,7 +111,7 @@ async def test_law_6_liveness_what_a_silent_scorer_holds_goes_to_another_and_cos
     attempts = []
 
     async def taken_often() -> bool:
-        jobs = await replay.take_scoring("hung", {"math": 64})
+        jobs = await replay.take_scoring({"math": 64})
         attempts.extend(job.scoring_attempt for job in jobs if job.trajectory.index == 0)
         return len(attempts) > limits.max_scoring_attempts
 
@@ -125,11 +125,11 @@ async def test_law_6_liveness_a_scorer_keeps_what_it_renews(replay: ReplayClient
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     await push_all(replay, lease)
     await tighten(replay, limits, scoring_deadline_s=1.0)
-    kept, silent = await replay.take_scoring("scorer", {"math": 2})
+    kept, silent = await replay.take_scoring({"math": 2})
 
     async def given_back() -> bool:
         assert await replay.renew_scoring([kept]) == []
-        return bool(await replay.take_scoring("another", {"math": 2}))
+        return bool(await replay.take_scoring({"math": 2}))
 
     await eventually(given_back)
     assert await replay.renew_scoring([kept, silent]) == [silent]
@@ -173,20 +173,20 @@ async def test_law_7_failure_is_not_zero_tried_again_then_failed(
     await enqueue(replay, [0])
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     await push_all(replay, lease)
-    scored, job = await replay.take_scoring("scorer", {"math": 64})
+    scored, job = await replay.take_scoring({"math": 64})
     no = Score(status, message="the sandbox is down")
     assert await replay.score_many([(scored, Score("SCORED", 1.0)), (job, no)]) == [None, None]
     taken: list[ScoringJob] = []
 
     async def again() -> bool:
-        taken.extend(await replay.take_scoring("scorer", {"math": 64}))
+        taken.extend(await replay.take_scoring({"math": 64}))
         return bool(taken)
 
     await eventually(again)
     (job,) = taken
     assert job.scoring_attempt == 2
     await replay.score(job, no)
-    assert await replay.take_scoring("scorer", {"math": 64}) == []
+    assert await replay.take_scoring({"math": 64}) == []
     group = await replay.group("e0-train-0")
     assert group is not None
     assert (group["state"], group["trajectories"]) == ("failed", [])
@@ -200,7 +200,7 @@ async def test_law_7_failure_is_not_zero_invalid_fails_at_once_where_others_are_
     await replay.enqueue(groups, (await replay.state()).timeline)
     for lease in await replay.lease(await healthy_replica(replay), 2):
         await push_all(replay, lease)
-    jobs = await replay.take_scoring("scorer", {"math": 64})
+    jobs = await replay.take_scoring({"math": 64})
     invalid = Score("INVALID", message="no such task")
     scores = [Score("SCORED", 1.0) if job.trajectory.index else invalid for job in jobs]
     assert await replay.score_many(list(zip(jobs, scores, strict=True))) == [None] * len(jobs)
@@ -217,7 +217,7 @@ async def test_law_7_failure_is_not_zero_unreadable_bytes_fail_the_group(replay:
     group = await replay.group(lease.group.id)
     assert group is not None
     await replay.redis.set(group["trajectories"][1]["key"], b"\x00garbage")
-    jobs = await replay.take_scoring("scorer", {"math": 64})
+    jobs = await replay.take_scoring({"math": 64})
     assert [job.trajectory.index for job in jobs] == [0]
     group = await replay.group(lease.group.id)
     assert group is not None

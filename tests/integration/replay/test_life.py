@@ -17,6 +17,24 @@ from tests.support.buffer import (
 )
 
 
+async def test_a_scorer_is_told_how_long_each_trajectory_waited(replay: ReplayClient) -> None:
+    await enqueue(replay, [0])
+    (lease,) = await replay.lease(await healthy_replica(replay), 1)
+    moments = [await replay.redis.time()]
+    for index in range(2):
+        await replay.push(lease, make_trajectory(lease, index))
+        moments.append(await replay.redis.time())
+        await replay.redis.blpop(f"nothing-{replay.run_id}", timeout=0.05)
+    before = await replay.redis.time()
+    jobs = await replay.take_scoring({"math": 2})
+    after = await replay.redis.time()
+    waited = {job.trajectory.index: job.waited_s for job in jobs}
+    seconds = [whole + micros / 1e6 for whole, micros in (*moments, before, after)]
+    for index in range(2):
+        # the functions' clock has whole milliseconds
+        assert seconds[-2] - seconds[index + 1] - 0.002 <= waited[index] <= seconds[-1] - seconds[index] + 0.002
+
+
 async def test_group_goes_from_queue_to_trained(replay: ReplayClient) -> None:
     timeline = (await replay.state()).timeline
     assert await enqueue(replay, range(4)) == 4
@@ -33,7 +51,7 @@ async def test_group_goes_from_queue_to_trained(replay: ReplayClient) -> None:
     for lease in leases:
         await push_all(replay, lease)
     assert (await replay.state()).counts["scoring"] == 3
-    jobs = await replay.take_scoring("scorer", {"math": 64})
+    jobs = await replay.take_scoring({"math": 64})
     assert len(jobs) == 6
     for job in jobs:
         await replay.score(job, Score("SCORED", 0.25 * job.trajectory.index, components={"exact": 1.0}))
@@ -131,7 +149,7 @@ async def test_what_an_earlier_build_left_waiting_in_one_line_is_taken_by_enviro
     await enqueue(replay, [0])
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     await push_all(replay, lease)
-    assert len(await replay.take_scoring("scorer", {"math": 1})) == 1
+    assert len(await replay.take_scoring({"math": 1})) == 1
     redis, base = replay.redis, f"hr:{{{replay.run_id}}}:{(await replay.state()).incarnation}"
     for place in ("unscored", "taken"):
         await redis.rename(f"{base}:{place}:math", f"{base}:{place}")
@@ -139,4 +157,4 @@ async def test_what_an_earlier_build_left_waiting_in_one_line_is_taken_by_enviro
     await redis.hdel(f"{base}:g:{lease.group.id}", "env")
     await replay.open_run(limits)
     await replay.release_scoring()
-    assert len(await replay.take_scoring("scorer", {"math": 8})) == 2
+    assert len(await replay.take_scoring({"math": 8})) == 2

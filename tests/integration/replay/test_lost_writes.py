@@ -131,7 +131,7 @@ async def live(trainer: Trainer, done: Callable[[int, str], Awaitable[None]]) ->
 
 
 async def score(replay: ReplayClient) -> None:
-    while jobs := await replay.take_scoring("scorer", {"math": 64}):
+    while jobs := await replay.take_scoring({"math": 64}):
         assert not any(await replay.score_many([(job, Score("SCORED", 1.0)) for job in jobs]))
 
 

@@ -282,7 +282,7 @@ async def test_law_7_a_score_of_a_lost_lease_s_trajectory_counts(replay: ReplayC
     replica = await healthy_replica(replay)
     (lost,) = await replay.lease(replica, 1)
     await replay.push(lost, make_trajectory(lost, 0))
-    (job,) = await replay.take_scoring("scorer", {"math": 1})
+    (job,) = await replay.take_scoring({"math": 1})
     await replay.release(lost, "shutdown", failed=False)
     await replay.score(job, Score("SCORED", 0.25))
     (lease,) = await replay.lease(replica, 1)

@@ -86,7 +86,7 @@ async def test_law_1_conservation_across_sigkill_of_the_server(
     half, done = await replay.lease(replica, 64)
     await replay.push(half, make_trajectory(half, 0))
     await push_all(replay, done)
-    jobs = await replay.take_scoring("scorer", {"math": 2})
+    jobs = await replay.take_scoring({"math": 2})
     before = await contents(replay)
 
     os.kill(server.pid, signal.SIGKILL)
@@ -250,7 +250,7 @@ async def test_the_service_names_a_broken_environment_and_stays_ready(
         (lease,) = await replay.lease(await healthy_replica(replay), 1)
         await push_all(replay, lease)
         no = Score("INVALID", message="no answer", metadata={"traceback": "Traceback: here"})
-        jobs = await replay.take_scoring("scorer", {"math": 8})
+        jobs = await replay.take_scoring({"math": 8})
         assert await replay.score_many([(job, no) for job in jobs]) == [None] * 8
 
         async def named() -> bool:

@@ -44,7 +44,7 @@ async def push(replay: ReplayClient, lease: Lease, indices: Iterable[int], versi
 async def score(replay: ReplayClient, indices: Iterable[int], status: str = "SCORED") -> None:
     """Score these of what waits, the rest is given back."""
     wanted = set(indices)
-    for job in await replay.take_scoring("scorer", {"math": 64}):
+    for job in await replay.take_scoring({"math": 64}):
         if job.trajectory.index in wanted:
             reward = float(job.trajectory.index) if status == "SCORED" else None
             await replay.score(job, Score(status, reward, message="no"))  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ async def test_law_4_fencing_a_score_that_comes_after_the_n_is_refused(replay: R
     await enqueue(replay, range(1))
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     await push(replay, lease, range(4))
-    jobs = await replay.take_scoring("scorer", {"math": 64})
+    jobs = await replay.take_scoring({"math": 64})
     errors = await replay.score_many([(job, Score("SCORED", 1.0)) for job in jobs[:3]])
     assert [type(error) for error in errors] == [type(None), type(None), LeaseLost]
     before = await contents(replay)

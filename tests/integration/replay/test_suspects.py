@@ -78,6 +78,30 @@ async def test_law_6_of_all_groups_whose_replica_one_prompt_kills_only_that_one_
     assert (await replay.stats())["suspects"] == 0
 
 
+async def test_law_6_rewinds_between_the_deaths_make_the_poison_kill_more_often_and_charge_nobody_else(
+    replay: ReplayClient,
+) -> None:
+    """A rewind voids the leases, so that those who were suspected are generated again among others."""
+    poison, together, done = "e0-train-5", [], set[str]()
+    await enqueue(replay, range(16), n=1)
+    while len(done) + (await replay.state()).counts.get("failed", 0) < 16:
+        replica = await healthy_replica(replay)
+        while leases := await replay.lease(replica, 8):
+            if poison in ids(leases):
+                together.append(len(leases))
+                for _ in range(2):  # the network delivers it again
+                    await replay.deregister(replica, died=True)
+                if len(together) in (1, 3):
+                    await rewind(replay, 0)
+                break
+            for lease in leases:
+                await push_all(replay, lease)
+            done.update(ids(leases))
+    assert together == [8, 8, 1, 8, 1, 1]
+    assert len(done) == 15
+    assert await failures(replay, range(16)) == 3  # all of them the poison's
+
+
 async def test_a_replica_that_is_killed_from_outside_charges_only_a_group_that_is_alone_with_it(
     replay: ReplayClient, limits: Limits
 ) -> None:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from headrace.config import Config
+from headrace.journal import JOURNAL, Journal
 from headrace.replay import BufferRetry, End, Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.trajectory import Group
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
+from headrace_services.replay.main import _Buffer
 from headrace_services.trainer.control.feeder import Feeder
 from headrace_services.trainer.control.validation import Validation
-from headrace_services.trainer.telemetry.journal import JOURNAL, Journal
 from tests.support.buffer import eventually, generate, healthy_replica, make_group, nonce, reserve, rewind
 from tests.support.ports import free_port
 
@@ -48,6 +51,11 @@ class CutServer:
 
     async def lose(self) -> int:
         """The machine loses power; returns how many bytes are lost."""
+
+        async def written() -> bool:  # a server that waits for the disk answers before it has written
+            return self._file.stat().st_size > self._kept
+
+        await eventually(written)
         os.kill(self.server.pid, signal.SIGKILL)
         await self.server.ended()
         lost = self._file.stat().st_size - self._kept
@@ -177,3 +185,44 @@ async def test_a_lost_validation_is_enqueued_again(cut: CutServer, replay: Repla
     # what was dropped on purpose does not come back
     await validation.abandon()
     assert await replay.enqueue(groups, state.timeline, validation=7) == 0
+
+
+async def test_limits_whose_write_is_lost_are_set_again_by_the_newest_start_of_the_replay_service(
+    cut: CutServer, replay: ReplayClient, limits: Limits
+) -> None:
+    async def limit() -> int:
+        return int(await replay.redis.hget(f"hr:{{{replay.run_id}}}", "max_attempts"))
+
+    def service(attempts: int) -> _Buffer:
+        client = ReplayClient(open_redis(cut.server.url), replay.run_id)
+        return _Buffer(client, dataclasses.replace(limits, max_attempts=attempts), cut.server.url)
+
+    earlier, newest = service(7), service(8)
+    await earlier.prepare()
+    await cut.mark(replay)
+    await newest.prepare()
+    assert await limit() == 8
+    assert await cut.lose() > 0
+    assert await limit() == 7
+    watching = [asyncio.create_task(buffer.watch()) for buffer in (newest, earlier)]
+    try:
+        await eventually(partial(_equals, limit, 8))
+        await newest.prepare()  # it starts again: the earlier one keeps still
+        for _ in range(3):
+            await eventually(partial(_looks_again, earlier, earlier.snapshot.stats))
+            assert await limit() == 8
+        assert [task.done() for task in watching] == [False, False]
+    finally:
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
+        for buffer in (earlier, newest):
+            await buffer._client.aclose()
+
+
+async def _equals(read: Callable[[], Awaitable[int]], value: int) -> bool:
+    return await read() == value
+
+
+async def _looks_again(buffer: _Buffer, stats: object) -> bool:
+    return buffer.snapshot.stats is not stats

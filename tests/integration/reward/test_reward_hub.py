@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -21,7 +22,7 @@ from headrace import Environment, Sample, rpc
 from headrace.config import Config
 from headrace.config.data import EnvConfig
 from headrace.environment_server import serving
-from headrace.errors import ServiceError
+from headrace.errors import ConfigError, ServiceError
 from headrace.service import bind
 from headrace.v1 import environment_pb2, environment_pb2_grpc, reward_pb2, trajectory_pb2
 from headrace.wire import sample_to_wire
@@ -78,6 +79,8 @@ async def test_a_batch_that_mixes_environments_comes_back_in_order() -> None:
             wrong = Sample("131", {"answer": "132"}, environment="math")
             scores = await hub.score([MATH, *odds, unknown, wrong])
     assert [score.reward for score in scores] == [1, 0, 1, 2, 3, 4, None, 0]
+    # built in or served, an environment says how long it took
+    assert all(score.timings["environment"] > 0 for score in scores if score.reward is not None)
     assert {(score.environment, score.build) for score in scores[1:6]} == {("Odd", "2")}
     assert scores[6].status == "INVALID"
     assert scores[6].message == (
@@ -153,9 +156,35 @@ async def test_an_environment_that_is_not_running_has_not_started_and_is_named()
         assert target in gone.message
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{hub.http_port}") as http:
             ready = await http.get("/readyz")
-            assert ready.status_code == 503
-            assert "env.gone.target" in ready.json()["reason"]
-            assert (await http.get("/healthz")).status_code == 200
+            assert ready.status_code == 200, "it is waited for; the others are scored"
+            assert f"environment gone: env.gone.target {target}" in ready.json()["waits_for"][0]
+            (report,) = (await http.get("/v1/environments")).json()
+            assert (report["name"], report["address"], report["ready"]) == ("gone", target, False)
+            assert "can't be reached" in report["message"]
+
+
+@pytest.mark.parametrize(
+    ("mine", "words"),
+    [
+        (
+            {"target": "my_env.py:Exact"},
+            [
+                r"env\.mine\.target my_env\.py:Exact: only `headrace up` starts",
+                "headrace environment my_env.py:Exact --port",
+            ],
+        ),
+        ({"command": ["./judge", "-v"]}, [r"env\.mine\.command \./judge -v: only", r"env\.mine\.command=null"]),
+    ],
+)
+async def test_a_hub_without_headrace_up_says_who_has_to_start_an_environment(
+    mine: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        async with start_hub({"mine": mine}):
+            pass
+    assert all(re.search(word, str(refused.value)) for word in words)
+    async with start_hub({"mine": {**mine, "port": 1}}) as hub:  # started by hand, where the configuration says
+        assert (await hub.environments())["mine"].target == "127.0.0.1:1"
 
 
 async def test_an_environment_that_breaks_the_contract_is_failed() -> None:

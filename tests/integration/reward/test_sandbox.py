@@ -20,8 +20,8 @@ from headrace.tagged_json import to_json
 from headrace.trajectory import Score
 from headrace.wire import sample_to_wire, score_from_wire
 from headrace_services.reward.environments.gym_answers import ACCEPTS, TASKS
-from headrace_services.reward.pool import SandboxDenied, WorkerPool, WorkerProcess
-from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level
+from headrace_services.reward.pool import WorkerPool, WorkerProcess
+from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level, SandboxDenied
 from headrace_services.reward.scoring_worker import Specification
 from tests.support.hostile import DEADLY, hostile
 from tests.support.reward_hub import start_hub

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from headrace import Environment, Sample
 from headrace.config import Config
 from headrace.environment_server import serving
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient, Reservation
+from headrace.samples import SampleFiles
 from headrace.service import bind
 from headrace.trajectory import Group, Score
 from headrace.wire import sample_to_wire
@@ -38,10 +40,18 @@ class Told(Environment):
     def __init__(self) -> None:
         self.seen: list[Sample] = []
         self.entered = asyncio.Event()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def was_asked(self, times: int) -> None:
+        while len(self.seen) < times:
+            self.entered.clear()
+            await self.entered.wait()
 
     async def score(self, sample: Sample) -> float | Score:
         self.seen.append(sample)
         self.entered.set()
+        await self.may_answer.wait()
         match sample.extra_env_info["do"]:
             case "boast":
                 return Score("SCORED", 1.0, metadata={"id": 2**70})
@@ -69,8 +79,12 @@ async def push(replay: ReplayClient, groups: list[Group], text: Callable[[Group]
 
 
 @contextlib.asynccontextmanager
-async def scoring(replay: ReplayClient, port: int, **reward: Any) -> AsyncIterator[asyncio.Task[None]]:
-    config = Config.model_validate({"reward": {"address": f"127.0.0.1:{port}", **reward}})
+async def scoring(
+    replay: ReplayClient, port: int, folder: Path | None = None, **reward: Any
+) -> AsyncIterator[asyncio.Task[None]]:
+    """`folder` is that of the runs; without it no completion is kept."""
+    run = {"run": {"id": "run", "dir": str(folder)}, "logger": {"keep_step_data": None if folder else 0}}
+    config = Config.model_validate({"reward": {"address": f"127.0.0.1:{port}", **reward}, **run})
     stop = asyncio.Event()
     task = asyncio.create_task(run_scorer(config, replay, stop))
     try:
@@ -110,7 +124,11 @@ async def test_every_pushed_trajectory_comes_back_scored(replay: ReplayClient) -
     assert isinstance(batch, Reservation)
     assert [trajectory.reward for trajectory in batch.trajectories] == [0, 1] * GROUPS
     trajectory, score = (await replay.read([batch.trajectories[1].key]))[0]
-    assert score == Score("SCORED", 1.0, {"half": 0.5}, {"id": 2**63}, environment="Told")
+    assert msgspec.structs.replace(score, timings={}) == Score(
+        "SCORED", 1.0, {"half": 0.5}, {"id": 2**63}, environment="Told"
+    )
+    assert score.timings.keys() == {"waiting", "environment"}
+    assert all(seconds > 0 for seconds in score.timings.values())
     seen = next(s for s in told.seen if (s.group_id, s.index) == (trajectory.group_id, 1))
     assert seen.messages == ({"role": "user", "content": "0+1"},)
     assert (seen.completion, seen.completion_token_ids) == ("7", tuple(trajectory.completion_token_ids.tolist()))
@@ -119,11 +137,11 @@ async def test_every_pushed_trajectory_comes_back_scored(replay: ReplayClient) -
 
 
 async def test_law_7_failure_is_not_zero_a_failing_environment_fails_its_group_with_the_reason(
-    replay: ReplayClient,
+    replay: ReplayClient, tmp_path: Path
 ) -> None:
     async with serving(Told()) as port:
         env = {"told": {"target": f"127.0.0.1:{port}", "timeout_s": 5.0}}
-        async with start_hub(env) as hub, scoring(replay, hub.port):
+        async with start_hub(env) as hub, scoring(replay, hub.port, tmp_path):
             await push(replay, [group(0, env_name="nobody"), group(1)])
             # one after the other, each with a good one behind it: failures alone would look like a broken environment
             for number, wrong in enumerate(("raise", "hang", "boast")):
@@ -137,6 +155,13 @@ async def test_law_7_failure_is_not_zero_a_failing_environment_fails_its_group_w
     assert "the judge is out" in reasons["e0-train-2"]
     assert "TIMED_OUT" in reasons["e0-train-4"]
     assert "the score can't be kept" in reasons["e0-train-6"]
+    # the completions that groups failed with are kept, and no others
+    kept = SampleFiles(tmp_path / "run" / "logs", None).failed()
+    assert {sample.group for sample in kept} == {"e0-train-2", "e0-train-4", "e0-train-6"}
+    raised = next(sample for sample in kept if sample.group == "e0-train-2")
+    assert (raised.content, raised.status, raised.reason) == ("7", "FAILED", reasons["e0-train-2"])
+    assert "the judge is out" in raised.message
+    assert 'raise RuntimeError("the judge is out")' in raised.traceback
     # whatever is asked of it fails: the run waits for it
     assert "'nobody' is not one of this run's (told)" in nobody.message
 
@@ -173,8 +198,46 @@ async def test_a_stopped_scorer_gives_back_what_it_held(replay: ReplayClient) ->
         async with scoring(replay, hub.port):
             await push(replay, [group(0, extra_env_info={"do": "hang"})])
             await asyncio.wait_for(hang.entered.wait(), WAIT_S)
-        (first, second) = await replay.take_scoring("another", {"told": 8})
+        (first, second) = await replay.take_scoring({"told": 8})
     assert (first.scoring_attempt, second.scoring_attempt) == (1, 1)
+
+
+async def test_completions_that_can_not_be_kept_stop_no_score(
+    replay: ReplayClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run").write_text("a file stands in the way")
+    async with (
+        serving(Told()) as port,
+        start_hub({"told": {"target": f"127.0.0.1:{port}"}}) as hub,
+        scoring(replay, hub.port, tmp_path),
+    ):
+        await push(replay, [group(0, extra_env_info={"do": "raise"}), group(1)])
+        await counts(replay, failed=1, ready=1)
+    assert "can't write the completions that failed" in caplog.text
+    assert "logger.keep_step_data=0" in caplog.text
+
+
+async def test_what_is_taken_back_while_it_is_scored_is_scored_again_and_the_scorer_goes_on(
+    replay: ReplayClient, tmp_path: Path
+) -> None:
+    """By a rewind, or a release that the network delivers twice: the first result is refused, the second counts."""
+    told = Told()
+    told.may_answer.clear()
+    async with (
+        serving(told) as port,
+        start_hub({"told": {"target": f"127.0.0.1:{port}"}}) as hub,
+        scoring(replay, hub.port, tmp_path) as scorer,
+    ):
+        await push(replay, [group(0)])
+        await told.entered.wait()
+        await replay.rewind(0, "another-timeline")
+        async with asyncio.timeout(WAIT_S):
+            await told.was_asked(2 * N)
+        told.may_answer.set()
+        await counts(replay, ready=1)
+        await push(replay, [group(1)])
+        await counts(replay, ready=2)
+        assert not scorer.done()
 
 
 async def test_a_trajectory_too_large_for_the_hub_fails_alone_and_says_what_to_do(replay: ReplayClient) -> None:
@@ -190,7 +253,7 @@ async def test_a_trajectory_too_large_for_the_hub_fails_alone_and_says_what_to_d
 
 async def test_batches_hold_one_environment_and_keep_to_their_size(replay: ReplayClient) -> None:
     await push(replay, [group(0), group(1, env_name="other"), group(2)])
-    jobs = await replay.take_scoring("me", {"told": 100, "other": 100})
+    jobs = await replay.take_scoring({"told": 100, "other": 100})
     items = [(job, sample_to_wire(Sample("x" * 600_000, environment=job.group.env_name))) for job in jobs]
     assert [[job.group.env_name for job, _ in batch] for batch in in_batches(items, lambda _: 64)] == [["told"]] * 4 + [
         ["other"]

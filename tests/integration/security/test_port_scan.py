@@ -61,7 +61,7 @@ def test_every_port_of_a_run_refuses_who_has_no_credentials(tmp_path: Path) -> N
             reader = {"Authorization": f"Bearer {credentials.token('reader')}"}
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=reader, trust_env=False) as client:
                 assert client.get("/readyz").status_code == 200
-                assert client.get("/metrics/").text.startswith("# HELP")
+                assert client.get("/metrics").text.startswith("# HELP")
         signs_in_once(run)
         assert "next step     0" in headrace("status", "--run", folder).stdout
         assert headrace("groups", "list", "--run", folder).returncode == 0

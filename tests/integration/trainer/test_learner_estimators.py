@@ -11,9 +11,11 @@ import pytest
 
 from headrace.config import Config
 from headrace.errors import ServiceError
+from headrace.trajectory import Span
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
+from headrace_services.trainer.telemetry import alarm
 from tests.integration.trainer.learner_cases import config, sampled
 from tests.support.trainer import batch
 
@@ -62,10 +64,55 @@ def test_gdpo_trains_on_reward_components_and_says_which_environment_has_none(ti
         train_step(learner, two_groups())
     components = [{"format": float(i % 2), "correct": float(i // 2 % 2)} for i in range(8)]
     given = two_groups(components=components)
-    train_step(learner, given)
+    metrics = train_step(learner, given)
+    assert metrics["groups_without_spread"] == 0.0
+    # rewards differ, components don't
+    equal = train_step(learner, two_groups(components=[{"format": 1.0, "correct": float(i // 4)} for i in range(8)]))
+    assert (equal["groups_without_spread"], equal["reward_std"]) == (1.0, np.std(REWARDS))
     # each component is 0, 0, 1, 1 in some order in each group: ±0.5 / 0.577, and over the batch the sum is normalised
     total = np.array([c["format"] + c["correct"] - 1 for c in components])
     np.testing.assert_allclose(given.mean_advantages(), total / total.std(ddof=1), atol=1e-6)
+
+
+def test_the_spread_of_rewards_is_measured_after_scaling(tiny_model: Path) -> None:
+    scaling = {"enabled": True, "source_min": 4.0, "source_max": 6.0}  # the first group's rewards all become 0
+    metrics = train_step(Learner(config(tiny_model, grpo={**GROUPS, "reward_scaling": scaling})), two_groups())
+    assert metrics["groups_without_spread"] == 0.5
+    assert metrics["reward_std"] == np.std([0, 0, 0, 0, 0, 0.5, 1, 1])
+
+
+def test_wrong_log_probabilities_of_the_current_weights_raise_the_alarm_and_true_ones_dont(tiny_model: Path) -> None:
+    settings = config(tiny_model, grpo=GROUPS)
+    limits = alarm.AlarmLimits.of(settings)
+    first = two_groups()
+    train_step(Learner(settings), first)
+    assert first.old_logprobs is not None
+    own = first.split(first.old_logprobs)
+
+    def sampled_with(error: float, version: int) -> dict[str, float]:
+        """The metrics of step 1 on what version `version` is said to have sampled, with log-probabilities `error` nats too low."""
+        trajectories = []
+        for one, logprobs in zip(first.trajectories, own, strict=True):
+            written = one.logprobs.copy()
+            written[one.loss_mask != 0] = logprobs - error
+            spans = (Span(version, 0, written.size),)
+            trajectories.append(msgspec.structs.replace(one, logprobs=written, spans=spans))
+        return train_step(Learner(settings), batch(trajectories, REWARDS, step=1))
+
+    healthy = sampled_with(0.0, version=1)
+    assert healthy["on_policy_token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
+    assert healthy["off_policy_tokens"] == 0.0
+    assert alarm.on_policy_violations(healthy, limits) == []
+    wrong = sampled_with(0.2, version=1)
+    assert wrong["on_policy_token_mult_prob_error"] == pytest.approx(np.exp(0.2), abs=1e-5)
+    assert [excess.metric for excess in alarm.on_policy_violations(wrong, limits)] == [
+        "on_policy_token_mult_prob_error",
+        "on_policy_gen_kl_error",
+    ]
+    old = sampled_with(0.2, version=0)
+    assert "on_policy_token_mult_prob_error" not in old
+    assert old["off_policy_tokens"] == 1.0
+    assert len(alarm.off_policy_violations(old, limits)) == 1  # and an alarm once it lasts
 
 
 def kl_config(model: Path) -> Config:

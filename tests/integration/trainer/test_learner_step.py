@@ -19,7 +19,7 @@ from transformers import (
 
 from headrace.errors import ServiceError
 from headrace.trajectory import Trajectory
-from headrace_services.trainer.learning.batch import Batch, GlobalCounts
+from headrace_services.trainer.learning.batch import Batch, BatchRejected, GlobalCounts
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.losses import policy_loss
 from headrace_services.trainer.learning.step import train_step
@@ -295,8 +295,9 @@ def test_a_bad_trajectory_is_named_and_nothing_changes(
     before = weights(learner)
     given = batch([*(trajectory([1, 2], [3, 4, 5], index=i) for i in range(2)), bad], [1.0] * 3)
     given.rewards[2] = reward
-    with pytest.raises(ServiceError, match=rf"step 0: trajectory 'g'\[2\]: .*{says}.*; no step was taken"):
+    with pytest.raises(BatchRejected, match=rf"step 0: trajectory 'g'\[2\]: .*{says}.*; no step was taken") as caught:
         train_step(learner, given)
+    assert set(caught.value.groups) == {"g"}
     assert learner.version == 0
     assert_same_weights(weights(learner), before)
 

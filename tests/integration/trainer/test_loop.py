@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import math
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
-from headrace.replay import Limits, ReplayClient
+from headrace.errors import Fenced, InvalidCall
+from headrace.evaluation import report
+from headrace.replay import Limits, ReplayClient, Replica
 from headrace.replay.connection import open_redis
+from headrace.samples import SampleFiles
 from headrace.service import EXIT_STOPPED, EXIT_USER_ERROR
+from headrace.trajectory import Score
 from headrace_services.trainer.control.resume import restore_reason
 from headrace_services.trainer.telemetry.metric_names import unknown
-from headrace_services.trainer.telemetry.samples import SampleFiles
+from tests.support.buffer import eventually as until
 from tests.support.processes import eventually, is_stopped
 from tests.support.small_replica import SmallReplica, installed, running, score_all
 from tests.support.trainer_process import PROMPTS, STEPS, Trainer, check_history, check_samples, ended, settled
@@ -92,13 +99,29 @@ async def test_a_batch_that_breaks_a_law_is_given_back_and_trained_without_what_
     assert (await replay.stats())["requeues"]["invariant"] == 2
 
 
+async def test_a_trajectory_that_can_not_be_read_or_trained_on_is_generated_again(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        assert await trainer.run("overwritten_payloads") == 0, trainer.said()
+    said = trainer.said()
+    for step, what in enumerate(
+        ("can't be read: trajectory: ", ": a token id outside the model's vocabulary", "tokens, more than"), 1
+    ):
+        assert re.search(rf"step {step} is rejected: step {step}: trajectory '[^']*'\[\d\].*{what}", said), said
+    assert said.count("is rejected") == 3  # none of them in a row: none ends the run
+    check_history(trainer)
+    assert await settled(replay) == {"trained": STEPS * PROMPTS}
+    assert (await replay.stats())["requeues"]["invariant"] == 3
+
+
 @pytest.mark.nightly
 async def test_three_batches_in_a_row_that_break_a_law_end_the_run(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
         assert await trainer.run("broken_batches:3") == 1
-    assert "error: 3 batches in a row broke a law" in trainer.said()
+    assert "error: 3 batches in a row could not be trained on" in trainer.said()
     assert (await replay.stats())["requeues"]["invariant"] == 2
 
 
@@ -187,8 +210,58 @@ async def test_a_replica_that_computes_something_else_never_serves_and_does_not_
     good, bad = SmallReplica(replay, tiny_model), SmallReplica(replay, tiny_model, faulty=True)
     async with running(good.run(), bad.run(), score_all(replay)):
         assert await trainer.run() == 0, trainer.said()
+        fleet = {replica.id: replica for replica in await replay.replicas()}
     assert bad.installed == []
     check_history(trainer)
+    # three refits in a row, and then nobody waited for it any more
+    assert (fleet[good.id].state, fleet[bad.id].state) == ("HEALTHY", "QUARANTINED")
+    reason = "its refit failed: log-probabilities of the probe differ by 1"
+    assert fleet[bad.id].reason.startswith(reason)
+    assert fleet[bad.id].reason.endswith("; 3 times in a row")
+    assert trainer.said().count(f"replica {bad.id} is quarantined: {reason}") == 1
+    assert trainer.said().count(f"replica {bad.id} did not take version") == 3
+    epoch = await replay.epoch()
+    assert epoch is not None
+    assert epoch.members == (good.id,)
+
+
+async def test_a_replica_whose_log_probabilities_stay_apart_is_quarantined_and_another_goes_on(
+    trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path
+) -> None:
+    trainer.settings["grpo"] |= {
+        "num_prompts_per_step": 4,
+        "max_num_steps": 100,
+        "val_period": 0,
+        "val_at_start": False,
+    }
+    trainer.settings["data"]["train"]["size"] = 1000
+    # what the weights learn in a step is no disagreement
+    trainer.settings["policy"]["optimizer"]["kwargs"]["lr"] = 1e-5
+    await replay.open_run(dataclasses.replace(limits, prompts_per_step=4))
+    good, bad = SmallReplica(replay, tiny_model, most=1), SmallReplica(replay, tiny_model, off=1.0, most=1)
+    trainer.start()
+
+    async def fleet() -> dict[str, Replica]:
+        return {replica.id: replica for replica in await replay.replicas()}
+
+    async def quarantined() -> bool:
+        return any(replica.state == "QUARANTINED" for replica in (await fleet()).values())
+
+    async with running(good.run(), bad.run(), score_all(replay)):
+        await until(quarantined)
+        version = max(good.installed)
+        await installed(good, version + 2)
+        now = await fleet()
+    assert max(bad.installed) <= version + 1
+    assert now[good.id].state == "HEALTHY"
+    assert now[good.id].logprob_error == pytest.approx(1.0, abs=0.05)
+    assert now[bad.id].logprob_error == pytest.approx(math.e, abs=0.1)
+    assert re.search(
+        r"its log-probabilities stand apart: in step \d+ token_mult_prob_error is [23].* 3 times in a row",
+        now[bad.id].reason,
+    )
+    assert trainer.said().count(f"replica {bad.id} is quarantined") == 1
+    assert f"replica {good.id} is quarantined" not in trainer.said()
 
 
 async def test_the_fleet_dies_and_another_takes_over_at_the_version_it_finds(
@@ -227,7 +300,11 @@ async def test_sigterm_stops_cleanly_and_the_next_start_goes_on(
         await installed(replica, 1)
         process.terminate()
         assert await ended(process) == EXIT_STOPPED, trainer.said()
-        assert "the next start goes on from checkpoint" in trainer.said()
+        stopped = re.search(
+            r"stopped at version (\d+); the next start goes on from checkpoint (\d+)$", trainer.said(), re.MULTILINE
+        )
+        assert stopped, trainer.said()
+        assert stopped[1] == stopped[2], "what was trained is saved"
         assert await trainer.run() == 0, trainer.said()
     check_history(trainer)
 
@@ -270,3 +347,42 @@ async def test_a_run_all_of_whose_prompts_fail_ends_as_an_error_that_says_how_ma
     failed = (await settled(replay))["failed"]
     assert f"nothing was trained; its prompts: {failed} failed" in trainer.said()
     assert f"Of the newest {failed} failures: {failed} x this problem is doomed" in trainer.said()
+
+
+async def test_a_run_that_only_evaluates_asks_every_set_trains_nothing_and_names_what_failed(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    trainer.settings["data"]["evaluate"] = {"validation": None, "train": None}
+    trainer.settings["grpo"] |= {"val_at_start": False, "val_period": 0, "val_at_end": True}
+    trainer.settings["grpo"]["val_num_generations_per_prompt"] = 2
+
+    async def score() -> None:
+        while True:
+            jobs = await replay.take_scoring({"sums": 64})
+            for job in jobs:
+                refused = job.group.id == "v0-validation-1"
+                score = Score("INVALID", message="no such sum") if refused else Score("SCORED", 1.0, {"right": 1.0})
+                with contextlib.suppress(Fenced, InvalidCall):
+                    await replay.score(job, score)
+            if not jobs:
+                await replay.wait_scoring(0.1)
+
+    async with running(SmallReplica(replay, tiny_model).run(), score()):
+        assert await trainer.run() == 0, trainer.said()
+    assert await settled(replay) == {}
+    assert trainer.checkpoints().published() == []
+    files = SampleFiles(trainer.config.log_folder, None)
+    found = report(files.read("val", 0), files.read("val_failed", 0))
+    assert list(found) == ["validation", "train"]
+    assert (found["validation"].evaluated, found["validation"].failed) == (2, 1)
+    (reason,) = found["validation"].failures
+    assert "no such sum" in reason
+    assert found["train"].evaluated > 10
+    assert (found["train"].samples, found["train"].pass_at, found["train"].components) == (
+        2,
+        {1: 1, 2: 1},
+        {"right": 1},
+    )
+    counts = (await replay.stats())["counts"]["validation"]
+    assert counts["evaluated"] == found["train"].evaluated + 2
+    assert counts["failed"] == 1

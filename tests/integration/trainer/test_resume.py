@@ -10,9 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headrace.replay import Limits, ReplayClient
+from headrace.config.services import CheckpointingConfig
+from headrace.journal import surviving
+from headrace.replay import BufferRetry, Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace_services.trainer.telemetry.journal import surviving
+from headrace_services.trainer.control.checkpoint import Checkpoints
+from headrace_services.trainer.control.resume import ResumeState, resume
+from tests.support.buffer import make_group, some
 from tests.support.small_replica import SmallReplica, running, score_all
 from tests.support.trainer_process import Trainer, check_history
 
@@ -121,3 +125,21 @@ async def test_ppo_trains_on_trajectories_of_older_weights_as_grpo_does(
     ages = [metrics["max_trajectory_age"] for _, metrics in numbers(trainer)]
     assert max(ages) <= 1
     assert max(metrics["critic/loss"] for _, metrics in numbers(trainer)) > 0
+
+
+async def test_groups_that_another_configuration_made_are_left_behind(replay: ReplayClient, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointingConfig())
+
+    async def start(**how: bool) -> ResumeState:
+        return await resume(replay, BufferRetry(10.0), checkpoints, None, [], replay.run_id, **how)
+
+    first = await start()
+    await replay.enqueue([make_group(order) for order in range(3)], first.timeline)
+    again = await start()
+    assert (again.enqueued, again.refill) == (2, False)
+    assert (await replay.state()).counts["queued"] == 3
+    afresh = await start(afresh=True)
+    assert (afresh.version, afresh.enqueued, list(afresh.missing())) == (0, -1, [])
+    await replay.refilled(afresh.timeline)
+    assert some((await replay.state()).counts) == {}
+    await replay.enqueue([make_group(0)], afresh.timeline)

@@ -15,12 +15,13 @@ import pytest
 
 from headrace.config import Config
 from headrace.errors import ServiceError
+from headrace.journal import Journal
+from headrace.samples import SampleFiles
 from headrace_services.trainer.telemetry import tracker_thread
 from headrace_services.trainer.telemetry.alarm import picture_path
-from headrace_services.trainer.telemetry.journal import Journal
-from headrace_services.trainer.telemetry.samples import SampleFiles
 from headrace_services.trainer.telemetry.tracker_thread import TrackerThread, tracker_metrics
 from headrace_services.trainer.telemetry.trackers import Opener, TrackerEntry, enabled, parameters
+from tests.support.stored_samples import sample, write
 
 LONG_S = 100.0
 # two red pixels
@@ -123,12 +124,16 @@ def history(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield run, {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
-def test_weights_and_biases_gets_every_line_in_one_run_without_a_network(
-    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+def test_weights_and_biases_gets_every_line_in_one_run_without_a_login_or_a_network(
+    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb"))
     config = config_of(tmp_path, "wandb", num_val_samples_to_print=1)
     two_lives(config, journal)
+    assert "nobody is logged in to Weights & Biases" in caplog.text
     rows = list(history(config.log_folder))
     assert len({run for run, _ in rows}) == 1
     assert [(row["step"], row["train/loss"]) for _, row in rows if "train/loss" in row] == [
@@ -168,9 +173,7 @@ def test_the_trajectories_of_a_validation_and_the_picture_of_an_alarm_go_with_th
     config = config_of(tmp_path, "tensorboard", num_val_samples_to_print=1)
     config.log_folder.mkdir(parents=True)
     picture_path(config.log_folder, 0).write_bytes(PNG)
-    record = {"task": "sums", "group": "g", "finish_reason": "stop", "messages": [{"role": "user", "content": "2+2"}]}
-    validated = [{**record, "token_ids": [1], "content": "four", "rewards": 1.0}]
-    SampleFiles(config.log_folder, 5).write("val", 1, validated)
+    write(config.log_folder, "val", 1, [sample("g", content="four")])
     journal.append("train", 0, "t", {"train_inference_alarm": 1.0})
     train(journal, 1, 0.5)
     journal.append("validation", 1, "t", {"accuracy": 1.0})

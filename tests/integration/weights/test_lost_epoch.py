@@ -31,10 +31,10 @@ class Forgetful(ReplayClient):
         await self._at("sending" if self.begun else "gathering")
         return await super().epoch()
 
-    async def begin_epoch(self, epoch: str, rendezvous: dict[str, Any]) -> Epoch:
+    async def begin_epoch(self, *arguments: Any) -> Epoch:
         await self._at("beginning")
         self.begun = True
-        return await super().begin_epoch(epoch, rendezvous)
+        return await super().begin_epoch(*arguments)
 
     async def end_epoch(self, epoch: str, *, aborted: bool) -> Epoch:
         await self._at("ending")
@@ -99,7 +99,7 @@ async def test_a_refit_whose_epoch_the_server_lost_is_done_again(trainer: Forget
     trainer.moment, trainer.begun = moment, False
     report = await refit(trainer, BufferRetry(60.0))
     assert trainer.moment is None
-    assert (report.verified, report.refused) == ((), {REPLICA: REASON})
+    assert (report.verified, report.refused, report.failed) == ((), {REPLICA: REASON}, {REPLICA})
 
 
 async def test_a_transfer_that_the_server_takes_for_announced_is_done_again(trainer: Forgetful) -> None:

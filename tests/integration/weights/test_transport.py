@@ -25,10 +25,8 @@ from headrace_services.weight_channel.transport import Channel, GroupRank, Rende
 
 SECRET = bytes(range(32))
 PATIENCE_S = 60.0  # for what must happen and is not what the test is about
-ENDED = (
-    "WeightChannelAborted",
-    "WeightChannelError",
-)  # told by the sender, or by a lost connection: never its own deadline
+# told by the sender, or by a lost connection: never its own deadline
+ENDED = ("WeightChannelAborted", "WeightChannelError")
 
 
 class Peer:

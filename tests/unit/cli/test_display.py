@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 from rich.console import Console
 
-from headrace.cli.display import UPDATING, Display, RunSummary, ServiceLine, closing_table, draw
+from headrace.cli.display import UPDATING, Display, RunSummary, ServiceLine, Wait, closing_table, draw, failures, waited
+from headrace.cli.status import failures as failed_lines
 from headrace.cli.status import progress, waits_for
-from headrace.replay import EnvironmentState
+from headrace.cli.up import continues, why_it_ended
+from headrace.config import Config
+from headrace.replay import EnvironmentState, RunState
 
 
 def run() -> RunSummary:
-    run = RunSummary(run_id="adder", max_steps=30)
+    run = RunSummary(run_id="adder", max_steps=30, folder="runs/adder")
     run.add("1-0", "validation", 0, {"accuracy": 0.37})
     for step in range(4):
         run.add(
@@ -86,12 +90,14 @@ def test_the_log_display_prints_each_change_of_state_once_and_no_refit() -> None
         },
     )
     display.metrics("validation", 5, {"accuracy": 0.9})
+    display.metrics("validation", 6, {"accuracy": 0.9, "partial_credit": 0.5})
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
         "rollout-1: starting",
         "rollout-1: ready",
         "rollout-1: restarting",
         "step 3: reward 0.500, age 1.0, 900 tokens/s, 1.50 s",
         "step 5: validation accuracy 0.900",
+        "step 6: validation mean reward 0.900",
     ]
 
 
@@ -113,21 +119,88 @@ def test_status_tells_the_newest_step_and_an_alarm_with_its_picture(tmp_path: Pa
     told = dict(progress([step, old], tmp_path))
     assert told["train"] == "step 12: reward 0.250"
     assert told["validation"] == "step 10: accuracy 0.500"
-    assert told["alarm"].endswith(f"1.2); see {tmp_path / 'disagreement_step12.png'}")
+    assert "step 12: trainer and inference disagree (token_mult_prob_error 1.200)" in told["alarm"]
+    assert told[""] == f"see {tmp_path / 'disagreement_step12.png'}"
     assert progress([], tmp_path) == []
 
 
-def test_a_broken_environment_is_named_once_and_again_when_it_works() -> None:
+def test_what_the_trainer_waited_for_is_told_of_a_step_and_of_the_run_but_for_its_first_step(tmp_path: Path) -> None:
+    waited_for = run()
+    first = {
+        "efficiency/init/total_s": 9.0,
+        "timing/train/total_step_time": 90.0,
+        "timing/train/wait_for_generation": 90.0,
+    }
+    steady = {
+        "timing/train/total_step_time": 10.0,
+        "timing/train/wait_for_scores": 6.0,
+        "timing/train/wait_for_generation": 0.0,
+    }
+    waited_for.train = {0: first, 1: steady, 2: {**steady, "timing/train/wait_for_scores": 2.0}}
+    assert waited(waited_for) == "the trainer waited 40 % of the time, mostly for scores"
+    waited_for.train = {0: first, 1: steady}
+    assert "step 1: the trainer waited 60 % of the time, mostly for scores" in shown(draw(waited_for))
+    assert ("", "the trainer waited 60 % of the time, mostly for scores") in progress(
+        [("1-0", "train", 1, {"reward": 0.5, **steady})], tmp_path
+    )
+    waited_for.train = {0: first}
+    assert waited(waited_for) is None
+
+
+def test_a_wait_is_a_line_at_first_one_a_minute_and_one_when_it_is_over() -> None:
     console = Console(file=io.StringIO(), width=40)
     display, summary = Display(console), RunSummary(run_id="adder", max_steps=3)
-    for broken in ({}, {"told": "KeyError: 'anwser'"}, {"told": "another"}, {}):
-        summary.broken = broken
+    for seconds in (0.0, 2.9, 3.1, 40.0, 63.5, 100.0, None):
+        summary.waits = [] if seconds is None else [Wait("environment told at 127.0.0.1:5", seconds, "no answer")]
         display.update(summary)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines == [
-        "waits for environment told, which is broken: KeyError: 'anwser'",
-        "environment told works again",
+    for seconds in (1.0, None):  # too short to speak of
+        summary.waits = [] if seconds is None else [Wait("environment quick", seconds, "no answer")]
+        display.update(summary)
+    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "waits for environment told at 127.0.0.1:5, 3 s: no answer",
+        "waits for environment told at 127.0.0.1:5, 64 s: no answer",
+        "waits no longer for environment told at 127.0.0.1:5",
     ]
+    summary.waits = [Wait("environment told", 0.4, "\x1b[2Jgone")]
+    assert r"waits for environment told, 0 s: \x1b[2Jgone" in shown(draw(summary))
+
+
+def test_failed_prompts_are_shown_with_their_reasons() -> None:
+    failing = run()
+    failing.add("3-0", "train", 4, {"reward": 0.5, "failed_prompts": 3.0})
+    failing.counts["failed"] = 5
+    failing.failures = ["4 x scoring failed 3 times: FAILED: \x1b[2J"]
+    for text in (shown(draw(failing)), failures(failing)):
+        assert "5 prompts failed; `headrace samples runs/adder --failed` shows them" in text
+        assert "4 x scoring failed 3 times" in text
+    assert "\x1b" not in shown(draw(failing))
+    assert re.search(r"4/30 +0\.500.* 3 *$", shown(draw(failing)), re.MULTILINE)
+    console = Console(file=io.StringIO(), width=40)
+    display = Display(console)
+    display.metrics("train", 4, {"reward": 0.5, "failed_prompts": 3.0})
+    display.metrics("validation", 5, {"accuracy": 0.9, "failed": 2.0})
+    for count in (0, 5, 5, 6):
+        failing.services, failing.counts["failed"] = [], count
+        display.update(failing)
+    step, validation, *told = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert (step.endswith(", 3 prompts failed"), validation) == (
+        True,
+        "step 5: validation accuracy 0.900, 2 prompts failed",
+    )
+    assert [line.startswith("5 prompts failed;") for line in told] == [True, False], "not a line for each"
+
+
+def test_status_counts_failed_prompts_by_their_reasons() -> None:
+    reasons = [
+        f"scoring failed {times} times: FAILED: KeyError\n(my_env.py:{line})" for times, line in ((3, 8), (6, 8))
+    ]
+    state = RunState("adder", "t", "i", 3, 0, 9, False, {"failed": 7})
+    assert list(failed_lines(state, ["the engine refused it", *reasons], Path("runs/adder"))) == [
+        ("failed", "7 prompts; `headrace samples runs/adder --failed` shows them. Of the newest 3:"),
+        ("", "2 x scoring failed 3 times: FAILED: KeyError (my_env.py:8)"),
+        ("", "1 x the engine refused it"),
+    ]
+    assert list(failed_lines(RunState("adder", "t", "i", 3, 0, 9, False), [], Path("runs/adder"))) == []
 
 
 def test_status_names_a_broken_environment_with_its_traceback() -> None:
@@ -138,3 +211,33 @@ def test_status_names_a_broken_environment_with_its_traceback() -> None:
         ("", "Traceback:"),
         ("", "  line 1"),
     ]
+
+
+def test_the_end_says_which_key_decided_it() -> None:
+    stop = {"stop_at_validation_metric": "val:accuracy", "stop_at_validation_threshold": 0.9}
+    config = Config.model_validate({"run": {"id": "r"}, "grpo": {"max_num_steps": 4, **stop}})
+    run = RunSummary(run_id="r", max_steps=4)
+    assert why_it_ended(config, run) is None
+    run.train |= {0: {}, 1: {}}
+    run.validation[2] = {"accuracy": 0.5}
+    said = why_it_ended(config, run)
+    assert said == (
+        "ended after 2 of 4 steps: the prompts were used up 1 times (grpo.max_num_epochs); with more, run.id=r goes on"
+    )
+    run.validation[2] = {"accuracy": 0.95}
+    assert "val:accuracy has reached grpo.stop_at_validation_threshold 0.9" in (why_it_ended(config, run) or "")
+    run.train |= {2: {}, 3: {}}
+    assert why_it_ended(config, run) is None
+
+
+def test_a_run_that_goes_on_says_from_where_or_that_no_step_is_left(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"id": "r", "dir": str(tmp_path)}, "grpo": {"max_num_steps": 4}})
+    assert continues(config) is None
+    for version, said in (
+        (3, f"continues from checkpoint 3 ({tmp_path}/r/checkpoints/step_3)"),
+        (4, "checkpoint 4 is the last step: nothing is left to train; a higher grpo.max_num_steps continues the run"),
+    ):
+        checkpoint = config.checkpoint_folder / f"step_{version}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "state.json").write_text('{"timeline": "a"}')
+        assert continues(config) == said

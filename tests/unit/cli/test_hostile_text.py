@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
@@ -11,16 +12,21 @@ from rich.live import Live
 from headrace.cli import groups
 from headrace.cli.common import print_error
 from headrace.cli.display import Display, LiveDisplay, RunSummary, ServiceLine
+from headrace.cli.samples import TokenText, draw_group
 from headrace.cli.status import show as show_status
 from headrace.config import Config
 from headrace.errors import HeadraceError
 from headrace.lineage import GroupLineage
 from headrace.replay import Replica, RunState
 from headrace.replay.bias import meters_of
+from headrace.samples import by_group
 from headrace_services.trainer.telemetry.samples import show as show_samples
+from tests.support.stored_samples import hostile_sample
 
 HOSTILE = "\x1b]0;mine\x07\x1b[2J[bold]x[/bold]\x9b1m"
 SHOWN = r"\x1b]0;mine\x07\x1b[2J[bold]x[/bold]\x9b1m"
+
+HOSTILE_SAMPLE = hostile_sample(HOSTILE)
 
 
 def harmless(text: str) -> bool:
@@ -29,9 +35,11 @@ def harmless(text: str) -> bool:
 
 def test_groups_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = GroupLineage("id", "failed", "task", HOSTILE, 0, None, None, (), HOSTILE)
-    monkeypatch.setattr(groups, "_find", lambda config, group: found)
+    monkeypatch.setattr(groups, "_find", lambda config, group: (found, None))
+    monkeypatch.setattr(groups, "_texts", lambda *_: by_group([HOSTILE_SAMPLE])[0])
     monkeypatch.setattr(groups.runs, "find", lambda run: Config())
-    groups.show("id", "run", as_json=False)
+    monkeypatch.setenv("COLUMNS", "300")
+    groups.show("id", "run", text=True, as_json=False)
     assert harmless(capsys.readouterr().out)
 
 
@@ -39,10 +47,20 @@ def test_status() -> None:
     out = io.StringIO()
     state = RunState("run", "t", "i", 0, -1, -1, False)
     replica = Replica(
-        id=HOSTILE, state="HEALTHY", version=1, timeline="t", leases=0, seen_s_ago=0.0, info={"url": HOSTILE}
+        id=HOSTILE,
+        state="QUARANTINED",
+        version=1,
+        timeline="t",
+        leases=0,
+        seen_s_ago=0.0,
+        info={"url": HOSTILE},
+        reason="its refit failed",
+        logprob_error=1.25,
     )
     show_status(out, state, [replica], meters_of({}), None)
     assert harmless(out.getvalue())
+    assert f"quarantined   {SHOWN}: its refit failed\n" in out.getvalue()
+    assert " 1.25 " in out.getvalue()
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -65,14 +83,14 @@ def test_errors(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_samples() -> None:
     out = io.StringIO()
-    record = {
-        "rewards": 1.0,
-        "content": HOSTILE,
-        "messages": [{"role": "user", "content": "1+1"}],
-        "finish_reason": "stop",
-        "task": "sums",
-        "token_ids": [1],
-        "group": "g",
-    }
-    show_samples(Console(file=out, width=300), "step 1", [record])
+    show_samples(Console(file=out, width=300), "step 1", [HOSTILE_SAMPLE])
+    assert harmless(out.getvalue())
+
+
+@pytest.mark.parametrize("text_of", [None, lambda token: HOSTILE])
+def test_groups_of_samples(text_of: TokenText | None) -> None:
+    out = io.StringIO()
+    (group,) = by_group([HOSTILE_SAMPLE])
+    Console(file=out, width=300).print(draw_group(dataclasses.replace(group, reason=HOSTILE), "step 1", 300, text_of))
+    assert out.getvalue().count(SHOWN) == 10 + (text_of is not None)
     assert harmless(out.getvalue())

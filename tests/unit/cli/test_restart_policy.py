@@ -12,8 +12,10 @@ from headrace.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, EXIT_
 POLICY = RestartPolicy(limit=3, first_delay_s=1.0, longest_delay_s=3.0)
 
 
-def decide(code: int, *, ends_run: bool = False, was_ready: bool = True, fruitless: int = 0):  # type: ignore[no-untyped-def]
-    return POLICY.decide(code, ends_run=ends_run, was_ready=was_ready, fruitless=fruitless)
+def decide(  # type: ignore[no-untyped-def]
+    code: int, *, ends_run: bool = False, was_ready: bool = True, fruitless: int = 0, is_user_code: bool = False
+):
+    return POLICY.decide(code, ends_run=ends_run, was_ready=was_ready, fruitless=fruitless, is_user_code=is_user_code)
 
 
 def test_a_clean_end_of_the_trainer_ends_the_run() -> None:
@@ -45,3 +47,13 @@ def test_delays_double_up_to_the_longest() -> None:
 
 def test_restarts_without_progress_are_bounded() -> None:
     assert decide(-9, fruitless=3) == GiveUp("killed by signal 9, after 3 restarts without progress")
+
+
+@pytest.mark.parametrize("code", [0, EXIT_USER_ERROR, 2, EXIT_BUFFER_UNAVAILABLE])
+def test_an_environment_that_ends_before_it_answered_is_for_the_user_to_mend(code: int) -> None:
+    assert decide(code, was_ready=False, is_user_code=True) == GiveUp(f"exit code {code} before it answered")
+
+
+@pytest.mark.parametrize("code", [0, EXIT_USER_ERROR, 2, EXIT_BUFFER_UNAVAILABLE, -signal.SIGSEGV])
+def test_an_environment_that_worked_is_started_again_however_often(code: int) -> None:
+    assert isinstance(decide(code, fruitless=2000, is_user_code=True), Restart)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from headrace.cli import common, runs
 from headrace.cli.app import app
 from headrace.config import Config, load
 from headrace.errors import ConfigError, ServiceError
+from headrace.journal import JOURNAL, Journal
+from tests.support.ports import free_port
 
 AT = datetime.datetime(2026, 1, 2, 3, 4, 5)
 
@@ -22,7 +26,7 @@ AT = datetime.datetime(2026, 1, 2, 3, 4, 5)
     [("adder.yaml", "adder"), ("my run (2).yaml", "my-run-2-"), ("_.yaml", "run"), ("x" * 99, "x" * 48)],
 )
 def test_an_id_comes_from_the_file_and_the_time(name: str, stem: str) -> None:
-    run_id = runs.new_id(Path(name), AT)
+    run_id = runs.new_id(Path(name).stem, AT)
     assert run_id == f"{stem}-20260102-030405"
     assert Config.model_validate({"run": {"id": run_id}}).run.id == run_id
 
@@ -34,8 +38,32 @@ def test_a_run_goes_on_with_what_may_change(tmp_path: Path) -> None:
     assert saved == tmp_path / "adder" / "config.yaml"
     _, changes = runs.prepare(file, ["grpo.max_num_steps=7"])
     assert changes == ["grpo.max_num_steps: 1000000 -> 7"]
-    with pytest.raises(ConfigError, match=r"grpo\.seed: 42 -> 7"):
+    # until something is trained, nothing is fixed: a first start that failed burns no id
+    _, changes = runs.prepare(file, ["grpo.seed=7"])
+    assert changes == ["grpo.seed: 42 -> 7"]
+    journal = Journal(tmp_path / "adder" / JOURNAL)
+    journal.append("validation", 0, "a", {})
+    runs.prepare(file, ["grpo.seed=7"])
+    journal.append("train", 0, "a", {})
+    with pytest.raises(ConfigError, match=r"adder has trained steps, and can't go on (.|\n)*grpo\.seed: 42 -> 7"):
         runs.prepare(file, ["grpo.seed=7"])
+    journal.path.unlink()
+    checkpoint = tmp_path / "adder" / "checkpoints" / "step_3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text('{"timeline": "a"}')
+    for override in ("grpo.seed=7", f"checkpointing.checkpoint_dir={tmp_path}/elsewhere"):
+        with pytest.raises(ConfigError, match="adder has checkpoint 3"):
+            runs.prepare(file, ["grpo.seed=7", override])
+
+
+def test_a_start_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"id": "adder", "dir": str(tmp_path)}})
+    with pytest.raises(ServiceError, match="no"), runs.locked(config):
+        raise ServiceError("no")
+    assert list(tmp_path.iterdir()) == []
+    with runs.locked(config):
+        runs.save(config)
+    assert (tmp_path / "adder" / runs.SAVED).exists()
 
 
 def test_a_trainer_that_nobody_supervises_saves_what_run_goes_by(
@@ -93,3 +121,40 @@ def test_ports_that_others_must_know_are_settled() -> None:
     ports = {settled.replay.port, settled.reward.port, settled.reward.http_port, settled.trainer.port}
     assert len(ports) == 4
     assert 0 not in ports
+
+
+def test_two_runs_have_ports_of_their_own_unless_they_are_given(tmp_path: Path) -> None:
+    port = free_port()
+    file = tmp_path / "run.yaml"
+    own = "env: {mine: {target: 'my_env.py:Mine'}}"
+    file.write_text(f"run: {{id: adder, dir: {tmp_path}}}\nreplay: {{port: {port}}}\n{own}\n")
+    config, _ = runs.prepare(file, [])
+    first, second = runs.settle_ports(config), runs.settle_ports(Config())
+    assert first.replay.port == port
+    chosen = [
+        value
+        for settled in (first, second)
+        for value in (settled.replay.redis_port, settled.reward.port, settled.reward.http_port, settled.trainer.port)
+    ]
+    assert len({*chosen, port, second.replay.port}) == 10
+    assert not {6390, 8390, 50390} & set(chosen)
+    # they are no change of the run's, and are found through its folder
+    runs.save(first)
+    assert runs.prepare(file, [])[1] == []
+    assert runs.find(str(tmp_path / "adder")).reward.port == first.reward.port
+
+
+def test_a_busy_port_says_which_run_has_it(tmp_path: Path) -> None:
+    saved = tmp_path / "runs" / "adder" / "config.yaml"
+    listen = "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", listen, "--config", str(saved)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        config = Config.model_validate({"replay": {"port": int(process.stdout.readline())}})
+        who = rf"; process {process.pid} has it, of run adder in {saved.parent}"
+        with pytest.raises(ServiceError, match=rf"replay\.port: can't listen on .*{who}$"):
+            runs.settle_ports(config)
+        assert [line for line in runs.busy_ports(config) if line.endswith(who)]
+        assert process.stdin is not None
+        process.stdin.close()
+    assert runs.busy_ports(config) == []

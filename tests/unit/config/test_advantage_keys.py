@@ -135,7 +135,8 @@ def test_keys_that_do_nothing_are_warned_of(tmp_path: Path) -> None:
     ]
     path = tmp_path / "run.yaml"
     path.write_text(
-        "grpo: {reward_shaping: {enabled: true, stop_properly_penalty_coef: 0.5, overlong_buffer_penalty: 2}}"
+        "grpo: {reward_shaping: {enabled: true, stop_properly_penalty_coef: 0.5, overlong_buffer_penalty: 2}}\n"
+        "data: {train: {dataset_name: arithmetic, env_name: math}}\nenv: {math: {}}\n"
     )
     said = CliRunner().invoke(app, ["config", "check", str(path)])
     assert said.exit_code == 0

@@ -49,7 +49,9 @@ def test_both_name_the_bound_on_ages_by_their_own_key(tmp_path: Path) -> None:
         assert load(path, [], {}).algorithm.max_age == 3
         assert load(path, [f"{name}.async_{name}.enabled=false"], {}).algorithm.max_age == 0
         said = refusal(path, f"{name}.async_{name}.staleness_policy=drop", f"{name}.async_{name}.ahead_steps=2")
-        assert said == f"{name}.async_{name}: ahead_steps 2 is below max_trajectory_age_steps 3; raise it"
+        assert (
+            said == f"{name}.async_{name}: ahead_steps 2 is below max_trajectory_age_steps 3; raise it (command line)"
+        )
 
 
 @pytest.mark.parametrize("section", ["policy", "value"])

@@ -38,7 +38,8 @@ def loaded(tmp_path: Path, *overrides: str) -> Config:
         ("data.train.0.size=7", False),
         ("env.adder.type=reasoning_gym", False),
         ("policy.generation.temperature=0.7", False),
-        ("checkpointing.checkpoint_dir=elsewhere", False),
+        ("checkpointing.checkpoint_dir=elsewhere", True),
+        ("data.train.0.prompt_file=elsewhere", True),
     ],
 )
 def test_a_change_is_named_and_judged(tmp_path: Path, override: str, allowed: bool) -> None:
@@ -54,6 +55,12 @@ def test_an_environment_that_comes_or_goes_may_not(tmp_path: Path) -> None:
     assert "env.other.type: null -> 'math'" in map(str, changes)
     assert not all(change.allowed for change in changes)
     assert not all(change.allowed for change in diff(loaded(tmp_path, "env.other={type: math}"), loaded(tmp_path)))
+
+
+def test_changes_come_in_the_order_of_the_configuration(tmp_path: Path) -> None:
+    before, after = loaded(tmp_path), loaded(tmp_path, "env.other={type: math}")
+    told = [change.key.removeprefix("env.other.") for change in diff(before, after)]
+    assert told == list(after.env["other"].model_dump(exclude_none=True))
 
 
 def test_equal_configurations_have_no_changes(tmp_path: Path) -> None:

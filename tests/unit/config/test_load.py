@@ -8,6 +8,7 @@ import pytest
 
 from headrace.config import Config, load
 from headrace.config.explain import known_keys, nearest, pattern
+from headrace.config.other_names import NAMES
 from headrace.config.text import dump
 from headrace.errors import ConfigError
 
@@ -127,7 +128,7 @@ def test_what_show_prints_loads_as_the_same_configuration(file: Path, tmp_path: 
     [
         ("grpo.num_prompt_per_step=8", "did you mean grpo.num_prompts_per_step?"),
         (
-            "policy.optimizer.kwargs.learning_rate=8",
+            "policy.optimizer.kwargs.colour=8",
             "policy.optimizer.kwargs has betas, eps, foreach, fused, lr, weight_decay",
         ),
         ("grpo.max_trajectory_age_steps=3", "did you mean grpo.async_grpo.max_trajectory_age_steps?"),
@@ -147,7 +148,9 @@ def test_an_unknown_key_names_itself_and_the_nearest(file: Path, override: str, 
 def test_an_unknown_key_shows_its_value(file: Path) -> None:
     assert "value 8" in refusal(file, "grpo.num_prompt_per_step=8")
     file.write_text(BASE + "loss_fn: {ratio_clip_mim: 0.1}\n")
-    assert refusal(file) == ("loss_fn.ratio_clip_mim: unknown key, value 0.1; did you mean loss_fn.ratio_clip_min?")
+    assert refusal(file) == (
+        f"loss_fn.ratio_clip_mim: unknown key, value 0.1 ({file}:14); did you mean loss_fn.ratio_clip_min?"
+    )
 
 
 @pytest.mark.parametrize(
@@ -309,3 +312,78 @@ def test_known_keys_reach_into_lists_and_mappings() -> None:
     } <= known_keys().keys()
     assert pattern(("data", "train", "0", "size")) == ("data", "train", "*", "size")
     assert nearest(("zzzzzz",)) is None
+
+
+# -- paths, items and names ------------------------------------------------------------------------------------------------------
+
+
+def test_what_lies_beside_the_file_that_names_it_is_found_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    for folder in (project, elsewhere):
+        (folder / "data").mkdir(parents=True)
+        (folder / "data" / "sums.jsonl").write_text("")
+    (elsewhere / "mine.jsonl").write_text("")
+    (project / "model").mkdir()
+    (project / "base.yaml").write_text(
+        "policy: {model_name: ./model}\n"
+        "data: {train: [{data_path: data/sums.jsonl, env_name: a}], validation: {data_path: mine.jsonl, env_name: a}}\n"
+        "env: {a: {type: math}}\n"
+    )
+    (project / "runs").mkdir()
+    (project / "runs" / "run.yaml").write_text("defaults: ../base.yaml\n")
+    monkeypatch.chdir(elsewhere)
+    config = load("../project/runs/run.yaml", environ={})
+    assert config.data.train[0].data_path == "../project/data/sums.jsonl"
+    assert config.policy.model_name == "../project/model"
+    # what isn't there, and what the command line names, is as seen from where the command runs
+    assert config.data.validation[0].data_path == "mine.jsonl"
+    given = load("../project/runs/run.yaml", ["data.train.0.data_path=data/sums.jsonl"], {})
+    assert given.data.train[0].data_path == "data/sums.jsonl"
+    assert load("../project/base.yaml", environ={}).policy.tokenizer.name is None
+
+
+def test_a_runs_own_configuration_has_its_paths_resolved_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "x" / "checkpoints").mkdir(parents=True)
+    saved = tmp_path / "runs" / "x" / "config.yaml"
+    saved.write_text("run: {id: x, dir: runs}\npolicy: {model_name: checkpoints}\n")
+    assert load(saved, environ={}).policy.model_name == "checkpoints"
+
+
+def test_an_override_reaches_the_single_item_that_stands_for_a_list(file: Path) -> None:
+    file.write_text("data: {train: {dataset_name: arithmetic, env_name: a}}\nenv: {a: {type: math}}\n")
+    assert load(file, ["data.train.0.size=100"], {}).data.train[0].size == 100
+    assert "data.train is a single item" in refusal(file, "data.train.1.size=100")
+    assert "data.train.size: 'many' should be" in refusal(file, "data.train.size=many").replace("train.0", "train")
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("grpo.beta", "loss_fn.reference_policy_kl_penalty"),
+        ("algorithm.kl_coef", "loss_fn.reference_policy_kl_penalty"),
+        ("ppo.total_epochs", "ppo.max_num_epochs"),
+        ("policy.optimizer.kwargs.beta", "policy.optimizer.kwargs.betas"),
+        ("actor_rollout_ref.rollout.n", "grpo.num_generations_per_prompt"),
+    ],
+)
+def test_a_name_of_another_framework_leads_to_the_key(file: Path, key: str, meant: str) -> None:
+    assert nearest(tuple(key.split("."))) == meant
+    if key.startswith("grpo"):
+        assert refusal(file, f"{key}=0.1").endswith(f"did you mean {meant}?")
+
+
+def test_every_name_of_another_framework_leads_to_a_key_there_is() -> None:
+    assert [key for key in NAMES.values() if tuple(key.split(".")) not in known_keys()] == []
+
+
+def test_an_error_of_two_keys_says_where_the_first_of_them_stands(file: Path) -> None:
+    file.write_text(BASE + "replay:\n  lease_s: 1\n")
+    said = refusal(file, "grpo.num_generations_per_prompt=1")
+    assert said.splitlines() == [said]
+    assert said.endswith("use 2 or more (command line)")
+    assert refusal(file).endswith(f"({file}:15)")

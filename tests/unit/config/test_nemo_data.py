@@ -12,7 +12,7 @@ from tests.unit.config.nemo_cases import read, refusal
 def test_an_environment_that_is_not_built_in_has_to_be_served(tmp_path: Path) -> None:
     text = "data: {default: {env_name: code}}\n"
     (line,) = refusal(tmp_path, text)
-    assert line.startswith("env.code: not built in; serve it")
+    assert line.startswith("env.code: not built in; write it")
     config, _ = read(tmp_path, text + "env: {code: {_override_: true, target: 'localhost:9'}}")
     assert config.env["code"].target == "localhost:9"
 

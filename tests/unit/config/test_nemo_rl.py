@@ -283,9 +283,13 @@ def test_a_value_that_is_no_section_never_ends_otherwise_than_by_a_refusal(
 
 
 def test_check_says_that_it_was_read_as_a_file_of_nemo_rl(tmp_path: Path) -> None:
-    output = (
-        CliRunner().invoke(app, ["config", "check", str(recipe(tmp_path, "policy: {tokenizer: {new: null}}"))]).output
-    )
+    path = recipe(tmp_path, "policy: {tokenizer: {new: null}}")
+    refused = CliRunner().invoke(app, ["config", "check", str(path)])
+    assert "prompt_file prompts/think.txt: can't be read" in str(refused.exception)
+    assert "read as a file of NeMo RL: " in refused.output
+    (tmp_path / "prompts").mkdir()  # beside the file that names it
+    (tmp_path / "prompts" / "think.txt").write_text("Think: {}")
+    output = CliRunner().invoke(app, ["config", "check", str(path)]).stdout
     assert "valid; strictly on-policy" in output
     assert "read as a file of NeMo RL: " in output
     told: dict[str, list[str]] = {}

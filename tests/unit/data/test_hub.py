@@ -119,9 +119,10 @@ def lines(place: Path, *questions: str) -> str:
     return str(path)
 
 
-def test_prompt_and_system_prompt_come_from_files(place: Path) -> None:
-    (place / "cot.txt").write_text("Put it into \\boxed{{}}.\n{}")
-    (place / "system.txt").write_text("You can count.")
+@pytest.mark.parametrize("end", ["", "\n"], ids=["no last newline", "last newline"])
+def test_prompt_and_system_prompt_come_from_files(place: Path, end: str) -> None:
+    (place / "cot.txt").write_text(f"Put it into \\boxed{{{{}}}}.\n{{}}{end}")
+    (place / "system.txt").write_text(f"You can count.{end}")
     source = {"data_path": lines(place, "1{0}?"), "prompt_file": "cot.txt", "system_prompt_file": "system.txt"}
     train, _ = load_problems(data(train=source))
     assert train[0].messages == (

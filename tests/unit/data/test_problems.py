@@ -15,6 +15,7 @@ from headrace.errors import ConfigError
 from headrace.tagged_json import from_json
 from headrace_services.trainer.data import load_problems
 from headrace_services.trainer.data.arithmetic import held_out, training_pairs
+from headrace_services.trainer.data.problems import load_evaluated
 
 CHAIN_SUM = {
     "dataset_name": "reasoning_gym",
@@ -25,6 +26,10 @@ CHAIN_SUM = {
 
 def data(**sections: Any) -> DataConfig:
     return DataConfig(**{"default": {"env_name": "e"}, **sections})
+
+
+def evaluated(**sections: Any) -> dict[str, list[str]]:
+    return {name: [question(p) for p in problems] for name, problems in load_evaluated(data(**sections)).items()}
 
 
 def question(problem: Any) -> str:
@@ -171,7 +176,7 @@ def test_jsonl_problems(tmp_path: Path) -> None:
     [
         ("{", "Expecting property name"),
         ("[1]", "a JSON list, not an object"),
-        ('{"input": "1+1"}', r"no field 'output' \(output_key\); it has 'input'"),
+        ('{"input": "1+1"}', r"no field 'output' \(output_key\); it has 'input', and output_key can name another"),
         ('{"output": "2"}', r"no field 'input' \(input_key\)"),
         ('{"input": 3, "output": "2"}', "field 'input' is 3, not text or a list of messages"),
         ('{"input": [], "output": "2"}', r"field 'input' is \[\]"),
@@ -183,3 +188,35 @@ def test_jsonl_problems(tmp_path: Path) -> None:
 def test_a_bad_line_is_refused_with_file_and_line(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"sums\.jsonl:2: .*{message}.*; correct or remove the line"):
         load_problems(jsonl(tmp_path, '{"input": "1+1", "output": "2"}', line))
+
+
+def test_an_evaluation_asks_what_the_run_asks_and_each_further_set_by_itself(tmp_path: Path) -> None:
+    """A problem that several sets have counts in each of them."""
+    path, other = tmp_path / "sums.jsonl", tmp_path / "others.jsonl"
+    path.write_text("".join(json.dumps({"input": f"{i}+1", "output": str(i + 1)}) + "\n" for i in range(20)))
+    other.write_text(json.dumps({"input": "0+1", "output": "1"}) + "\n" + json.dumps({"input": "7", "output": "7"}))
+    own = {"train": {"data_path": str(path), "split_validation_size": 0.25}, "validation": {"data_path": str(other)}}
+    training, validation = load_problems(data(**own))
+    found = evaluated(**own, evaluate={"validation": None, "train": None, "again": {"data_path": str(other)}})
+    assert list(found) == ["validation", "train", "again"]
+    assert found["validation"] == [question(p) for p in validation]
+    assert found["train"] == [question(p) for p in training]
+    assert found["again"] == ["0+1", "7"]
+    assert evaluated(**own, evaluate={"validation": None}) == {"validation": found["validation"]}
+
+
+def test_an_evaluation_reads_no_training_set_that_it_does_not_ask(tmp_path: Path) -> None:
+    (tmp_path / "sums.jsonl").write_text(json.dumps({"input": "1+1", "output": "2"}))
+    gone, there = {"data_path": str(tmp_path / "gone.jsonl")}, {"data_path": str(tmp_path / "sums.jsonl")}
+    assert evaluated(train=gone, validation=there, evaluate={"validation": None}) == {"validation": ["1+1"]}
+    assert evaluated(train=gone, validation=gone, evaluate={"sums": there}) == {"sums": ["1+1"]}
+    with pytest.raises(ConfigError, match=r"data\.train\[0\]\.data_path .*gone"):
+        evaluated(train=gone, evaluate={"train": None})
+
+
+def test_an_evaluation_of_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"data\.evaluate\.empty: there is no problem in it"):
+        evaluated(evaluate={"empty": {"data_path": str(tmp_path / "empty.jsonl")}})
+    with pytest.raises(ValueError, match=r"evaluate\.mine null: the run's own data sets are validation and train"):
+        data(evaluate={"mine": None})

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from headrace import prompt_counts
 from headrace.config import Config
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ServiceError
+from headrace.prompt_counts import PromptRecord
 from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.demo_models import tiny
 
@@ -29,12 +31,12 @@ def prompts(tmp_path: Path, *questions: str, longest: int = 6, **data: Any) -> P
     return Prompts(config, tiny.make_tokenizer())
 
 
-def test_a_prompt_that_is_too_long_ends_the_run_by_its_name(tmp_path: Path) -> None:
-    made = prompts(tmp_path, "1+1", "47+85+3")
-    assert made.total == 2
-    assert len(made.train([0])) == 1
-    with pytest.raises(ConfigError, match=r"sums problem 1 has 9 tokens.*data\.overlong_prompts=leave_out"):
-        made.train([1])
+def test_a_prompt_that_is_too_long_ends_the_run_by_its_name_before_it_begins(tmp_path: Path) -> None:
+    said = r"data\.train\[0\]: the prompt of sums problem 1 has 9 tokens, more than data\.max_input_seq_length 6"
+    with pytest.raises(ConfigError, match=said + r"; raise it.*data\.overlong_prompts=leave_out"):
+        prompts(tmp_path, "1+1", "47+85+3")
+    with pytest.raises(ConfigError, match=r"\(2 of its 3 prompts are too long\)"):
+        prompts(tmp_path, "1+1", "47+85+3", "47+85+4")
 
 
 def test_such_problems_are_left_out_where_that_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -43,8 +45,72 @@ def test_such_problems_are_left_out_where_that_is_asked_for(tmp_path: Path, capl
     assert made.total == 2
     assert [group.dataset_index for group in made.train(range(2))] == [1, 2]
     assert "data.train: 2 of 4 problems are left out" in caplog.text
+    assert (made.counts.train, made.counts.too_long) == (2, 2)
 
 
 def test_where_none_is_left_the_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.train: none of its 1 prompts fits; raise data\.max_input_seq_length"):
         prompts(tmp_path, "47+85+3", overlong_prompts="leave_out")
+
+
+def test_an_evaluation_asks_all_of_every_set_by_its_name_and_trains_nothing(tmp_path: Path) -> None:
+    evaluate = {"validation": None, "sums": {"data_path": str(tmp_path / "sums.jsonl"), "env_name": "math"}}
+    validation = {"dataset_name": "arithmetic", "env_name": "math", "size": 300}
+    made = prompts(tmp_path, "1+1", "2+2", longest=20, evaluate=evaluate, validation=validation)
+    groups = made.validation(0)
+    names = [f"v0-validation-{i}" for i in range(300)] + ["v0-sums-0", "v0-sums-1"]
+    assert [group.id for group in groups] == names
+    assert [group.order for group in groups] == [*range(302)]
+    assert (made.total, made.can_validate) == (0, True)
+    assert made.left_out == []
+
+
+def test_an_evaluation_says_which_prompts_were_too_long_to_be_asked(tmp_path: Path) -> None:
+    evaluate = {"sums": {"data_path": str(tmp_path / "sums.jsonl"), "env_name": "math"}}
+    made = prompts(tmp_path, "1+1", "47+85+3", evaluate=evaluate, overlong_prompts="leave_out")
+    assert [group.id for group in made.validation(0)] == ["v0-sums-0"]
+    ((id_, problem, reason),) = made.left_out
+    assert (id_, problem.index) == ("v0-sums-1", 1)
+    assert "has 9 tokens, more than data.max_input_seq_length 6" in reason
+
+
+def test_what_is_left_out_and_what_ends_the_run_is_said(tmp_path: Path) -> None:
+    held = tmp_path / "held.jsonl"
+    held.write_text('{"input": "2+2", "output": "4"}\n')
+    made = prompts(tmp_path, "1+1", "1+1", "2+2", "3+3", validation={"data_path": str(held), "env_name": "math"})
+    assert made.counts.lines(config(tmp_path, max_num_epochs=3, num_prompts_per_step=2)) == [
+        "prompts: 2 to train on (left out: 1 duplicates, 1 that validation has), 1 to validate on",
+        "steps: at most 1, when the prompts are used up (grpo.max_num_epochs 3), of grpo.max_num_steps 1000000",
+    ]
+    two = config(tmp_path, max_num_steps=1, num_prompts_per_step=2)
+    assert (
+        made.counts.lines(two)[1]
+        == "steps: 1 (grpo.max_num_steps), before the prompts are used up (grpo.max_num_epochs 1)"
+    )
+
+
+def config(tmp_path: Path, **grpo: Any) -> Config:
+    return Config.model_validate({"run": {"id": "r", "dir": str(tmp_path)}, "grpo": grpo})
+
+
+def test_the_digest_is_of_the_prompts_and_not_of_their_file(tmp_path: Path) -> None:
+    digest = prompts(tmp_path, "1+1", "2+2").counts.digest
+    (tmp_path / "elsewhere").mkdir()
+    assert prompts(tmp_path / "elsewhere", "1+1", "2+2").counts.digest == digest
+    assert prompts(tmp_path, "2+2", "1+1").counts.digest != digest
+    assert prompts(tmp_path, "1+1", "2+3").counts.digest != digest
+
+
+def test_groups_of_another_configuration_or_of_other_prompts_are_not_this_runs(tmp_path: Path) -> None:
+    counts = prompts(tmp_path, "1+1", "2+2").counts
+    record = PromptRecord.of(config(tmp_path), counts)
+    assert prompt_counts.read(tmp_path) is None
+    assert not record.differs(None)
+    prompt_counts.write(tmp_path, record)
+    assert not record.differs(prompt_counts.read(tmp_path))
+    assert not PromptRecord.of(config(tmp_path, max_num_steps=7), counts).differs(record)
+    assert PromptRecord.of(config(tmp_path, seed=7), counts).differs(record)
+    assert PromptRecord.of(config(tmp_path), prompts(tmp_path, "1+1").counts).differs(record)
+    (tmp_path / prompt_counts.FILE).write_text("{")
+    with pytest.raises(ServiceError, match=r"prompts\.json can't be read .*; remove it"):
+        prompt_counts.read(tmp_path)

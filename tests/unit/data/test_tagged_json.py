@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from headrace.errors import CodecError
 from headrace.tagged_json import from_json, to_json
 
-leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.fractions()
 keys = (
     st.text()
     | st.integers()
     | st.tuples(st.integers(), st.text())
-    | st.sampled_from(["__tuple__", "__set__", "__map__"])
+    | st.sampled_from(["__tuple__", "__set__", "__map__", "__fraction__"])
 )
 values = st.recursive(
     leaves,
@@ -39,3 +39,8 @@ def test_numpy_becomes_python() -> None:
 def test_what_json_cannot_carry_is_refused_by_place() -> None:
     with pytest.raises(CodecError, match=r"entry\.a\[1\] is a object"):
         to_json({"a": [0, object()]}, "entry")
+
+
+@pytest.mark.parametrize("items", [[1, 0], [1], ["1e999999999", 1], "1/2", None])
+def test_what_is_no_fraction_is_not_made_one(items: Any) -> None:
+    assert from_json({"__fraction__": items}) == {"__fraction__": items}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -154,6 +155,14 @@ def test_every_task_scores_an_entry_from_the_wire_as_it_scores_its_own(task: str
     for text in UNREADABLE:
         unreadable = score_one(environment, sample_to_wire(Sample(text, info, environment="gym")))
         assert (unreadable.status, unreadable.message) == ("SCORED", ""), text
+
+
+def test_problems_with_fractions_come_from_the_wire_as_well() -> None:
+    dataset = reasoning_gym.create_dataset("gsm_symbolic", size=20, seed=0)
+    entries = [dataset[place] for place in range(20)]
+    assert any(isinstance(value, Fraction) for entry in entries for value in entry["metadata"]["variables"].values())
+    for entry in entries:
+        assert gym(entry["answer"], {"task": "gsm_symbolic", "entry": to_json(entry)}).reward == 1
 
 
 def test_a_task_scores_by_the_arguments_it_was_made_with() -> None:

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from headrace import Environment, Sample, Score
 from headrace.environment_server import BatchScorer
+from headrace.repeats import Repeats
 
 WAIT_S = 30.0
 
@@ -27,16 +29,21 @@ def scorer(mine: Environment, *completions: str, timeout_s: float | None = None)
     return asyncio.run(run())
 
 
+def untimed(score: Score) -> Score:
+    return msgspec.structs.replace(score, timings={})
+
+
 @pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.array(1.0), Score("SCORED", 1.0)])
 def test_numbers_and_scores_are_rewards(value: object) -> None:
     (score,) = scorer(environment(lambda _: value, name="mine", build="7"), "x")
-    assert score == Score("SCORED", 1.0, environment="mine", build="7")
+    assert score.timings["environment"] >= 0
+    assert untimed(score) == Score("SCORED", 1.0, environment="mine", build="7")
 
 
 def test_components_metadata_and_an_own_build_are_kept() -> None:
     given = Score("SCORED", 0.5, {"format": 1.0}, {"seen": [1]}, build="own")
     (score,) = scorer(environment(lambda _: given, build="7"), "x")
-    assert score == Score("SCORED", 0.5, {"format": 1.0}, {"seen": [1]}, environment="Mine", build="own")
+    assert untimed(score) == Score("SCORED", 0.5, {"format": 1.0}, {"seen": [1]}, environment="Mine", build="own")
 
 
 @pytest.mark.parametrize(
@@ -233,3 +240,48 @@ def test_law_7_failure_is_not_zero_a_batch_that_went_wrong_is_failed_whole(value
 
 def test_an_empty_batch_has_no_scores() -> None:
     assert scorer(environment(lambda _: 1.0)) == []
+
+
+def test_a_failure_is_logged_once_with_what_caused_it_and_then_counted(caplog: pytest.LogCaptureFixture) -> None:
+    def score(sample: Sample) -> float | Score:
+        if sample.completion == "refused":
+            return Score("INVALID", message=f"no answer in problem {sample.index}")
+        return float(sample.extra_env_info["anwser"])
+
+    mine = environment(score, name="mine", concurrency=64)
+    hostile = "\x1b[2J\nERROR mine: all is well" + "x" * 5000
+    messages = ({"role": "user", "content": "2+\x1b[0m2"},)
+
+    now = 0.0
+
+    async def run() -> None:
+        nonlocal now
+        scorer = BatchScorer(mine, Repeats(every_s=60, clock=lambda: now))
+        for index in range(30):
+            sample = Sample(hostile, {"answer": "4"}, messages, index=index)
+            await scorer.score([sample, Sample("refused", index=index)], WAIT_S)
+        now = 60.0
+        await scorer.score([Sample("x")], WAIT_S)
+
+    asyncio.run(run())
+    raised, refused, again = (record.getMessage() for record in caplog.records)
+    place = f"{__file__}:{score.__code__.co_firstlineno + 3}, in score"
+    assert raised.startswith(f"mine raised KeyError ({place}: ")
+    assert r"prompt: user: 2+\x1b[0m2" in raised
+    assert r"completion: \x1b[2J\nERROR mine: all is well" in raised
+    assert "extra_env_info: {'answer': '4'}" in raised
+    assert raised.endswith("KeyError: 'anwser'")
+    assert len(raised) < 5000
+    assert all(line.startswith("    ") for line in raised.splitlines()[1:]), "no line of it passes for a record"
+    assert refused.startswith("mine answered INVALID: no answer in problem 0;")
+    assert again == f'mine raised KeyError ({place}: return float(sample.extra_env_info["anwser"])), 31 times by now'
+
+
+def test_what_was_late_is_logged_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    release = threading.Event()
+    try:
+        scorer(environment(lambda _: release.wait(WAIT_S) * 0.0), "slow", timeout_s=0.1)
+    finally:
+        release.set()
+    assert "Mine answered TIMED_OUT: no answer from Mine within 0.1 s" in caplog.text
+    assert "completion: slow" in caplog.text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,6 +115,20 @@ def test_what_json_cannot_carry_is_not_sent(info: dict[str, object]) -> None:
 @pytest.mark.parametrize("status", ["NOT_STARTED", "INTERRUPTED"])
 def test_what_was_not_begun_or_cut_off_stays_apart_from_a_failure(status: Status) -> None:
     assert score_from_wire(score_to_wire(Score(status, message="away"))) == Score(status, message="away")
+
+
+def test_what_an_environment_says_it_took_is_kept() -> None:
+    score = Score("SCORED", 1.0, timings={"environment": 0.25})
+    assert score_to_wire(score).took_ms == 250
+    assert score_from_wire(score_to_wire(score)) == score
+    assert not score_to_wire(Score("SCORED", 1.0)).HasField("took_ms")
+
+
+@pytest.mark.parametrize("took_ms", [-1.0, math.nan, math.inf])
+def test_a_time_that_is_none_breaks_the_contract(took_ms: float) -> None:
+    score = score_from_wire(pb.Result(status=pb.STATUS_SCORED, reward=1.0, took_ms=took_ms))
+    assert (score.status, score.timings) == ("FAILED", {})
+    assert f"took_ms {took_ms}" in score.message
 
 
 def test_law_7_failure_is_not_zero_a_status_that_is_not_an_environments_to_give_is_failed() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.replay import Epoch, HeartbeatReply
 from headrace_services.rollout.decisions import Abort, Acknowledge, LeaseGroups, Rejoin, TakePart, WorkerState, decide
+from headrace_services.rollout.worker import Status
 
 ME = "rollout-me"
 
@@ -203,3 +204,15 @@ def test_a_lease_that_ended_because_its_group_is_complete_is_told_apart() -> Non
     reply = HeartbeatReply(state="HEALTHY", timeline="t", lost=("a", "b", "gone"), epoch=None, complete=("b", "gone"))
     now = dataclasses.replace(worker_state(held=frozenset("abc")), reply=reply)
     assert decide(now)[0] == Abort(frozenset("ab"), complete=frozenset("b"))
+
+
+def test_a_quarantined_replica_lets_go_of_what_it_held_and_does_nothing_more() -> None:
+    now = worker_state(
+        "QUARANTINED", lost=("a",), epoch=epoch(members=("rollout-other",)), held=frozenset({"a"}), torn=True
+    )
+    assert decide(now) == [Abort(frozenset({"a"}))]
+
+
+def test_a_quarantined_replica_says_why_and_what_to_do() -> None:
+    status = Status(state="QUARANTINED", quarantined="its refit failed", refused="of older date")
+    assert status.problem() == "quarantined, because its refit failed; restart this replica once the cause is mended"

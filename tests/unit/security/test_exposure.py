@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 import headrace
+from headrace.addresses import is_loopback, reached, target_is_local, with_port
 from headrace.config import Config
 from headrace.errors import ConfigError
-from headrace.exposure import check, is_loopback, target_is_local
+from headrace.exposure import check
 
 FILES = {"tls_cert": "c.pem", "tls_key": "c.key", "tls_ca": "ca.pem", "credentials": "credentials"}
 TLS_ALONE = {key: FILES[key] for key in ("tls_cert", "tls_key", "tls_ca")}
@@ -104,3 +105,17 @@ def test_what_is_loopback() -> None:
     ] * 6
     assert [target_is_local(t) for t in ("127.0.0.1:1", "[::1]:1", "unix:x", "dns:///localhost:1")] == [True] * 4
     assert [target_is_local(t) for t in ("redis:1", "dns:///redis:1", "10.0.0.1:1", "ipv4:10.0.0.1:1")] == [False] * 4
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("127.0.0.1", "127.0.0.1:1"),
+        ("0.0.0.0", "127.0.0.1:1"),
+        ("::", "[::1]:1"),
+        ("fd00::2", "[fd00::2]:1"),
+        ("a.b", "a.b:1"),
+    ],
+)
+def test_where_a_service_is_reached_on_its_machine(host: str, address: str) -> None:
+    assert with_port(reached(host), 1) == address

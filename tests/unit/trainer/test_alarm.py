@@ -3,57 +3,125 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from headrace.config.logger import TrainInferenceAlarmConfig
+from headrace.config import Config
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry import alarm
 from headrace_services.trainer.telemetry.plots import draw_disagreement
 from tests.support.trainer import batch, trajectory
 
-LIMITS = TrainInferenceAlarmConfig()
+LIMITS = alarm.AlarmLimits.of(Config())
+
+# What healthy runs measured: `examples/arithmetic_tiny.yaml` in float32 (age 0, then 1 and 2), bfloat16 on both sides (age 0).
+FLOAT32 = [
+    {"on_policy_token_mult_prob_error": 1.00001, "on_policy_gen_kl_error": 1e-9, "token_mult_prob_error": 1.00001},
+    *({"token_mult_prob_error": error, "off_policy_tokens": 0.02} for error in (1.009, 1.024, 1.028, 1.025, 1.022)),
+]
+BFLOAT16 = {"on_policy_token_mult_prob_error": 1.072, "on_policy_gen_kl_error": 0.011, "token_mult_prob_error": 1.072}
+
+
+def config(**changes: Any) -> Config:
+    return Config.model_validate(changes)
+
+
+def alarmed(steps: Sequence[Mapping[str, float]], limits: alarm.AlarmLimits) -> list[bool]:
+    """Of which steps there is an alarm, as `Telemetry.trained` decides it."""
+    stale, found = alarm.Streak(alarm.OFF_POLICY_STEPS), []
+    for metrics in steps:
+        stale.count(bool(alarm.off_policy_violations(metrics, limits)))
+        found.append(bool(alarm.on_policy_violations(metrics, limits)) or stale.is_alarm)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("metrics", "passed"),
+    ("steps", "changes", "expected"),
     [
-        ({"token_mult_prob_error": 1.05, "gen_kl_error": 0.01}, []),
-        ({"token_mult_prob_error": 1.051, "gen_kl_error": 0.0}, ["token_mult_prob_error"]),
-        ({"token_mult_prob_error": 1.0, "gen_kl_error": 0.011}, ["gen_kl_error"]),
-        ({"token_mult_prob_error": math.inf, "gen_kl_error": math.nan}, ["token_mult_prob_error", "gen_kl_error"]),
-        ({"loss": 1.0}, []),
-        ({"token_mult_prob_error": 1.14, "gen_kl_error": 0.08, "avg_trajectory_age": 2.0}, []),
-        ({"token_mult_prob_error": 1.16, "gen_kl_error": 0.0, "avg_trajectory_age": 2.0}, ["token_mult_prob_error"]),
-        ({"token_mult_prob_error": 1.0, "gen_kl_error": 0.091, "avg_trajectory_age": 2.0}, ["gen_kl_error"]),
+        (FLOAT32, {}, [False] * 6),
+        ([BFLOAT16] * 2, {"weight_channel": {"verify_tolerance": 0.35}}, [False] * 2),
+        ([BFLOAT16], {}, [True]),
+        ([{"token_mult_prob_error": 1.4, "gen_kl_error": 0.05, "off_policy_tokens": 0.3}] * 9, {}, [False] * 9),
+        ([{"off_policy_tokens": 0.6}] * 4, {}, [False, False, True, True]),
+        ([{"off_policy_tokens": share} for share in (0.6, 0.6, 0.4, 0.6, 0.6)], {}, [False] * 5),
+        ([{"on_policy_token_mult_prob_error": 1.05, "on_policy_gen_kl_error": 0.01}], {}, [False]),
+        ([{"on_policy_token_mult_prob_error": 1.051, "on_policy_gen_kl_error": 0.0}], {}, [True]),
+        ([{"on_policy_token_mult_prob_error": 1.0, "on_policy_gen_kl_error": 0.011}], {}, [True]),
+        ([{"on_policy_token_mult_prob_error": math.nan}], {}, [True]),
+        ([{"loss": 1.0}], {}, [False]),
+        (
+            [{"on_policy_token_mult_prob_error": 99.0, "on_policy_gen_kl_error": 99.0, "off_policy_tokens": 1.0}] * 4,
+            {"logger": {"train_inference_alarm": {"token_mult_prob_error": None, "gen_kl_error": None}}},
+            [False] * 4,
+        ),
     ],
     ids=[
+        "a healthy run",
+        "bfloat16, whose refits are verified as such",
+        "as much where refits agree to 1e-3",
+        "old data that the weights have learnt from",
+        "most of it beyond the clip, steps in a row",
+        "now and then",
         "at the limits",
         "error",
         "divergence",
         "not finite",
         "not measured",
-        "due to age",
-        "error with age",
-        "divergence with age",
+        "limits of null",
     ],
 )
-def test_an_alarm_is_a_limit_that_was_passed(metrics: dict[str, float], passed: list[str]) -> None:
-    assert [excess.metric for excess in alarm.violations(metrics, LIMITS)] == passed
+def test_when_trainer_and_inference_are_said_to_disagree(
+    steps: Sequence[Mapping[str, float]], changes: Mapping[str, Any], expected: Sequence[bool]
+) -> None:
+    assert alarmed(steps, alarm.AlarmLimits.of(config(**changes))) == expected
 
 
-def test_a_limit_of_null_is_never_passed() -> None:
-    never = TrainInferenceAlarmConfig(token_mult_prob_error=None, gen_kl_error=None)
-    assert alarm.violations({"token_mult_prob_error": 99.0, "gen_kl_error": 99.0}, never) == []
+@pytest.mark.parametrize(
+    ("changes", "metrics", "equal"),
+    [
+        ({}, {"groups_without_spread": 1.0, "reward_std": 0.4}, True),
+        ({}, {"groups_without_spread": 0.97, "reward_std": 0.1}, False),
+        (
+            {"grpo": {"adv_estimator": {"name": "reinforce_plus_plus"}}},
+            {"groups_without_spread": 1.0, "reward_std": 0.4},
+            True,
+        ),
+        (
+            {"grpo": {"adv_estimator": {"name": "reinforce_plus_plus", "minus_baseline": False}}},
+            {"groups_without_spread": 1.0, "reward_std": 0.4},
+            False,
+        ),
+        ({"ppo": {"num_generations_per_prompt": 1}}, {"groups_without_spread": 1.0, "reward_std": 0.4}, False),
+        ({"ppo": {"num_generations_per_prompt": 1}}, {"groups_without_spread": 1.0, "reward_std": 0.0}, True),
+        (
+            {"grpo": {"adv_estimator": {"name": "opd", "teacher_model_name": "t"}}},
+            {"groups_without_spread": 1.0, "reward_std": 0.0},
+            False,
+        ),
+    ],
+    ids=["all groups", "not all", "reinforce++", "without a baseline", "ppo", "ppo, all the same", "a teacher"],
+)
+def test_rewards_are_equal_where_nothing_differs_from_its_baseline(
+    changes: dict[str, Any], metrics: dict[str, float], equal: bool
+) -> None:
+    assert alarm.has_equal_rewards(metrics, config(**changes)) is equal
 
 
-def test_of_a_streak_the_first_is_told_and_then_one_in_ten() -> None:
-    streak = alarm.Streak()
-    told = [step for step in range(25) if streak.is_reported(step != 12)]
-    assert told == [0, 10, 13, 23]
+def test_equal_rewards_are_told_after_steps_in_a_row_with_what_to_do() -> None:
+    streak, told = alarm.Streak(alarm.EQUAL_STEPS), []
+    for step in range(25):
+        streak.count(step != 1)
+        told += [step] if streak.is_reported else []
+    assert told == [6, 16]
+    said = alarm.equal_rewards_message(6, 5, 0.25)
+    for part in ("step 6", "5 steps", "0.25", "temperature", "group size", "easier data", "harder data", "samples"):
+        assert part in said
 
 
 def compared(*rows: tuple[int, list[float], list[int] | None]) -> Batch:
@@ -97,20 +165,76 @@ def test_of_a_group_one_trajectory_is_shown() -> None:
     assert alarm.worst(compared((0, [0.5] * 3, None), (0, [0.6] * 3, None), (1, [0.1] * 3, None))) == [1, 2]
 
 
+def written(*rows: tuple[str | tuple[str, int, str], list[float]]) -> Batch:
+    """As `compared`, a trajectory of each (who wrote it, old - rollout): one replica, or (one, tokens of it, another)."""
+    found = compared(*((group, apart, None) for group, (_, apart) in enumerate(rows)))
+    trajectories = []
+    for one, (who, apart) in zip(found.trajectories, rows, strict=True):
+        begun, until, ended = (who, len(apart), who) if isinstance(who, str) else who
+        writers = ((begun, 0, until), (ended, until, len(apart))) if until < len(apart) else ()
+        trajectories.append(msgspec.structs.replace(one, replica=ended, writers=writers))
+    found.trajectories = tuple(trajectories)
+    return found
+
+
+def test_the_error_is_told_by_the_replica_that_sampled_the_tokens() -> None:
+    found = written(
+        ("a", [0.0, 0.5, 0.0]),
+        ("b", [-1.0, 1.0, 1.0]),
+        (("a", 1, "b"), [0.5, 1.0, -1.0]),
+        ("neither computed nor let through", [math.nan, -math.inf, math.nan]),
+        ("liar", [1e30, 0.0, 0.0]),
+    )
+    found.mask[8] = False  # the last of the third, over age
+    errors = alarm.error_by_replica(found)
+    assert list(errors) == ["a", "b", "liar"]
+    assert [of.tokens for of in errors.values()] == [4, 4, 3]
+    assert errors["a"].error == pytest.approx((2 + 2 * math.exp(0.5)) / 4)
+    assert errors["a"].age == 6 / 4  # versions 3, 3, 5 and 3 at step 5
+    assert errors["b"].error == pytest.approx(math.e)
+    assert 1e200 < errors["liar"].error < math.inf
+    shares = [alarm.error_by_replica(found.take(places)) for places in ([0, 3], [1], [], [2, 4])]
+    assert alarm.merged(shares) == {name: pytest.approx(of) for name, of in errors.items()}
+    found.old_logprobs = None
+    assert alarm.error_by_replica(found) == {}
+
+
+@pytest.mark.parametrize(
+    ("errors", "age", "apart"),
+    [
+        ({"a": 1.001, "b": 1.002}, 0.0, ""),
+        ({"a": 1.001, "b": 1.06}, 0.0, "b"),
+        ({"a": 1.001, "b": 1.049}, 0.0, ""),
+        ({"a": 1.001, "b": 1.14}, 2.0, ""),
+        ({"a": 1.001, "b": 1.16}, 2.0, "b"),
+        ({"a": 1.05, "b": 1.10}, 0.0, ""),
+        ({"a": 1.5, "b": 1.6, "c": 1.7}, 0.0, ""),
+        ({"a": 1.0, "b": 1.0, "c": 3.0, "d": 4.0, "e": 1.0}, 0.0, "cd"),
+        ({"a": 1.001, "b": 1e200}, 0.0, "b"),
+        ({"b": 9.0}, 0.0, ""),
+        ({}, 0.0, ""),
+    ],
+    ids=[
+        *("agree", "one apart", "within the limit", "due to age", "in spite of age", "about as far as the other"),
+        *("all of them", "two of five", "a liar", "alone", "nobody"),
+    ],
+)
+def test_apart_is_who_exceeds_the_limit_and_the_others_by_far(errors: dict[str, float], age: float, apart: str) -> None:
+    found = {name: alarm.ReplicaDisagreement(10 * error, 10 * age, 10) for name, error in errors.items()}
+    assert alarm.apart(found, 1.05) == set(apart)
+    assert alarm.apart(found, None) == set()
+
+
 def test_the_words_name_step_value_limit_age_and_what_to_look_at() -> None:
-    found = alarm.violations({"token_mult_prob_error": 1.25, "avg_trajectory_age": 1.0}, LIMITS)
-    said = alarm.message(7, found, {0: 1.0001, 2: 1.4}, Path("runs/a/logs/disagreement_step7.png"))
-    for part in (
-        "step 7",
-        "1.25",
-        "above the 1.1 that",
-        "mean age of 1.0",
-        "0: 1",
-        "2: 1.4",
-        "learning rate",
-        "disagreement_step7.png",
-    ):
+    picture = Path("runs/a/logs/disagreement_step7.png")
+    found = alarm.on_policy_violations({"on_policy_token_mult_prob_error": 1.25}, LIMITS)
+    said = alarm.message(7, found, {0: 1.25, 2: 1.4}, picture)
+    for part in ("step 7", "1.25, above 1.05", "0: 1.25", "2: 1.4", "precision", "disagreement_step7.png"):
         assert part in said
+    assert "learning rate" not in said
+    old = alarm.message(7, alarm.off_policy_violations({"off_policy_tokens": 0.75}, LIMITS), {2: 1.4}, None)
+    for part in ("0.75, above 0.5", "beyond the clip", "learning rate", "age bound"):
+        assert part in old
 
 
 def test_pictures_are_drawn_and_the_newest_stay(tmp_path: Path) -> None:

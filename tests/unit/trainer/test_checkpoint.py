@@ -225,6 +225,54 @@ def test_an_abandoned_checkpoint_is_set_aside_and_never_chosen(
     assert (aside.name, (aside / "state.json").is_file()) == ("abandoned-step_4-old", True)
 
 
+class FrozenInAddMetrics(Checkpoints):
+    """Frozen between its look at the chain and what it writes, while `meanwhile` happens."""
+
+    meanwhile: Callable[[], None] = staticmethod(lambda: None)
+
+    def state(self, version: int) -> CheckpointState:
+        found = super().state(version)
+        self.meanwhile()
+        return found
+
+    def published(self) -> list[int]:
+        found = super().published()
+        self.meanwhile()
+        return found
+
+
+@pytest.mark.parametrize("goes_on_from", [2, 4])
+def test_metrics_of_a_trainer_that_wakes_up_after_its_successor_has_begun_change_nothing_of_the_successor(
+    tmp_path: Path, goes_on_from: int
+) -> None:
+    """The successor has published a checkpoint of the same version, or has added its own metrics to the one that it went on from."""
+    old, new = (make(tmp_path, CheckpointingConfig(keep_top_k=None)) for make in (FrozenInAddMetrics, Checkpoints))
+    old.start("old", 0)
+    for version in (2, 4):
+        write(old.begin(version, "old"), version)
+        old.publish(of("old", version), {})
+    old.add_metrics(4, "old", {"val:accuracy": 0.25, "val:early": 1.0})
+    old.add_metrics(4, "old", {"val:accuracy": 0.5})
+    assert new.state(4).metrics == {"val:accuracy": 0.5, "val:early": 1.0}
+
+    def take_over() -> None:
+        del old.meanwhile
+        new.start("new", goes_on_from)
+        if goes_on_from == 2:
+            write(new.begin(4, "new"), 4)
+            new.publish(of("new", 4), {})
+        new.add_metrics(4, "new", {"val:accuracy": 0.75})
+
+    old.meanwhile = take_over  # type: ignore[method-assign]
+    with pytest.raises(ServiceError, match="timeline old is not the newest of the chain"):
+        old.add_metrics(4, "old", {"val:accuracy": 0.125})
+    third = Checkpoints(tmp_path, CheckpointingConfig())
+    assert third.published() == [2, 4]
+    assert third.state(4).timeline == ("new" if goes_on_from == 2 else "old")
+    assert third.state(4).metrics["val:accuracy"] == 0.75
+    assert ("val:early" in third.state(4).metrics) == (goes_on_from == 4)
+
+
 def test_a_start_sets_aside_what_was_abandoned(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointingConfig(keep_top_k=None))
     checkpoints.start("old", 0)

@@ -97,9 +97,8 @@ def test_a_step_takes_the_rate_of_its_place_and_clips() -> None:
 
 def test_gradients_longer_than_the_bound_are_scaled_to_it() -> None:
     model = torch.nn.Linear(2, 1, bias=False)
-    settings = OptimizerConfig(
-        kwargs=OptimizerKwargs(lr=1.0, weight_decay=0, eps=1e3)
-    )  # this eps makes the move follow the gradient
+    # this eps makes the move follow the gradient
+    settings = OptimizerConfig(kwargs=OptimizerKwargs(lr=1.0, weight_decay=0, eps=1e3))
     before = model.weight.detach().clone()
     optimizer = ModelOptimizer(model, settings, [], 0.5, "policy")
     model(torch.tensor([[3.0, 4.0]])).sum().backward()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.config import Config
 from headrace.replay import End, Replica, Reservation, Waiting
 from headrace_services.trainer.control.decisions import (
     LAST_BACKOFF_S,
@@ -19,6 +20,7 @@ from headrace_services.trainer.control.decisions import (
     count_verified,
     decide,
     next_backoffs,
+    next_streaks,
     refit_due,
 )
 
@@ -149,7 +151,14 @@ def test_without_checkpoints_none_is_published() -> None:
 
 
 def test_a_stop_comes_before_everything() -> None:
-    assert at(stop=True, version=4, refitted=False) is Action.STOP
+    assert at(stop=True, version=4, refitted=False, saved=True) is Action.STOP
+    assert at(stop=True, version=0, refitted=False) is Action.STOP
+
+
+def test_a_stop_saves_what_was_trained_since_the_last_checkpoint() -> None:
+    assert at(stop=True, version=4, refitted=False) is Action.CHECKPOINT
+    state = dataclasses.replace(AT_WORK, stop=True, version=4)
+    assert decide(dataclasses.replace(PLAN, save_period=None), state).action is Action.STOP
 
 
 def test_when_versions_are_validated() -> None:
@@ -237,6 +246,7 @@ def test_who_holds_a_version_and_who_is_behind() -> None:
         replica("of another timeline", "HEALTHY", 4, "before"),
         replica("new", "STALE", -1),
         replica("dead", "DEAD", 4),
+        replica("quarantined", "QUARANTINED", -1),
     ]
     assert count_verified(fleet, 4, "now") == 1
     assert behind(fleet, 4, "now") == ["old", "of another timeline", "new"]
@@ -257,6 +267,14 @@ def test_a_replica_that_refuses_again_and_again_is_tried_less_and_less_often() -
     assert next_backoffs([], backoffs, 0.0) == {}
 
 
+def test_what_a_replica_did_in_a_row_ends_when_it_does_well() -> None:
+    streaks: dict[str, int] = {}
+    streaks = next_streaks(streaks, well=["a"], ill=["b", "c"])
+    streaks = next_streaks(streaks, well=["c"], ill=["b"])
+    assert streaks == {"b": 2}
+    assert next_streaks(streaks, well=["a"], ill=["c"]) == {"b": 2, "c": 1}  # of b nothing was heard
+
+
 @pytest.mark.parametrize(
     ("counts", "condemned"),
     [
@@ -269,7 +287,7 @@ def test_a_replica_that_refuses_again_and_again_is_tried_less_and_less_often() -
 )
 def test_a_run_too_many_of_whose_prompts_failed_ends_as_an_error(counts: dict[str, int], condemned: bool) -> None:
     assert (at(counts=counts) is Action.CONDEMN) == condemned
-    assert at(counts=counts, stop=True) is Action.STOP
+    assert at(counts=counts, stop=True, saved=True) is Action.STOP
 
 
 def test_the_error_says_how_many_failed_and_what_to_do() -> None:
@@ -286,3 +304,21 @@ def test_a_run_that_trained_nothing_ends_as_an_error() -> None:
     assert decide(PLAN, dataclasses.replace(nothing, version=1, saved=True)).action is Action.FINISH
     # a validation of the initial model was all that it took
     assert decide(PLAN, dataclasses.replace(nothing, target_reached=True)).action is Action.FINISH
+
+
+def test_a_run_that_only_evaluates_ends_with_its_validation_however_long_that_takes() -> None:
+    config = Config.model_validate(
+        {"data": {"evaluate": {"validation": None}}, "grpo": {"val_period": 0, "val_at_end": True}}
+    )
+    plan = Plan.of(config, can_validate=True)
+    begun = dataclasses.replace(AT_WORK, version=0, refitted=False, reply=None)
+
+    def then(**changes: object) -> Action:
+        return decide(plan, dataclasses.replace(begun, **changes)).action
+
+    assert then() is Action.REFIT
+    assert then(refitted=True) is Action.VALIDATE
+    asked = {"refitted": True, "validated": True}
+    assert then(**asked, validating=0, awaited_since=-1e9) is Action.AWAIT_VALIDATION
+    assert then(**asked, validating=0, healthy=0) is Action.WAIT
+    assert then(**asked) is Action.FINISH

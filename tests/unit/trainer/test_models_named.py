@@ -10,6 +10,7 @@ import pytest
 from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace_services.trainer.control.context import Dependencies
+from headrace_services.trainer.demo_models.tiny import make_tokenizer
 from headrace_services.trainer.main import main
 
 OPD = {"adv_estimator": {"name": "opd", "teacher_model_name": "./no-such-teacher"}}
@@ -23,8 +24,17 @@ def complaint(tmp_path: Path, **sections: Any) -> str:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
+    make_tokenizer().save_pretrained(model)
     run = {"id": "r", "dir": str(tmp_path)}
-    sections = {"run": run, "trainer": {"port": 0}, "policy": {"model_name": str(model)}, **sections}
+    data = {"train": {"dataset_name": "arithmetic", "env_name": "math", "size": 10}}
+    given = {
+        "run": run,
+        "trainer": {"port": 0},
+        "policy": {"model_name": str(model)},
+        "data": data,
+        "env": {"math": {}},
+    }
+    sections = given | sections
     with pytest.raises(ServiceError) as caught:
         main(Config.model_validate(sections), Dependencies(replay=buffer))
     return str(caught.value)

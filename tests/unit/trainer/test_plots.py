@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_services.trainer.telemetry.journal import Kind, Line
+from headrace.journal import Kind, Line
 from headrace_services.trainer.telemetry.metric_names import unknown
 from headrace_services.trainer.telemetry.plots import CHARTS, POINTS, render_page, write_page
 
@@ -73,7 +74,7 @@ def test_a_page_needs_nothing_from_elsewhere_and_shows_what_there_is() -> None:
         "step 9: 0.75",
         *(f"step {step}: 1.001" for step in range(10)),
     ]
-    assert "reward 0.900, accuracy 0.750 at version 9" in page
+    assert "reward 0.900, held-out accuracy 0.750 at version 9" in page
 
 
 def test_a_run_without_a_step_has_a_page() -> None:
@@ -86,6 +87,13 @@ def test_a_run_without_a_step_has_a_page() -> None:
 def test_an_alarm_stands_above_the_curves() -> None:
     assert "disagree" in render_page([line(3, reward=0.0, train_inference_alarm=1.0)], "run")
     assert "disagree" not in render_page([line(3, reward=0.0, train_inference_alarm=0.0)], "run")
+
+
+def test_the_page_says_what_prompts_failed_of() -> None:
+    page = render_page([line(3, reward=0.0, failed_prompts=2.0)], "run", "2 prompts failed: 2 x <b>\x1b[2J")
+    assert r"2 prompts failed: 2 x &lt;b&gt;\x1b[2J" in page
+    assert "Failed prompts" in page
+    assert 'class="failures"' not in render_page([line(3, reward=0.0)], "run")
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:
@@ -136,3 +144,34 @@ def test_ticks_are_round_numbers_around_the_values(low: float, high: float, tick
 def test_a_page_is_written_whole(tmp_path: Path) -> None:
     write_page([line(0, reward=0.5)], tmp_path / "curves.html", "run")
     assert [path.name for path in tmp_path.iterdir()] == ["curves.html"]
+
+
+def test_each_reward_component_has_a_curve_under_its_name_whatever_it_is() -> None:
+    names = ["correct", "it's <b>", *(f"c{number}" for number in range(9))]
+    lines = [line(step, **{f"reward/{name}": float(step) for name in names}) for step in range(3)]
+    page = render_page([replace(one, metrics={"reward": 0.0, **one.metrics}) for one in lines], "run")
+    parsed(page)
+    assert "Reward components" in page
+    assert "c0 <b>2</b>" in page
+    assert "5 more are in metrics.jsonl" in page
+
+
+def test_accuracy_is_called_by_what_it_is() -> None:
+    steps = [line(0, reward=0.5), line(0, "validation", accuracy=0.5, partial_credit=0.25)]
+    page = render_page(steps, "run")
+    assert "held-out mean reward 0.500 at version 0" in page
+    assert "held-out mean reward <b>0.5</b>" in page
+    assert "accuracy" not in page
+
+
+def test_the_first_step_after_a_start_does_not_flatten_what_took_time() -> None:
+    name = "timing/train/wait_for_generation"
+    steps = [line(step, reward=0.5, **{name: 100.0 if step in (0, 3) else 1.0}) for step in range(6)]
+    lines = [
+        replace(one, metrics=one.metrics | {"efficiency/init/total_s": 9.0}) if one.step in (0, 3) else one
+        for one in steps
+    ]
+    titles = [title for _, _, title in POINT.findall(render_page(lines, "run"))]
+    assert [title for title in titles if title.endswith((": 1", ": 100"))] == [
+        f"step {step}: 1" for step in (1, 2, 4, 5)
+    ]

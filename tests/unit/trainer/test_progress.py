@@ -11,7 +11,7 @@ import pytest
 
 from headrace_services.trainer.control.context import TrainerContext
 from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.progress import Beat, Progress, silent_ranks
+from headrace_services.trainer.progress import Heartbeat, Progress, silent_ranks
 
 
 def test_idle_is_never_silence_and_each_mark_is_a_sign_of_life() -> None:
@@ -45,7 +45,7 @@ def test_idle_is_never_silence_and_each_mark_is_a_sign_of_life() -> None:
 def test_the_rank_whose_process_stands_still_is_named_before_one_that_is_behind(
     before: list[tuple[int, int]], after: list[tuple[int, int]], silent: list[int]
 ) -> None:
-    assert silent_ranks([Beat(*beat) for beat in before], [Beat(*beat) for beat in after]) == silent
+    assert silent_ranks([Heartbeat(*beat) for beat in before], [Heartbeat(*beat) for beat in after]) == silent
 
 
 def test_all_that_the_loop_has_torch_do_is_watched() -> None:

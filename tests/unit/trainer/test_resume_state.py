@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pyroaring import BitMap
 
 from headrace.errors import ServiceError
 from headrace_services.trainer.control.checkpoint import CheckpointState, Ledger
-from headrace_services.trainer.control.resume import ResumeState, lost_writes, restore_reason
+from headrace_services.trainer.control.resume import ResumeState, check_prompts, lost_writes, restore_reason
 from tests.unit.trainer.loop_cases import run_state
 
 CHECKPOINT = CheckpointState(version=4, timeline="line", incarnation="home", cursor=8, run_id="r")
@@ -62,3 +64,14 @@ def test_a_buffer_that_lost_writes_is_told_from_one_that_another_trainer_took_ov
         enqueued=20, refill=False, previous_timeline="before",
     )  # fmt: skip
     assert lost_writes(resumed, run_state(**changes), reserved=7) is lost
+
+
+def test_other_prompts_than_those_of_the_checkpoint_are_refused() -> None:
+    folder = Path("runs/r/checkpoints/step_4")
+    check_prompts(CHECKPOINT, folder, "now")  # of a build that took no digest
+    taken = CHECKPOINT.model_copy(update={"prompts": "then"})
+    check_prompts(taken, folder, "then")
+    with pytest.raises(
+        ServiceError, match=r"Put it back; or start a new run .*policy\.model_name=runs/r/checkpoints/step_4/policy"
+    ):
+        check_prompts(taken, folder, "now")

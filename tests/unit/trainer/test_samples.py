@@ -10,15 +10,14 @@ import pytest
 from rich.console import Console
 
 from headrace.errors import ServiceError
+from headrace.samples import SampleFiles, sample_of
 from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.samples import (
-    SampleFiles,
     as_markdown,
     choose,
     show,
     training_record,
-    validation_record,
 )
 
 PROMPT = Group(
@@ -127,11 +126,12 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_pa
 )
 def test_the_best_and_the_worst_are_shown(count: int, chosen: list[float]) -> None:
     rewards = [0.25, 1.0, 0.0, 0.5, 0.75]
-    assert [record["rewards"] for record in choose([{"rewards": reward} for reward in rewards], count)] == chosen
+    samples = [sample_of(PROMPT, TRAJECTORY, Score("SCORED", reward)) for reward in rewards]
+    assert [sample.reward for sample in choose(samples, count)] == chosen
 
 
 def test_a_block_shows_prompt_answer_and_reward_as_they_are() -> None:
-    one = validation_record(4, PROMPT, TRAJECTORY, SCORE)
+    one = sample_of(PROMPT, TRAJECTORY, SCORE)
     plain, coloured = io.StringIO(), io.StringIO()
     show(Console(file=plain, width=100), "validation of version 4", [one])
     show(Console(file=coloured, width=100, force_terminal=True), "validation of version 4", [one])

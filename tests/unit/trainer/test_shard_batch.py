@@ -6,7 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import Config
-from headrace_services.trainer.control.rank import shard_batch, split_evenly, split_groups
+from headrace_services.trainer.control.rank import TrainerRank, shard_batch, split_evenly, split_groups
+from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.telemetry.metrics import Scored
+from tests.support.trainer import batch, on_ranks, trajectory
 from tests.unit.trainer.loop_cases import reservation
 
 
@@ -30,6 +33,19 @@ def test_every_optimizer_step_is_shared_out_by_itself() -> None:
     lengths = [9, 1, 1, 9, 5, 5]
     shares = shard_batch(reservation("a", "b", "c", lengths=lengths), configured(False, optimizer_step=2), ranks=2)
     assert [[place // 2 for place in share] for share in shares] == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_what_environments_said_comes_together_in_the_batchs_order() -> None:
+    whole = batch([trajectory([1], [2]) for _ in range(4)], components=[{"c": float(place)} for place in range(4)])
+
+    def scored(ranks: Ranks) -> list[Scored]:
+        rank = TrainerRank(configured(share_prompts=False), ranks, lambda keys: [])
+        rank._batch = whole.take([[3, 0], [2, 1]][ranks.rank])
+        return rank.scored()
+
+    lead, other = on_ranks(scored, 2)
+    assert [score.components["c"] for score in lead] == [0, 1, 2, 3]
+    assert [score.components["c"] for score in other] == [1, 2]
 
 
 def test_prompts_that_are_shared_keep_a_group_on_one_rank() -> None:

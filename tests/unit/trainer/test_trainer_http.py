@@ -8,10 +8,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from headrace.config import Config
+from headrace.journal import Journal
+from headrace.samples import SampleFiles
 from headrace_services.trainer.progress import Progress
 from headrace_services.trainer.telemetry import http
 from headrace_services.trainer.telemetry.http import build_app
-from headrace_services.trainer.telemetry.journal import Journal
+from tests.support.stored_samples import hostile_sample, sample, write
 
 
 async def ready() -> str | None:
@@ -20,7 +22,8 @@ async def ready() -> str | None:
 
 def test_the_curves_are_those_of_the_surviving_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config.model_validate({"run": {"id": "adder", "dir": str(tmp_path)}})
-    client = TestClient(build_app(config, ready, Progress()))
+    failures = ""
+    client = TestClient(build_app(config, ready, Progress(), lambda: failures))
     assert "No step has been trained yet" in client.get("/").text
     journal = Journal(config.run_folder / "metrics.jsonl")
     for step in range(3):
@@ -34,6 +37,8 @@ def test_the_curves_are_those_of_the_surviving_history(tmp_path: Path, monkeypat
     with monkeypatch.context() as fault:
         fault.setattr(http, "render_page", None)
         assert client.get("/").text == page.text  # of an unchanged journal it is not drawn again
+    failures = "2 prompts failed"
+    assert failures in client.get("/").text
     assert (client.get("/healthz").status_code, client.get("/readyz").status_code) == (200, 503)
 
 
@@ -53,3 +58,57 @@ def test_a_trainer_whose_work_stands_still_is_not_healthy(tmp_path: Path) -> Non
         assert "no progress for 701 s; trainer.collective_timeout_s is 700" in answer.json()["reason"]
         progress.mark()
         assert client.get("/healthz").status_code == 200
+
+
+def test_metrics_are_answered_where_they_are_asked_for(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"id": "adder", "dir": str(tmp_path)}})
+    client = TestClient(build_app(config, ready, Progress()), follow_redirects=False)
+    for path in ("/metrics", "/metrics/"):
+        answer = client.get(path)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/plain")
+        assert answer.text.startswith("# HELP")
+    assert client.get("/metrics", headers={"accept": "application/openmetrics-text"}).text.endswith("# EOF\n")
+
+
+HOSTILE = "\x1b[2J</pre><script>x</script>\u202e&amp;\"'"
+SHOWN = "\\x1b[2J&lt;/pre&gt;&lt;script&gt;x&lt;/script&gt;\\u202e&amp;amp;&quot;&#x27;"
+
+
+def test_samples_are_picked_by_step_order_and_prompt(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"id": "adder", "dir": str(tmp_path)}})
+    client = TestClient(build_app(config, ready, Progress()))
+    assert "step: none yet: 0 groups" in client.get("/samples").text
+    logs = config.log_folder
+    write(logs, "train", 3, [sample("older")])
+    prompt = ({"role": "user", "content": "7+7"},)
+    write(logs, "train", 4, [sample("low", 0, 0.0, messages=prompt), sample("high", 0), sample("high", 1, 0.5)])
+    write(logs, "val", 2, [sample("held-out", finish_reason="length")])
+    SampleFiles(logs, None).write("val_failed", 2, [{"group": "refused", "reason": "no such sum"}])
+    newest = client.get("/samples")
+    assert "step 4: 2 groups" in newest.text
+    assert "high <" in newest.text
+    assert "form-action 'self'" in newest.headers["content-security-policy"]
+    assert "script" not in newest.headers["content-security-policy"]
+    assert newest.text.index("low <") < newest.text.index("high <")
+    best = client.get("/samples", params={"of": "train-4", "order": "best"}).text
+    assert best.index("high <") < best.index("low <")
+    assert "high <" not in client.get("/samples", params={"text": "7+7"}).text
+    assert "older <" in client.get("/samples", params={"of": "train-3"}).text
+    assert "2 tokens, truncated" in client.get("/samples", params={"of": "val"}).text
+    gone = client.get("/samples", params={"of": "train-9"})
+    assert gone.status_code == 404
+    assert "keep_step_data" in gone.json()["detail"]
+    SampleFiles(logs, None).path("train", 3).write_bytes(b"damaged")
+    assert client.get("/samples", params={"of": "train-3"}).status_code == 500
+    assert '<a href="/samples">' in client.get("/").text
+
+
+def test_what_others_wrote_is_no_markup_on_the_page_of_samples(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"id": "adder", "dir": str(tmp_path)}})
+    client = TestClient(build_app(config, ready, Progress()))
+    hostile = hostile_sample(HOSTILE, reward=None, reason=HOSTILE)
+    SampleFiles(config.log_folder, None).append_failed([hostile])  # type: ignore[list-item]
+    page = client.get("/samples", params={"of": "failed", "text": HOSTILE}).text
+    assert page.count(SHOWN) == 11
+    assert not any(part in page for part in ("<script", "\x1b", "\u202e", '&"'))

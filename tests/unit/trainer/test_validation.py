@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from headrace.replay import Evaluated
 from headrace.trajectory import Score, Span
 from headrace_services.trainer.control.validation import reaches_target, summarize
+from headrace_services.trainer.telemetry.metric_names import unknown
 from tests.unit.trainer.loop_cases import group, trajectory
 
 
@@ -32,6 +34,27 @@ def test_pass_k_is_the_share_of_prompts_that_any_completion_solves() -> None:
     rewards = [(0.0, 1.0), (0.0, 0.0), (-1.0, 0.5), (-1.0, -1.0)]
     metrics = summarize([evaluated("a", of_prompt, 3) for of_prompt in rewards], failed=0, pending=0)
     assert (metrics["pass_k"], metrics["accuracy"]) == (0.5, -1.5 / 8)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "partial"),
+    [([0.0, 1.0, 1.0], 0.0), ([0.5, 1.0], 0.5), ([-1.0, 1.0], 0.5)],
+    ids=["right", "half", "scaled"],
+)
+def test_accuracy_is_a_mean_reward_where_rewards_are_not_0_or_1(rewards: list[float], partial: float) -> None:
+    metrics = summarize([evaluated(str(i), [reward], 3) for i, reward in enumerate(rewards)], failed=0, pending=0)
+    assert metrics["partial_credit"] == partial
+    assert metrics["reward_std"] == pytest.approx(statistics.pstdev(rewards))
+    assert unknown(metrics) == []
+
+
+def test_reward_components_and_scoring_times_are_of_the_held_out_prompts_too() -> None:
+    base = evaluated("a", [0.0], 4)
+    score = Score("SCORED", 1.5, {"format": 0.5}, timings={"waiting": 2.0, "environment": 0.25})
+    one = Evaluated(base.group, ((base.trajectories[0][0], score),))
+    metrics = summarize([one], failed=0, pending=0)
+    assert (metrics["reward/format"], metrics["reward_std/format"]) == (0.5, 0.0)
+    assert (metrics["scoring_wait/e"], metrics["scoring_time/e"]) == (2.0, 0.25)
 
 
 @pytest.mark.parametrize(

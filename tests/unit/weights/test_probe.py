@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.weights.probe import choose_token_ids, largest_difference
+from headrace.weights.probe import choose_token_ids
 
 
 def row(*values: float) -> np.ndarray:
@@ -28,23 +28,3 @@ def test_excluded_ids_do_not_occur() -> None:
 def test_a_probe_that_proves_nothing_is_refused(vocabulary: int, length: int, exclude: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="probe"):
         choose_token_ids(vocabulary, length, exclude=exclude)
-
-
-def test_the_largest_difference_is_absolute() -> None:
-    assert largest_difference(row(-1, -2, -3), row(-1.5, -1, -3)) == 1.0
-    assert largest_difference(row(-1), row(-1)) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (row(np.nan), row(-1)),
-        (row(-1), row(np.nan)),
-        (row(np.nan), row(np.nan)),
-        (row(-np.inf), row(-np.inf)),
-        (row(-1, -2), row(-1)),
-        (row(), row()),
-    ],
-)
-def test_what_can_not_be_compared_never_agrees(ours: np.ndarray, theirs: np.ndarray) -> None:
-    assert largest_difference(ours, theirs) == float("inf")

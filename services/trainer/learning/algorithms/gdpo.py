@@ -16,6 +16,7 @@ from headrace.config.algorithm import RewardScalingConfig
 from headrace.errors import ServiceError
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.algorithms.grpo import baseline_metrics, group_advantages, mean_and_std
+from headrace_services.trainer.learning.algorithms.statistics import all_equal
 from headrace_services.trainer.learning.batch import Batch, Float64
 from headrace_services.trainer.learning.rewards import scale_rewards
 
@@ -38,14 +39,16 @@ def advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
     components = scaled_components(
         [row[1] for row in everyone], [row[2] for row in everyone], weights, grpo.reward_scaling
     )
-    total = np.zeros(1)
+    total, equal = np.zeros(1), np.ones(batch.size // grpo.num_generations_per_prompt, dtype=np.bool_)
     for weight, name in zip(weights or [1.0] * len(components), sorted(components), strict=True):
         groups = components[name].reshape(-1, grpo.num_generations_per_prompt)
         of_component = group_advantages(groups, leave_one_out=grpo.leaves_one_out, normalize=grpo.normalizes)
         total = total + weight * of_component.ravel()
+        equal &= all_equal(groups) | (weight == 0)
     mean, std = mean_and_std(total)
     batch.advantages = batch.per_token((total - mean) / (std if std > 0 else 1.0))
-    return baseline_metrics(config, batch.of_all_ranks(batch.rewards, ranks))
+    metrics = baseline_metrics(config, batch.of_all_ranks(batch.rewards, ranks))
+    return metrics | {"groups_without_spread": float(equal.mean())}
 
 
 def scaled_components(

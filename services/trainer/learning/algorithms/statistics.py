@@ -13,7 +13,7 @@ import numpy as np
 from headrace.config.loss import LossConfig
 from headrace.errors import ServiceError
 from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.learning.batch import Batch, Float32, Float64
+from headrace_services.trainer.learning.batch import Batch, Bool, Float32, Float64
 
 SMALLEST_VARIANCE = 1e-8
 # NeMo RL's clamps for the penalty in rewards, independent of those in the loss
@@ -111,3 +111,8 @@ def token_metrics(batch: Batch, name: str, tokens: Float64, ranks: Ranks) -> dic
         "max": table[:, 3].max() if count else 0.0,
     }
     return {f"{name}/{key}": float(value) for key, value in found.items()}
+
+
+def all_equal(groups: Float64) -> Bool:
+    """[P]: of which rows of `groups` [P, n] all values are equal."""
+    return (groups == groups[:, :1]).all(axis=1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_services.trainer.files import atomic_write
+from headrace.files import atomic_write
 
 
 def test_a_writer_that_dies_leaves_what_was_there_and_the_next_one_replaces_it(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.errors import ServiceError
+from headrace.files import cut_torn_line
 
 JOURNAL = "metrics.jsonl"  # in the run's folder
 SEGMENT_BYTES = 64 << 20
@@ -69,7 +70,7 @@ class Journal:
         self.path = path
         self._segment_bytes = segment_bytes
         path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(path)
+        cut_torn_line(path)
 
     def append(
         self, kind: Kind, step: int, timeline: str, metrics: Mapping[str, float], orders: Sequence[int] = ()
@@ -120,16 +121,6 @@ def size(path: Path) -> int:
 def _older(path: Path) -> list[Path]:
     """The segments that are full, oldest first."""
     return sorted(path.parent.glob(f"{path.stem}.[0-9][0-9][0-9][0-9][0-9][0-9]{path.suffix}"))
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Remove the half line that a process killed in the middle of a write leaves, so that the next line is not appended to it."""
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
 
 
 def parse_lines(text: str, where: str) -> Iterator[Line]:

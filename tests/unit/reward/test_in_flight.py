@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from headrace_services.replay.room import Room
+from headrace_services.replay.in_flight import InFlightLimit
 
 
-def stated(capacity: int, calls: int = 0, most: int = 64) -> Room:
-    room = Room()
+def stated(capacity: int, calls: int = 0, most: int = 64) -> InFlightLimit:
+    room = InFlightLimit()
     room.state(capacity, calls, most, 60.0)
     return room
 
 
 def test_until_the_hub_has_said_more_one_trajectory_goes_out() -> None:
-    room = Room()
+    room = InFlightLimit()
     assert (room.free, room.batch) == (1, 1)
     room.send(1)
     assert room.free == 0

@@ -24,6 +24,32 @@ from tests.support.buffer import (
 )
 
 Contents = list[tuple[bytes, bytes]]  # keys with their values as DUMP gives them
+# What a run holds but the count of refusals, which a refused call adds to.
+DIGEST = """
+local parts = {}
+local function add(key, values, together)
+  for i = 1, #values, together do parts[#parts + 1] = table.concat({key, values[i], values[i + together - 1]}, '=') end
+end
+for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
+  local kind = redis.call('TYPE', key).ok
+  if kind == 'hash' and string.sub(key, -9) ~= ':refusals' then
+    local fields, kept = redis.call('HGETALL', key), {}
+    for i = 1, #fields, 2 do
+      -- any call may write down what the time is
+      if key .. '*' ~= ARGV[1] or fields[i] ~= 'clock' and fields[i] ~= 'offset' then
+        kept[#kept + 1], kept[#kept + 2] = fields[i], fields[i + 1]
+      end
+    end
+    add(key, kept, 2)
+  elseif kind == 'set' then
+    add(key, redis.call('SMEMBERS', key), 1)
+  elseif kind ~= 'hash' then
+    parts[#parts + 1] = key .. redis.call('DUMP', key)
+  end
+end
+table.sort(parts)
+return redis.sha1hex(table.concat(parts, '\\0'))
+"""
 # Nothing falls due while the calls are tried: a call that finds a deadline passed acts on it, refused or not.
 AGES_S = 1e7
 
@@ -60,7 +86,9 @@ async def held(redis: Redis) -> Contents:
     return list(zip(keys, await pipe.execute(), strict=True))
 
 
-class _Recorder(BufferConnection):
+class Recorder(BufferConnection):
+    """A connection that keeps every call of a function."""
+
     def __init__(self, redis: Redis, run_id: str) -> None:
         super().__init__(redis, run_id)
         self.calls: dict[str, list[Call]] = {}
@@ -80,9 +108,15 @@ class _Recorder(BufferConnection):
 
 
 async def record(redis: Redis, run_id: str) -> dict[str, list[Call]]:
-    """The calls of a small run, by function: groups in every state, two replicas, validation, a rewind and a restore."""
+    """The calls of a small run, by function."""
     replay = ReplayClient(redis, run_id)
-    recorder = replay._connection = _Recorder(redis, run_id)
+    recorder = replay._connection = Recorder(redis, run_id)
+    await run(replay)
+    return recorder.calls
+
+
+async def run(replay: ReplayClient) -> None:
+    """A small run: groups in every state, two replicas, validation, a rewind and a restore."""
     timeline = (await replay.open_run(LIMITS)).timeline
     replicas = [nonce(), nonce()]
     for replica in replicas:
@@ -112,6 +146,8 @@ async def record(redis: Redis, run_id: str) -> dict[str, list[Call]]:
     wanted = await replay.wanted()
     await replay.enqueue([make_group(order) for order in wanted], timeline, refill=True)
     await replay.close(timeline)
+    await replay.disagreements(0, timeline, {replicas[0]: 1.001, replicas[1]: 2.5})
+    await replay.quarantine(replicas[1], timeline, "its log-probabilities stand apart")
     await replay.deregister(replicas[1])
     again = await replay.rewind(1, nonce())
     await refit(replay, 1, replicas[:1])
@@ -121,7 +157,6 @@ async def record(redis: Redis, run_id: str) -> dict[str, list[Call]]:
     missing = range(2, again.enqueued + 1)
     await replay.enqueue([make_group(order) for order in missing], state.timeline, refill=True)
     await replay.refilled(state.timeline)
-    return recorder.calls
 
 
 async def _generate(replay: ReplayClient, replicas: list[str]) -> None:
@@ -134,9 +169,9 @@ async def _generate(replay: ReplayClient, replicas: list[str]) -> None:
     await replay.reject(fourth, "too long")
     await replay.abandon(first, 2, "no end token")
     await push_all(replay, others[-1])  # the one that the next step needs last: what failed to be scored waits a while
-    await replay.take_scoring("scorer", {"math": 1})
+    await replay.take_scoring({"math": 1})
     await replay.release_scoring()
-    job, *others_taken = await replay.take_scoring("scorer", {"math": 2})
+    job, *others_taken = await replay.take_scoring({"math": 2})
     await replay.renew_scoring([job, *others_taken])
     await replay.score(job, Score("FAILED", message="the environment fell over"))
     await replay.release_scoring()

@@ -16,7 +16,7 @@ _INCREASE = 1 / 16
 
 
 @dataclasses.dataclass
-class Room:
+class InFlightLimit:
     """The trajectories and calls that one environment has, and may have: additive increase and multiplicative decrease below its capacity.
 
     `capacity` is in trajectories, `calls` in Score calls (0: any number), `timeout_s` of one call, as the hub states them. Until it

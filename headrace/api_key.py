@@ -1,0 +1,45 @@
+"""The key of a model that is served beyond the loopback interface (`headrace serve`)."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from typing import Any
+
+VARIABLE = "VLLM_API_KEY"
+_OPEN = ("/health", "/ping")
+
+
+class KeyGuard:
+    """ASGI middleware of vLLM's server: every request presents the key in `VLLM_API_KEY` as `Authorization: Bearer KEY`, but those that ask
+    whether the server is alive. vLLM asks for it under some paths alone."""
+
+    def __init__(self, app: Any) -> None:
+        """Raises `KeyError` without a key."""
+        self._app = app
+        self._key = os.environ[VARIABLE].encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan" or self._admits(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            body = json.dumps(
+                {"error": {"message": "give the API key as `Authorization: Bearer KEY`", "code": 401}}
+            ).encode()
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"www-authenticate", b"Bearer"),
+            ]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _admits(self, scope: Any) -> bool:
+        if scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and scope["path"] in _OPEN:
+            return True
+        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)

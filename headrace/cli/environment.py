@@ -1,0 +1,94 @@
+"""`headrace environment`: serve a custom environment. The environments that `headrace up` starts, and how it starts them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import headrace
+from headrace import environment_file
+from headrace.addresses import LOOPBACK
+from headrace.cli.common import log_lines
+from headrace.cli.runs import token_file
+from headrace.cli.supervisor import Child, child_environ
+from headrace.config import Config
+from headrace.errors import ConfigError
+
+# How an environment that `headrace up` starts is told what to serve.
+_NAME, _HOST, _PORT, _TOKEN_FILE = (f"ENVIRONMENT_{what}" for what in ("NAME", "HOST", "PORT", "TOKEN_FILE"))
+
+
+def environment(
+    target: Annotated[
+        str, typer.Argument(metavar="FILE.py:CLASS", help="A subclass of headrace.Environment.", show_default=False)
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, envvar=_PORT, help="0 takes a free one, and logs it.")],
+    host: Annotated[str, typer.Option(envvar=_HOST, help="Where it listens.")] = LOOPBACK,
+    token_file: Annotated[
+        str | None,
+        typer.Option(envvar=_TOKEN_FILE, help="Has a line `environment NAME TOKEN`.", show_default=False),
+    ] = None,
+    tls_cert: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
+    tls_key: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
+) -> None:
+    """Serve a custom environment over gRPC until SIGTERM or Ctrl-C, as headrace.serve does."""
+    log_lines()
+    headrace.serve(environment_file.load(target), port, host, token_file=token_file, tls_cert=tls_cert, tls_key=tls_key)
+
+
+def check(config: Config) -> None:
+    """Refuse environments that `headrace up` can't start: a file, class or program that isn't there. Raises `ConfigError`."""
+    for name, env in config.env.items():
+        if env.command is not None and shutil.which(env.command[0]) is None:
+            raise ConfigError(
+                f"env.{name}.command {env.command[0]!r}: no such program; give its path, as seen from this folder"
+            )
+        if env.is_started and env.target is not None:
+            try:
+                environment_file.check(env.target)
+            except ConfigError as error:
+                raise ConfigError(f"env.{name}.target {error}") from error
+
+
+def described(config: Config) -> Iterator[str]:
+    """A line about each environment that runs in a process of its own."""
+    for name, env in config.env.items():
+        if env.command is not None:
+            yield f"environment {name}: `headrace up` starts {shlex.join(env.command)}"
+        elif env.is_started:
+            yield f"environment {name}: `headrace up` serves {env.target}"
+        elif env.is_served:
+            yield f"environment {name}: {env.target}, which the run waits for if it isn't there"
+
+
+def children(config: Config, logs: Path) -> dict[str, Child]:
+    """The processes of the environments that `headrace up` starts, by name. Their ports are settled.
+
+    A program is told by ENVIRONMENT_* where to listen and which token to ask for, and gets the user's own environment otherwise.
+    """
+    started = {}
+    for name, env in config.env.items():
+        if not env.is_started:
+            continue
+        told = {_NAME: name, _HOST: LOOPBACK, _PORT: str(env.port), _TOKEN_FILE: str(token_file(config, name))}
+        own = child_environ(os.environ)
+        if env.command is not None:
+            argv = list(env.command)
+            # a user's program finds its modules as it does without us
+            own = {**own, "PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH", "")}
+            source = None
+        else:
+            source = environment_file.path_of(str(env.target))
+            argv = [sys.executable, "-m", "headrace.cli", "environment", str(env.target)]
+        label = f"environment-{name}"
+        started[name] = Child(
+            label, argv, logs / f"{label}.log", environ={**own, **told}, is_user_code=True, source=source
+        )
+    return started

@@ -1,0 +1,331 @@
+"""`headrace eval`: what a model earns on data sets, in the pipeline that trained it: the same sampling, environments and retries."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from headrace.addresses import LOOPBACK
+from headrace.cli import runs, weights
+from headrace.cli.common import WIDTH, cell, plain_table, say
+from headrace.cli.pipeline import Pipeline, StoppedBySignal, check, open_display, settled
+from headrace.cli.weights import NamedModel
+from headrace.config import Config, load
+from headrace.config.compare import diff
+from headrace.config.data import OWN, DataSourceConfig, HubName
+from headrace.config.explain import explain
+from headrace.errors import ConfigError, ServiceError
+from headrace.evaluation import THRESHOLD, DataSetReport, report
+from headrace.files import atomic_write
+from headrace.printable import printable
+from headrace.samples import SampleFiles
+from headrace.service import bind
+
+FOLDER = "evals"  # in the run's folder
+# what a data set on the command line takes from those of the run
+_SHARED = ("env_name", "input_key", "output_key", "prompt_file", "system_prompt", "system_prompt_file")
+_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN[@STEP]|DIR|MODEL",
+            help="A run and which of its checkpoints: `latest` (the default), `best`, a number, 0 for the initial model. Or a model's "
+            "directory, or its name on the hub, with --config.",
+            show_default=False,
+        ),
+    ],
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[DATA]…",
+            help="`validation` (the default) and `train` of the run, JSONL files, data sets of the hub (gsm8k, owner/name).",
+            show_default=False,
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Completions of each prompt.")] = 1,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help="0 is greedy; else policy.generation.val_temperature of the run.", show_default=False
+        ),
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="The reward from which on a completion has passed.")] = THRESHOLD,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            "-c",
+            help="The YAML whose environments and sampling are used, else the run's own.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="key=value", help="Override a key of it; may be given several times.", show_default=False
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the results to FILE.", show_default=False)
+    ] = None,
+) -> None:
+    """Evaluate a model: pass@k, rewards and lengths on data sets, scored by the run's own environments.
+
+    Every service starts as for a run, with a folder of its own under the run's `evals/`, and stops in the end or on Ctrl-C.
+    """
+    found = weights.find(model)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise ConfigError(f"--json {output}: there is no folder {output.absolute().parent}")
+    asked, place = _configuration(found, config, overrides or ())
+    evaluation = evaluation_config(
+        asked,
+        found,
+        data_sets(data or [OWN[0]], asked, overrides or ()),
+        samples=samples,
+        temperature=temperature,
+        place=place,
+        now=datetime.datetime.now(),
+    )
+    refuse_ignored(overrides or (), asked, evaluation)
+    check(evaluation)
+    _ask(evaluation, found)
+    files = SampleFiles(evaluation.log_folder, evaluation.logger.keep_step_data)
+    reports = report(files.read("val", 0), files.read("val_failed", 0), threshold)
+    results = {
+        "model": found.name,
+        "samples": samples,
+        "temperature": validation_temperature(evaluation),
+        "threshold": threshold,
+        "folder": str(evaluation.run_folder),
+        "data_sets": {name: dataclasses.asdict(each) for name, each in reports.items()},
+    }
+    if output is not None:
+        _write(output, results)
+    Console(width=WIDTH).print(table(found.name, reports))
+    typer.echo(f"completions: {files.path('val', 0)}")
+    for line in failures(reports):
+        typer.echo(line, err=True)
+    empty = [name for name, each in reports.items() if not each.evaluated]
+    if empty or not reports:
+        raise ServiceError(
+            f"no prompt of {', '.join(empty) or 'any data set'} was evaluated; {evaluation.run_folder} holds the logs"
+        )
+
+
+def _configuration(found: NamedModel, given: Path | None, overrides: Sequence[str]) -> tuple[Config, Path]:
+    """The configuration under which is evaluated, and where the evaluation's folder is made."""
+    if found.run is not None:
+        folder = found.run.config.run_folder
+        return load(given or folder / runs.SAVED, overrides), folder / FOLDER
+    if given is None:
+        raise ConfigError(
+            f"{found.name}: there is no run of this name here; to evaluate a model that no run made, give --config FILE, the YAML of a run "
+            "with the environments and the sampling to use"
+        )
+    config = load(given, overrides)
+    return config, Path(config.run.dir) / FOLDER
+
+
+# -- what is asked
+
+
+def data_sets(names: Sequence[str], config: Config, overrides: Sequence[str]) -> dict[str, dict[str, Any] | None]:
+    """`data.evaluate` for the data sets that the command line names. Raises `ConfigError` for one that there is not."""
+    found: dict[str, dict[str, Any] | None] = {}
+    for name in names:
+        label, source = _data_set(name, config, overrides)
+        numbers = (f"{label}-{number}" for number in range(2, len(names) + 1))
+        found[label if label not in found else next(free for free in numbers if free not in found)] = source
+    return found
+
+
+def _data_set(name: str, config: Config, overrides: Sequence[str]) -> tuple[str, dict[str, Any] | None]:
+    data = config.data
+    if name in OWN:
+        held_out = bool(data.validation) or any(source.split_validation_size for source in data.train)
+        if not (held_out if name == OWN[0] else data.train):
+            raise ConfigError(
+                f"{name}: the configuration has no data.{name}; name a JSONL file or a data set of the hub"
+            )
+        return name, None
+    label = runs.plain(Path(name).stem if Path(name).is_file() else name.rpartition("/")[2])[:56]
+    if Path(name).is_file():
+        source: dict[str, Any] = {"data_path": str(Path(name).absolute())}
+    elif name in get_args(HubName):
+        source = {"dataset_name": name}
+    elif _HUB.fullmatch(name) and not name.endswith((".jsonl", ".json")):
+        source = {"data_path": name}
+    else:
+        raise ConfigError(
+            f"{name}: no such data set; give {' or '.join(OWN)}, a JSONL file that is there, or one of the hub: "
+            f"{', '.join(get_args(HubName))}, owner/name"
+        )
+    shared = {key: _shared(name, key, config, overrides) for key in _SHARED}
+    # whole: what `data.default` says of another data set (its generator, its size) is not for this one
+    return label, DataSourceConfig.model_validate(source | shared).model_dump(mode="json")
+
+
+def _shared(name: str, key: str, config: Config, overrides: Sequence[str]) -> Any:
+    """What a data set takes from those of the run, which agree in it, unless it is overridden for all."""
+    data = config.data
+    default = getattr(data.default, key)
+    if any(override.partition("=")[0].strip() == f"data.default.{key}" for override in overrides):
+        return default
+    values = {getattr(source, key) for source in data.validation or data.train} or {default}
+    if len(values) > 1:
+        raise ConfigError(
+            f"{name}: the data sets of the run differ in {key} ({', '.join(sorted(map(repr, values)))}); say what holds for this one "
+            f"by --set data.default.{key}=VALUE"
+        )
+    return values.pop()
+
+
+def evaluation_config(
+    config: Config,
+    found: NamedModel,
+    evaluate: Mapping[str, dict[str, Any] | None],
+    *,
+    samples: int,
+    temperature: float | None,
+    place: Path,
+    now: datetime.datetime,
+) -> Config:
+    """The configuration of the run that asks these data sets: model, sampling, environments and deadlines of `config`, nothing that learns,
+    a buffer of its own, and this machine alone. Raises `ConfigError`."""
+    given = config.model_dump(mode="json")
+    here = {"host": LOOPBACK, "port": 0}
+    with bind(LOOPBACK, 0, "replay.redis_port") as free:
+        redis_port = free.getsockname()[1]
+    generation = given["policy"]["generation"]
+    if temperature is not None:
+        generation["val_temperature"] = temperature
+    values = {
+        "run": given["run"] | {"id": runs.new_id(found.name.rpartition("/")[2], now), "dir": str(place)},
+        "grpo": {
+            "seed": config.algorithm.seed,
+            "val_num_generations_per_prompt": samples,
+            "val_period": 0,
+            "val_at_end": True,
+        },
+        "loss_fn": {"reference_policy_kl_penalty": 0},
+        "policy": given["policy"] | {"model_name": _absolute(found.model), "train_global_batch_size": None},
+        "data": given["data"]
+        | {"evaluate": evaluate, "use_multiple_dataloader": False, "num_prompts_per_dataloader": None},
+        "env": given["env"],
+        "replay": given["replay"] | here | {"redis_url": None, "redis_host": LOOPBACK, "redis_port": redis_port},
+        "rollout": given["rollout"] | here | {"advertise_host": None},
+        "reward": given["reward"] | here | {"http_port": 0, "address": None},
+        "trainer": given["trainer"] | here,
+        "weight_channel": given["weight_channel"] | here,
+        "checkpointing": {"enabled": False},
+        "security": given["security"],
+    }
+    try:
+        evaluation = Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, lambda keys: "")) from error
+    if samples > 1 and validation_temperature(evaluation) == 0:
+        raise ConfigError(
+            f"--samples {samples} at temperature 0: all completions of a prompt would be the same; give --temperature, or --samples 1"
+        )
+    return runs.with_credentials(evaluation)
+
+
+def refuse_ignored(overrides: Sequence[str], given: Config, evaluation: Config) -> None:
+    """Raise `ConfigError` for an override that the evaluation doesn't follow, because it sets the key itself."""
+    changed = diff(given, evaluation)
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if any(f"{change.key}.".startswith(f"{key}.") for change in changed):
+            raise ConfigError(f"--set {override}: an evaluation sets {key} itself; leave this out")
+
+
+def validation_temperature(config: Config) -> float:
+    generation = config.policy.generation
+    return generation.temperature if generation.val_temperature is None else generation.val_temperature
+
+
+def _absolute(model: str) -> str:
+    return str(Path(model).absolute()) if Path(model).is_dir() else model
+
+
+# -- asking
+
+
+def _ask(config: Config, found: NamedModel) -> None:
+    """Run the pipeline until every prompt has ended. Raises `typer.Exit` after a signal."""
+    console = Console()
+
+    with runs.locked(config):
+        config, saved = settled(config)
+        say(console, f"evaluating {found.name} in {config.run_folder}")
+        try:
+            with open_display(console) as display:
+                asyncio.run(Pipeline(config, saved, display).run())
+        except StoppedBySignal as interrupted:
+            say(console, "stopped before all prompts were evaluated; there are no results")
+            raise typer.Exit(128 + interrupted.signum) from None
+
+
+# -- telling
+
+
+def _write(output: Path, results: Mapping[str, Any]) -> None:
+    try:
+        with atomic_write(output) as unfinished:
+            unfinished.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ServiceError(
+            f"--json {output}: can't be written ({error.strerror}); the completions are in {results['folder']}"
+        ) from error
+
+
+def table(title: str, reports: Mapping[str, DataSetReport]) -> Table:
+    """One row for each data set. Of the k of pass@k it shows the powers of two and the largest; JSON has all."""
+    largest = max((each.samples for each in reports.values()), default=0)
+    shown = [k for k in range(1, largest + 1) if k == largest or k & (k - 1) == 0]
+    made = plain_table(title=printable(title), title_justify="left")
+    columns = ["prompts", "failed", *(f"pass@{k}" for k in shown), "reward", "length", "truncated", "components"]
+    made.add_column("data set")
+    for column in columns:
+        made.add_column(column, justify="left" if column == "components" else "right")
+    for name, each in reports.items():
+        error = "" if each.reward_stderr is None else f" ± {each.reward_stderr:.3f}"
+        cells = [
+            str(each.evaluated),
+            str(each.failed),
+            *(_number(each.pass_at.get(k), ".3f") for k in shown),
+            _number(each.reward, ".3f") + error,
+            _number(each.length, ".1f"),
+            _number(each.truncated, ".3f"),
+            ", ".join(f"{component} {value:.3f}" for component, value in each.components.items()) or "-",
+        ]
+        made.add_row(*map(cell, (name, *cells)))
+    return made
+
+
+def failures(reports: Mapping[str, DataSetReport]) -> Iterator[str]:
+    """A line for each reason why prompts failed."""
+    for name, each in reports.items():
+        for reason, times in each.failures.items():
+            yield printable(
+                f"{name}: {times} of {each.evaluated + each.failed} prompts failed and count nowhere: {reason}"
+            )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,460 @@
+"""The services of a run as local processes, from the first to start to the last to stop: what `headrace up` and `headrace eval` run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import ssl
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from headrace import exposure, prompt_counts
+from headrace.addresses import reached, with_port
+from headrace.cli import environment, page, runs
+from headrace.cli.display import (
+    UPDATING,
+    Display,
+    LiveDisplay,
+    RunSummary,
+    ServiceLine,
+    Wait,
+)
+from headrace.cli.supervisor import Child, ServiceFailed, Supervisor, child_environ
+from headrace.config import Config
+from headrace.credentials import buffer_url, credentials_of
+from headrace.errors import HeadraceError, ReplayUnavailable, ServiceError
+from headrace.replay import EnvironmentState, ReplayClient, Replica, frequent
+from headrace.tls import client_context
+
+# Importing torch takes a while on a busy machine; past this, a service hangs rather than being slow.
+READY_DEADLINE_S = 120.0
+# How long a trainer that is stopped may take for its step and a checkpoint.
+SAVE_DEADLINE_S = 600.0
+POLL_S = 1.0
+# While services start.
+LOOK_S = 0.2
+# Longest time between two questions that counts as a service's silence.
+LONGEST_GAP_S = 10.0
+# In place of a status: the service took the connection, and said nothing.
+NO_ANSWER = 504
+
+
+def check(config: Config) -> None:
+    """Refuse, before anything is written, what can't be started. Raises `ConfigError`."""
+    for service in ("replay", "reward", "rollout", "trainer"):
+        exposure.check(config, service)
+    environment.check(config)
+
+
+def settled(config: Config) -> tuple[Config, Path]:
+    """What the services of a run need before they start: ports, credentials, and the configuration that was saved for them, also its path.
+    Raises `ConfigError`, `ServiceError`."""
+    config = runs.settle_ports(config)
+    runs.make_credentials(config)
+    return config, runs.save(config)
+
+
+@contextlib.contextmanager
+def open_display(console: Console) -> Iterator[Display]:
+    if not console.is_terminal:
+        yield Display(console)
+        return
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        yield LiveDisplay(live)
+
+
+def pages_of(config: Config) -> list[tuple[str, str, int]]:
+    """Host and port of each service's pages that the configuration names; the buffer knows the replicas'."""
+    return [
+        ("replay", config.replay.host, config.replay.port),
+        ("reward", config.reward.host, config.reward.http_port),
+        ("trainer", config.trainer.host, config.trainer.port),
+    ]
+
+
+class StoppedBySignal(Exception):
+    """A signal ended the run."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+@dataclasses.dataclass
+class Children:
+    """The services of a run, as processes."""
+
+    replay: Child
+    reward: Child
+    environments: dict[str, Child]
+    rollouts: list[Child]
+    trainer: Child
+
+    def __iter__(self) -> Iterator[Child]:
+        return iter((self.replay, self.reward, *self.environments.values(), *self.rollouts, self.trainer))
+
+    @classmethod
+    def of(cls, config: Config, saved: Path) -> Children:
+        """Those of a run whose resolved configuration was saved as `saved`."""
+
+        def child(name: str, service: str, ends_run: bool = False) -> Child:
+            launcher = [sys.executable, "-m"]
+            if service == "trainer" and config.trainer.num_processes > 1:
+                launcher += ["headrace_services.trainer.launch", str(config.trainer.num_processes), "-m"]
+            argv = [*launcher, "headrace.cli", service, "--config", str(saved)]
+            return Child(name, argv, saved.parent / "logs" / f"{name}.log", ends_run)
+
+        return cls(
+            replay=child("replay", "replay"),
+            reward=child("reward", "reward"),
+            environments=environment.children(config, saved.parent / "logs"),
+            rollouts=[child(f"rollout-{number + 1}", "rollout") for number in range(config.rollout.replicas)],
+            trainer=child("trainer", "trainer", ends_run=True),
+        )
+
+
+class Pipeline:
+    """Runs a pipeline: `run` returns when the trainer has finished, or raises what ended it. Either way no process is left."""
+
+    def __init__(self, config: Config, saved: Path, display: Display) -> None:
+        self.config = config
+        self.display = display
+        self.children = Children.of(config, saved)
+        self._tls = client_context(config.security.tls_ca) if config.security.tls_cert is not None else None
+        credentials = credentials_of(config)
+        assert credentials is not None  # `prepare` names the file
+        self._credentials = credentials
+        self.summary = RunSummary(
+            run_id=config.run_folder.name,
+            max_steps=config.max_num_steps,
+            folder=str(config.run_folder),
+            evaluates=config.data.evaluate is not None,
+        )
+        self.supervisor = Supervisor(child_environ(os.environ), display.print)
+        self._asked = time.monotonic()  # when the services were asked for the last time
+        # the newest step that was ever taken (one that is taken again is no progress), or the prompts evaluated
+        self._furthest = -1
+        self._joined = 0  # replicas alive that were started elsewhere
+        self._prompts = saved.parent / prompt_counts.FILE
+        self._prompts_before = _written(self._prompts)
+        self._environments: list[dict[str, Any]] = []  # as the hub reported them last
+        self._broken: dict[str, EnvironmentState] = {}  # environments with an open breaker, as the buffer has them
+        self._waiting_since: dict[str, float] = {}  # when the run began to wait for whom
+        self._notes: dict[str, str] = {}  # why a service is not ready, by its name
+
+    async def run(self) -> RunSummary:
+        """Raises `StoppedBySignal` after a signal, `ServiceFailed` when a service can't go on."""
+        interrupted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._on_signals(interrupted)
+        work = asyncio.create_task(self._work())
+        try:
+            waiting: set[asyncio.Future[Any]] = {work, interrupted}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise StoppedBySignal(interrupted.result())
+            work.result()
+            return self.summary
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await self._stop()
+
+    def _on_signals(self, interrupted: asyncio.Future[int]) -> None:
+        def on(signum: int) -> None:
+            if interrupted.done():
+                self.display.print("interrupted again: killing what is left")
+                self.supervisor.kill()
+            else:
+                interrupted.set_result(signum)
+                saving = "saving a checkpoint, then " if self.config.checkpointing.enabled else ""
+                self.display.print(f"{signal.Signals(signum).name}: {saving}stopping (once more to kill at once)")
+
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(signum, on, signum)
+
+    async def _work(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                supervise = self.supervisor.supervise
+                first = (self.children.replay, self.children.reward, *self.children.environments.values())
+                running = [tasks.create_task(supervise(child)) for child in first]
+                await asyncio.gather(*(self._until_ready(*page) for page in self._ready_pages()[:2]))
+                # one that can't be served is known before a model is loaded; one that others start is waited for as long as it takes
+                while any(child.state != "ready" for child in self.children.environments.values()):
+                    await self._look_at_environments(0.0)
+                    self._show([])
+                    await asyncio.sleep(LOOK_S)
+                async with contextlib.aclosing(
+                    await ReplayClient.connect(buffer_url(self.config, "reader"), self.config.run.id)
+                ) as client:
+                    await self._recall(client)
+                    running += [tasks.create_task(self._supervise_rollout(each)) for each in self.children.rollouts]
+                    trainer = tasks.create_task(supervise(self.children.trainer))
+                    watch = tasks.create_task(self._watch(client))
+                    await trainer
+                    for task in (watch, *running):
+                        task.cancel()
+                    await asyncio.wait({watch})
+                    await self._poll(client)  # the trainer's last metrics
+        # not `except*`: before Python 3.11.4 (Debian 12 has 3.11.2) an exception raised in it arrives as a group
+        except BaseExceptionGroup as failures:
+            ours, others = failures.split(HeadraceError)
+            if ours is None or others is not None:
+                raise
+            raise _first(ours) from None
+
+    async def _supervise_rollout(self, child: Child) -> None:
+        """`Supervisor.supervise`, but a replica that can't go on ends the run only if it was the last one."""
+        try:
+            await self.supervisor.supervise(child)
+        except ServiceFailed as failed:
+            if self._joined == 0 and all(other.state == "failed" for other in self.children.rollouts):
+                raise
+            self.display.print(f"{failed}\nThe run goes on with the other replicas.")
+
+    def _ready_pages(self) -> list[tuple[Child, str, int]]:
+        by_name = {child.name: child for child in self.children}
+        return [(by_name[name], host, port) for name, host, port in pages_of(self.config)]
+
+    async def _probe(self, child: Child, host: str, port: int, after_s: float) -> None:
+        """Ask a service whether it is alive and ready. A refused connection is a process that starts or ends, not one that hangs."""
+        alive, _ = await self._ask(host, port, "/healthz")
+        status, answer = await self._ask(host, port, "/readyz") if alive == 200 else (0, "")
+        ready = status == 200
+        self._notes[child.name] = "" if ready else _reason(answer)
+        if child.state not in ("restarting", "finished", "failed"):
+            child.set_ready(ready, "not ready" if child.was_ready else "starting")
+            child.heard(alive not in (503, NO_ANSWER), after_s)
+
+    async def _look_at_environments(self, after_s: float) -> None:
+        """Ask the hub which environments it can reach. While it does not answer, nothing is known of them."""
+        config, now = self.config.reward, time.monotonic()
+        status, answer = await self._ask(config.host, config.http_port, "/v1/environments")
+        found = _json(answer) if status == 200 else None
+        if found is None:
+            return
+        self._environments = found
+        reached = {each["name"] for each in found if each["ready"]}
+        away = [each["name"] for each in found if not each["ready"]]
+        self._waiting_since = {name: self._waiting_since.get(name, now) for name in away}
+        for name, child in self.children.environments.items():
+            if child.state not in ("restarting", "failed"):
+                child.set_ready(name in reached, "not ready" if child.was_ready else "starting")
+                # one that is too busy to answer is not hung: its breaker is closed
+                child.heard(name in reached or name not in self._broken, after_s)
+            if name in self._broken and child.source_changed():
+                self.supervisor.replace(child, f"{child.source} has changed")
+
+    def _waits(self) -> list[Wait]:
+        """For whom the run waits: environments that can't be reached, or whose breaker is open."""
+        now = time.monotonic()
+        known = {each["name"]: each for each in self._environments}
+
+        def whom(name: str) -> str:
+            address = known.get(name, {}).get("address")
+            return f"environment {name} at {address}" if address else f"environment {name}"
+
+        waits = [Wait(whom(name), now - since, known[name]["message"]) for name, since in self._waiting_since.items()]
+        return waits + [
+            Wait(whom(name), state.broken_s, f"it is broken: {state.message}{self._repair(name)}")
+            for name, state in self._broken.items()
+            if name not in self._waiting_since
+        ]
+
+    def _repair(self, environment: str) -> str:
+        """What makes the run go on, where a broken environment is served from a file."""
+        child = self.children.environments.get(environment)
+        return (
+            f"; correct {child.source}, and the run goes on" if child is not None and child.source is not None else ""
+        )
+
+    async def _ask(self, host: str, port: int, path: str) -> tuple[int, str]:
+        return await http_get(host, port, path, self._credentials.token("reader"), self._tls)
+
+    async def _until_ready(self, child: Child, host: str, port: int) -> None:
+        """Wait for the service's `/readyz`. Past the deadline, raises `ServiceError` with the service's reason."""
+        answer = "no answer"
+        try:
+            async with asyncio.timeout(READY_DEADLINE_S):
+                while True:
+                    status, answer = await self._ask(host, port, "/readyz")
+                    if status == 200:
+                        break
+                    self._notes[child.name] = _reason(answer)
+                    self._show([])
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            raise ServiceError(
+                f"{child.name} was not ready after {READY_DEADLINE_S:.0f} s ({answer}); the end of {child.log}:\n"
+                f"{child.log_tail()}"
+            ) from None
+        child.set_ready(True, "")
+        self._notes[child.name] = ""
+        self._show([])
+
+    async def _watch(self, client: ReplayClient) -> None:
+        try:
+            while True:
+                await self._poll(client)
+                await asyncio.sleep(POLL_S)
+        finally:
+            self._show([])
+
+    async def _recall(self, client: ReplayClient) -> None:
+        """Read what earlier starts of the run trained, which is no news of this one."""
+        with contextlib.suppress(ReplayUnavailable):
+            for entry in await client.metrics(self.summary.last_entry):
+                self.summary.add(*entry)
+
+    async def _poll(self, client: ReplayClient) -> None:
+        """Read the buffer and update the display. An unreachable buffer is displayed; watching must not end the run."""
+        # a supervisor that was itself frozen, or waited for the buffer, must not take its own silence for a service's
+        now = time.monotonic()
+        after_s, self._asked = min(now - self._asked, LONGEST_GAP_S), now
+        await asyncio.gather(
+            *(self._probe(*page, after_s) for page in self._ready_pages()), self._look_at_environments(after_s)
+        )
+        for child in self.children:
+            if child.silent_s > self.config.run.hang_timeout_s:
+                self.supervisor.replace(child, f"no answer for {child.silent_s:.0f} s (run.hang_timeout_s)")
+                child.silent_s = 0.0
+        try:
+            entries = await client.metrics(self.summary.last_entry)
+            replicas = await client.replicas()
+            self.summary.counts = await self._counts(client)
+            self._broken = {each.name: each for each in await client.environments() if each.broken}
+            if self.summary.failed:
+                self.summary.failures = frequent(await client.failures())
+        except ReplayUnavailable as error:
+            self.summary.buffer = str(error)
+            self._show([])
+            return
+        self.summary.buffer = ""
+        self._say_prompts()
+        if self.summary.evaluates:
+            self._note_progress(self.summary.evaluated)
+        else:
+            for entry, kind, step, metrics in entries:
+                self.summary.add(entry, kind, step, metrics)
+                self.display.metrics(kind, step, metrics)
+                if kind == "train":
+                    self._note_progress(step)
+        self._show(replicas, after_s)
+
+    async def _counts(self, client: ReplayClient) -> dict[str, int]:
+        """The groups by state, of the lane that the run is about."""
+        if not self.summary.evaluates:
+            return (await client.state()).counts
+        counts: dict[str, int] = (await client.stats())["counts"]["validation"]
+        return counts
+
+    def _note_progress(self, done: int) -> None:
+        if done > self._furthest:
+            self._furthest = done
+            for child in self.children:
+                if child is self.children.trainer or child.state in ("ready", UPDATING):
+                    child.fruitless = 0
+
+    def _say_prompts(self) -> None:
+        """Once the trainer has counted them."""
+        if (written := _written(self._prompts)) != self._prompts_before:
+            self._prompts_before = written
+            record = prompt_counts.read(self._prompts.parent)
+            for line in record.counts.lines(self.config) if record else ():
+                self.display.print(line)
+
+    def _show(self, replicas: list[Replica], after_s: float = 0.0) -> None:
+        by_pid = {replica.info.get("pid"): replica for replica in replicas}
+        pages = {name: page.url(self.config, host, port) for name, host, port in pages_of(self.config)}
+        lines = []
+        for child in self.children:
+            replica = by_pid.get(child.pid) if child in self.children.rollouts else None
+            note, url = self._notes.get(child.name, ""), pages.get(child.name, "")
+            if replica is not None and child.pid is not None:
+                child.set_ready(replica.state == "HEALTHY", _unready_state(child, replica))
+                child.heard(replica.state != "DEAD", after_s)
+                note, url = f"weights {replica.version}, {replica.leases} groups", str(replica.info.get("url", ""))
+            lines.append(ServiceLine(child.name, child.state, child.restarts, note, url))
+        known = {child.pid for child in self.children}
+        joined = [r for r in replicas if r.info.get("pid") not in known and r.state != "DEAD"]
+        self._joined = len(joined)
+        for replica in joined:
+            note, url = f"weights {replica.version}, joined", str(replica.info.get("url", ""))
+            lines.append(ServiceLine(replica.id, replica.state.lower(), 0, note, url))
+        self.summary.services = lines
+        self.summary.waits = self._waits()
+        self.display.update(self.summary)
+
+    async def _stop(self) -> None:
+        await asyncio.gather(
+            self.supervisor.stop([self.children.trainer], SAVE_DEADLINE_S), self.supervisor.stop(self.children.rollouts)
+        )
+        await self.supervisor.stop([self.children.reward])
+        await self.supervisor.stop(self.children.environments.values())
+        await self.supervisor.stop([self.children.replay])
+        self.supervisor.close()
+
+
+def _written(path: Path) -> int | None:
+    """When a file was written; None if there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _json(text: str) -> Any:
+    """None for what was cut off, because its sender died."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _reason(answer: str) -> str:
+    """Why a service is not ready, of the answer of its `/readyz`."""
+    said = _json(answer)
+    return str(said.get("reason") or "") if isinstance(said, dict) else ""
+
+
+def _unready_state(child: Child, replica: Replica) -> str:
+    if not replica.takes_part:
+        return "silent" if replica.state == "DEAD" else "quarantined"
+    return UPDATING if child.was_ready else "waiting for weights"
+
+
+def _first(group: BaseExceptionGroup[HeadraceError]) -> HeadraceError:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+async def http_get(
+    host: str, port: int, path: str, token: str, tls: ssl.SSLContext | None = None, timeout_s: float = 5.0
+) -> tuple[int, str]:
+    """(status, body) of a GET over HTTP/1.0; status 0 if nothing listens there, `NO_ANSWER` if what listens is silent."""
+    target = reached(host)
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(target, port, ssl=tls)
+            with contextlib.closing(writer):
+                head = (
+                    f"GET {path} HTTP/1.0\r\nHost: {with_port(target, port)}\r\nAuthorization: Bearer {token}\r\n\r\n"
+                )
+                writer.write(head.encode())
+                head, _, body = (await reader.read()).decode(errors="replace").partition("\r\n\r\n")
+    except TimeoutError:
+        return NO_ANSWER, f"no answer from {target}:{port} within {timeout_s:.0f} s"
+    except OSError as error:
+        return 0, f"no answer from {target}:{port} ({error})"
+    words = head.split(maxsplit=2)
+    return (int(words[1]) if len(words) > 1 and words[1].isdecimal() else 0), body

@@ -1,0 +1,176 @@
+"""`headrace runs`, `headrace runs compare`: the runs of a folder, and two of them side by side."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from headrace import history
+from headrace.cli import runs
+from headrace.cli.common import WIDTH, RunArgument, cell, load_entry_point, plain_table, say
+from headrace.cli.display import duration
+from headrace.config.compare import Change, diff
+from headrace.errors import ConfigError, HeadraceError
+from headrace.history import Metric, RunHistory
+from headrace.printable import printable
+from headrace.replay.connection import shown
+
+# Steps of the table of a comparison: the first, the last, and some between them.
+SHOWN_STEPS = 11
+_COLOURS = {"running": "green", "failed": "red", "killed": "red"}
+
+app = typer.Typer(help="List the runs of a folder, or compare two.", invoke_without_command=True)
+
+
+@app.callback()
+def list_runs(
+    context: typer.Context, folder: Annotated[Path, typer.Option("--dir", help="The folder of runs.")] = Path("runs")
+) -> None:
+    """List the runs of a folder: how each stands and why, when it was started, how many steps it has trained, and its best."""
+    if context.invoked_subcommand is not None:
+        return
+    saved = sorted(folder.glob(f"*/{runs.SAVED}"))
+    if not saved:
+        raise ConfigError(f"{folder} holds no run; --dir names another folder of runs")
+    show_runs(sys.stdout, [(path.parent.name, _read(str(path.parent))) for path in saved])
+
+
+@app.command()
+def compare(
+    first: RunArgument,
+    second: RunArgument,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric",
+            metavar="NAME",
+            help="A metric to show step by step, as train:NAME or val:NAME; may be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Also write a page with both runs' curves.", show_default=False),
+    ] = None,
+) -> None:
+    """Show two runs side by side: how they stand, their best, time, metrics at the same steps, and where their configurations differ."""
+    if first == second:
+        raise ConfigError(f"{first} and {second} are one run; name another")
+    found = {name: history.read(runs.find_folder(name)) for name in (first, second)}
+    lines = [line for each in found.values() for line in each.lines]
+    wanted = [history.parse_metric(name, lines) for name in metrics or ()]
+    for (kind, metric), name in zip(wanted, metrics or (), strict=True):
+        known = {known for line in lines if line.kind == kind for known in line.metrics}
+        if metric not in known:
+            raise HeadraceError(
+                f"--metric {name}: neither run has it; there are {', '.join(sorted(known)) or 'none yet'}"
+            )
+    show_comparison(sys.stdout, found, wanted or [("train", "reward"), ("validation", "accuracy")])
+    if page is not None:
+        write: Any = load_entry_point("headrace.tools", "comparison-page", extra="trainer")
+        try:
+            write({name: each.lines for name, each in found.items()}, wanted, page)
+        except OSError as error:
+            raise ConfigError(f"--html {page}: can't be written ({error.strerror})") from error
+        typer.echo(f"curves: {page}")
+
+
+def _read(run: str) -> RunHistory | HeadraceError:
+    """One that can't be read must not hide the others."""
+    try:
+        return history.read(runs.find_folder(run))
+    except HeadraceError as error:
+        return error
+
+
+def show_runs(out: TextIO, found: Sequence[tuple[str, RunHistory | HeadraceError]]) -> None:
+    table, reasons = plain_table("run", "state", "started", "steps", "best"), {}
+    for name, each in found:
+        if isinstance(each, HeadraceError):
+            table.add_row(cell(name), Text("unreadable", "red"), "", "", "")
+            reasons[name] = str(each)
+            continue
+        state = Text(each.state, _COLOURS.get(each.state, ""))
+        table.add_row(cell(name), state, when(each.started), steps(each), str(each.best() or "-"))
+        reasons[name] = each.reason
+    console = Console(file=out, width=WIDTH)
+    console.print(table)
+    for name, reason in reasons.items():
+        if reason:
+            say(console, f"{name}: {brief(reason)}")
+
+
+def show_comparison(out: TextIO, found: Mapping[str, RunHistory], metrics: Sequence[Metric]) -> None:
+    console = Console(file=out, width=WIDTH)
+    facts = plain_table("", *map(printable, found))
+    for name, fact in (
+        ("state", lambda each: each.state),
+        ("started", lambda each: when(each.started)),
+        ("steps", steps),
+        ("best", lambda each: str(each.best() or "-")),
+        ("time of the steps", lambda each: duration(each.seconds)),
+        ("a step", lambda each: f"{each.seconds / max(1, len(history.values(each.lines, history.STEP_TIME))):.2f} s"),
+    ):
+        facts.add_row(name, *map(fact, found.values()))
+    console.print(facts)
+    of_runs = [[history.values(each.lines, metric) for each in found.values()] for metric in metrics]
+    common = sorted(set.union(*(set.intersection(*map(set, of_metric)) for of_metric in of_runs)))
+    header = [f"{_PREFIX[kind]}:{printable(name)} {printable(run)}" for kind, name in metrics for run in found]
+    table = plain_table("step", *header)
+    for step in _some(common):
+        cells = [f"{of_run[step]:.4g}" if step in of_run else "-" for of_metric in of_runs for of_run in of_metric]
+        table.add_row(str(step), *cells)
+    console.print(table if common else Text("the two have no step in common"), Text(), sep="\n")
+    differing = list(differences(*(each.config for each in found.values())))
+    console.print(f"{len(differing)} keys differ" + (":" if differing else " (ports and addresses of the run aside)"))
+    for change in differing:
+        say(console, f"  {change}")
+
+
+_PREFIX = {"train": "train", "validation": "val"}
+
+
+def differences(first: Any, second: Any) -> Iterator[str]:
+    """Keys in which two runs differ, each with both values; names, folders and ports that every run has of its own aside."""
+    for change in diff(first, second):
+        own = change.key in ("run.id", "run.dir", "security.credentials") or change.key.endswith("port")
+        if not own:
+            yield str(_without_password(change))
+
+
+def _without_password(change: Change) -> Change:
+    if change.key != "replay.redis_url":
+        return change
+    return Change(change.key, *(None if url is None else shown(url) for url in (change.before, change.after)))
+
+
+def _some(steps: Sequence[int]) -> list[int]:
+    """At most `SHOWN_STEPS` of the steps, the first and the last among them."""
+    if len(steps) <= SHOWN_STEPS:
+        return list(steps)
+    return [steps[round(place * (len(steps) - 1) / (SHOWN_STEPS - 1))] for place in range(SHOWN_STEPS)]
+
+
+# -- parts that `headrace status` shows too
+
+
+def when(moment: float | None) -> str:
+    return "-" if moment is None else f"{datetime.fromtimestamp(moment):%Y-%m-%d %H:%M:%S}"
+
+
+def steps(each: RunHistory) -> str:
+    """How many steps it has trained, and how many there are to be."""
+    return "-" if each.last_step is None else f"{each.last_step + 1} of {each.config.algorithm.max_num_steps}"
+
+
+def brief(reason: str) -> str:
+    """A reason in one line: the first and the last of its lines."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    return " … ".join([lines[0], lines[-1]] if len(lines) > 1 else lines)

@@ -1,0 +1,185 @@
+"""`headrace samples`: prompts, what the policy wrote, and what it was worth."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from headrace.cli import runs
+from headrace.cli.common import RunArgument, load_entry_point
+from headrace.config import Config
+from headrace.errors import ConfigError, HeadraceError, ReplayUnavailable, ServiceError
+from headrace.printable import printable
+from headrace.samples import (
+    Kind,
+    Ranking,
+    SampleFiles,
+    SampleGroup,
+    StoredSample,
+    by_group,
+    choose_groups,
+    failed_groups,
+    group_of,
+)
+
+# Completions stand side by side as long as each has this many columns of the terminal.
+NARROWEST = 38
+
+TokenText = Callable[[int], str]
+
+
+def samples(
+    run: RunArgument,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="The step; without it the newest.", show_default=False)
+    ] = None,
+    validation: Annotated[
+        bool, typer.Option("--validation", help="Of a validation: STEP is the version that it evaluated.")
+    ] = False,
+    best: Annotated[bool, typer.Option("--best", help="Groups with the highest mean reward first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Groups with the lowest mean reward first.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Groups that failed, the newest first, and why.")] = False,
+    prompt: Annotated[
+        str, typer.Option(metavar="TEXT", help="Only groups with this text in their prompt.", show_default=False)
+    ] = "",
+    tokens: Annotated[bool, typer.Option("--tokens", help="Each token with its log-probability.")] = False,
+    count: Annotated[int, typer.Option("-n", min=1, help="How many groups.")] = 3,
+) -> None:
+    """Show prompts and their completions, the expected answer, rewards, and which completions were truncated or failed."""
+    if best + worst + failed > 1:
+        raise ConfigError("--best, --worst, --failed: give one of them")
+    if failed and (step is not None or validation):
+        raise ConfigError("--failed shows groups that are of no step: leave out --step and --validation")
+    config = runs.find(run)
+    files = SampleFiles(config.log_folder, config.logger.keep_step_data)
+    if failed:
+        title, found = "failed", asyncio.run(_failed(config, files, prompt, count))
+    else:
+        kind: Kind = "val" if validation else "train"
+        step = choose_step(files, kind, step)
+        title = f"validation of version {step}" if validation else f"step {step}"
+        ranking: Ranking | None = "best" if best else "worst" if worst else None
+        found = choose_groups(by_group(files.samples(kind, step)), ranking, prompt, count)
+    if not found:
+        where = "no group failed" if failed else f"no samples in {title}"
+        raise HeadraceError(where + (f" with {prompt!r} in the prompt" if prompt else ""))
+    text_of = token_texts(config) if tokens else None
+    console = Console()
+    for group in found:
+        console.print(draw_group(group, title, console.width, text_of))
+
+
+def choose_step(files: SampleFiles, kind: Kind, step: int | None) -> int:
+    """`step`, or the newest of the kind. Raises `HeadraceError` naming the steps whose samples are kept."""
+    kept = files.steps(kind)
+    if kept and (step is None or step in kept):
+        return kept[-1] if step is None else step
+    what = "validation of version" if kind == "val" else "step"
+    there = f"there are those of {', '.join(map(str, sorted(kept)))}" if kept else "none have been written"
+    raise HeadraceError(
+        f"no samples of {'a ' if step is None else ''}{what}{'' if step is None else f' {step}'} in {files.folder}: {there} "
+        f"(logger.keep_step_data {files.keep})"
+    )
+
+
+async def _failed(config: Config, files: SampleFiles, text: str, most: int) -> list[SampleGroup]:
+    """The newest groups that failed: those that the buffer holds, then older ones of which a completion is kept. If the buffer can't be
+    reached, the latter alone; raises what is wrong with it if there is none."""
+    kept = {group.id: group for group in failed_groups(await asyncio.to_thread(files.failed))}
+    try:
+        async with runs.open_buffer(config) as replay:
+            letters = [group_id async for group_id, _ in replay.groups(["failed"])]
+            found: list[SampleGroup] = []
+            while letters and len(found) < most:
+                letter = await replay.held(letters.pop())
+                if letter is not None:
+                    known = kept.pop(letter.group.id, None)
+                    mine = known.samples if known is not None and known.reason == letter.reason else ()
+                    found += choose_groups([group_of(letter.group, mine, letter.reason)], None, text, 1)
+    except (ReplayUnavailable, ServiceError) as error:
+        if not kept:
+            raise
+        typer.echo(f"groups that failed without a completion are not shown: {printable(str(error))}", err=True)
+        found = []
+    return [*found, *choose_groups(kept.values(), None, text, most - len(found))]
+
+
+def token_texts(config: Config) -> TokenText:
+    """What a token id means to the run's tokenizer. Raises `HeadraceError` if it can't be loaded."""
+    load: Any = load_entry_point("headrace.tools", "tokenizer", extra="trainer")
+    tokenizer = load(config)
+    return lambda token: str(tokenizer.decode([token]))
+
+
+# -- how a group looks
+
+
+def draw_group(group: SampleGroup, title: str, width: int, text_of: TokenText | None = None) -> RenderableType:
+    """The group: its prompt, and its completions side by side, or below each other where `width` is small. With `text_of` each token of a
+    completion has a line."""
+    mean = group.mean_reward
+    heading = [printable(group.id), printable(group.task), title]
+    if mean is not None:
+        heading.append(f"mean reward {mean:.3g} of {len(group.samples)}")
+    parts: list[RenderableType] = [Rule(Text(", ".join(heading)), align="left"), _text(group.prompt, "dim")]
+    if group.expected is not None:
+        parts.append(Text.assemble(("expected: ", "bold"), _text(group.expected)))
+    if group.reason:
+        parts.append(Text.assemble(("failed: ", "bold red"), _text(group.reason)))
+    if not group.samples:
+        parts.append(Text("no completion to show", style="dim"))
+    panels = [_panel(sample, text_of) for sample in group.samples]
+    side_by_side = max(1, min(len(panels), width // NARROWEST))
+    table = Table.grid(expand=True)
+    for _ in range(side_by_side):
+        table.add_column(ratio=1)
+    for first in range(0, len(panels), side_by_side):
+        table.add_row(*panels[first : first + side_by_side])
+    return Group(*parts, table, Text())
+
+
+def _panel(sample: StoredSample, text_of: TokenText | None) -> Panel:
+    if sample.reward is None:
+        colour, worth = "yellow" if sample.status == "NOT_STARTED" else "red", sample.status.lower().replace("_", " ")
+    else:
+        colour, worth = "green" if sample.reward > 0 else "red", f"reward {sample.reward:g}"
+    if sample.components:
+        worth += f" ({', '.join(f'{printable(name)} {value:g}' for name, value in sample.components.items())})"
+    note = [f"{len(sample.token_ids)} tokens", *(["truncated"] if sample.truncated else []), _weights(sample)]
+    parts: list[RenderableType] = [
+        _text(sample.content) if text_of is None else _tokens(sample, text_of),
+        Text.assemble((worth, colour), ("  " + ", ".join(note), "dim")),
+    ]
+    parts += [_text(text, "red") for text in (sample.message, sample.traceback) if text]
+    return Panel(Group(*parts), title=Text(f"{sample.index}"), title_align="left", border_style=colour)
+
+
+def _weights(sample: StoredSample) -> str:
+    versions = sorted({version for version, _, _ in sample.spans})
+    return f"weights {versions[0]}" + (f" to {versions[-1]}" if len(versions) > 1 else "")
+
+
+def _tokens(sample: StoredSample, text_of: TokenText) -> Table:
+    """A line for each token: its log-probability, its id, and its text. Tokens that the environment wrote have no log-probability."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("log p", "id"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("token")
+    for token, logprob in zip(sample.token_ids, sample.generation_logprobs, strict=True):
+        table.add_row(
+            Text("" if logprob is None else f"{logprob:.3f}"), Text(str(token)), _text(text_of(token), keep="")
+        )
+    return table
+
+
+def _text(text: str, style: str = "", keep: str = "\n\t") -> Text:
+    """What others wrote: no markup, no control characters."""
+    return Text(printable(text, keep=keep), style=style)

@@ -1,0 +1,110 @@
+"""`FILE.py:CLASS`: an environment by the file that holds its class. `check` looks at the text; `load` runs it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from headrace.environment import Environment
+from headrace.errors import ConfigError
+
+
+def check(target: str) -> None:
+    """Refuse a file that isn't there, is no Python, has no such class, or serves an environment by itself when it is loaded.
+
+    Raises `ConfigError`. Nothing of the file runs.
+    """
+    path, name = _parts(target)
+    try:
+        module = ast.parse(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(
+            f"{target}: {path.absolute()} can't be read ({error.strerror}); give the file as seen from this folder"
+        ) from error
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{target}: {path} is no Python: {error}") from error
+    for line in _serving(module):
+        raise ConfigError(
+            f"{target}: line {line} of {path} serves an environment as soon as the file is loaded; delete the line, or put it under "
+            '`if __name__ == "__main__":`'
+        )
+    names = set(_bound(module.body))
+    if name not in names and "*" not in names:
+        classes = ", ".join(node.name for node in module.body if isinstance(node, ast.ClassDef)) or "no class"
+        raise ConfigError(f"{target}: {path} defines no {name}; it has {classes}")
+
+
+def load(target: str) -> Environment:
+    """Run the file and make an instance of the class, without arguments. Modules beside the file can be imported, after installed ones.
+
+    Raises `ConfigError`, with the traceback of what the file raised.
+    """
+    check(target)
+    path, name = _parts(target)
+    made = getattr(_module(target, path), name, None)
+    if not (isinstance(made, type) and issubclass(made, Environment)):
+        raise ConfigError(
+            f"{target}: {name} is {made!r:.80}, not a subclass of headrace.Environment; derive the class from it"
+        )
+    try:
+        return made()
+    except Exception as error:
+        raise ConfigError(
+            f"{target}: {name}() raised {type(error).__name__}; it has to be made without arguments\n{traceback.format_exc()}"
+        ) from error
+
+
+def path_of(target: str) -> Path:
+    return _parts(target)[0]
+
+
+def _parts(target: str) -> tuple[Path, str]:
+    file, _, name = target.rpartition(":")
+    return Path(file), name
+
+
+def _module(target: str, path: Path) -> ModuleType:
+    specification = importlib.util.spec_from_file_location(path.stem, path.absolute())
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    # under its name, as pickle and tracebacks look it up, unless that would hide another module
+    sys.modules.setdefault(path.stem, module)
+    sys.path.append(str(path.absolute().parent))
+    try:
+        specification.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(
+            f"{target}: {path} raised {type(error).__name__} when it was loaded\n{traceback.format_exc()}"
+        ) from error
+    return module
+
+
+def _bound(body: list[ast.stmt]) -> Iterator[str]:
+    """The names that statements bind at the level of the module; `*` for a star import."""
+    for statement in body:
+        match statement:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                yield name
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                yield from (alias.asname or alias.name for alias in names)
+            case ast.Assign() | ast.AnnAssign():
+                yield from (node.id for node in ast.walk(statement) if isinstance(node, ast.Name))
+            case ast.If() | ast.Try() | ast.With():
+                for field in ("body", "orelse", "finalbody"):
+                    yield from _bound(getattr(statement, field, []))
+                for handler in getattr(statement, "handlers", []):
+                    yield from _bound(handler.body)
+
+
+def _serving(module: ast.Module) -> Iterator[int]:
+    """The lines that call `headrace.serve` at the level of the module."""
+    for statement in module.body:
+        match statement:
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="headrace"), attr="serve"))):
+                yield statement.lineno

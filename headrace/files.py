@@ -1,0 +1,73 @@
+"""Atomic writes, and data that survives a power cut."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.errors import ServiceError
+
+
+def cannot_write(path: Path, error: OSError) -> ServiceError:
+    """The error for something in the folder of a run that could not be written."""
+    return ServiceError(f"run.dir: can't write {path} ({error.strerror}); give a folder you may write")
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """A path to write to, renamed to `path` when the context ends without an error: until then readers of `path` find the old content.
+
+    A writer that dies leaves a hidden file (its name begins with a dot), which the next writer overwrites.
+    """
+    unfinished = path.with_name(f".{path.name}")
+    yield unfinished
+    unfinished.replace(path)
+
+
+def fsync(path: Path) -> None:
+    """Flush the content of a file, or the names in a folder, to disk: they survive a power cut once this has returned."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds the lock (`flock`) of a file. Who takes it at this very moment may find it held, so ask rarely."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def cut_torn_line(path: Path) -> None:
+    """Remove the half line that a process killed in the middle of a write leaves, so that the next line is not appended to it."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        if end == 0:
+            return
+        file.seek(end - 1)
+        if file.read(1) != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def keep_newest(folder: Path, pattern: str, count: int) -> None:
+    """Delete all but the `count` files written last. Files are ordered by time, because a rewound run repeats steps, and by step if their
+    times are equal."""
+
+    def age(path: Path) -> tuple[int, int, str]:
+        return path.stat().st_mtime_ns, len(path.name), path.name
+
+    for path in sorted(folder.glob(pattern), key=age, reverse=True)[count:]:
+        path.unlink()

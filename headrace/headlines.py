@@ -1,0 +1,65 @@
+"""What the metrics of a step or validation mean, in the words in which `headrace up`, `headrace status`, the log and the page say it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Of a step, from which on waiting is worth a word.
+LONG_WAIT = 0.3
+
+
+def accuracy_name(metrics: Mapping[str, float]) -> str:
+    """What to call the metric `accuracy` of a validation: it is one only where every reward is 0 or 1."""
+    return "mean reward" if metrics.get("partial_credit") else "accuracy"
+
+
+def alarms(step: int, metrics: Mapping[str, float]) -> list[str]:
+    """The alarms of a training step, one sentence each."""
+    found = []
+    if metrics.get("train_inference_alarm"):
+        error = metrics.get("on_policy_token_mult_prob_error", metrics.get("token_mult_prob_error", float("nan")))
+        found.append(
+            f"step {step}: trainer and inference disagree (token_mult_prob_error {error:.3f}); the trainer's log says how"
+        )
+    if metrics.get("equal_rewards_alarm"):
+        found.append(
+            f"step {step}: nothing to learn from, all groups have had equal rewards for steps; the trainer's log says more"
+        )
+    return found
+
+
+def follows_start(metrics: Mapping[str, float]) -> bool:
+    """Whether a step is the first after a start of the trainer, in which the replicas load their models: its times say nothing of the
+    others'."""
+    return "efficiency/init/total_s" in metrics
+
+
+def waiting(metrics: Mapping[str, float]) -> str | None:
+    """For what the trainer waited through much of a step, and the remedy; None if it did not, and of the first step after a start."""
+    total = metrics.get("timing/train/total_step_time", 0.0)
+    generation, scores = (metrics.get(f"timing/train/wait_for_{what}", 0.0) for what in ("generation", "scores"))
+    if follows_start(metrics) or total <= 0 or generation + scores < LONG_WAIT * total:
+        return None
+    share = f"the trainer waited {100 * (generation + scores) / total:.0f} % of the time"
+    if generation >= scores:
+        return f"{share}, mostly for generation: more replicas (rollout.replicas), or a wider age bound"
+    return f"{share}, mostly for scores{_slowest(metrics)}"
+
+
+def _slowest(metrics: Mapping[str, float]) -> str:
+    """The environment whose scores took longest, as the end of a sentence with the remedy."""
+    times = {
+        name.removeprefix("scoring_time/"): (
+            metrics.get(f"scoring_wait/{name.removeprefix('scoring_time/')}", 0.0),
+            took,
+        )
+        for name, took in metrics.items()
+        if name.startswith("scoring_time/")
+    }
+    if not times:
+        return ""
+    name, (waited, took) = max(times.items(), key=lambda item: sum(item[1]))
+    numbers = f" (environment {name}: {waited:.3g} s waiting, {took:.3g} s in it)"
+    if waited > took:
+        return f"{numbers}: more reward.workers, or more concurrency where the environment runs by itself"
+    return f"{numbers}: a faster environment"

@@ -1,0 +1,305 @@
+"""Sample files: the trajectories of steps and validations, and the completions that no environment could score, as JSON lines.
+
+`train_data_step12.jsonl.gz` has one line per trajectory that step 12 trained on, `val_data_step12.jsonl.gz` one per trajectory that
+evaluated version 12, and `val_failed_data_step12.jsonl.gz` one per prompt that failed there, with the reason; `zcat` reads them.
+`failed_data.jsonl` has one line per completion that its group failed with, the newest last.
+Per-token lists cover the completion and have equal lengths; null means that the policy did not write the token, or that nothing
+was computed. Log-probabilities and advantages are rounded to six decimals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import json
+import re
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from headrace.errors import CodecError, ServiceError
+from headrace.files import atomic_write, cut_torn_line, keep_newest
+from headrace.trajectory import FinishReason, Float32, Group, Message, Score, Status, Trajectory
+
+T = TypeVar("T")
+
+Kind = Literal["train", "val", "val_failed"]
+Ranking = Literal["best", "worst"]
+
+FAILED = "failed_data.jsonl"
+# A file of failed completions that has grown to this is moved to failed_data.1.jsonl, in place of the one there.
+FAILED_BYTES = 32 << 20
+_DECIMALS = 6
+_STEP = re.compile(r"(?:train|val|val_failed)_data_step(0|[1-9][0-9]*)\.jsonl\.gz")
+_REMEDY = "free space there, set logger.log_dir, or logger.keep_step_data=0 to write none"
+
+
+class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
+    """What readers take from a line of a sample file; all but `failed_data.jsonl` have more.
+
+    `reward` and `components` are the environment's; a completion that failed has none, but the `status` and `message` of its last
+    scoring, the environment's `traceback`, the `reason` of its group and the `time` in Unix seconds. A `step` is that of a trained
+    sample, or the version that a validation evaluated. `token_ids` and `generation_logprobs` are of the completion, [T];
+    `spans` are (version, start, end).
+    """
+
+    group: str
+    task: str
+    index: int
+    attempt: int
+    environment: str
+    messages: tuple[Message, ...]
+    content: str
+    finish_reason: FinishReason
+    spans: tuple[tuple[int, int, int], ...]
+    token_ids: tuple[int, ...]
+    generation_logprobs: tuple[float | None, ...]
+    reward: float | None = msgspec.field(name="rewards", default=None)
+    components: dict[str, float] = {}
+    extra_env_info: dict[str, Any] = {}  # builds before this one kept none
+    step: int | None = None
+    status: Status = "SCORED"
+    message: str = ""
+    traceback: str = ""
+    reason: str = ""
+    time: float | None = None
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+    @property
+    def expected(self) -> str | None:
+        return expected_of(self.extra_env_info)
+
+    @property
+    def prompt(self) -> str:
+        return prompt_of(self.messages)
+
+
+def prompt_of(messages: Iterable[Message]) -> str:
+    """The messages as text, each after its role."""
+    return "\n".join(f"{message.get('role')}: {_text(message.get('content'))}" for message in messages)
+
+
+def expected_of(extra_env_info: Mapping[str, Any]) -> str | None:
+    """What the data set says of the answer: its `answer`, or all that the environment is given; None if that is nothing."""
+    answer = extra_env_info.get("answer", extra_env_info)
+    return None if answer in ({}, None) else _text(answer)
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=repr)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleGroup:
+    """A prompt with the completions of it that are kept. `reason`: why the group failed, if it did."""
+
+    id: str
+    task: str
+    prompt: str
+    expected: str | None
+    samples: tuple[StoredSample, ...]
+    reason: str = ""
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Of its completions; None if there is none, or one without a reward."""
+        rewards = [sample.reward for sample in self.samples if sample.reward is not None]
+        return sum(rewards) / len(rewards) if rewards and len(rewards) == len(self.samples) else None
+
+
+# -- which samples are shown
+
+
+def by_group(samples: Iterable[StoredSample]) -> list[SampleGroup]:
+    """The groups of these samples, in the order of their first ones."""
+    groups: dict[str, list[StoredSample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    return [
+        SampleGroup(name, first.task, first.prompt, first.expected, (first, *others))
+        for name, (first, *others) in groups.items()
+    ]
+
+
+def failed_groups(samples: Sequence[StoredSample]) -> list[SampleGroup]:
+    """The groups that these samples of `failed_data.jsonl` failed, the newest first; of one that failed again, its last failure."""
+    newest = {sample.group: sample for sample in samples}
+    last = [sample for sample in samples if sample.reason == newest[sample.group].reason]
+    groups = [dataclasses.replace(group, reason=newest[group.id].reason) for group in by_group(last)]
+    places = {name: place for place, name in enumerate(sample.group for sample in samples)}
+    return sorted(groups, key=lambda group: -places[group.id])
+
+
+def choose_groups(groups: Iterable[SampleGroup], ranking: Ranking | None, text: str, most: int) -> list[SampleGroup]:
+    """Up to `most` groups with `text` in their prompt, whatever its case: in their order, or those with the highest or lowest mean reward
+    first, and their samples likewise."""
+    found = [group for group in groups if text.casefold() in group.prompt.casefold()]
+    if ranking is None:
+        return found[:most]
+    sign = -1 if ranking == "best" else 1
+
+    def place(reward: float | None) -> tuple[bool, float]:
+        return reward is None, sign * (reward or 0.0)
+
+    ranked = sorted(found, key=lambda group: place(group.mean_reward))[:most]
+    return [
+        dataclasses.replace(group, samples=tuple(sorted(group.samples, key=lambda sample: place(sample.reward))))
+        for group in ranked
+    ]
+
+
+# -- the files
+
+
+def record(group: Group, trajectory: Trajectory, score: Score) -> dict[str, Any]:
+    """The fields that the lines of all sample files share, with NeMo RL's names where it has them."""
+    return {
+        "group": group.id,
+        "task": group.task_name,
+        "index": trajectory.index,
+        "attempt": trajectory.attempt,
+        "environment": score.environment or group.env_name,
+        "rewards": score.reward,
+        "components": score.components,
+        "finish_reason": trajectory.finish_reason,
+        "spans": [[span.version, span.start, span.end] for span in trajectory.spans],
+        "turns": trajectory.turns,
+        "replica": trajectory.replica,
+        "messages": group.messages,
+        "extra_env_info": group.extra_env_info,
+        "content": trajectory.text,
+        "input_lengths": trajectory.prompt_token_ids.size + trajectory.completion_token_ids.size,
+        "prompt_token_ids": trajectory.prompt_token_ids.tolist(),
+        "token_ids": trajectory.completion_token_ids.tolist(),
+        "generation_logprobs": rounded(np.where(trajectory.loss_mask > 0, trajectory.logprobs, np.nan)),
+    }
+
+
+def failed_record(group: Group, trajectory: Trajectory, score: Score, reason: str) -> dict[str, Any]:
+    """A line of `failed_data.jsonl`: the group failed for `reason` when `trajectory` got this `score`, which is none."""
+    return {
+        **record(group, trajectory, score),
+        "status": score.status,
+        "message": score.message,
+        "traceback": str(score.metadata.get("traceback") or ""),
+        "reason": reason,
+        "time": time.time(),
+    }
+
+
+def group_of(group: Group, samples: Sequence[StoredSample], reason: str = "") -> SampleGroup:
+    """A group as people look at it, whether anything of it is kept or not."""
+    expected = expected_of(group.extra_env_info)
+    return SampleGroup(group.id, group.task_name, prompt_of(group.messages), expected, tuple(samples), reason)
+
+
+def sample_of(group: Group, trajectory: Trajectory, score: Score | None) -> StoredSample:
+    """The sample that a line about this trajectory would hold; one that has no score yet has no reward."""
+    scored = score or Score("NOT_STARTED")
+    fields = {**record(group, trajectory, scored), "status": scored.status, "message": scored.message}
+    return msgspec.json.decode(msgspec.json.encode(fields), type=StoredSample)
+
+
+def rounded(values: Float32) -> list[float]:
+    decimals: list[float] = np.round(values.astype(np.float64), _DECIMALS).tolist()
+    return decimals
+
+
+class SampleFiles:
+    """The sample files of a run; the newest `keep` of each kind stay (None: all; 0: none is written)."""
+
+    def __init__(self, folder: Path, keep: int | None) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    @property
+    def wanted(self) -> bool:
+        return self.keep != 0
+
+    def path(self, kind: Kind, step: int) -> Path:
+        return self.folder / f"{kind}_data_step{step}.jsonl.gz"
+
+    def steps(self, kind: Kind) -> list[int]:
+        """The steps that there are files of; the one written last is the last, because a rewound run repeats steps."""
+        written = []
+        for path in self.folder.glob(f"{kind}_data_step*.jsonl.gz"):
+            if match := _STEP.fullmatch(path.name):
+                with contextlib.suppress(FileNotFoundError):  # a newer one has taken its place meanwhile
+                    written.append((path.stat().st_mtime_ns, int(match[1])))
+        return [step for _, step in sorted(written)]
+
+    def write(self, kind: Kind, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write a file atomically. Raises `ServiceError` for a full disk."""
+        if not self.wanted:
+            return
+        path = self.path(kind, step)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as unfinished, gzip.open(unfinished, "wb", compresslevel=1) as file:
+                for each in records:
+                    file.write(msgspec.json.encode(each) + b"\n")
+            if self.keep is not None:
+                keep_newest(self.folder, f"{kind}_data_step*.jsonl.gz", self.keep)
+        except OSError as error:
+            raise ServiceError(f"can't write trajectories to {path} ({error}); {_REMEDY}") from error
+
+    def replace(self, kind: Kind, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """As `write`, but without records there is no file: that of a step which was taken before goes."""
+        if records:
+            self.write(kind, step, records)
+        else:
+            self.path(kind, step).unlink(missing_ok=True)
+
+    def read(self, kind: Kind, step: int) -> list[dict[str, Any]]:
+        """The records of a file; none if the file is gone. Raises `CodecError` for a file that can't be read."""
+        return _decode(self.path(kind, step), dict)
+
+    def samples(self, kind: Kind, step: int) -> list[StoredSample]:
+        """`read`, without what only tools want."""
+        return _decode(self.path(kind, step), StoredSample)
+
+    def append_failed(self, records: Sequence[Mapping[str, Any]], segment_bytes: int = FAILED_BYTES) -> None:
+        """Add lines to `failed_data.jsonl`, of which at most two files of about `segment_bytes` stay. Raises `ServiceError` for a full
+        disk, or a folder that can't be written."""
+        if not self.wanted:
+            return
+        path = self.folder / FAILED
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            cut_torn_line(path)
+            if path.exists() and path.stat().st_size >= segment_bytes:
+                path.replace(self._older_failed)
+            with path.open("ab") as file:
+                for each in records:
+                    file.write(msgspec.json.encode(each) + b"\n")
+        except OSError as error:
+            raise ServiceError(f"can't write the completions that failed to {path} ({error}); {_REMEDY}") from error
+
+    def failed(self) -> list[StoredSample]:
+        """The completions that groups failed with, the newest last. Raises as `read` does."""
+        older, newest = self._older_failed, self.folder / FAILED
+        return [*_decode(older, StoredSample), *_decode(newest, StoredSample)]
+
+    @property
+    def _older_failed(self) -> Path:
+        return self.folder / FAILED.replace(".", ".1.")
+
+
+def _decode(path: Path, kind: type[T]) -> list[T]:
+    """The complete lines of a file, also while it is written; none if there is no such file."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return [msgspec.json.decode(line, type=kind) for line in data.split(b"\n")[:-1]]
+    except FileNotFoundError:
+        return []
+    except (OSError, EOFError, zlib.error, msgspec.MsgspecError) as error:
+        raise CodecError(f"{path}: not a file of samples ({error}); move it away") from error

@@ -1,0 +1,19 @@
+-- disagreements: how far the trainer found the log-probabilities of each replica from its own in a step, for people. The same step or an older
+-- one again changes nothing.
+-- KEYS     the run
+-- ARGV     step, timeline, replicas, errors (one for each: the mean of exp(|rollout - old|) over its tokens)
+-- Returns  1; replicas that are gone are passed over
+-- Errors   HR_TIMELINE, HR_INVALID
+-- uses: _args, _fleet, _register, _run
+register('hr_disagreements', {
+  step = natural, timeline = text, replicas = list_of(name, 64 * BATCH), errors = list_of(finite, 64 * BATCH),
+}, function(run, call)
+  if #call.replicas ~= #call.errors then refuse('HR_INVALID', #call.errors .. ' errors of ' .. #call.replicas .. ' replicas') end
+  require_timeline(run, call.timeline)
+  if told_before(run, 'disagreements', call.step) then return 1 end
+  for i, id in ipairs(call.replicas) do
+    local key = replica_key(run, id)
+    if redis.call('EXISTS', key) == 1 then redis.call('HSET', key, 'logprob_error', call.errors[i]) end
+  end
+  return 1
+end)

@@ -1,0 +1,29 @@
+-- quarantine: nobody waits any more for a replica that stays apart from the trainer, or fails one refit after the other. It takes part in no
+-- epoch and gets no lease; it comes back by registering under a new name. What it handed in was lawful, and stays. What it holds is passed
+-- on, `LOST` groups at once; no heartbeat renews the others.
+-- KEYS     the run
+-- ARGV     replica, timeline, reason
+-- Returns  1: it is QUARANTINED; 0: nothing has changed, because no other replica is HEALTHY, or this one is DEAD or gone
+-- Errors   HR_TIMELINE, HR_INVALID
+-- uses: _args, _due, _fleet, _register, _run
+local function another_is_healthy(run, id)
+  for _, other in ipairs(redis.call('ZRANGE', run.base .. 'replicas', 0, -1)) do
+    local state, timeline = unpack(redis.call('HMGET', replica_key(run, other), 'state', 'timeline'))
+    if other ~= id and state_of(run, state, timeline) == 'HEALTHY' then return true end
+  end
+  return false
+end
+
+register('hr_quarantine', {replica = name, timeline = text, reason = text}, function(run, call)
+  local id = call.replica
+  require_timeline(run, call.timeline)
+  local state = redis.call('HGET', replica_key(run, id), 'state')
+  if state == 'QUARANTINED' then return 1 end
+  if not takes_part(state) or not another_is_healthy(run, id) then return 0 end
+  redis.call('HSET', replica_key(run, id), 'state', 'QUARANTINED', 'reason', words(call.reason))
+  take_back(run, id, false)
+  event(run, 'replica', 'replica', id, 'state', 'QUARANTINED', 'reason', words(call.reason))
+  wake(run, 'epoch')
+  wake(run, 'work')
+  return 1
+end)

@@ -1,0 +1,18 @@
+"""The reward service over HTTP: health, Prometheus, and how its environments fare."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from headrace.service import create_app
+from headrace_services.reward.hub import EnvironmentReport, Hub
+
+
+def build_app(hub: Hub) -> FastAPI:
+    app = create_app("Headrace reward", hub.problem, waits_for=hub.waits_for)
+
+    @app.get("/v1/environments", summary="The environments, and whether each can score now")
+    async def environments() -> list[EnvironmentReport]:
+        return await hub.reports()
+
+    return app

@@ -1,0 +1,107 @@
+"""What a run's configuration names is looked at before the run starts: `headrace config check`, and the start of `headrace up`."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from headrace.config import Config
+from headrace.config.load import Keys
+from headrace_services.trainer.data import Prompts
+from headrace_services.trainer.data.problems import look_at
+from headrace_services.trainer.data.sources import on_the_hub
+from headrace_services.trainer.telemetry.metric_names import METRIC_SECTIONS, unknown
+
+# Metrics of `train:` that a checkpoint knows.
+_OF_A_STEP = ("reward",)
+_SAY_EVERY_S = 2.0
+
+
+def look(config: Config) -> Iterator[tuple[Keys, str]]:
+    """What is wrong with the names of metrics and with the data, as (keys, message): files are opened, and the first problem of each is
+    read. Nothing heavy is loaded, and no hub is asked."""
+    yield from _metric_name(config)
+    yield from look_at(config.data)
+
+
+def _metric_name(config: Config) -> Iterator[tuple[Keys, str]]:
+    name = config.checkpointing.metric_name
+    if name is None:
+        return
+    kind, _, metric = name.partition(":")
+    of_validation = next(section for section in METRIC_SECTIONS if section.title == "Validation")
+    known = [f"val:{each.name}" for each in of_validation.metrics] + [f"train:{each}" for each in _OF_A_STEP]
+    if f"{kind}:{metric}" in known or (kind == "val" and not unknown([metric])):
+        return
+    close = difflib.get_close_matches(name, known, 1, 0.6) or ["val:accuracy"]
+    yield (
+        ("checkpointing", "metric_name"),
+        f"checkpointing.metric_name {name!r} is no metric that a checkpoint knows, so that none would count as better; did you mean "
+        f"{close[0]}? (There are {', '.join(known)})",
+    )
+
+
+def count(config: Config, say: Callable[[str], None]) -> tuple[list[str], list[str]]:
+    """Read and tokenize all prompts of the run; returns what there is to say of them, and warnings. `say` is told of the progress. Raises
+    `HeadraceError` for a tokenizer, a data set or a prompt that can't be used. Sets of the hub are left to the trainer."""
+    for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
+        for number, source in enumerate(sources):
+            if on_the_hub(source):
+                name = source.dataset_name or source.data_path
+                return [], [
+                    f"the prompts are not counted: data.{part}[{number}] {name} is a set of the hub, read when the run starts"
+                ]
+    try:
+        from headrace_services.trainer.network.policy_model import load_tokenizer  # imports torch
+    except ModuleNotFoundError as error:
+        return [], [
+            f"the prompts are not counted, for want of the package {error.name!r}: pip install 'headrace[trainer]'"
+        ]
+    tokenizer = load_tokenizer(config)
+    prompts = Prompts(config, tokenizer)
+    counts = prompts.counts
+    total = counts.train + min(counts.validation, config.algorithm.max_val_samples)
+    special = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+    # some tokenizers name an ordinary special token for want of one that means "unknown"
+    unknown_id = None if tokenizer.unk_token_id in special else tokenizer.unk_token_id
+    lengths: list[int] = []
+    unknown_tokens, characters = 0, Counter[str]()
+    told = time.monotonic()
+    for problem, ids in prompts.encoded():
+        lengths.append(len(ids))
+        for message in problem.messages:
+            characters.update(message["content"])
+        unknown_tokens += ids.count(unknown_id) if unknown_id is not None else 0
+        if time.monotonic() - told >= _SAY_EVERY_S:
+            told = time.monotonic()
+            say(f"tokenized {len(lengths)} of {total} prompts")
+    context, new = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
+    limit, key = context - 1, f"policy.max_total_sequence_length {context}"
+    if config.data.max_input_seq_length is not None and config.data.max_input_seq_length < limit:
+        limit, key = config.data.max_input_seq_length, f"data.max_input_seq_length {config.data.max_input_seq_length}"
+    lines = [
+        *counts.lines(config),
+        f"prompt lengths: {min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.1f} in the mean; at most {limit} "
+        f"are allowed ({key})",
+    ]
+    warnings = []
+    if cramped := sum(length + new > context for length in lengths):
+        warnings.append(
+            f"{cramped} of {len(lengths)} prompts leave less than policy.generation.max_new_tokens {new} for an answer, which ends where "
+            f"both have policy.max_total_sequence_length {context}; raise it, or lower max_new_tokens"
+        )
+    remedy = "choose another model (policy.model_name), or other data"
+    if unknown_tokens:
+        share = unknown_tokens / sum(lengths)
+        warnings.append(
+            f"{share:.1%} of the prompts' tokens are {tokenizer.unk_token!r}, for what has no token; {remedy}"
+        )
+    if dropped := {c for c in characters if not c.isspace() and not tokenizer.encode(c, add_special_tokens=False)}:
+        share = sum(characters[c] for c in dropped) / characters.total()
+        warnings.append(
+            f"{share:.1%} of the prompts' characters have no token, and the model never sees them "
+            f"({', '.join(map(repr, sorted(dropped)[:10]))}); {remedy}"
+        )
+    return lines, warnings

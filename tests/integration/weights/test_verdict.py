@@ -1,0 +1,90 @@
+"""What the trainer hears of members whose log-probabilities of the probe are not its own, on a real buffer and weight channel."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.config import Config
+from headrace.errors import ServiceError
+from headrace.replay import RefitVerdict, ReplayClient
+from headrace.replay.connection import open_redis
+from headrace_services.trainer.control.weight_sender import RefitReport, WeightSender
+from tests.support.small_replica import SmallReplica, running
+from tests.support.source_model import SourceModel
+
+TIMEOUT_S = 20.0
+
+
+class Mute(ReplayClient):
+    """Of a replica that never says what it computed: the fault that is injected here."""
+
+    async def verify(self, *arguments: object) -> RefitVerdict:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def refit(replay: ReplayClient, source: SourceModel, probe: np.ndarray) -> RefitReport:
+    sender = WeightSender(Config.model_validate({"weight_channel": {"timeout_s": TIMEOUT_S}}), replay)
+    try:
+        return await sender.refit(0, (await replay.state()).timeline, source, source.probe_ids, probe)
+    finally:
+        await sender.aclose()
+
+
+async def registered(replay: ReplayClient, count: int) -> None:
+    while len(await replay.replicas()) < count:
+        await replay.wait_epoch(0.1)
+
+
+@pytest.mark.slow
+async def test_a_member_that_computes_something_else_is_at_fault(replay: ReplayClient, tiny_model: Path) -> None:
+    source = SourceModel(tiny_model)
+    good, bad = SmallReplica(replay, tiny_model), SmallReplica(replay, tiny_model, faulty=True)
+    async with running(good.run(), bad.run()):
+        await registered(replay, 2)
+        report = await refit(replay, source, source.logprobs(source.probe_ids))
+    assert (report.verified, report.failed) == ((good.id,), {bad.id})
+    assert report.refused[bad.id].startswith("log-probabilities of the probe differ by 1")
+    # the rendezvous, which members read, has the question and not the answer
+    epoch = await replay.epoch()
+    assert epoch is not None
+    assert [name for name in epoch.rendezvous if "probe" in name or "toler" in name] == ["probe_token_ids"]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly  # it takes the whole deadline
+async def test_a_member_that_never_says_what_it_computed_is_at_fault(
+    replay: ReplayClient, redis_url: str, tiny_model: Path
+) -> None:
+    source = SourceModel(tiny_model)
+    mute = Mute(open_redis(redis_url), replay.run_id)
+    good, silent = SmallReplica(replay, tiny_model), SmallReplica(mute, tiny_model)
+    heartbeats = asyncio.create_task(keep_alive(replay, silent))
+    async with running(good.run(), silent.run()):
+        await registered(replay, 2)
+        report = await refit(replay, source, source.logprobs(source.probe_ids))
+    heartbeats.cancel()
+    await mute.aclose()
+    assert (report.verified, report.failed) == ((good.id,), {silent.id})
+    assert report.refused == {silent.id: "it was silent for 20 s (weight_channel.timeout_s)"}
+
+
+async def keep_alive(replay: ReplayClient, replica: SmallReplica) -> None:
+    while True:
+        await replay.heartbeat(replica.id, [])
+        await asyncio.sleep(0.5)
+
+
+async def test_a_trainer_whose_own_log_probabilities_are_not_finite_sends_nothing(
+    replay: ReplayClient, tiny_model: Path
+) -> None:
+    source = SourceModel(tiny_model)
+    probe = np.full(source.probe_ids.size - 1, math.nan, np.float32)
+    with pytest.raises(ServiceError, match=r"version 0 .* not finite"):
+        await refit(replay, source, probe)
+    assert await replay.epoch() is None

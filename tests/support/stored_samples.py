@@ -1,0 +1,37 @@
+"""Samples as files keep them, without a trainer that wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.samples import Kind, SampleFiles, StoredSample
+
+
+def sample(group: str, index: int = 0, reward: float | None = 1.0, **changes: Any) -> StoredSample:
+    """A completion of two tokens, to the prompt `1+1`."""
+    fields = {
+        "task": "sums",
+        "attempt": 1,
+        "environment": "math",
+        "messages": ({"role": "user", "content": "1+1"},),
+        "content": "2",
+        "finish_reason": "stop",
+        "spans": ((3, 0, 2),),
+        "token_ids": (5, 6),
+        "generation_logprobs": (-0.5, None),
+        "extra_env_info": {"answer": "2"},
+    }
+    return StoredSample(**{**fields, **changes}, group=group, index=index, reward=reward)
+
+
+def hostile_sample(text: str, **changes: Any) -> StoredSample:
+    """A completion with `text` wherever others can write."""
+    fields = {"task": text, "messages": ({"role": text, "content": text},), "content": text, "components": {text: 1.0}}
+    fields |= {"extra_env_info": {"answer": text}, "message": text, "traceback": text}
+    return sample(text, **{**fields, **changes})
+
+
+def write(folder: Path, kind: Kind, step: int, samples: Sequence[StoredSample]) -> None:
+    SampleFiles(folder, None).write(kind, step, samples)  # type: ignore[arg-type]  # it is encoded as a record is

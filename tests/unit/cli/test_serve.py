@@ -1,0 +1,108 @@
+"""What `headrace serve` starts vLLM's server with, and whom the guard beyond the loopback interface lets in."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from headrace import api_key
+from headrace.cli import serve
+from headrace.cli.weights import NamedModel, RunCheckpoint
+from headrace.config import Config
+from headrace.errors import ConfigError
+
+DIR = NamedModel("adder", "models/adder")
+KEY = {api_key.VARIABLE: "key"}
+
+
+def test_the_users_options_outrank_the_runs_and_where_it_listens_is_not_theirs(tmp_path: Any) -> None:
+    config = Config.model_validate({"policy": {"precision": "float32", "max_total_sequence_length": 64}})
+    found = NamedModel("adder@4", "policy", RunCheckpoint(config, 4))
+    options = serve.arguments(found, "127.0.0.1", 8000, None, ["--max-model-len", "32", "--host", "0.0.0.0"])
+    last = dict(itertools.pairwise(options))
+    assert (last["--served-model-name"], last["--model"], last["--dtype"]) == ("adder@4", "policy", "float32")
+    assert (last["--max-model-len"], last["--host"], last["--port"]) == ("32", "127.0.0.1", "8000")
+    assert "--middleware" not in options
+    assert serve.arguments(DIR, "::1", 1, None, []) == [
+        "--model", "models/adder", "--served-model-name", "adder", "--host", "::1", "--port", "1",
+    ]  # fmt: skip
+
+
+def test_beyond_the_loopback_interface_there_is_a_guard_and_the_certificate() -> None:
+    options = serve.arguments(DIR, "0.0.0.0", 8000, ("cert", "key"), [])
+    assert options[-6:] == [
+        "--ssl-certfile",
+        "cert",
+        "--ssl-keyfile",
+        "key",
+        "--middleware",
+        "headrace.api_key.KeyGuard",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("host", "environ", "tls", "insecure", "error"),
+    [
+        ("127.0.0.1", {}, False, False, None),
+        ("0.0.0.0", {}, True, True, "nothing is served without a key; set VLLM_API_KEY"),
+        ("server.internal", KEY, False, False, "without TLS; give --tls-cert and --tls-key"),
+        ("0.0.0.0", KEY, True, False, None),
+        ("0.0.0.0", KEY, False, True, None),
+    ],
+)
+def test_nothing_is_served_beyond_the_loopback_interface_without_key_and_tls(
+    host: str, environ: dict[str, str], tls: bool, insecure: bool, error: str | None
+) -> None:
+    if error is None:
+        serve.check(host, [], environ, tls=tls, insecure=insecure)
+        return
+    with pytest.raises(ConfigError, match=error):
+        serve.check(host, [], environ, tls=tls, insecure=insecure)
+
+
+@pytest.mark.parametrize("option", ["--api-key", "--api_key=secret"])
+def test_a_key_is_not_taken_from_the_command_line(option: str) -> None:
+    with pytest.raises(ConfigError, match="everybody on this machine can read a command line"):
+        serve.check("127.0.0.1", [option], KEY, tls=False, insecure=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "authorization", "status"),
+    [
+        ("/v1/models", [], 401),
+        ("/invocations", [], 401),  # which vLLM leaves open
+        ("/v1/models", [b"Bearer other"], 401),
+        ("/v1/models", [b"Bearer key", b"Bearer other"], 401),
+        ("/v1/models", [b"Basic key"], 401),
+        ("/v1/models", [b"bearer key"], 200),
+        ("/invocations", [b"Bearer key"], 200),
+        ("/health", [], 200),
+        ("/health/", [], 401),
+    ],
+)
+async def test_the_guard_asks_for_the_key_on_every_path(
+    monkeypatch: pytest.MonkeyPatch, path: str, authorization: list[bytes], status: int
+) -> None:
+    monkeypatch.setenv(api_key.VARIABLE, "key")
+    scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"authorization", a) for a in authorization]}
+    assert await answers(scope) == [status]
+    assert await answers({**scope, "type": "websocket"}) == ([200] if status == 200 and authorization else ["closed"])
+
+
+async def answers(scope: Any) -> list[Any]:
+    """What the guard around an application that answers 200 sends."""
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        sent.append(200)
+
+    async def send(message: Any) -> None:
+        if message["type"] == "websocket.close":
+            sent.append("closed")
+        elif message["type"] == "http.response.start":
+            sent.append(message["status"])
+
+    await api_key.KeyGuard(app)(scope, None, send)
+    return sent

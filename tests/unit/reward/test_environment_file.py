@@ -1,0 +1,126 @@
+"""FILE.py:CLASS: what is refused before anything runs, and what is when the file is loaded."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headrace import Sample, environment_file
+from headrace.cli import environment
+from headrace.cli.app import app
+from headrace.config import Config
+from headrace.errors import ConfigError
+
+FINE = """
+import headrace
+import beside_it
+
+class Exact(headrace.Environment):
+    def score(self, sample):
+        return beside_it.REWARD
+
+class Other:
+    pass
+
+if __name__ == "__main__":
+    headrace.serve(Exact(), port=50400)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("sys.path", [*sys.path])  # it is added to
+    (tmp_path / "beside_it.py").write_text("REWARD = 0.5\n")
+    (tmp_path / "my_env.py").write_text(FINE)
+    return tmp_path / "my_env.py"
+
+
+def test_a_class_is_loaded_with_the_modules_beside_its_file(file: Path) -> None:
+    assert environment_file.load(f"{file}:Exact").score(Sample("x")) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "can't be read (No such file or directory)"),
+        ("class Exact(:\n", "is no Python: invalid syntax (my_env.py, line 1)"),
+        (FINE.replace("Exact", "Exakt"), "defines no Exact; it has Exakt, Other"),
+        ("", "defines no Exact; it has no class"),
+        (
+            FINE.replace('if __name__ == "__main__":\n    ', ""),
+            "line 12 of {file} serves an environment as soon as the file is loaded",
+        ),
+    ],
+)
+def test_what_can_be_seen_without_running_the_file_is_refused_before_anything_starts(
+    file: Path, text: str | None, said: str
+) -> None:
+    file.unlink() if text is None else file.write_text(text)
+    config = Config.model_validate({"env": {"mine": {"target": f"{file}:Exact"}}})
+    with pytest.raises(ConfigError) as refused:
+        environment.check(config)
+    assert str(refused.value).startswith(f"env.mine.target {file}:Exact: ")
+    assert said.format(file=file).replace("(my_env.py", f"({file.name}") in str(refused.value)
+
+
+def test_names_that_are_imported_or_made_are_there_too(file: Path) -> None:
+    for text in (
+        "from x import Exact",
+        "import y as Exact",
+        "Exact = make()",
+        "try:\n    import Exact\nexcept E: pass",
+    ):
+        file.write_text(text)
+        environment_file.check(f"{file}:Exact")
+    file.write_text("from x import *")
+    environment_file.check(f"{file}:Exact")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Exact = 3", "Exact is 3, not a subclass of headrace.Environment"),
+        ("class Exact: pass", "not a subclass of headrace.Environment"),
+        ("import nonexistent_module\nExact = 3", "raised ModuleNotFoundError when it was loaded\nTraceback"),
+        (
+            FINE.replace("def score(self, sample)", "def __init__(self, judge)"),
+            "Exact() raised TypeError; it has to be made",
+        ),
+    ],
+)
+def test_what_goes_wrong_when_the_file_runs_is_said(file: Path, text: str, said: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        environment_file.load(f"{file}:Exact")
+    assert said in str(refused.value)
+
+
+def test_a_program_that_is_not_there_is_refused_before_anything_starts() -> None:
+    config = Config.model_validate({"env": {"mine": {"command": ["./no-such-judge"]}}})
+    with pytest.raises(ConfigError, match=r"env\.mine\.command '\./no-such-judge': no such program"):
+        environment.check(config)
+
+
+def test_config_check_says_who_starts_an_environment_and_what_is_not_there(file: Path) -> None:
+    config = file.with_suffix(".yaml")
+    config.write_text("data: {train: {dataset_name: arithmetic, env_name: math}}\nenv: {math: {}}")
+    arguments = [
+        "config",
+        "check",
+        str(config),
+        "env.away.target=127.0.0.1:5",
+        'env.program.command=["sh", "-c", "x y"]',
+    ]
+    checked = CliRunner().invoke(app, [*arguments, f"env.file.target={file}:Exact"])
+    assert checked.exit_code == 0, checked.output
+    assert checked.stdout.splitlines()[1:] == [
+        "environment away: 127.0.0.1:5, which the run waits for if it isn't there",
+        "environment program: `headrace up` starts sh -c 'x y'",
+        f"environment file: `headrace up` serves {file}:Exact",
+    ]
+    refused = CliRunner().invoke(app, [*arguments, f"env.file.target={file}:Exakt"])
+    assert isinstance(refused.exception, ConfigError)
+    assert "defines no Exakt" in str(refused.exception)

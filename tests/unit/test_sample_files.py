@@ -1,0 +1,104 @@
+"""Sample files as readers take them: which steps there are, which groups are shown, and completions that failed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import CodecError
+from headrace.samples import FAILED, SampleFiles, by_group, choose_groups, failed_groups
+from tests.support.stored_samples import sample, write
+
+GROUPS = by_group(
+    [
+        sample("a", 0, 0.0),
+        sample("a", 1, 1.0),
+        sample("b", 0, 1.0, messages=({"role": "user", "content": "What is ÄB?"},)),
+        sample("c", 0, None, status="FAILED"),
+        sample("d", 0, 0.25),
+        sample("d", 1, 0.0),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("ranking", "shown"),
+    [
+        (None, [("a", [0, 1]), ("b", [0]), ("c", [0])]),
+        ("best", [("b", [0]), ("a", [1, 0]), ("d", [0, 1])]),
+        ("worst", [("d", [1, 0]), ("a", [0, 1]), ("b", [0])]),
+    ],
+)
+def test_groups_come_in_their_order_or_by_their_reward(ranking: str | None, shown: list[tuple[str, list[int]]]) -> None:
+    chosen = choose_groups(GROUPS, ranking, "", 3)  # type: ignore[arg-type]
+    assert [(group.id, [sample.index for sample in group.samples]) for group in chosen] == shown
+
+
+def test_a_prompt_is_found_by_its_text_whatever_the_case() -> None:
+    assert [group.id for group in choose_groups(GROUPS, None, "is äb", 9)] == ["b"]
+    assert choose_groups(GROUPS, None, "nowhere", 9) == []
+
+
+@pytest.mark.parametrize(
+    ("info", "expected"),
+    [
+        ({"answer": "42"}, "42"),
+        ({"answer": 0, "hint": "x"}, "0"),
+        ({"tests": ["f(1) == 2"]}, '{"tests": ["f(1) == 2"]}'),
+        ({}, None),
+        ({"answer": None}, None),
+    ],
+)
+def test_the_expected_answer_is_what_the_data_set_says(info: dict[str, object], expected: str | None) -> None:
+    assert sample("a", extra_env_info=info).expected == expected
+
+
+def test_the_newest_step_is_the_one_written_last(tmp_path: Path) -> None:
+    files = SampleFiles(tmp_path, None)
+    assert files.steps("train") == []
+    for place, step in enumerate((7, 10, 3)):  # the run was taken back
+        write(tmp_path, "train", step, [sample("a")])
+        os.utime(files.path("train", step), ns=(place, place))
+    write(tmp_path, "val", 5, [])
+    assert files.steps("train") == [7, 10, 3]
+    assert files.samples("train", 3) == [sample("a")]
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    files = SampleFiles(tmp_path, None)
+    for damage in (b"\x1f\x8b\x08\x00", b"no gzip"):
+        files.path("train", 3).write_bytes(damage)
+        with pytest.raises(CodecError, match=r"train_data_step3\.jsonl\.gz: not a file of samples"):
+            files.samples("train", 3)
+
+
+def test_a_group_that_fails_again_is_shown_with_its_last_failure(tmp_path: Path) -> None:
+    files = SampleFiles(tmp_path, None)
+    files.append_failed([sample("a", 0, None, reason="old"), sample("b", 1, None, reason="bad")])  # type: ignore[list-item]
+    files.append_failed([sample("a", 1, None, reason="new"), sample("a", 2, None, reason="new")])  # type: ignore[list-item]
+    found = [
+        (group.id, group.reason, [sample.index for sample in group.samples]) for group in failed_groups(files.failed())
+    ]
+    assert found == [("a", "new", [1, 2]), ("b", "bad", [1])]
+
+
+def test_of_completions_that_failed_two_files_stay(tmp_path: Path) -> None:
+    files = SampleFiles(tmp_path, None)
+    for number in range(6):
+        files.append_failed([sample(f"g{number}", 0, None)], segment_bytes=1)  # type: ignore[list-item]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["failed_data.1.jsonl", FAILED]
+    assert [sample.group for sample in files.failed()] == ["g4", "g5"]
+    SampleFiles(tmp_path / "none", 0).append_failed([sample("a", 0, None)])  # type: ignore[list-item]
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_half_line_of_a_killed_scorer_is_left_out(tmp_path: Path) -> None:
+    files = SampleFiles(tmp_path, None)
+    files.append_failed([sample("whole", 0, None)])  # type: ignore[list-item]
+    with (tmp_path / FAILED).open("ab") as file:
+        file.write(b'{"group": "ha')
+    assert [sample.group for sample in files.failed()] == ["whole"]
+    files.append_failed([sample("next", 0, None)])  # type: ignore[list-item]
+    assert [sample.group for sample in files.failed()] == ["whole", "next"]
