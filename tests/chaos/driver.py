@@ -68,14 +68,14 @@ class ChaosError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Struck:
-    """A fault that happened. `held`: groups that a victim held which generates."""
+    """A fault that happened. `held`: the groups of each replica that died of it or was beyond the buffer's reach."""
 
     fault: Fault
     victim: str
     done: str
     time: float
     step: int
-    held: tuple[str, ...]
+    held: tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,9 +315,9 @@ class Driver:
         held = await self._try(self._buffer.held_by_pid) or {}
         return next((name for name, process in self._processes.items() if held.get(process.pid or -1)), None)
 
-    async def _catch(self, fault: Fault) -> tuple[str, str, tuple[str, ...]]:
-        """Wait for the phase, hold everything still in the middle of it, and strike. Returns the victim, what was done, and which groups it
-        held."""
+    async def _catch(self, fault: Fault) -> tuple[str, str, tuple[tuple[str, ...], ...]]:
+        """Wait for the phase, hold everything still in the middle of it, and strike. Returns the victim, what was done, and which groups
+        were held (`Struck.held`)."""
         victim: str | None = fault.target if fault.target != "rollout" else await self._replica()
         while True:
             if fault.target == "rollout" and (fault.phase == "generation" or victim is None):
@@ -328,7 +328,7 @@ class Driver:
                     self._freeze()
                     try:
                         if await self._shows(fault) and self._there(fault, victim):
-                            groups = await self._groups_of(victim)
+                            groups = await self._groups_of(victim, fault)
                             done = self._faults.strike(fault, victim)
                             stopped = self._faults.holds(fault, victim)
                             return victim, done, groups
@@ -336,10 +336,13 @@ class Driver:
                         self._thaw(stopped)
             await asyncio.sleep(LOOK_S)
 
-    async def _groups_of(self, victim: str) -> tuple[str, ...]:
-        process = self._processes.get(victim)
+    async def _groups_of(self, victim: str, fault: Fault) -> tuple[tuple[str, ...], ...]:
+        """`Struck.held`. The replay service and the server that it runs go on together, and every replica misses its heartbeats."""
         held = await self._try(self._buffer.held_by_pid) or {}
-        return held.get(process.pid or -1, ()) if process is not None else ()
+        if fault.kind == "cut" and victim in ("replay", "server") and self.shape.topology == "embedded":
+            return tuple(held.values())
+        process = self._processes.get(victim)
+        return (held.get(process.pid or -1, ()),) if process is not None else ()
 
     async def _murder(self) -> None:
         """The deadly prompt kills whoever works on it."""

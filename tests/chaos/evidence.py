@@ -132,9 +132,9 @@ class Evidence:
     """`states`: of every training group that the buffer still knows, by place in the order; `ended`: its bitmap of them.
 
     `counts`: groups by state as the buffer counts them. `lost_writes`: times of the faults that take writes from the server. `failures`: of
-    the failed ones the reason, by place in the order. `struck_alone`: of a group, how often it was alone with a replica that was struck.
-    `misconduct`: kinds of the faults that hit the environment. `held_out`: prompts of a validation. `killed`: names of what was killed by
-    faults or by the deadly prompt, once for each time. Under `headrace up`: `restarted`, and `said` is what it printed (else None).
+    the failed ones the reason, by place in the order. `struck_alone`: of a group, how often it was alone with a replica that was struck
+    or cut off. `misconduct`: kinds of the faults that hit the environment. `held_out`: prompts of a validation. `killed`: names of what was
+    killed by faults or by the deadly prompt, once for each time. Under `headrace up`: `restarted`, and `said` is what it printed (else None).
     """
 
     prompts_per_step: int
@@ -199,7 +199,10 @@ def read(folder: Path) -> Evidence:
         failures=_failures(buffer, base),
         struck_alone=Counter(
             held[0]
-            for held in (*(s["held"] for s in story["struck"]), *(m["held"] for m in story["murdered"]))
+            for held in (
+                *(held for s in story["struck"] for held in s["held"]),
+                *(m["held"] for m in story["murdered"]),
+            )
             if len(held) == 1
         ),
         misconduct=frozenset(s["fault"]["kind"] for s in story["struck"] if s["fault"]["target"] == "environment"),

@@ -431,8 +431,10 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
             "planned": 1,
             "struck": [
                 {"fault": {"kind": "torn_tail", "target": "server"}, "victim": "server", "time": 5.0, "held": []},
-                {"fault": {"kind": "slow", "target": "environment"}, "victim": "environment", "time": 6.0, "held": ["e0-train-0"]},
-                {"fault": {"kind": "kill", "target": "trainer"}, "victim": "trainer", "time": 7.0, "held": []},
+                {"fault": {"kind": "slow", "target": "environment"}, "victim": "environment", "time": 6.0, "held": [["e0-train-0"]]},
+                {"fault": {"kind": "kill", "target": "trainer"}, "victim": "trainer", "time": 7.0, "held": [[]]},
+                {"fault": {"kind": "cut", "target": "replay"}, "victim": "replay", "time": 8.0,
+                 "held": [["e0-train-1"], ["e0-train-0", "e0-train-2"]]},
             ],
             "murdered": [{"name": "rollout-1", "held": ["e0-train-0"]}, {"name": "rollout-2", "held": ["e0-train-0", "e0-train-1"]}],
             "moved": [{"number": 1, "machine": "up", "asked_s": -600, "seen_s": -599.0, "dead": ["rollout-1"], "over": 9.0}],
@@ -481,7 +483,7 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
     assert evidence.ended == {1, 8}
     assert evidence.states == {3: "queued", 8: "failed"}
     assert evidence.failures == {8: "died"}
-    assert evidence.struck_alone == {"e0-train-0": 2}
+    assert evidence.struck_alone == {"e0-train-0": 2, "e0-train-1": 1}
     assert evidence.misconduct == {"slow"}
     assert evidence.counts == {"trained": 1}
     assert evidence.lost_writes == (5.0,)
