@@ -337,8 +337,8 @@ class Driver:
             await asyncio.sleep(LOOK_S)
 
     async def _groups_of(self, victim: str) -> tuple[tuple[str, ...], ...]:
-        """`Struck.held`. While the server is away every replica misses its heartbeats; with times as short as these they may be dead before the
-        run's clock stands still (`LONGEST_GAP_MS` in _run.lua)."""
+        """`Struck.held`. While the server is away every replica misses its heartbeats; with times as short as these they may be dead before
+        the run's clock stands still (`LONGEST_GAP_MS` in _run.lua)."""
         held = await self._try(self._buffer.held_by_pid) or {}
         if victim == "server" or (victim == "replay" and self.shape.topology != "external"):
             return tuple(held.values())

@@ -134,7 +134,8 @@ class Evidence:
     `counts`: groups by state as the buffer counts them. `lost_writes`: times of the faults that take writes from the server. `failures`: of
     the failed ones the reason, by place in the order. `struck_alone`: of a group, how often it was alone with a replica that was struck
     or cut off. `misconduct`: kinds of the faults that hit the environment. `held_out`: prompts of a validation. `killed`: names of what was
-    killed by faults or by the deadly prompt, once for each time. Under `headrace up`: `restarted`, and `said` is what it printed (else None).
+    killed by faults or by the deadly prompt, once for each time. Under `headrace up`: `restarted`, and `said`
+    is what it printed (else None).
     """
 
     prompts_per_step: int
