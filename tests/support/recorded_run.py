@@ -125,6 +125,7 @@ async def run(replay: ReplayClient) -> None:
     await replay.open_epoch(epoch, 0, timeline, {"address": "here"})
     await replay.acknowledge(replicas[1], epoch)
     await replay.refuse(replicas[1], epoch, "not now", interrupted=True)
+    await replay.quarantine(replicas[0], timeline, "it is the only one")  # refused, also once another is HEALTHY
     await refit(replay, 0, replicas)
     await enqueue(replay, range(8))
     await replay.enqueue([make_group(0, lane="validation")], timeline)
