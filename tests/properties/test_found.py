@@ -6,6 +6,7 @@ import pytest
 
 from headrace.errors import LeaseLost, WrongTimeline
 from headrace.replay import Ended
+from headrace.replay.connection import function_name
 from headrace.trajectory import Score
 from tests.properties.setting import Setting
 from tests.properties.world import World
@@ -136,7 +137,7 @@ async def test_law_4_a_quarantine_that_was_refused_stays_refused(world: World) -
 async def test_law_4_a_start_of_the_replay_service_that_arrives_late_brings_no_limits_back(world: World) -> None:
     world.wire.sent = []
     await world.limit(Setting(attempts=1).limits())
-    (late,) = (commands for commands in world.wire.sent if "hr_open_run" in commands[0])
+    (late,) = (commands for commands in world.wire.sent if function_name("open_run") in commands[0])
     await world.limit(Setting(attempts=3).limits())
     with pytest.raises(WrongTimeline):
         await world.client._connection.command(*late[0])

@@ -9,7 +9,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.connection import BufferConnection
+from headrace.replay.connection import BufferConnection, function_name
 from headrace.trajectory import Score
 from tests.support.buffer import (
     enqueue,
@@ -104,7 +104,9 @@ class Recorder(BufferConnection):
     async def _keep(self, commands: Sequence[tuple[Any, ...]]) -> None:
         for command in commands:
             if command[0] == "FCALL":
-                self.calls.setdefault(command[1], []).append(Call(await held(self.redis), command))
+                self.calls.setdefault(command[1].removeprefix(function_name("")), []).append(
+                    Call(await held(self.redis), command)
+                )
 
 
 async def record(redis: Redis, run_id: str) -> dict[str, list[Call]]:

@@ -15,7 +15,7 @@ local function another_is_healthy(run, id)
   return false
 end
 
-register('hr_quarantine', {
+register('quarantine', {
   client = name, number = positive, replica = name, timeline = text, reason = text,
 }, function(run, call)
   local id = call.replica
