@@ -22,7 +22,7 @@ SEED ?= $(or $(HEADRACE_TEST_SEED),$(shell date +%Y%m%d))
 # One thread each: the engine and the trainer work side by side, and a second thread on a busy core makes both slower.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-all chaos lint style types tests format proto properties bench docs clean
+.PHONY: help setup demo test test-all chaos lint style types tests format proto build properties bench docs clean
 
 help:
 	@echo "make setup   install everything into $(VENV)"
@@ -33,6 +33,7 @@ help:
 	@echo "make lint    lint, types and contracts"
 	@echo "make format  format the code"
 	@echo "make proto   generate headrace/v1 from proto/"
+	@echo "make build   name the build of the buffer's functions in headrace/replay/build.py"
 	@echo "make docs    generate the configuration reference"
 	@echo "make properties  drive the buffer and its model through 200,000 random calls (CALLS=...)"
 	@echo "make bench   run the benchmarks"
@@ -95,6 +96,9 @@ format: $(STAMP)
 proto: $(STAMP)
 	$(BIN)/buf lint
 	$(PY) scripts/generate_stubs.py
+
+build: $(STAMP)
+	$(PY) scripts/generate_build.py
 
 docs: $(STAMP)
 	$(PY) scripts/generate_reference.py

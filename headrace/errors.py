@@ -47,6 +47,12 @@ class ReplayDenied(ReplayError):
     code = "HR_DENIED"
 
 
+class WrongBuild(ReplayError):
+    """The run was opened by the functions of another build than the caller's; nothing was changed, and retrying won't help."""
+
+    code = "HR_BUILD"
+
+
 class InvalidCall(ReplayError):
     """The arguments are invalid (malformed record, unknown group, index out of range)."""
 

@@ -24,6 +24,14 @@ def acl(
             show_default=False,
         ),
     ] = ...,  # type: ignore[assignment]
+    own_server: Annotated[
+        bool,
+        typer.Option(
+            "--own-server",
+            help="The server is this run's alone: its replay service may load the functions. On one that others use too, the "
+            "administrator loads them (`headrace functions`).",
+        ),
+    ] = False,
 ) -> None:
     """Print a Redis ACL file with a user for each role of the run: replay, trainer, rollout, reader, up (all of these), admin."""
     run_id = load(config, overrides or ()).run.id
@@ -32,6 +40,6 @@ def acl(
     users = load_entry_point("headrace.tools", "acl", extra="replay")
     complete(credentials, [f"redis {role}" for role in REDIS_ROLES])
     known = Credentials(credentials)
-    for line in users(run_id, {role: known.token(f"redis {role}") for role in REDIS_ROLES}):
+    for line in users(run_id, {role: known.token(f"redis {role}") for role in REDIS_ROLES}, own_server=own_server):
         typer.echo(line)
     typer.echo(f"services find their passwords by security.credentials={credentials}", err=True)

@@ -24,6 +24,7 @@ from headrace.cli import (
     environment,
     evaluate,
     export,
+    functions,
     groups,
     page,
     rewind,
@@ -158,6 +159,7 @@ app.add_typer(run_list.app, name="runs")
 app.command(name="replay-step")(replay_step)
 app.command()(model)
 app.command()(acl.acl)
+app.command()(functions.functions)
 app.command()(certs.certs)
 app.command()(credentials.credentials)
 app.command()(page.page)

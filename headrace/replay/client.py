@@ -13,7 +13,7 @@ import secrets
 
 from redis.asyncio import Redis
 
-from headrace.errors import InvalidCall, ReplayError, ReplayUnavailable
+from headrace.errors import InvalidCall, ReplayError, ReplayUnavailable, WrongBuild
 from headrace.replay.connection import BufferConnection, open_redis, shown
 from headrace.replay.inspection import InspectionClient
 from headrace.replay.records import Limits, RunState
@@ -40,9 +40,9 @@ class ReplayClient(TrainerClient, RolloutClient, ScoringClient, InspectionClient
 
     @classmethod
     async def connect(cls, url: str, run_id: str | None = None, timeout_s: float = 30.0) -> ReplayClient:
-        """Connect, waiting up to `timeout_s` for server, function library and run. `run_id` None means the server's current run.
+        """Connect, waiting up to `timeout_s` for server, functions and run. `run_id` None means the server's current run.
 
-        Raises `ReplayUnavailable` with the remedy if the server is unreachable, older than 7.0, or has no such run.
+        Raises `ReplayUnavailable` with the remedy if the server is unreachable, older than 7.0, or has no such run opened by this build.
         """
         redis = open_redis(url, retries=0)
         retry = BufferRetry(timeout_s, first_pause_s=0.1, last_pause_s=0.1, log_level=logging.DEBUG)
@@ -67,8 +67,10 @@ class ReplayClient(TrainerClient, RolloutClient, ScoringClient, InspectionClient
         client = cls(open_redis(url), run_id)
         try:
             await client.state()
-        except ReplayError:
+        except ReplayError as error:
             await client.aclose()
+            if isinstance(error, WrongBuild):  # until the replay service of this build opens the run
+                raise ReplayUnavailable(str(error)) from error
             raise
         return client
 

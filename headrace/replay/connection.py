@@ -52,9 +52,11 @@ from headrace.errors import (
     SamplingStarved,
     Surplus,
     Unstaged,
+    WrongBuild,
     WrongStep,
     WrongTimeline,
 )
+from headrace.replay.build import BUILD
 
 CONNECTIONS = 32
 # How much asyncio reads from the socket at a time: replies contain megabytes of payloads.
@@ -80,6 +82,7 @@ _BY_CODE = {
         LeaseLost,
         Surplus,
         Unstaged,
+        WrongBuild,
         WrongTimeline,
         WrongStep,
         SamplingStarved,
@@ -246,6 +249,11 @@ def open_redis(url: str, retries: int = _RETRIES) -> Redis:
     return Redis.from_pool(pool_of(url, retries))
 
 
+def function_name(function: str) -> str:
+    """The name that one of this build's functions has on the server (_register.lua)."""
+    return f"hr_{BUILD}_{function}"
+
+
 def refusal(text: str) -> ReplayError:
     """The exception for `<code> <message>`, the text with which the functions refuse a call."""
     code, _, message = text.partition(" ")
@@ -253,7 +261,9 @@ def refusal(text: str) -> ReplayError:
     if kind is not None:
         return kind(message)
     if "Function not found" in text:
-        return ReplayUnavailable("the Redis server holds no function library; start the replay service")
+        return ReplayUnavailable(
+            f"the Redis server holds no functions of build {BUILD}, which this program is of; start the replay service, of the same version"
+        )
     return ReplayUnavailable(f"the Redis server refused the call: {text}")
 
 
@@ -294,7 +304,7 @@ class BufferConnection:
     def fcall(self, function: str, *payloads: bytes, **arguments: Any) -> tuple[Any, ...]:
         """The command that calls a function with its named arguments, and with the bytes that belong to them."""
         named = (_pack(arguments),) if arguments else ()
-        return ("FCALL", f"hr_{function}", 1, self.key, *named, *payloads)
+        return ("FCALL", function_name(function), 1, self.key, *named, *payloads)
 
     async def call(self, function: str, *payloads: bytes, **arguments: Any) -> Any:
         return await self.command(*self.fcall(function, *payloads, **arguments))
@@ -347,7 +357,7 @@ class BufferConnection:
         what = " ".join(map(str, command[:2] if command[0] == "FCALL" else command[:1]))
         return ReplayDenied(
             f"user {self._user or 'default'!r} of the Redis server may not do {what} ({error}); connect as the user of the right role, "
-            "or load the ACL that `headrace acl` prints"
+            "or load the ACL that `headrace acl` of this version prints"
         )
 
 

@@ -225,7 +225,11 @@ class TrainerClient(BufferClient):
     async def quarantine(self, replica: str, timeline: str, reason: str) -> bool:
         """Leave a replica alone until it registers under a new name: it takes part in no epoch and gets no lease, and what it holds is
         passed on, without costing an attempt. Returns False, and changes nothing, if no other replica is HEALTHY, or it is DEAD or gone."""
-        return bool(await self._connection.call("quarantine", replica=replica, timeline=timeline, reason=reason))
+        return bool(
+            await self._connection.call(
+                "quarantine", **self._numbered(), replica=replica, timeline=timeline, reason=reason
+            )
+        )
 
     async def wait_epoch(self, timeout_s: float) -> None:
         """Return when an acknowledgement, a verification or a membership may have changed, or after `timeout_s`."""

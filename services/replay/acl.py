@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 
 from headrace.credentials import REDIS_ROLES
 from headrace.replay.client import CURRENT_RUN
+from headrace.replay.connection import function_name
 from headrace_services.replay import library
 
 _COMMAND = re.compile(r"redis\.call\('([A-Z]+)'")
@@ -50,8 +51,11 @@ _TRAINER = (
 _OPERATOR = "retry"
 _ROLLOUT = "make_room register deregister heartbeat lease push save release abandon acknowledge verify refuse"
 
+# They open the run.
+_OPENS = ("replay", "up")
+
 ROLES = {
-    "replay": Role(_names(_REPLAY), ("function|list", "function|load", "set", *_SWEEP)),
+    "replay": Role(_names(_REPLAY), ("function|list", "set", *_SWEEP)),
     "trainer": Role(_names(_TRAINER), _SWEEP),
     "rollout": Role(_names(_ROLLOUT), ("set",)),
     "operator": Role(_names(_OPERATOR)),
@@ -59,16 +63,18 @@ ROLES = {
 }
 
 
-def users(run_id: str, passwords: Mapping[str, str]) -> list[str]:
+def users(run_id: str, passwords: Mapping[str, str], *, own_server: bool = False) -> list[str]:
     """Lines of an ACL file: `<run>-<role>` for each role, `<run>-up` with all roles (`headrace up`), `headrace-admin` for the server's
-    administrator; no other user can log in. `passwords` are by role and stored as SHA-256."""
+    administrator; no other user can log in. `passwords` are by role and stored as SHA-256. With `own_server` the replay service may load
+    functions: whoever may load one can replace those of every run."""
     # Nobody is this user, for it is off. But as this user a server reads its append-only file, and Redis 7.0 leaves out every
     # transaction of it that the user may not make: with -@all a restart would lose the run.
     lines = ["user default off resetpass ~* &* +@all"]
     for role in REDIS_ROLES:
         digest = hashlib.sha256(passwords[role].encode()).hexdigest()
         name = "headrace-admin" if role == "admin" else f"{run_id}-{role}"
-        lines.append(f"user {name} on #{digest} {' '.join(_rights(run_id, role))}")
+        rights = [*_rights(run_id, role), *(["+function|load"] if own_server and role in _OPENS else [])]
+        lines.append(f"user {name} on #{digest} {' '.join(rights)}")
     return lines
 
 
@@ -90,7 +96,7 @@ def _rights(run_id: str, role: str) -> Iterable[str]:
         inside &= set(_READS)
     commands = inside.union(_EVERYONE, *(one.commands for one in _parts(role)))
     others = "%R~" if role == "reader" else "~"
-    current = "~" if role in ("replay", "up") else "%R~"
+    current = "~" if role in _OPENS else "%R~"
     return [
         f"~hr:{{{run_id}}}",  # Redis can't know that the key of an FCALL is only read
         f"{others}hr:{{{run_id}}}:*",
@@ -99,7 +105,7 @@ def _rights(run_id: str, role: str) -> Iterable[str]:
         f"&hr:{{{run_id}}}:*",
         "-@all",
         *(f"+{command}" for command in sorted(commands)),
-        *(f"+fcall|hr_{name}" for name in functions),
+        *(f"+fcall|{function_name(name)}" for name in functions),
     ]
 
 

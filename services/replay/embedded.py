@@ -79,7 +79,7 @@ class EmbeddedServer:
         if credentials is None or not credentials.has_redis_users:
             return cls(folder, host, port, appendfsync)
         passwords = {role: credentials.token(f"redis {role}") for role in REDIS_ROLES}
-        users = acl.users(str(config.run.id), passwords)
+        users = acl.users(str(config.run.id), passwords, own_server=True)
         return cls(folder, host, port, appendfsync, users=users, login=login(config, credentials, "replay"))
 
     @property

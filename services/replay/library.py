@@ -2,10 +2,14 @@
 
 `functions/` contains one file per transition, and shared files (`_name.lua`). The header of a file says from which shared files it takes
 names: `-- uses: _args, _group`. That determines the order in which the shared files are joined; transitions come after them.
+
+The library and its functions are named by their *build*, a digest of what is joined, so that several builds can share a server. Clients,
+which have no Lua files, find the name in `headrace/replay/build.py`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import re
@@ -16,10 +20,10 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from headrace.errors import ReplayFull, ReplayUnavailable, ServiceError
+from headrace.errors import ReplayDenied, ReplayUnavailable, ServiceError
+from headrace.replay.build import BUILD
 from headrace.replay.connection import BufferConnection, shown
 
-NAME = "headrace"
 # What a server's `maxmemory` must be at least, in units of `replay.max_bytes`.
 _MEMORY_SHARE = 1.25
 
@@ -119,6 +123,9 @@ class Library:
         self._order: list[str] = []
         for name in self._shared:
             self._add(name, [])
+        self._joined = self._join()
+        self.build = hashlib.sha256(self._joined.encode()).hexdigest()[:8]
+        self.name = f"headrace_{self.build}"
 
     @property
     def transitions(self) -> list[str]:
@@ -132,9 +139,13 @@ class Library:
         return self._transitions[transition].text
 
     def source(self) -> str:
-        """The joined source for `FUNCTION LOAD`. Each file has a scope of its own, because Lua allows 200 local variables in one: what a
-        shared file defines for others is declared before its scope."""
-        parts = [f"#!lua name={NAME}\n"]
+        """The joined source for `FUNCTION LOAD`."""
+        return f"#!lua name={self.name}\nlocal BUILD = '{self.build}'\n{self._joined}"
+
+    def _join(self) -> str:
+        """Each file has a scope of its own, because Lua allows 200 local variables in one: what a shared file defines for others is
+        declared before its scope."""
+        parts = []
         for name in self._order:
             taken = self._taken_from(name)
             parts.append(f"local {', '.join(sorted(taken))}\ndo\n{self._shared[name].defining(taken)}\nend\n")
@@ -164,22 +175,31 @@ def built_in() -> Library:
     return Library(resources.files("headrace_services.replay") / "functions")
 
 
+def source() -> str:
+    """The buffer's own library, for `FUNCTION LOAD`. Raises `LibraryError` if clients would call another."""
+    if built_in().build != BUILD:
+        raise LibraryError(
+            f"headrace/replay/build.py names build {BUILD}, and the files in services/replay/functions are build {built_in().build}: "
+            "run `make build`"
+        )
+    return built_in().source()
+
+
 async def load(redis: Redis) -> None:
-    """Load the library, in place of any earlier build of it. Raises `ReplayUnavailable`, `ReplayDenied`."""
-    connection, source = BufferConnection(redis, "none"), built_in().source()
+    """Load the library unless the server has it; those of other builds stay. Raises `ReplayUnavailable`, `ReplayDenied`."""
+    connection, code, name = BufferConnection(redis, "none"), source(), built_in().name
+    if await connection.command("FUNCTION", "LIST", "LIBRARYNAME", name):
+        return
     try:
-        await connection.command("FUNCTION", "LOAD", "REPLACE", source)
+        # REPLACE: another service may load the same one at the same moment
+        await connection.command("FUNCTION", "LOAD", "REPLACE", code)
+    except ReplayDenied as error:
+        raise ReplayDenied(
+            f"the Redis server holds no functions of this build ({name}), and this service may not load them: have its administrator do "
+            f"that, `headrace functions | redis-cli -u URL -x FUNCTION LOAD REPLACE` ({error})"
+        ) from error
     except ReplayUnavailable as error:
-        # a service that starts again needs no memory, if its build is the one that is there
-        if isinstance(error, ReplayFull) and await _has(connection, source):
-            return
         raise ReplayUnavailable(f"the function library can't be loaded into the server: {error}") from error
-
-
-async def _has(connection: BufferConnection, source: str) -> bool:
-    """Whether the server has this very library."""
-    found = await connection.command("FUNCTION", "LIST", "LIBRARYNAME", NAME, "WITHCODE")
-    return any(library[b"library_code"] == source.encode() for library in found)
 
 
 async def check_server(redis: Redis, url: str, max_bytes: int) -> None:

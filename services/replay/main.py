@@ -165,16 +165,20 @@ class _Buffer:
         return self._trouble
 
     async def prepare(self) -> None:
-        await library.check_server(self._client.redis, self._url, self._limits.max_bytes)
-        await library.load(self._client.redis)
+        await self._load()
         await self._client.open_run(self._limits)
         self._superseded = False
+
+    async def _load(self) -> None:
+        await library.check_server(self._client.redis, self._url, self._limits.max_bytes)
+        await library.load(self._client.redis)
 
     async def watch(self) -> None:
         while True:
             try:
                 self.snapshot.stats = await self._client.stats()
-                await self._keep_limits(self.snapshot.stats["opened"])
+                if not self._superseded and await self._reopen(self.snapshot.stats["opened"]):
+                    _log.warning("the buffer's server lost writes: the limits of the run are set again")
                 self.snapshot.meters = await self._client.bias()
                 await self._warn_of_bias(self.snapshot.meters)
                 self._report(self.snapshot.stats["environments"])
@@ -186,22 +190,24 @@ class _Buffer:
                 self._trouble = str(error)
                 # a server that came back empty knows neither the functions nor the run; one that is away stays in trouble
                 with contextlib.suppress(ReplayUnavailable):
-                    await self.prepare()
+                    await self._load()
+                    await self._reopen("")
             await asyncio.sleep(_LOOK_S)
 
-    async def _keep_limits(self, opened: str) -> None:
-        """Set the run's limits again if the server lost them. `opened`: the start of the replay service that they are from."""
-        if self._superseded:
-            return
+    async def _reopen(self, opened: str) -> bool:
+        """Open the run again if the server lost that, unless another start of the replay service has opened it since; returns whether it
+        was called for. `opened`: the start that the run's limits are from, "" if that isn't known."""
         try:
-            if await self._client.reopen_run(self._limits, opened):
-                _log.warning("the buffer's server lost writes: the limits of the run are set again")
+            reopened = await self._client.reopen_run(self._limits, opened)
+            self._superseded = False
+            return reopened
         except WrongTimeline:
             self._superseded = True
             _log.warning(
                 "another replay service has been started for run %s, and its limits hold; stop one of the two",
                 self._client.run_id,
             )
+            return False
 
     def _note_full(self, refused: int) -> None:
         """Log once that the server is at its limit of memory, and that it is no longer."""

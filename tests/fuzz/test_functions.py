@@ -19,7 +19,7 @@ from redis.exceptions import ResponseError
 
 from headrace.errors import HeadraceError
 from headrace.replay import GroupState, ReplayClient
-from headrace.replay.connection import open_redis
+from headrace.replay.connection import function_name, open_redis
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from tests.fuzz.mutation import Mutator, pack
@@ -27,7 +27,7 @@ from tests.support.ports import free_port
 from tests.support.recorded_run import DIGEST, Call, Contents, record
 
 RUN = "fuzzed"
-FUNCTIONS = sorted(re.findall(r"'(hr_\w+)'", library.built_in().source()))
+FUNCTIONS = library.built_in().transitions
 # Between two restores of what was held: an accepted call changes what those after it find.
 TOGETHER = 50
 NAME = re.compile(r"[A-Za-z0-9._:@/+=,~-]{1,256}")
@@ -58,7 +58,7 @@ _ARGUMENT = re.compile(r"(\w+) = (\w+)(?:\((\w+), ([\d* ]*BATCH)\)|\(\{([^}]*)\}
 
 def parsers_of(function: str) -> dict[str, Callable[[Any], bool]]:
     """The named arguments that a function declares, with what each takes; one that has a parser of its own takes anything."""
-    source = library.built_in().text(function.removeprefix("hr_"))
+    source = library.built_in().text(function)
     spec = re.search(rf"register\w*\('{function}', (\{{.*?\}}|\w+), function", source, re.DOTALL)
     text = spec[1] if spec else "nil"
     if text in ("PAYLOADS", "nil") and (text == "PAYLOADS" or "SPEC" in source):
@@ -116,7 +116,7 @@ def messages_of(function: str, call: Call, random: Random) -> Iterator[Message]:
                 wrong = [mutator.bytes(key.encode()), b"hr:{nobody}", b"hr:{*}", f"{key}:events".encode()]
                 keys = random.choice([[], [key, key], [random.choice(wrong)]])
                 malformed = len(keys) != 1
-        yield Message(("FCALL", function, len(keys), *keys, *packed, *sent), malformed)
+        yield Message(("FCALL", function_name(function), len(keys), *keys, *packed, *sent), malformed)
 
 
 def _is_taken(arguments: Any, parsers: dict[str, Callable[[Any], bool]]) -> bool:

@@ -66,6 +66,12 @@ class Fleet(Scoring):
         self.take_back(replica, died=False)
         return True
 
+    def quarantine_again(self, number: int, replica: str, timeline: str, reason: str, seen: object) -> bool:
+        """It quarantines nobody."""
+        self.expire()
+        self.require_timeline(timeline)
+        return self.state_of(replica) == "QUARANTINED"
+
     def heartbeat(self, replica: str, tokens: Sequence[str], seen: HeartbeatReply) -> HeartbeatReply:
         self.expire()
         state = self.state_of(replica)

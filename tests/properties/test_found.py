@@ -6,6 +6,7 @@ import pytest
 
 from headrace.errors import LeaseLost, WrongTimeline
 from headrace.replay import Ended
+from headrace.replay.connection import function_name
 from headrace.trajectory import Score
 from tests.properties.setting import Setting
 from tests.properties.world import World
@@ -121,10 +122,22 @@ async def test_law_4_a_replica_that_has_left_does_not_come_back_late(world: Worl
     assert await world.client.replicas() == []
 
 
+async def test_law_4_a_quarantine_that_was_refused_stays_refused(world: World) -> None:
+    """It arrives again once another replica is HEALTHY, and the trainer counts on both."""
+    await world.call("register", "first", {})
+    await world.call("quarantine", "first", world.model.timeline, "it stands apart")
+    await verified_replica(world)
+    await world.deliver_again(5)
+    assert {replica.id: replica.state for replica in await world.client.replicas()} == {
+        "first": "STALE",
+        "replica": "HEALTHY",
+    }
+
+
 async def test_law_4_a_start_of_the_replay_service_that_arrives_late_brings_no_limits_back(world: World) -> None:
     world.wire.sent = []
     await world.limit(Setting(attempts=1).limits())
-    (late,) = (commands for commands in world.wire.sent if "hr_open_run" in commands[0])
+    (late,) = (commands for commands in world.wire.sent if function_name("open_run") in commands[0])
     await world.limit(Setting(attempts=3).limits())
     with pytest.raises(WrongTimeline):
         await world.client._connection.command(*late[0])

@@ -25,7 +25,7 @@ NAMES = {"refuse": "refuse_epoch", "ended": "groups_ended"}
 # Calls that have a number, and what reads their answers where callers live on them: the server knows the second delivery, and answers it
 # again at most.
 HEARD = {"lease": "_read_leases", "take_scoring": "_read_jobs"}
-NUMBERED = {*HEARD, "heartbeat", "renew_scoring", "release_scoring", "reserve"}
+NUMBERED = {*HEARD, "heartbeat", "renew_scoring", "release_scoring", "reserve", "quarantine"}
 # Calls that change nothing when they come again, and say nothing that their caller has to hear.
 IDEMPOTENT = {
     *("enqueue", "close", "commit", "rewind", "restore", "refilled", "drop_validation"),
@@ -38,7 +38,6 @@ IDEMPOTENT = {
         "end_epoch",
         "register",
         "deregister",
-        "quarantine",
     ),
     *("make_room", "push_many", "save_many", "release", "reject", "abandon", "reject_step"),
     *("score_many", "retry"),

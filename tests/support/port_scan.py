@@ -13,6 +13,7 @@ import psutil
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from headrace.replay.connection import function_name
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 
 # Pages of all services, and one that none has.
@@ -89,7 +90,7 @@ async def _grpc(host: str, port: int) -> str | None:
 
 async def _redis(host: str, port: int) -> str | None:
     said = set()
-    for command in (("PING",), ("INFO",), ("KEYS", "*"), ("FUNCTION", "LIST"), ("FCALL", "hr_state", "0")):
+    for command in (("PING",), ("INFO",), ("KEYS", "*"), ("FUNCTION", "LIST"), ("FCALL", function_name("state"), "0")):
         with contextlib.suppress(ssl.SSLError):
             async with Redis(host=host, port=port, socket_timeout=_WAIT_S, protocol=2, driver_info=None) as client:
                 try:

@@ -9,7 +9,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.connection import BufferConnection
+from headrace.replay.connection import BufferConnection, function_name
 from headrace.trajectory import Score
 from tests.support.buffer import (
     enqueue,
@@ -104,7 +104,9 @@ class Recorder(BufferConnection):
     async def _keep(self, commands: Sequence[tuple[Any, ...]]) -> None:
         for command in commands:
             if command[0] == "FCALL":
-                self.calls.setdefault(command[1], []).append(Call(await held(self.redis), command))
+                self.calls.setdefault(command[1].removeprefix(function_name("")), []).append(
+                    Call(await held(self.redis), command)
+                )
 
 
 async def record(redis: Redis, run_id: str) -> dict[str, list[Call]]:
@@ -125,6 +127,7 @@ async def run(replay: ReplayClient) -> None:
     await replay.open_epoch(epoch, 0, timeline, {"address": "here"})
     await replay.acknowledge(replicas[1], epoch)
     await replay.refuse(replicas[1], epoch, "not now", interrupted=True)
+    await replay.quarantine(replicas[0], timeline, "it is the only one")  # refused, also once another is HEALTHY
     await refit(replay, 0, replicas)
     await enqueue(replay, range(8))
     await replay.enqueue([make_group(0, lane="validation")], timeline)

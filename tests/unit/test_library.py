@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace_services.replay import library as module
 from headrace_services.replay.library import Library, LibraryError, built_in
 
 ARGS = """-- _args: arguments.
@@ -24,7 +25,7 @@ PUSH = """-- push: a call. It does not use what a comment names: load_other.
 -- uses: _args, _run
 
 -- MOST is not taken from anywhere in a comment, nor in 'load_run' or a field's name: {name = 1}, run.name
-register('hr_push', function(keys) return load_run(keys), MOST end)
+register('push', function(keys) return load_run(keys), MOST end)
 """
 
 
@@ -48,7 +49,7 @@ def test_shared_files_come_before_those_that_use_them_and_transitions_last(libra
         for part in ("-- _args: ", "-- _run: ", "function early", "do\n" + PUSH, "do\n-- uses: _aaa\nearly()")
     ]
     assert order == sorted(order)
-    assert text.startswith("#!lua name=headrace\n")
+    assert text.startswith(f"#!lua name=headrace_{source.build}\nlocal BUILD = '{source.build}'\n")
     assert source.transitions == ["push", "zip"]
 
 
@@ -84,6 +85,19 @@ def test_a_file_that_does_not_fit_is_refused_with_its_line(
     with pytest.raises(LibraryError) as refused:
         library(**texts)
     assert said in str(refused.value)
+
+
+def test_a_file_that_changes_makes_another_build(library: Callable[..., Library]) -> None:
+    builds = {library().build, library(push=PUSH + "-- more\n").build, library(_args=ARGS.replace("2", "3")).build}
+    assert len(builds) == 3
+    assert library().build in builds
+
+
+def test_clients_call_the_build_of_these_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    module.source()  # which says what to run, if it doesn't
+    monkeypatch.setattr(module, "BUILD", "0a1b2c3d")
+    with pytest.raises(LibraryError, match=rf"names build 0a1b2c3d, .* are build {built_in().build}: run `make build`"):
+        module.source()
 
 
 def test_the_buffers_own_files_fit() -> None:

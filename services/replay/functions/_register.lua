@@ -1,6 +1,10 @@
 -- How a transition becomes a Redis function: load the run, expire what is due, do it, and write what is common once.
 -- uses: _args, _due, _meter, _run
 
+-- `BUILD`, the digest of these files, is declared before them (library.py). A server that several installations share holds the functions of
+-- each of their builds.
+local function function_name(transition) return 'hr_' .. BUILD .. '_' .. transition end
+
 -- `spec` (name -> parser) are the named arguments, nil where there are none; `bytes`: arguments that are bytes follow.
 local function parse_call(spec, bytes, args)
   local most = spec and 1 or 0
@@ -33,18 +37,18 @@ end
 
 -- The handler is called with the run, its named arguments, and all arguments: bytes are those from the second on. Whatever frees, proves or
 -- moves is allowed at the server's limit of memory; a function that `fills` it is refused there by Redis.
-local function register(function_name, spec, handler, bytes, fills)
+local function register(transition, spec, handler, bytes, fills)
   redis.register_function{
-    function_name = function_name,
+    function_name = function_name(transition),
     callback = function(keys, args) return respond(handler, spec, bytes, keys, args, false, fills) end,
     flags = not fills and {'allow-oom'} or nil,
   }
 end
 
 -- A function that changes nothing, not even what is due: for people, and for replicas of the server.
-local function register_reader(function_name, spec, handler)
+local function register_reader(transition, spec, handler)
   redis.register_function{
-    function_name = function_name,
+    function_name = function_name(transition),
     callback = function(keys, args) return respond(handler, spec, false, keys, args, true) end,
     flags = {'no-writes'},
   }

@@ -37,8 +37,8 @@ local LIMITS = {
   'lease_ms', 'group_deadline_ms', 'scoring_deadline_ms', 'replica_dead_ms', 'max_bytes',
   'ahead_steps', 'redundant', 'max_scored', 'retain_steps',
 }
--- staleness_policy: ordered, drop or mask; filter: see _filter.lua
-local WORDS = {'staleness_policy', 'filter'}
+-- staleness_policy: ordered, drop or mask; filter: see _filter.lua; build: that opened the run (none: one that did not write it down)
+local WORDS = {'staleness_policy', 'filter', 'build'}
 -- clock, offset: see `tell_time`; full: see _memory.lua; validation: groups of those before it are dropped, and come no more
 local NUMBERS = {
   'next_step', 'committed', 'enqueued', 'closed', 'tickets', 'pinned', 'top', 'evicted', 'freed', 'refill', 'bytes', 'due',
@@ -96,6 +96,10 @@ local function load_run(keys)
   local run = {key = key, timeline = values[1], incarnation = values[2]}
   for i = 3, #FIELDS - #WORDS do run[FIELDS[i]] = tonumber(values[i] or nil) end
   for i = #FIELDS - #WORDS + 1, #FIELDS do run[FIELDS[i]] = values[i] end
+  if run.build and run.build ~= BUILD then
+    refuse('HR_BUILD', 'run ' .. string.sub(key, 5, -2) .. ' was opened by build ' .. run.build .. ', and this call is of build ' .. BUILD ..
+      '; restart the service that made it with the version of Headrace that the replay service has')
+  end
   run.base = key .. ':' .. run.incarnation .. ':'
   tell_time(run)
   run.deltas, run.waking, run.first_due, run.first_ticket = {}, {}, run.due, run.tickets

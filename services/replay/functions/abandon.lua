@@ -5,7 +5,7 @@
 -- Returns  1: the lease goes on without it; 0: the group is no longer the caller's
 -- Errors   HR_TIMELINE, HR_LEASE_LOST, HR_INVALID
 -- uses: _args, _group, _meter, _register, _run
-register('hr_abandon', {
+register('abandon', {
   timeline = text, incarnation = text, group = name, token = name, index = natural, reason = text,
 }, function(run, call)
   local id, index = call.group, call.index

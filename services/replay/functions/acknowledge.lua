@@ -4,7 +4,7 @@
 -- Returns  1 (idempotent)
 -- Errors   HR_FENCED (no longer announced, not a member, DEAD, QUARANTINED), HR_TIMELINE, HR_INVALID
 -- uses: _args, _epoch, _register, _run
-register('hr_acknowledge', {replica = name, epoch = name}, function(run, call)
+register('acknowledge', {replica = name, epoch = name}, function(run, call)
   local replica, id = call.replica, call.epoch
   require_epoch(run, id, {announced = true})
   require_member(run, replica, {asked = true, acknowledged = true})

@@ -4,7 +4,7 @@
 -- Returns  1. One that arrives again, or late, changes nothing
 -- Errors   HR_INVALID
 -- uses: _args, _register, _run
-register('hr_append_event', {client = name, number = positive, kind = text, fields = list_of(text, BATCH)}, function(run, call)
+register('append_event', {client = name, number = positive, kind = text, fields = list_of(text, BATCH)}, function(run, call)
   if #call.fields % 2 == 1 then refuse('HR_INVALID', #call.fields .. ' fields are not names and values in turn') end
   if not made_before(run, 'event', call) then event(run, call.kind, unpack(call.fields)) end
   return 1

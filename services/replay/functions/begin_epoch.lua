@@ -4,7 +4,7 @@
 -- Returns  the epoch, as open_epoch. Repeating it gives the same epoch.
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID
 -- uses: _args, _epoch, _register
-register('hr_begin_epoch', {
+register('begin_epoch', {
   epoch = name, logprobs = list_of(finite, 4 * BATCH), tolerance = finite,
 }, function(run, call, args)
   local id = call.epoch

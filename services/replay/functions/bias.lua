@@ -4,7 +4,7 @@
 -- Returns  msgpack: for each moment at which there was something, its name and its fields
 -- Errors   none
 -- uses: _args, _register
-register_reader('hr_bias', nil, function(run)
+register_reader('bias', nil, function(run)
   local moments = {}
   for _, moment in ipairs({'generated', 'trained', 'masked', 'expired', 'filtered', 'failed', 'surplus'}) do
     local flat = redis.call('HGETALL', run.key .. ':m:' .. moment)

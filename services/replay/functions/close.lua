@@ -4,7 +4,7 @@
 -- Returns  1
 -- Errors   HR_TIMELINE
 -- uses: _args, _register, _run
-register('hr_close', {timeline = text}, function(run, call)
+register('close', {timeline = text}, function(run, call)
   require_timeline(run, call.timeline)
   if run.closed == 0 then
     set(run, 'closed', 1)

@@ -4,7 +4,7 @@
 -- Returns  groups that are still to be metered, and whose payloads are still to be freed: call again until 0
 -- Errors   HR_TIMELINE, HR_STEP (a step that was never reserved), HR_INVALID
 -- uses: _args, _register, _run, _steps
-register('hr_commit', {version = natural, timeline = text}, function(run, call)
+register('commit', {version = natural, timeline = text}, function(run, call)
   local version = call.version
   require_timeline(run, call.timeline)
   if version > run.next_step then

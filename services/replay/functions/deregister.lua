@@ -5,7 +5,7 @@
 --          that was lost (`suspect` in _group.lua).
 -- Errors   HR_INVALID
 -- uses: _args, _due, _fleet, _register, _run
-register('hr_deregister', {replica = name, died = flag}, function(run, call)
+register('deregister', {replica = name, died = flag}, function(run, call)
   local id = call.replica
   if redis.call('EXISTS', replica_key(run, id)) == 0 then return 0 end
   redis.call('HSET', replica_key(run, id), 'state', 'STALE')

@@ -5,7 +5,7 @@
 -- Returns  1; replicas that are gone are passed over
 -- Errors   HR_TIMELINE, HR_INVALID
 -- uses: _args, _fleet, _register, _run
-register('hr_disagreements', {
+register('disagreements', {
   step = natural, timeline = text, replicas = list_of(name, 64 * BATCH), errors = list_of(finite, 64 * BATCH),
 }, function(run, call)
   if #call.replicas ~= #call.errors then refuse('HR_INVALID', #call.errors .. ' errors of ' .. #call.replicas .. ' replicas') end

@@ -4,7 +4,7 @@
 -- Returns  groups still to be dropped: call again until 0
 -- Errors   HR_TIMELINE
 -- uses: _args, _register, _run, _validation
-register('hr_drop_validation', {timeline = text, before = natural}, function(run, call)
+register('drop_validation', {timeline = text, before = natural}, function(run, call)
   require_timeline(run, call.timeline)
   if call.before > (run.validation or 0) then set(run, 'validation', call.before) end
   wake(run, 'work')

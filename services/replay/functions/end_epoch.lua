@@ -4,7 +4,7 @@
 -- Returns  the epoch, as open_epoch. An epoch that is over stays as it ended.
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID (done without a transfer)
 -- uses: _args, _epoch, _register
-register('hr_end_epoch', {epoch = name, aborted = flag}, function(run, call)
+register('end_epoch', {epoch = name, aborted = flag}, function(run, call)
   local id, state = call.epoch, call.aborted and 'aborted' or 'done'
   local epoch = require_epoch(run, id, {announced = true, transfer = true, done = true, aborted = true})
   if epoch.state == 'done' or epoch.state == 'aborted' then return reply_epoch(run, epoch) end

@@ -5,7 +5,7 @@
 --          both and of those that failed (the most significant bit of the first byte is order 0)
 -- Errors   HR_UNAVAILABLE: no such run
 -- uses: _args, _register
-register_reader('hr_ended', nil, function(run)
+register_reader('ended', nil, function(run)
   local failed, filtered = unpack(redis.call('HMGET', run.base .. 'counts', 'train:failed', 'train:filtered'))
   local counts = {
     failed = tonumber(failed or 0), filtered = tonumber(filtered or 0),

@@ -71,7 +71,7 @@ local function require_no_gap(run, groups)
   end
 end
 
-register('hr_enqueue', {
+register('enqueue', {
   timeline = text, incarnation = text, refill = flag, validation = natural, groups = list_of(map, BATCH),
 }, function(run, call, args)
   require_bytes(#call.groups, args)

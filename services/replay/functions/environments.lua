@@ -7,7 +7,7 @@
 -- uses: _group, _register, _scoring
 local FIELDS_OF_BROKEN = {'since', 'kind', 'message', 'traceback', 'probes', 'probe_at'}
 
-register_reader('hr_environments', nil, function(run)
+register_reader('environments', nil, function(run)
   local names, found = environments_of(run), {}
   table.sort(names)
   for i, env in ipairs(names) do

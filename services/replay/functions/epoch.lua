@@ -3,7 +3,7 @@
 -- ARGV     none
 -- Returns  the epoch, as open_epoch; nil if there was none
 -- uses: _epoch, _register
-register_reader('hr_epoch', nil, function(run)
+register_reader('epoch', nil, function(run)
   local epoch = load_epoch(run)
   return epoch and reply_epoch(run, epoch)
 end)

@@ -5,7 +5,7 @@
 --          `unknown` if the validation lane does not hold it (it was dropped, or the server lost writes)
 -- Errors   HR_INVALID
 -- uses: _args, _group, _register
-register('hr_evaluated', {groups = list_of(name, BATCH)}, function(run, call)
+register('evaluated', {groups = list_of(name, BATCH)}, function(run, call)
   local reply = {}
   for i, id in ipairs(call.groups) do
     local group = load_group(run, id)

@@ -5,7 +5,7 @@
 --          (`p<i>`) and reward once it is scored; or nil if the buffer does not know the group
 -- Errors   HR_INVALID
 -- uses: _args, _group, _register, _steps
-register_reader('hr_group', {group = name}, function(run, call)
+register_reader('group', {group = name}, function(run, call)
   local group = load_group(run, call.group)
   if not group then return nil end
   group.state = settled_state(run, group.state, group.step)

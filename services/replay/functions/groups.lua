@@ -28,7 +28,7 @@ local function page_of_line(key, cursor)
   return #ids < BATCH and -1 or cursor + BATCH, ids
 end
 
-register_reader('hr_groups', {
+register_reader('groups', {
   place = one_of({'queue', 'line', 'steps', 'failed', 'unused', 'lane'}), cursor = natural,
 }, function(run, call)
   local place, cursor = call.place, call.cursor

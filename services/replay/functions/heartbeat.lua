@@ -24,7 +24,7 @@ local function renew(run, id, token, renewed, complete)
   return true
 end
 
-register('hr_heartbeat', {replica = name, number = natural, epoch = text, tokens = list_of(name, 4 * BATCH)}, function(run, call)
+register('heartbeat', {replica = name, number = natural, epoch = text, tokens = list_of(name, 4 * BATCH)}, function(run, call)
   local id = call.replica
   local state, timeline, newest, reason = unpack(redis.call('HMGET', replica_key(run, id), 'state', 'timeline', 'heartbeat', 'reason'))
   state = state_of(run, state or nil, timeline)

@@ -253,7 +253,7 @@ local function lease(run, call)
   return cmsgpack.pack({timeline = run.timeline, incarnation = run.incarnation, version = version, leases = leases})
 end
 
-register('hr_lease', {replica = name, most = positive, number = positive, nonce = name}, function(run, call)
+register('lease', {replica = name, most = positive, number = positive, nonce = name}, function(run, call)
   local key = replica_key(run, call.replica)
   local newest, answer = unpack(redis.call('HMGET', key, 'leased', 'answer'))
   if call.number == tonumber(newest or 0) and answer ~= '' then return answer end

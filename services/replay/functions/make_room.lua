@@ -35,7 +35,7 @@ local function shed(run, bytes)
   end
 end
 
-register('hr_make_room', {refused = natural, sheds = flag}, function(run, call)
+register('make_room', {refused = natural, sheds = flag}, function(run, call)
   local refused = math.max(run.full, call.refused)
   if refused == 0 then return 0 end
   local lacks = refused - room_left()

@@ -4,7 +4,7 @@
 -- Returns  1
 -- Errors   HR_TIMELINE, HR_INVALID
 -- uses: _args, _meter, _register, _run
-register('hr_masked', {step = natural, timeline = text, tokens = positive}, function(run, call)
+register('masked', {step = natural, timeline = text, tokens = positive}, function(run, call)
   require_timeline(run, call.timeline)
   if not told_before(run, 'masked', call.step) then add(sums_of(run, 'masked'), 'tokens', call.tokens) end
   return 1

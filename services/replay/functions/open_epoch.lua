@@ -4,7 +4,7 @@
 -- Returns  msgpack: id, version, timeline, state, members (each followed by what it did); then the rendezvous. Repeating it gives the same epoch.
 -- Errors   HR_TIMELINE, HR_FENCED (it arrives late: another was opened since), HR_INVALID
 -- uses: _args, _epoch, _fleet, _register, _run
-register('hr_open_epoch', {epoch = name, version = natural, timeline = text}, function(run, call, args)
+register('open_epoch', {epoch = name, version = natural, timeline = text}, function(run, call, args)
   local id, version, timeline = call.epoch, call.version, call.timeline
   local rendezvous = require_rendezvous(args)
   require_timeline(run, timeline)

@@ -1,4 +1,4 @@
--- open_run: make the run if it is not there, else give it these limits.
+-- open_run: make the run if it is not there, else give it these limits. Calls of other builds are refused from now on.
 -- KEYS     the run
 -- ARGV     timeline, incarnation (nonces, used only for a new run; the timeline names this call too), the limits by their names in _run.lua, environments
 --          (of each name failure_share, and give_up_ms if the run does not wait for it for ever)
@@ -55,7 +55,7 @@ local function make_run(keys, args)
   require_unused({key = key}, timeline)
   if opened == timeline then return true end
   if opened then redis.call('SADD', key .. ':used', opened) end
-  redis.call('HSET', key, 'opened', timeline, unpack(fields))
+  redis.call('HSET', key, 'opened', timeline, 'build', BUILD, unpack(fields))
   return false
 end
 
@@ -84,4 +84,4 @@ local function open_run(keys, args)
   end, nil, false, keys, {}, false)
 end
 
-redis.register_function{function_name = 'hr_open_run', callback = open_run, flags = {'allow-oom'}}
+redis.register_function{function_name = function_name('open_run'), callback = open_run, flags = {'allow-oom'}}

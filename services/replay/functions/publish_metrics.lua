@@ -8,7 +8,7 @@
 -- Entries that the stream keeps, about.
 local KEPT = 100000
 
-register('hr_publish_metrics', {
+register('publish_metrics', {
   kind = one_of({'train', 'validation'}), step = natural, timeline = text,
 }, function(run, call, args)
   require_bytes(1, args)

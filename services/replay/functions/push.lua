@@ -59,7 +59,7 @@ local function push(run, entries_of_group, foreign, reply)
   if group.pushed + group.dropped == group.count then end_generation(run, group) end
 end
 
-register('hr_push', PAYLOADS, function(run, call, args)
+register('push', PAYLOADS, function(run, call, args)
   local groups, by_id = {}, {}
   for _, entry in ipairs(parse_payloads(run, call, args)) do group_entry(groups, by_id, entry) end
   local foreign = is_foreign(run, call)

@@ -2,8 +2,9 @@
 -- epoch and gets no lease; it comes back by registering under a new name. What it handed in was lawful, and stays. What it holds is passed
 -- on, `LOST` groups at once; no heartbeat renews the others.
 -- KEYS     the run
--- ARGV     replica, timeline, reason
--- Returns  1: it is QUARANTINED; 0: nothing has changed, because no other replica is HEALTHY, or this one is DEAD or gone
+-- ARGV     client, number (of this call of it, higher than that of any before), replica, timeline, reason
+-- Returns  1: it is QUARANTINED; 0: nothing has changed, because no other replica is HEALTHY, or this one is DEAD or gone. One that arrives
+--          again, or late, changes nothing: what was refused stays refused
 -- Errors   HR_TIMELINE, HR_INVALID
 -- uses: _args, _due, _fleet, _register, _run
 local function another_is_healthy(run, id)
@@ -14,12 +15,15 @@ local function another_is_healthy(run, id)
   return false
 end
 
-register('hr_quarantine', {replica = name, timeline = text, reason = text}, function(run, call)
+register('quarantine', {
+  client = name, number = positive, replica = name, timeline = text, reason = text,
+}, function(run, call)
   local id = call.replica
   require_timeline(run, call.timeline)
+  local late = made_before(run, 'quarantine', call)
   local state = redis.call('HGET', replica_key(run, id), 'state')
   if state == 'QUARANTINED' then return 1 end
-  if not takes_part(state) or not another_is_healthy(run, id) then return 0 end
+  if late or not takes_part(state) or not another_is_healthy(run, id) then return 0 end
   redis.call('HSET', replica_key(run, id), 'state', 'QUARANTINED', 'reason', words(call.reason))
   take_back(run, id, false)
   event(run, 'replica', 'replica', id, 'state', 'QUARANTINED', 'reason', words(call.reason))

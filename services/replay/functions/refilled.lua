@@ -7,7 +7,7 @@
 -- Until this call the run's state says `refill`, so that a trainer killed in the middle does it again, and no training prompt is leased or
 -- reserved (laws 1 and 5).
 -- uses: _args, _register, _run
-register('hr_refilled', {timeline = text}, function(run, call)
+register('refilled', {timeline = text}, function(run, call)
   require_timeline(run, call.timeline)
   if run.refill == 1 then
     -- law 1: every prompt is held, wanted for a retry, or has come to its end

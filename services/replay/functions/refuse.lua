@@ -4,7 +4,7 @@
 -- Returns  1; the replica is STALE
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID
 -- uses: _args, _epoch, _register, _run
-register('hr_refuse', {replica = name, epoch = name, reason = text, interrupted = flag}, function(run, call)
+register('refuse', {replica = name, epoch = name, reason = text, interrupted = flag}, function(run, call)
   local replica, id = call.replica, call.epoch
   require_epoch(run, id, {announced = true, transfer = true})
   if not redis.call('HGET', run.base .. 'members', replica) then

@@ -15,7 +15,7 @@ local function info(value, what)
   return next(value) == nil and '\128' or cmsgpack.pack(value)  -- cmsgpack would write an empty list
 end
 
-register('hr_register', {replica = name, incarnation = text, info = info}, function(run, call)
+register('register', {replica = name, incarnation = text, info = info}, function(run, call)
   local id = call.replica
   require_incarnation(run, call.incarnation)
   local state = redis.call('HGET', replica_key(run, id), 'state')

@@ -24,7 +24,7 @@ local function named_groups(run, step, entries)
   return named
 end
 
-register('hr_reject', {
+register('reject', {
   step = natural, timeline = text, nonce = name, reason = text, groups = list_of(map, BATCH),
 }, function(run, call)
   local step, rejected = call.step, run.base .. 'rejected'

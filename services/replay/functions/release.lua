@@ -5,7 +5,7 @@
 -- Returns  1
 -- Errors   HR_TIMELINE, HR_LEASE_LOST, HR_INVALID
 -- uses: _args, _group, _register, _run
-register('hr_release', {
+register('release', {
   timeline = text, incarnation = text, group = name, token = name, how = one_of({'failed', 'returned', 'rejected'}), reason = text,
 }, function(run, call)
   local how, reason = call.how, call.reason

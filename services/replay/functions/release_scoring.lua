@@ -6,7 +6,7 @@
 --
 -- What the scorer has asked for before comes to nothing if it arrives now. One that arrives again, or late, releases nothing.
 -- uses: _args, _register, _run, _scoring
-register('hr_release_scoring', {client = name, number = positive}, function(run, call)
+register('release_scoring', {client = name, number = positive}, function(run, call)
   if made_before(run, 'release', call) then return count_taken(run) end
   redis.call('HDEL', run.key .. ':clients', 'taken ' .. call.client)
   made_before(run, 'take', call)

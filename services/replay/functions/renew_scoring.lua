@@ -7,7 +7,7 @@
 -- One that arrives again, or late, renews nothing.
 -- uses: _args, _group, _register, _run
 
-register('hr_renew_scoring', {
+register('renew_scoring', {
   client = name, number = positive, groups = list_of(name, BATCH), indices = list_of(natural, BATCH), tokens = list_of(name, BATCH),
 }, function(run, call)
   if #call.groups ~= #call.indices or #call.groups ~= #call.tokens then refuse('HR_INVALID', 'columns of unequal length') end

@@ -4,7 +4,7 @@
 -- Returns  for each replica: msgpack of id, state, version, timeline, leases, seen_s_ago, reason (of a quarantine) and, once a step has
 --          trained on its tokens, logprob_error (disagreements.lua); and its info (msgpack)
 -- uses: _fleet, _register
-register_reader('hr_replicas', nil, function(run)
+register_reader('replicas', nil, function(run)
   local reply = {}
   for _, id in ipairs(redis.call('ZRANGE', run.base .. 'replicas', 0, -1)) do
     local state, version, timeline, info, seen, reason, logprob_error =

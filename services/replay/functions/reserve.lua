@@ -211,7 +211,7 @@ local function reserve(run, call)
   return hand_out(run, step, groups)
 end
 
-register('hr_reserve', {client = name, number = positive, step = natural, timeline = text}, function(run, call)
+register('reserve', {client = name, number = positive, step = natural, timeline = text}, function(run, call)
   require_timeline(run, call.timeline)
   return cmsgpack.pack(reserve(run, call))
 end)

@@ -20,7 +20,7 @@ local function take_over_ended(run, failed, filtered, bitmap, failures)
   if filtered > 0 then move(run, 'train', nil, 'filtered', filtered) end
 end
 
-register('hr_restore', {
+register('restore', {
   version = natural, timeline = name, incarnation = name, enqueued = order_or_none, failed = natural, filtered = natural,
 }, function(run, call, args)
   require_bytes(2, args)

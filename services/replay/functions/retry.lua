@@ -16,7 +16,7 @@ local function forget_dead_letter(run, order)
   redis.call('HDEL', run.base .. 'letters', order)
 end
 
-register('hr_retry', {
+register('retry', {
   incarnation = text, orders = list_of(natural, BATCH), retries = list_of(natural, BATCH),
 }, function(run, call)
   require_incarnation(run, call.incarnation)

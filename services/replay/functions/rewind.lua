@@ -70,7 +70,7 @@ local function reopen_leftovers(run)
   redis.call('UNLINK', run.base .. 'unused')
 end
 
-register('hr_rewind', {version = natural, timeline = name}, function(run, call)
+register('rewind', {version = natural, timeline = name}, function(run, call)
   local version, timeline = call.version, call.timeline
   if timeline == run.timeline then return cmsgpack.pack(run_state(run)) end
   require_unused(run, timeline)

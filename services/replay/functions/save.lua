@@ -30,7 +30,7 @@ local function save(run, entry)
   redis.call('HSET', group.key, 'q' .. entry.at, entry.nonce .. ' ' .. entry.extent, 'saves', (group.saves or 0) + 1)
 end
 
-register('hr_save', PAYLOADS, function(run, call, args)
+register('save', PAYLOADS, function(run, call, args)
   local all = parse_payloads(run, call, args)
   local foreign = is_foreign(run, call)
   local reply = {}

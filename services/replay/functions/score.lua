@@ -209,7 +209,7 @@ local function judge(run, env, results, reply)
   if #idle > 0 then not_started(run, env, idle, #results.scored + #results.failed > 0) end
 end
 
-register('hr_score', {scores = list_of(map, BATCH)}, function(run, call, args)
+register('score', {scores = list_of(map, BATCH)}, function(run, call, args)
   require_bytes(#call.scores, args)
   local groups, by_id, reply, environments = {}, {}, {}, {}
   local by_components = select(3, parse_filter(run.filter)) == 'components'

@@ -4,4 +4,4 @@
 -- Returns  the run's state, msgpack
 -- Errors   HR_UNAVAILABLE: no such run
 -- uses: _register
-register_reader('hr_state', nil, function(run) return cmsgpack.pack(run_state(run)) end)
+register_reader('state', nil, function(run) return cmsgpack.pack(run_state(run)) end)

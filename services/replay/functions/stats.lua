@@ -28,7 +28,7 @@ local function newest_failed(run)
   return letters
 end
 
-register_reader('hr_stats', nil, function(run)
+register_reader('stats', nil, function(run)
   local age_mean, age_max = unpack(redis.call('HMGET', run.key, 'age_mean', 'age_max'))
   local stats = run_state(run)
   stats.opened = redis.call('HGET', run.key, 'opened') or ''

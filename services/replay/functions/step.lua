@@ -5,7 +5,7 @@
 -- Returns  msgpack: held (the steps there are, in order), and as `reserve` the batch if this step is one of them
 -- Errors   HR_INVALID
 -- uses: _args, _register, _steps
-register_reader('hr_step', {step = natural}, function(run, call)
+register_reader('step', {step = natural}, function(run, call)
   local step, held, found = call.step, {}, nil
   -- below `evicted` payloads went under memory pressure
   for candidate = math.max(run.freed, run.evicted, 0), run.next_step - 1 do

@@ -67,7 +67,7 @@ local function take_members(run, env, most, deadline)
   return members
 end
 
-register('hr_take_scoring', {
+register('take_scoring', {
   client = name, number = positive, environments = list_of(name, BATCH), most = list_of(positive, BATCH), nonce = name,
 }, function(run, call)
   if #call.environments ~= #call.most then refuse('HR_INVALID', #call.environments .. ' environments, and ' .. #call.most .. ' of most') end

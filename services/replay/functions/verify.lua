@@ -13,7 +13,7 @@ local function largest_difference(ours, theirs)
   return largest
 end
 
-register('hr_verify', {replica = name, epoch = name, logprobs = list_of(finite, 4 * BATCH)}, function(run, call)
+register('verify', {replica = name, epoch = name, logprobs = list_of(finite, 4 * BATCH)}, function(run, call)
   local replica = call.replica
   local epoch = require_epoch(run, call.epoch, {transfer = true})
   local did = require_member(run, replica, {acknowledged = true, verified = true})

@@ -4,4 +4,4 @@
 -- Returns  their orders, the lowest BATCH of them
 -- Errors   HR_UNAVAILABLE: no such run
 -- uses: _args, _register
-register_reader('hr_wanted', nil, function(run) return redis.call('ZRANGE', run.base .. 'wanted', 0, BATCH - 1) end)
+register_reader('wanted', nil, function(run) return redis.call('ZRANGE', run.base .. 'wanted', 0, BATCH - 1) end)

@@ -37,7 +37,7 @@ from pyroaring import BitMap
 from headrace import checkpoints as folders
 from headrace.checkpoints import STATE, FolderLock, Start, cannot_write_checkpoint
 from headrace.config.services import CheckpointingConfig
-from headrace.errors import ServiceError
+from headrace.errors import Restartable, ServiceError
 from headrace.files import fsync
 from headrace.replay import Ended
 
@@ -176,13 +176,21 @@ class Checkpoints:
         return lock
 
     def start(self, timeline: str, version: int) -> None:
-        """A trainer has gone on from `version` on `timeline`: what others made beyond that version is set aside, and what they left
-        unfinished is removed. Survives a power cut once this has returned. Raises `ServiceError`."""
+        """A trainer has gone on from `version` on `timeline`: what others left unfinished is removed, so that nothing that they still do
+        finds a place (`_retain`), and what they made beyond that version is set aside. Survives a power cut once this has returned.
+
+        Raises `ServiceError`; a `Restartable` one, and changes nothing, if another trainer has removed or abandoned that checkpoint.
+        """
+        if version and version not in self.published():
+            raise Restartable(
+                f"{self.path(version)}, which this trainer was to go on from, is gone or abandoned: another trainer of the run is at work. "
+                "Stop it, and start this one again: it resumes from the newest checkpoint"
+            )
         with _disk_errors(self._folder):
             folders.append_start(self._folder, Start(timeline, version))
+            self._remove_remains(timeline)
             for off in folders.abandoned(self._folder):
                 self._set_aside(off)
-            self._remove_remains(timeline)
 
     def published(self) -> list[int]:
         """Versions that a trainer may go on from, oldest first."""
@@ -256,7 +264,7 @@ class Checkpoints:
             unfinished.rename(final)
             fsync(self._folder)
             self.require_newest(state.timeline)
-            self._retain(keep)
+            self._retain(state.timeline, keep)
         return final
 
     def add_metrics(self, version: int, timeline: str, metrics: Mapping[str, float]) -> None:
@@ -276,7 +284,7 @@ class Checkpoints:
                 return
             _add_metrics(folder, folders.metrics_name(timeline), metrics)
             self.require_newest(timeline)
-            self._retain()
+            self._retain(timeline)
 
     def _read(self, version: int, name: str, parse: Callable[[bytes], T]) -> T:
         path = self.path(version) / name
@@ -288,14 +296,23 @@ class Checkpoints:
                 f"{path} can't be read ({reason}); remove {path.parent} to go on from an earlier checkpoint"
             ) from error
 
-    def _retain(self, keep: Collection[int] = ()) -> None:
-        """Remove checkpoints by `superseded`; the newest always stays."""
-        metrics = {version: self.state(version).metrics for version in self.published()}
-        for version in set(superseded(metrics, self._settings)) - set(keep):
-            # half a checkpoint must never be found under its name
-            removed = self.unfinished(version, self.state(version).timeline)
-            self.path(version).rename(removed)
-            shutil.rmtree(removed)
+    def _retain(self, timeline: str, keep: Collection[int] = ()) -> None:
+        """Remove checkpoints by `superseded`; the newest always stays.
+
+        A trainer may be frozen anywhere in here and wake up after its successor has begun. So what it removes goes into an unfinished
+        folder that it made while it was the newest: a successor removes that one as it starts, and nothing can be moved there any more.
+        """
+        try:
+            metrics = {version: self.state(version).metrics for version in self.published()}
+            for version in set(superseded(metrics, self._settings)) - set(keep):
+                removed = self.unfinished(version, timeline)
+                removed.mkdir()
+                self.require_newest(timeline)
+                self.path(version).rename(removed / "checkpoint")  # half of it must never be found under its name
+                shutil.rmtree(removed)
+        except (FileNotFoundError, ServiceError):
+            self.require_newest(timeline)  # a successor that removed what was to be read or moved is the reason
+            raise
 
     def require_newest(self, timeline: str) -> None:
         """Raises `ServiceError` unless the newest start in the chain is this timeline's."""

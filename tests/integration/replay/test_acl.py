@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from headrace.cli.app import app
 from headrace.credentials import REDIS_ROLES
-from headrace.errors import ReplayDenied
+from headrace.errors import ReplayDenied, ReplayUnavailable
 from headrace.replay import Limits, ReplayClient
-from headrace.replay.connection import open_redis
+from headrace.replay.build import BUILD
+from headrace.replay.connection import function_name, open_redis
 from headrace.trajectory import Score
 from headrace_services.replay import acl, library
 from headrace_services.replay.embedded import EmbeddedServer
@@ -59,8 +62,9 @@ async def opened(server: EmbeddedServer, limits: Limits) -> EmbeddedServer:
         for pattern in (f"hr:{{{RUN}}}*", "hr:{other}*", "headrace:run"):
             async for key in admin.redis.scan_iter(match=pattern):
                 await admin.redis.unlink(key)
+        await library.load(admin.redis)
     async with connected(server, "replay") as replay:
-        await library.load(replay.redis)
+        await library.load(replay.redis)  # it is there
         await replay.open_run(limits)
     return server
 
@@ -146,7 +150,7 @@ async def test_every_other_function_is_refused(opened: EmbeddedServer, role: str
     async with connected(opened, role) as client:
         for name in library.built_in().transitions:
             if name not in allowed:
-                with pytest.raises(ReplayDenied, match=rf"'{RUN}-{role}' .* may not do FCALL hr_{name} "):
+                with pytest.raises(ReplayDenied, match=rf"'{RUN}-{role}' .* may not do FCALL {function_name(name)} "):
                     await client._connection.call(name)
 
 
@@ -175,7 +179,7 @@ FORBIDDEN = {
 async def test_no_role_does_what_another_is_there_for(opened: EmbeddedServer, role: str) -> None:
     async with connected(opened, role) as client:
         for name in FORBIDDEN[role]:
-            with pytest.raises(ReplayDenied, match=f"may not do FCALL hr_{name} "):
+            with pytest.raises(ReplayDenied, match=f"may not do FCALL {function_name(name)} "):
                 await client._connection.call(name)
 
 
@@ -184,7 +188,8 @@ OUTSIDE = [
     ("FLUSHDB",),
     ("CONFIG", "SET", "maxmemory-policy", "allkeys-lru"),
     ("FUNCTION", "FLUSH"),
-    ("FUNCTION", "DELETE", "headrace"),
+    ("FUNCTION", "DELETE", library.built_in().name),
+    ("FUNCTION", "LOAD", "REPLACE", library.built_in().source()),
     ("ACL", "SETUSER", "me", "on"),
     ("EVAL", "return 1", 0),
     ("KEYS", "*"),
@@ -194,8 +199,8 @@ OUTSIDE = [
     ("MGET", "hr:{other}:x"),
     ("XRANGE", "hr:{other}:metrics", "-", "+"),
     ("SUBSCRIBE", "hr:{other}:wake:work"),
-    ("FCALL", "hr_state", 1, "hr:{other}"),
-    ("FCALL", "hr_state", 1, "hr:{guarded-too}"),
+    ("FCALL", function_name("state"), 1, "hr:{other}"),
+    ("FCALL", function_name("state"), 1, "hr:{guarded-too}"),
 ]
 
 
@@ -237,15 +242,60 @@ async def test_a_wrong_password_is_said_at_once_with_the_user(opened: EmbeddedSe
                 await ReplayClient(redis, RUN).state()
 
 
+async def test_the_administrator_of_a_shared_server_loads_the_functions(opened: EmbeddedServer) -> None:
+    async with connected(opened, "admin") as admin, connected(opened, "replay") as replay:
+        await admin.redis.function_delete(library.built_in().name)
+        with pytest.raises(
+            ReplayDenied, match=rf"no functions of this build \({library.built_in().name}\).*`headrace functions \|"
+        ):
+            await library.load(replay.redis)
+        with pytest.raises(ReplayUnavailable, match=f"no functions of build {BUILD}"):
+            await replay.state()
+        await admin.redis.function_load(CliRunner().invoke(app, ["functions"]).stdout)
+        await library.load(replay.redis)
+        await replay.state()
+
+
+async def test_the_replay_service_loads_the_functions_of_a_server_of_its_own(opened: EmbeddedServer) -> None:
+    users = {line.split()[1]: line.split()[2:] for line in acl.users(RUN, PASSWORDS, own_server=True)}
+    assert {name for name, rights in users.items() if "+function|load" in rights} == {f"{RUN}-replay", f"{RUN}-up"}
+    shared = {line.split()[1]: line.split()[2:] for line in acl.users(RUN, PASSWORDS)}
+    async with connected(opened, "admin") as admin, connected(opened, "replay") as replay:
+        await admin.redis.function_delete(library.built_in().name)
+        await admin.redis.execute_command("ACL", "SETUSER", f"{RUN}-replay", *users[f"{RUN}-replay"])
+        try:
+            await library.load(replay.redis)
+            await replay.state()
+        finally:
+            await admin.redis.execute_command("ACL", "SETUSER", f"{RUN}-replay", *shared[f"{RUN}-replay"])
+
+
+@pytest.mark.parametrize("role", [*acl.ROLES, "up"])
+async def test_the_functions_of_another_build_are_refused(opened: EmbeddedServer, role: str) -> None:
+    async with connected(opened, role) as client:
+        with pytest.raises(ReplayDenied, match=r"may not do FCALL hr_0a1b2c3d_state .* `headrace acl` of this version"):
+            await client._connection.command("FCALL", "hr_0a1b2c3d_state", 1, f"hr:{{{RUN}}}")
+
+
 async def test_rights_that_a_function_lacks_inside_are_told_as_such(opened: EmbeddedServer) -> None:
     """An ACL of an older build, say: the function may be called, but not what it is made of."""
     async with connected(opened, "admin") as admin:
         await admin.redis.execute_command(
-            *("ACL", "SETUSER", "stale", "on", ">x", "resetchannels", "-@all", "+fcall|hr_deregister", "+time"),
+            *(
+                "ACL",
+                "SETUSER",
+                "stale",
+                "on",
+                ">x",
+                "resetchannels",
+                "-@all",
+                f"+fcall|{function_name('deregister')}",
+                "+time",
+            ),
             *(f"~hr:{{{RUN}}}", f"~hr:{{{RUN}}}:*"),
         )
     async with open_redis(opened.url.replace("redis://", "redis://stale:x@")) as redis:
-        with pytest.raises(ReplayDenied, match=r"'stale' .* may not do FCALL hr_deregister .* load the ACL"):
+        with pytest.raises(ReplayDenied, match=r"'stale' .* may not do FCALL hr_\w+_deregister .* load the ACL"):
             await ReplayClient(redis, RUN).deregister("r")
 
 

@@ -12,6 +12,7 @@ from redis.exceptions import ResponseError
 
 from headrace.errors import CodecError, InvalidCall, LeaseLost
 from headrace.replay import Lease, Limits, ReplayClient
+from headrace.replay.connection import function_name
 from headrace.replay.rollout import CARRIED_BYTES
 from headrace.trajectory import SCORE_BYTES, Score, Trajectory
 from headrace_services.replay import library
@@ -32,7 +33,7 @@ from tests.support.buffer import (
     tighten,
 )
 
-FUNCTIONS = re.findall(r"'(hr_\w+)'", library.built_in().source())
+FUNCTIONS = library.built_in().transitions
 GARBAGE: list[list[bytes]] = [
     [b""],
     [b"\x00\xff\n"] * 3,
@@ -67,7 +68,7 @@ HARMLESS = (None, 0, [])
 
 
 def text_of(function: str) -> str:
-    return library.built_in().text(function.removeprefix("hr_"))
+    return library.built_in().text(function)
 
 
 def push_entry(lease: Lease, index: int, name: str, size: int) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def in_columns(*entries: dict[str, Any]) -> dict[str, list[Any]]:
     return {name: [entry[name] for entry in entries] for name in entries[0]}
 
 
-@pytest.mark.parametrize("function", sorted(set(FUNCTIONS) - {"hr_open_run"}))
+@pytest.mark.parametrize("function", sorted({*FUNCTIONS} - {"open_run"}))
 async def test_garbage_arguments_get_a_typed_error_and_change_nothing(replay: ReplayClient, function: str) -> None:
     await enqueue(replay, range(6))
     replica = await healthy_replica(replay)
@@ -89,7 +90,7 @@ async def test_garbage_arguments_get_a_typed_error_and_change_nothing(replay: Re
     await replay.take_scoring({"math": 1})
     before = await contents(replay)
     for args in GARBAGE:
-        command = ("FCALL", function, 1, f"hr:{{{replay.run_id}}}", *args)
+        command = ("FCALL", function_name(function), 1, f"hr:{{{replay.run_id}}}", *args)
         pipe = replay.redis.pipeline(transaction=False)
         (reply,) = await pipe.execute_command(*command).execute(raise_on_error=False)
         if isinstance(reply, ResponseError):
@@ -99,7 +100,7 @@ async def test_garbage_arguments_get_a_typed_error_and_change_nothing(replay: Re
     assert await contents(replay) == before
 
 
-@pytest.mark.parametrize("function", sorted(set(FUNCTIONS) - {"hr_open_run"}))
+@pytest.mark.parametrize("function", sorted({*FUNCTIONS} - {"open_run"}))
 async def test_garbage_in_a_named_argument_gets_a_typed_error_and_changes_nothing(
     replay: ReplayClient, function: str
 ) -> None:
@@ -114,7 +115,7 @@ async def test_garbage_in_a_named_argument_gets_a_typed_error_and_changes_nothin
     names = re.findall(r"(\w+) =", spec[1]) if spec else []
 
     async def call(arguments: dict[str, Any]) -> Any:
-        command = ("FCALL", function, 1, f"hr:{{{replay.run_id}}}", msgspec.msgpack.encode(arguments))
+        command = ("FCALL", function_name(function), 1, f"hr:{{{replay.run_id}}}", msgspec.msgpack.encode(arguments))
         (reply,) = await replay.redis.pipeline(False).execute_command(*command).execute(raise_on_error=False)
         return reply
 
@@ -134,11 +135,11 @@ async def test_garbage_in_a_named_argument_gets_a_typed_error_and_changes_nothin
 
 async def test_wrong_keys_are_refused(replay: ReplayClient) -> None:
     for keys in ([], ["hr:{a}", "hr:{b}"], ["other"], ["hr:{*}"], [f"hr:{{{replay.run_id}}}:events"]):
-        for function in ("hr_state", "hr_push", "hr_open_run"):
+        for function in ("state", "push", "open_run"):
             with pytest.raises(ResponseError, match=r"^HR_(INVALID|UNAVAILABLE) "):
-                await replay.redis.execute_command("FCALL", function, len(keys), *keys)
+                await replay.redis.execute_command("FCALL", function_name(function), len(keys), *keys)
     with pytest.raises(ResponseError, match=r"^HR_UNAVAILABLE .*no run nowhere"):
-        await replay.redis.execute_command("FCALL", "hr_state", 1, "hr:{nowhere}")
+        await replay.redis.execute_command("FCALL", function_name("state"), 1, "hr:{nowhere}")
 
 
 async def test_limits_are_checked(replay: ReplayClient, limits: Limits) -> None:

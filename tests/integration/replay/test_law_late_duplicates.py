@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.replay import ReplayClient
-from headrace.replay.connection import BufferConnection
+from headrace.replay.connection import BufferConnection, function_name
 from headrace_services.replay import library
 from tests.support.recorded_run import DIGEST, run
 
@@ -45,7 +45,7 @@ class Repeater(BufferConnection):
 
 def writing_functions() -> set[str]:
     functions = library.built_in()
-    return {f"hr_{name}" for name in functions.transitions if "register_reader(" not in functions.text(name)}
+    return {function_name(name) for name in functions.transitions if "register_reader(" not in functions.text(name)}
 
 
 async def test_law_4_a_call_that_arrives_again_however_late_changes_nothing(replay: ReplayClient) -> None:

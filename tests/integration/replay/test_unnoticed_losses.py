@@ -220,6 +220,37 @@ async def test_limits_whose_write_is_lost_are_set_again_by_the_newest_start_of_t
             await buffer._client.aclose()
 
 
+async def test_law_4_fencing_an_earlier_start_of_the_replay_service_does_not_take_the_run_back(
+    cut: CutServer, replay: ReplayClient, limits: Limits
+) -> None:
+    """It was frozen until its successor had opened the run, and its functions were deleted, because it is of an earlier build."""
+
+    def service(attempts: int) -> _Buffer:
+        client = ReplayClient(open_redis(cut.server.url), replay.run_id)
+        return _Buffer(client, dataclasses.replace(limits, max_attempts=attempts), cut.server.url)
+
+    earlier, newest = service(7), service(8)
+    await earlier.prepare()
+    await newest.prepare()
+    await replay.redis.function_delete(library.built_in().name)
+    watching = asyncio.create_task(earlier.watch())
+    try:
+        await eventually(partial(_looks_again, earlier, None))
+        assert await replay.redis.hget(f"hr:{{{replay.run_id}}}", "max_attempts") == b"8"
+        # an empty server is another matter: somebody has to open the run
+        await replay.redis.flushall()
+        await eventually(partial(_exists, replay))
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        for buffer in (earlier, newest):
+            await buffer._client.aclose()
+
+
+async def _exists(replay: ReplayClient) -> bool:
+    return bool(await replay.redis.exists(f"hr:{{{replay.run_id}}}"))
+
+
 async def _equals(read: Callable[[], Awaitable[int]], value: int) -> bool:
     return await read() == value
 

@@ -24,7 +24,7 @@ PASSWORDS = {role: f"secret-of-{role}" for role in REDIS_ROLES}
 async def test_a_restart_loses_nothing_where_the_default_user_is_off(
     tmp_path: Path, limits: Limits, binary: str | None
 ) -> None:
-    users = acl.users("guarded", PASSWORDS)
+    users = acl.users("guarded", PASSWORDS, own_server=True)
     program = None if binary is None else shutil.which(binary)
     server = EmbeddedServer(
         tmp_path, "127.0.0.1", free_port(), "always", program, users, f"guarded-up:{PASSWORDS['up']}"

@@ -1,12 +1,18 @@
-from collections.abc import Callable
+import io
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config.services import CheckpointingConfig
-from headrace.errors import ServiceError
+from headrace.errors import Restartable, ServiceError
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState, superseded
 
 
@@ -273,6 +279,70 @@ def test_metrics_of_a_trainer_that_wakes_up_after_its_successor_has_begun_change
     assert ("val:early" in third.state(4).metrics) == (goes_on_from == 4)
 
 
+@contextmanager
+def frozen_before(number: int, meanwhile: Callable[[], None]) -> Iterator[None]:
+    """The process is frozen before the file operation of this number, while `meanwhile` happens."""
+    operations = itertools.count()
+
+    def counted(operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if next(operations) == number:
+            patch.undo()
+            meanwhile()
+        return operation(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((io, "open"), *((os, name) for name in ("mkdir", "rename", "scandir", "unlink", "rmdir"))):
+            patch.setattr(module, name, partial(counted, getattr(module, name)))
+        yield
+
+
+class FrozenInRetain(Checkpoints):
+    before: int
+    meanwhile: Callable[[], None]
+
+    def _retain(self, *args: Any) -> None:
+        with frozen_before(self.before, self.meanwhile):
+            super()._retain(*args)
+
+
+@pytest.mark.parametrize("goes_on_from", [0, 2, 4])
+def test_a_trainer_frozen_anywhere_in_retention_touches_nothing_of_its_successor(
+    tmp_path: Path, goes_on_from: int
+) -> None:
+    """The successor publishes another checkpoint of the version that was to be removed, or goes on from that one, or keeps it."""
+    for before in itertools.count():
+        folder = tmp_path / str(before)
+        new, old = Checkpoints(folder, CheckpointingConfig()), FrozenInRetain(folder, CheckpointingConfig(keep_top_k=1))
+        new.start("old", 0)
+        write(new.begin(2, "old"), 2)
+        new.publish(of("old", 2), {})
+        write(old.begin(4, "old"), 4)
+        kept: dict[Path, bytes] = {}
+
+        def take_over(folder: Path = folder, new: Checkpoints = new, kept: dict[Path, bytes] = kept) -> None:
+            new.start("new", goes_on_from if goes_on_from in (0, *new.published()) else 4)  # 2 may be removed by now
+            if goes_on_from == 0:
+                write(new.begin(2, "new"), 2)
+                new.publish(of("new", 2), {})
+            kept |= contents(folder)
+
+        old.before, old.meanwhile = before, take_over
+        said = ""
+        try:
+            old.publish(of("old", 4), {})
+        except ServiceError as error:
+            said = str(error)
+        if not kept:
+            break  # there are no more file operations
+        assert contents(folder) == kept, f"frozen before file operation {before}"
+        assert said == "" or "timeline old is not the newest of the chain" in said
+    assert before > 10
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.glob("step_*/**/*") if path.is_file()}
+
+
 def test_a_start_sets_aside_what_was_abandoned(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointingConfig(keep_top_k=None))
     checkpoints.start("old", 0)
@@ -282,6 +352,24 @@ def test_a_start_sets_aside_what_was_abandoned(tmp_path: Path) -> None:
     checkpoints.start("new", 2)
     assert checkpoints.published() == [2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["abandoned-step_4-old", "chain.jsonl", "step_2"]
+
+
+def test_a_start_from_what_another_trainer_removed_or_abandoned_meanwhile_is_refused(tmp_path: Path) -> None:
+    one, other = (Checkpoints(tmp_path, CheckpointingConfig(keep_top_k=1)) for _ in range(2))
+    one.start("one", 0)
+    for version in (2, 4):
+        write(one.begin(version, "one"), version)
+        one.publish(of("one", version), {}, keep=[2])
+    other.start("other", 2)  # 4 is abandoned
+    for version in (2, 4):
+        write(other.begin(version + 4, "other"), version + 4)
+        other.publish(of("other", version + 4), {})
+    assert other.published() == [8]
+    for version in (2, 4, 6):
+        with pytest.raises(Restartable, match=rf"step_{version}, which this trainer was to go on from, is gone"):
+            one.start(f"late-{version}", version)
+    assert other.published() == [8]
+    other.require_newest("other")
 
 
 def test_a_lock_that_another_holds_warns_and_keeps_nobody_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
