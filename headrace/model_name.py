@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
+import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +16,9 @@ log = logging.getLogger(__name__)
 
 # as the hub's own client has it
 _HUB_NAME = re.compile(r"(?:[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?/)?[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?")
+
+# Between the tries at a hub that can't be reached: a name may be unknown for a moment.
+_PAUSES_S = (1.0, 2.0)
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,8 @@ def check_model_name(key: str, name: str) -> None:
     """Raise `ServiceError` unless `name`, the value of the configuration's `key`, names a model.
 
     Call it before anything heavy starts: the libraries that load models query the hub again and again for a misspelt path. A name
-    that is neither a directory nor in the hub's cache is looked up on the hub once, with the hub client's own timeouts, and not at
-    all with HF_HUB_OFFLINE=1.
+    that is neither a directory nor in the hub's cache is looked up on the hub once, with the hub client's own timeouts and retries, if
+    there is a network, and not at all with HF_HUB_OFFLINE=1.
     """
     _check(_MODEL, key, name)
 
@@ -100,6 +106,7 @@ def _check_hub(kind: _Kind, key: str, name: str) -> None:
         if _is_cached(kind, name):
             return
         log.info("%s: there is no directory %s here; asking the hub for a %s of that name", key, name, kind.name)
+        _reach_hub(name, kind.files[0])
         for file in kind.files[:-1]:
             try:
                 hf_hub_download(name, file)
@@ -114,3 +121,33 @@ def _check_hub(kind: _Kind, key: str, name: str) -> None:
         raise ServiceError(
             f"{key}: there is no directory {name} here, nor does the hub give a {kind.name} of that name ({reason}); {kind.remedy}"
         ) from error
+
+
+def _reach_hub(name: str, file: str) -> None:
+    """Raise `OSError` if there is no way to the hub: its client would wait for half a minute between its tries. A hub that is slow, or
+    answers whatever it may, is left to the client."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    for pause_s in (*_PAUSES_S, None):
+        try:
+            get_hf_file_metadata(hf_hub_url(name, file))
+        except Exception as error:  # noqa: BLE001 - the client's own, of whatever library it uses
+            refusal = _refusal(error)
+            if refusal is None:
+                return
+            if pause_s is None:
+                raise refusal from None
+            time.sleep(pause_s)
+        else:
+            return
+
+
+def _refusal(error: BaseException | None) -> OSError | None:
+    """The operating system's word, among the causes of an error, that nobody can be reached; None if it is another one."""
+    while error is not None:
+        if isinstance(error, socket.gaierror | ConnectionRefusedError) or (
+            isinstance(error, OSError) and error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH)
+        ):
+            return error
+        error = error.__cause__ or error.__context__
+    return None

@@ -84,11 +84,9 @@ def service_command(name: str) -> Callable[..., None]:
             _log.warning("security.credentials is not set: everybody who reaches this service may use it")
         service = common.load_entry_point("headrace.services", name, extra=name)
         leads = name == "trainer" and os.environ.get("RANK", "0") == "0"
-        if leads:
-            runs.save_unsupervised(loaded, config)
         # `up` says itself how its run ends
         unsupervised = leads and not is_locked(loaded.run_folder / history.RUN_LOCK)
-        noting = history.recorded(loaded.run_folder, SystemExit) if unsupervised else contextlib.nullcontext()
+        noting = runs.unsupervised(loaded, config) if unsupervised else contextlib.nullcontext()
         try:
             with noting:
                 service(loaded)

@@ -130,7 +130,8 @@ def _configuration(found: NamedModel, given: Path | None, overrides: Sequence[st
     """The configuration under which is evaluated, and where the evaluation's folder is made."""
     if found.run is not None:
         folder = found.run.config.run_folder
-        return load(given or folder / runs.SAVED, overrides), folder / FOLDER
+        asked = load(given, overrides) if given is not None else runs.load_saved(folder / runs.SAVED, overrides)
+        return asked, folder / FOLDER
     if given is None:
         raise ConfigError(
             f"{found.name}: there is no run of this name here; to evaluate a model that no run made, give --config FILE, the YAML of a run "

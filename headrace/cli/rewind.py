@@ -15,43 +15,36 @@ import typer
 from headrace import checkpoints as folders
 from headrace.checkpoints import FolderLock, Start
 from headrace.cli import runs
-from headrace.config import load
+from headrace.cli.common import RunArgument
 from headrace.errors import ServiceError
 
 WHY = "WHY.txt"
 
 
 def rewind(
-    run_id: Annotated[
-        str, typer.Argument(metavar="RUN_ID", help="The run, which must be stopped.", show_default=False)
-    ],
+    run: RunArgument,
     version: Annotated[
         int, typer.Argument(metavar="VERSION", help="The checkpoint to go on from.", show_default=False)
     ],
-    folder: Annotated[Path, typer.Option("--dir", help="The folder of runs (run.dir).")] = Path("runs"),
+    folder: Annotated[Path | None, typer.Option("--dir", help="Where RUN is, in place of ./runs.", hidden=True)] = None,
 ) -> None:
     """Move the checkpoints newer than VERSION aside, so that the next start of the run continues from VERSION.
 
-    Nothing is deleted: they go to a folder beside them. The buffer follows when the trainer starts. A run whose trainer is at work is
-    refused, wherever it was started.
+    Nothing is deleted: they go to a folder beside them. The buffer follows when the trainer starts. A run that is not stopped is refused,
+    wherever its trainer is at work.
     """
-    saved = folder / run_id / runs.SAVED
-    if not saved.exists():
-        known = sorted(path.parent.name for path in folder.glob(f"*/{runs.SAVED}"))
-        raise ServiceError(
-            f"{folder} holds no run {run_id!r} ({', '.join(known) or 'none at all'}); --dir names another folder of runs"
-        )
-    config = load(saved, [f"run.dir={folder}"], environ={})  # the run may have been started from another directory
-    with runs.locked(config), _no_trainer_in(config.checkpoint_folder, run_id):
+    config = runs.find(run if folder is None else str(folder / run))
+    name = config.run_folder.name
+    with runs.locked(config), _no_trainer_in(config.checkpoint_folder, name):
         moved, place = set_aside(config.checkpoint_folder, version, datetime.datetime.now())
     if not moved:
-        typer.echo(f"run {run_id}: checkpoint {version} is the newest already")
+        typer.echo(f"run {name}: checkpoint {version} is the newest already")
         return
-    typer.echo(f"run {run_id} goes on from checkpoint {version}; set aside in {place}: {_listed(moved)}")
+    typer.echo(f"run {name} goes on from checkpoint {version}; set aside in {place}: {_listed(moved)}")
 
 
 @contextlib.contextmanager
-def _no_trainer_in(checkpoints: Path, run_id: str) -> Iterator[None]:
+def _no_trainer_in(checkpoints: Path, run: str) -> Iterator[None]:
     """Hold the lock of the folder. Raises `ServiceError` if a trainer has it."""
     try:
         lock = FolderLock(checkpoints)
@@ -60,7 +53,7 @@ def _no_trainer_in(checkpoints: Path, run_id: str) -> Iterator[None]:
         raise ServiceError(f"can't lock {checkpoints} ({error}); rewind the run where its trainer runs") from error
     try:
         if holder is not None:
-            raise ServiceError(f"a trainer of run {run_id} is at work in {checkpoints} ({holder}); stop it first")
+            raise ServiceError(f"a trainer of run {run} is at work in {checkpoints} ({holder}); stop it first")
         yield
     finally:
         lock.release()

@@ -63,7 +63,7 @@ def compare(
     """Show two runs side by side: how they stand, their best, time, metrics at the same steps, and where their configurations differ."""
     if first == second:
         raise ConfigError(f"{first} and {second} are one run; name another")
-    found = {name: history.read(runs.find_folder(name)) for name in (first, second)}
+    found = {name: history.read(runs.find(name)) for name in (first, second)}
     lines = [line for each in found.values() for line in each.lines]
     wanted = [history.parse_metric(name, lines) for name in metrics or ()]
     for (kind, metric), name in zip(wanted, metrics or (), strict=True):
@@ -85,7 +85,7 @@ def compare(
 def _read(run: str) -> RunHistory | HeadraceError:
     """One that can't be read must not hide the others."""
     try:
-        return history.read(runs.find_folder(run))
+        return history.read(runs.find(run))
     except HeadraceError as error:
         return error
 

@@ -19,9 +19,9 @@ from headrace.config import Config, load
 from headrace.config.compare import diff
 from headrace.config.text import dump
 from headrace.errors import ConfigError, ReplayUnavailable, ServiceError
-from headrace.files import cannot_write
-from headrace.history import RUN_LOCK
-from headrace.journal import JOURNAL, read_journal
+from headrace.files import cannot_write, is_locked
+from headrace.history import RECORD, RUN_LOCK, recorded
+from headrace.journal import JOURNAL, read_bytes, read_journal
 from headrace.replay import ReplayClient
 from headrace.service import bind
 
@@ -46,15 +46,29 @@ def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[s
     Raises `ConfigError` with the diff if a key differs that may not change.
     """
     config = load(config_file, overrides)
+    here = config_file.resolve().parent
+    own = (
+        config_file.name == SAVED
+        and (here / RECORD).exists()
+        and not any(each.startswith("run.id=") for each in overrides)
+    )
+    if own and here.name != config.run.id:
+        raise _renamed(here, config)
     if config.run.id is None:
         run_id = new_id(config_file.stem, datetime.datetime.now())
         return with_credentials(load(config_file, [*overrides, f"run.id={run_id}"])), []
-    config = with_credentials(config)
+    config = with_credentials(_with_own_credentials(config))
     saved = config.run_folder / SAVED
     if not saved.exists():
         return config, []
-    before = with_credentials(load(saved, environ={}))
-    changes = [change for change in diff(before, config) if change.key not in _chosen(config)]
+    before = with_credentials(_with_own_credentials(load(saved, environ={})))
+    if before.run.id != config.run.id:
+        raise _renamed(saved.parent, before)
+    changes = [
+        change
+        for change in diff(before, config)
+        if change.key not in _chosen(config) and not _is_same_path(change.before, change.after)
+    ]
     fixed = [change for change in changes if not change.allowed]
     if fixed and (trained := _trained(before) or _trained(config)):
         keys = "\n".join(f"  {change}" for change in fixed)
@@ -62,6 +76,28 @@ def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[s
             f"run {config.run.id} has {trained}, and can't go on with these keys changed; set them back, or take another run.id:\n{keys}"
         )
     return config, [str(change) for change in changes]
+
+
+def _is_same_path(one: object, other: object) -> bool:
+    return isinstance(one, str) and isinstance(other, str) and Path(one).resolve() == Path(other).resolve()
+
+
+def _renamed(folder: Path, config: Config) -> ConfigError:
+    return ConfigError(
+        f"{folder} is the folder of run {config.run.id}, renamed or copied, and a run goes on under its own name alone: "
+        f"{to_go_on(config.placed(folder))}"
+    )
+
+
+def to_go_on(config: Config) -> str:
+    """What makes the run in this folder go on."""
+    folder = config.run_folder
+    if folder.name == config.run.id:
+        return f"headrace up {folder / SAVED}"
+    return (
+        f"rename the folder to {config.run.id}; or start a new run from its weights, by run.id=NAME "
+        f"policy.model_name={folder}/checkpoints/step_<version>/policy"
+    )
 
 
 def _trained(config: Config) -> str | None:
@@ -76,7 +112,17 @@ def with_credentials(config: Config) -> Config:
     """The configuration with the credentials in the run's folder, unless it says where they are."""
     if config.security.credentials is not None:
         return config
-    path = config.run_folder.absolute() / credentials.FILE
+    return _with(config, config.run_folder.absolute() / credentials.FILE)
+
+
+def _with_own_credentials(config: Config) -> Config:
+    """The configuration with the credentials in the run's folder, if it was saved with them, wherever the folder was then."""
+    saved, own = Path(config.security.credentials or ""), config.run_folder.absolute() / credentials.FILE
+    is_own = (saved.parent.name, saved.name) == (config.run.id, own.name) and own.exists()
+    return _with(config, own) if is_own else config
+
+
+def _with(config: Config, path: Path) -> Config:
     return config.model_copy(update={"security": config.security.model_copy(update={"credentials": str(path)})})
 
 
@@ -101,25 +147,21 @@ def token_file(config: Config, environment: str) -> Path:
 
 
 def find(run: str, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of the run in folder `run`, or with this id under `./runs`, wherever it was started from. Raises `ConfigError` if
-    there is none."""
-    saved = _saved(run)
-    config, here = load(saved, overrides), saved.parent.resolve()
-    if here.name != config.run.id:  # it was renamed, and its buffer knows it by its first name
-        return config
-    return placed(config, here)
+    """The configuration of the run in folder `run`, or with this id under `./runs`, wherever it was started from, and wherever its folder
+    is now. Raises `ConfigError` if there is none."""
+    return load_saved(_saved(run), overrides)
 
 
-def find_folder(run: str) -> Config:
-    """As `find`, for what looks at the folder alone and at no buffer: the run may have been renamed, or be a copy."""
-    saved = _saved(run)
-    return placed(load(saved), saved.parent)
+def load_saved(saved: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration that a run saved in its folder, which may have been moved, renamed or copied since."""
+    return _with_own_credentials(load(saved, overrides).placed(saved.resolve().parent))
 
 
-def placed(config: Config, folder: Path) -> Config:
-    """The configuration of a run that is in `folder` now."""
-    here = folder.resolve()
-    return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(here.parent), "id": here.name})})
+def may_be_up(config: Config) -> bool:
+    """Whether somebody may be at work on the run in its folder. Of a renamed or copied one, what listens on its ports may be the
+    original."""
+    folder = config.run_folder
+    return folder.name == config.run.id or config.replay.redis_url is not None or is_locked(folder / RUN_LOCK)
 
 
 def _saved(run: str) -> Path:
@@ -143,26 +185,18 @@ def save(config: Config) -> Path:
     """Write the resolved configuration into the run's folder; returns its absolute path."""
     path = config.run_folder.absolute() / SAVED
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    fresh = path.with_suffix(".new")
-    fresh.unlink(missing_ok=True)
-    fresh.touch(mode=0o600)  # an address may hold a password
-    fresh.write_text(dump(config), encoding="utf-8")
-    fresh.rename(path)
+    start = os.path.relpath(Path.cwd(), path.parent.resolve())
+    saved = config.model_copy(update={"run": config.run.model_copy(update={"started_in": start})})
+    _replace(path, dump(saved).encode())
     return path
 
 
-def save_unsupervised(config: Config, given: Path) -> None:
-    """Save the configuration of a trainer that `up` didn't start (in a container, or by hand), so that `--run` finds it.
-
-    Does nothing if `given`, the file that the trainer was started with, is the saved one. Raises `ServiceError`.
-    """
-    saved = config.run_folder.absolute() / SAVED
-    if given.absolute() == saved:
-        return
-    try:
-        save(config)
-    except OSError as error:
-        raise cannot_write(saved, error) from error
+def _replace(path: Path, data: bytes) -> None:
+    fresh = path.with_suffix(".new")
+    fresh.unlink(missing_ok=True)
+    fresh.touch(mode=0o600)  # an address may hold a password
+    fresh.write_bytes(data)
+    fresh.rename(path)
 
 
 @contextlib.contextmanager
@@ -192,6 +226,39 @@ def locked(config: Config) -> Iterator[None]:
             if [path.name for path in folder.iterdir()] == [RUN_LOCK]:
                 (folder / RUN_LOCK).unlink()
                 folder.rmdir()
+
+
+@contextlib.contextmanager
+def refusable(config: Config) -> Iterator[None]:
+    """Put the record of the run back, its configuration and how it stands, if a start of it ends before a trainer has gone on with it.
+    A run that has no past keeps what its first start wrote."""
+    folder = config.run_folder
+    past = read_bytes(folder / JOURNAL) if folder.is_dir() else b""
+    record = {path: path.read_bytes() for path in (folder / SAVED, folder / RECORD) if past and path.exists()}
+    try:
+        yield
+    except BaseException:
+        # a trainer that goes on notes it there first of all
+        if record and read_bytes(folder / JOURNAL) == past:
+            with contextlib.suppress(OSError):  # what ended the start is the news
+                for path, before in record.items():
+                    _replace(path, before)
+        raise
+
+
+@contextlib.contextmanager
+def unsupervised(config: Config, given: Path) -> Iterator[None]:
+    """Keep the record of the run of a trainer that `up` didn't start (in a container, or by hand), so that `--run` finds it. `given` is
+    the file that the trainer was started with. Raises `ServiceError`."""
+    saved = config.run_folder.absolute() / SAVED
+    with refusable(config):
+        if given.absolute() != saved:
+            try:
+                save(config)
+            except OSError as error:
+                raise cannot_write(saved, error) from error
+        with recorded(config.run_folder, SystemExit):
+            yield
 
 
 # What listens: host, port, and what else must hold for it to listen on this machine.
@@ -299,6 +366,8 @@ async def open_buffer(config: Config, role: str = "reader") -> AsyncIterator[Rep
     """
     async with contextlib.AsyncExitStack() as stack:
         try:
+            if not may_be_up(config):
+                raise ReplayUnavailable("nobody is at work on it")
             client = await ReplayClient.connect(credentials.buffer_url(config, role), config.run.id, timeout_s=0.0)
         except ReplayUnavailable:
             client = await _start_embedded(config, role, stack)

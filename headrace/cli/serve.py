@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from headrace import api_key
 from headrace.addresses import LOOPBACK, is_loopback, with_port
 from headrace.cli import weights
-from headrace.cli.supervisor import child_environ
+from headrace.cli.supervisor import Child, Supervisor, child_environ
 from headrace.cli.weights import NamedModel, WeightsArgument
 from headrace.config import Config
 from headrace.errors import ConfigError, ServiceError
 from headrace.service import bind
 
 _SERVER = "vllm.entrypoints.openai.api_server"
+# For what is being answered when the server is stopped.
+_GRACE_S = 10.0
 
 
 def serve(
@@ -66,7 +70,9 @@ def serve(
     bind(host, port, "--port").close()
     typer.echo(f"{found.name} ({found.model}) on {'http' if tls is None else 'https'}://{with_port(host, port)}/v1")
     sys.stdout.flush()
-    _exec(arguments(found, host, port, tls, options or ()), environment(found, os.environ))
+    code = asyncio.run(_run(arguments(found, host, port, tls, options or ()), environment(found, os.environ)))
+    if code:
+        raise typer.Exit(code)
 
 
 def check(host: str, options: Sequence[str], environ: Mapping[str, str], *, tls: bool, insecure: bool) -> None:
@@ -140,5 +146,35 @@ def environment(found: NamedModel, environ: Mapping[str, str]) -> dict[str, str]
     return ours | child_environ(environ)
 
 
-def _exec(options: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    os.execve(sys.executable, [sys.executable, "-m", _SERVER, *options], dict(environ))
+async def _run(options: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run vLLM's server until it ends or is stopped; returns its exit code, or 128 + the signal. No process is left.
+
+    It is not left to itself: while its engine loads it loses a signal, and goes on waiting for an engine that it no longer answers.
+    """
+    supervisor = Supervisor(environ, lambda line: typer.echo(line, err=True), grace_s=_GRACE_S)
+    server = Child("vLLM", [sys.executable, "-m", _SERVER, *options], log=None)
+    signals, stopped = list[int](), asyncio.Event()
+
+    def on(signum: int) -> None:
+        if signals:
+            supervisor.kill()
+        else:
+            typer.echo(f"{signal.Signals(signum).name}: stopping (once more to kill at once)", err=True)
+        signals.append(signum)
+        stopped.set()
+
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(signum, on, signum)
+    running, stopping = asyncio.create_task(supervisor.run(server)), asyncio.create_task(stopped.wait())
+    try:
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not signals:
+            code = running.result()
+            return code if code >= 0 else 128 - code
+        return 128 + signals[0]
+    finally:
+        running.cancel()
+        stopping.cancel()
+        await asyncio.gather(running, stopping, return_exceptions=True)
+        await supervisor.stop([server])
+        supervisor.close()

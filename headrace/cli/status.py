@@ -52,6 +52,8 @@ def status(
         config, run = None, str(config)
     loaded = load(config, overrides or ()) if config else runs.find(run or "", overrides or ())
     try:
+        if run is not None and not runs.may_be_up(loaded):
+            raise ReplayUnavailable("nobody is at work on it")
         found = asyncio.run(_read(buffer_url(loaded, "reader"), loaded.run.id))
         state, replicas, meters, newest, environments, reasons = found
     except ReplayUnavailable:
@@ -89,7 +91,7 @@ def show_past(out: TextIO, past: RunHistory) -> None:
         ("checkpoints", ", ".join(map(str, versions)) or "none"),
         ("time", f"{duration(past.seconds)} in steps"),
         ("samples", f"headrace samples {config.run_folder}"),
-        ("go on", f"headrace up {config.run_folder / runs.SAVED}"),
+        ("go on", runs.to_go_on(config)),
     ):
         say(console, f"{name:14}{value}")
 

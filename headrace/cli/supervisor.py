@@ -84,11 +84,12 @@ class RestartPolicy:
 @dataclasses.dataclass
 class Child:
     """A service under supervision. `state` is what the display shows; `restarts` counts all, `fruitless` those since the last progress.
-    `environ` takes the place of the supervisor's. `is_user_code`: an environment, whose class is in `source`, if it is known."""
+    What it writes goes to `log`, or, without one, to where the supervisor writes. `environ` takes the place of the supervisor's.
+    `is_user_code`: an environment, whose class is in `source`, if it is known."""
 
     name: str
     argv: Sequence[str]
-    log: Path
+    log: Path | None
     ends_run: bool = False
     environ: Mapping[str, str] | None = None
     is_user_code: bool = False
@@ -122,7 +123,7 @@ class Child:
 
         What it writes between the copy and the cut, a moment later, is lost: it holds the file itself, so the file can't be replaced.
         """
-        if self.log.exists() and self.log.stat().st_size >= limit:
+        if self.log is not None and self.log.exists() and self.log.stat().st_size >= limit:
             older = self.log.with_name(self.log.name + ".1")
             shutil.copyfile(self.log, older)
             os.truncate(self.log, 0)
@@ -136,6 +137,8 @@ class Child:
 
     def log_tail(self) -> str:
         """The last lines that the current process logged."""
+        if self.log is None:
+            return ""
         with self.log.open("rb") as file:
             file.seek(self.log_start)
             lines = file.read().decode(errors="replace").splitlines()
@@ -173,7 +176,7 @@ class Supervisor:
     async def supervise(self, child: Child) -> None:
         """Run `child`, and restart it when it exits. Returns when its work is done; raises `ServiceFailed` if it can't go on."""
         while True:
-            code = await self._run(child)
+            code = await self.run(child)
             match self.policy.decide(
                 code,
                 ends_run=child.ends_run,
@@ -196,18 +199,21 @@ class Supervisor:
                     child.restarts += 1
                     child.fruitless += 1
 
-    async def _run(self, child: Child) -> int:
+    async def run(self, child: Child) -> int:
         """Start `child` and wait for it; returns its exit code once its whole process group is gone."""
-        child.log.parent.mkdir(parents=True, exist_ok=True)
         source_time = _time_of(child.source)  # before it is read
         # no await between here and `_wait`: a cancelled task leaves no process that `stop` doesn't know of
-        with child.log.open("ab") as log:
-            child.log_start = log.tell()
+        with contextlib.ExitStack() as opened:
+            log = None
+            if child.log is not None:
+                child.log.parent.mkdir(parents=True, exist_ok=True)
+                log = opened.enter_context(child.log.open("ab"))
+                child.log_start = log.tell()
             process = subprocess.Popen(  # noqa: ASYNC220
                 child.argv,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=subprocess.STDOUT,
+                stderr=None if log is None else subprocess.STDOUT,
                 env=self.environ if child.environ is None else child.environ,
                 start_new_session=True,
                 preexec_fn=die_with_parent,

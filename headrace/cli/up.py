@@ -39,15 +39,16 @@ def up(
     """
     given = [*(overrides or ()), *([] if rollouts is None else [f"rollout.replicas={rollouts}"])]
     examined = examine(config, given)
-    translation, warnings = examined.nemo_rl, preflight.look(examined)
+    # a key that may not change is named as such, before the data that it changes
     loaded, changes = runs.prepare(config, given)
+    translation, warnings = examined.nemo_rl, preflight.look(examined)
     check(loaded)
     console = Console()
 
     def say(line: str) -> None:
         common.say(console, line, keep="\n")
 
-    with runs.locked(loaded):
+    with runs.locked(loaded), runs.refusable(loaded):
         loaded, saved = settled(loaded)
         for warning in warnings:
             say(f"warning: {warning}")

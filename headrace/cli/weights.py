@@ -10,7 +10,7 @@ import typer
 
 from headrace import checkpoints
 from headrace.cli import runs
-from headrace.config import Config, load
+from headrace.config import Config
 from headrace.errors import ConfigError, ServiceError
 
 LATEST, BEST = "latest", "best"
@@ -83,13 +83,13 @@ def find_local(name: str) -> NamedModel:
 
 
 def _of_run(run: str, saved: Path, step: str) -> NamedModel:
-    config = runs.placed(load(saved), saved.parent)
+    config = runs.load_saved(saved)
     version = _version(run, config, step)
     policy = checkpoints.policy_of(config.checkpoint_folder.absolute(), version)
     model = config.policy.model_name if version == 0 else str(policy)
     if version and not (Path(model) / "config.json").is_file():
         raise ServiceError(f"{run}@{version}: {model} holds no model; name another step")
-    return NamedModel(f"{config.run.id}@{version}", model, RunCheckpoint(config, version))
+    return NamedModel(f"{config.run_folder.name}@{version}", model, RunCheckpoint(config, version))
 
 
 def _version(run: str, config: Config, step: str) -> int:

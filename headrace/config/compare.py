@@ -13,6 +13,7 @@ from headrace.config.root import Config
 # an error of a run under way names as its remedy is one of these.
 FREE = (
     "run.dir",
+    "run.started_in",
     "run.max_failed_share",
     "run.hang_timeout_s",
     *(
@@ -149,8 +150,15 @@ def diff(before: Config, after: Config) -> list[Change]:
     return [
         Change(key, old.get(key), new.get(key))
         for key in [*old, *(key for key in new if key not in old)]
-        if old.get(key) != new.get(key)
+        if _differs(old, new, key)
     ]
+
+
+def _differs(old: dict[str, Any], new: dict[str, Any], key: str) -> bool:
+    if key in old and key in new:
+        return bool(old[key] != new[key])
+    # where one has nothing, the other may say so: null, or a mapping or list without items
+    return (old | new)[key] not in (None, {}, [])
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

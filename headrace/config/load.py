@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_origin
 
@@ -56,6 +56,14 @@ _READ: tuple[Keys, ...] = (
     ("value", "model_name"),
     ("grpo", "adv_estimator", "teacher_model_name"),
 )
+# Every path. What a run saved of itself holds where the run was started.
+_PATHS = (
+    *_READ,
+    ("env", "*", "target"),
+    ("checkpointing", "checkpoint_dir"),
+    ("logger", "log_dir"),
+    *(("security", key) for key in ("credentials", "tls_cert", "tls_key", "tls_ca")),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +103,19 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
     values = resolve(values, merge(Config().model_dump(mode="json"), values))
     # `grpo=null` makes room for `ppo`
     values = {key: value for key, value in values.items() if value is not None}
-    if not _is_saved(Path(path), values):
-        _find_beside(values, lambda keys: None if _given(origins, keys) else inherited.source(keys))
+
+    def folder(keys: Keys) -> Path | None:
+        file = None if _given(origins, keys) else inherited.source(keys)
+        return file and file.parent
+
+    if (start := _start_of(Path(path), values)) is not None:
+        if start != Path.cwd():
+            _find_in(values, _PATHS, lambda keys: None if _given(origins, keys) else start)
+        here, run = Path(path).resolve().parent, values["run"]
+        if run.get("id") == here.name and not _is_saved(Path(path), values) and not _given(origins, ("run", "dir")):
+            run["dir"] = str(here.parent)  # it was moved
+    elif not _is_saved(Path(path), values):
+        _find_in(values, _READ, folder)
     if not any(_gives(inherited.values, key.split(".")) for key in NEMO_RL_KEYS):
 
         def origin(keys: Keys) -> str:
@@ -118,6 +137,13 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
     return Loaded(_checked(translation.values, translated, problems, _NEMO_RL_LINES), translation, translated)
 
 
+def _start_of(path: Path, values: dict[str, Any]) -> Path | None:
+    """The folder where the run was started that saved this configuration of itself, taken out of `values`; None if it isn't there."""
+    run = values.get("run")
+    start = run.pop("started_in", None) if isinstance(run, dict) else None
+    return (path.resolve().parent / start).resolve() if isinstance(start, str) else None
+
+
 def _is_saved(path: Path, values: Mapping[str, Any]) -> bool:
     """Whether the file is what a run saved of itself, whose paths were resolved when it started."""
     run = values.get("run")
@@ -126,24 +152,29 @@ def _is_saved(path: Path, values: Mapping[str, Any]) -> bool:
     return path.resolve().parent == (Path(run["dir"]) / run["id"]).resolve()
 
 
-def _find_beside(values: dict[str, Any], source: Callable[[Keys], Path | None]) -> None:
-    """Make what `_READ` names lie where the file that names it does, if it is there. `source` gives that file; None for a value from
-    elsewhere."""
-    for keys, holder in _holders(values):
-        name, file = holder.get(keys[-1]), source(keys)
-        if isinstance(name, str) and name and file is not None and os.path.exists(beside := file.parent / name):
-            holder[keys[-1]] = os.path.normpath(beside)
+def _find_in(values: dict[str, Any], places: Sequence[Keys], folder: Callable[[Keys], Path | None]) -> None:
+    """Make what `places` name lie in the folder that `folder` gives for its keys, if it is there. None leaves a value as it is."""
+    for keys, holder in _holders(values, places):
+        name, where = holder.get(keys[-1]), folder(keys)
+        if isinstance(name, str) and name and where is not None:
+            # FILE.py:CLASS is a file, too
+            file = name.rpartition(":")[0] if ".py:" in name else name
+            if os.path.exists(where / file):
+                holder[keys[-1]] = os.path.normpath(where / name)
 
 
-def _holders(values: dict[str, Any]) -> Iterator[tuple[Keys, dict[str, Any]]]:
-    """The keys of `_READ` that `values` may have, each with the mapping that holds the last of them."""
-    for keys in _READ:
-        here: Any = values
-        for key in keys[:-1]:
-            here = here.get(key) if isinstance(here, dict) else None
-        for number, item in enumerate(here if isinstance(here, list) else [here]):
-            if isinstance(item, dict):
-                yield (*keys[:-1], str(number), keys[-1]) if isinstance(here, list) else keys, item
+def _holders(values: Any, places: Iterable[Keys], above: Keys = ()) -> Iterator[tuple[Keys, dict[str, Any]]]:
+    """The keys of `places` that `values` may have, each with the mapping that holds the last of them. `*` is each key of a mapping; a list
+    is passed by its numbers."""
+    for keys in places:
+        if isinstance(values, list):
+            for number, item in enumerate(values):
+                yield from _holders(item, [keys], (*above, str(number)))
+        elif isinstance(values, dict) and len(keys) == 1:
+            yield (*above, *keys), values
+        elif isinstance(values, dict):
+            for key in values if keys[0] == "*" else keys[:1]:
+                yield from _holders(values.get(key), [keys[1:]], (*above, key))
 
 
 def _gives(values: Any, keys: Sequence[str]) -> bool:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from headrace.config.algorithm import AlgorithmConfig
 from headrace.config.base import Section
@@ -50,6 +50,8 @@ class Config(Section):
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logger: LoggerConfig = LoggerConfig()
     security: SecurityConfig = SecurityConfig()
+    # of the run, if it is not the one that `run` names
+    _folder: Path | None = PrivateAttr(None)
 
     @model_validator(mode="before")
     @classmethod
@@ -135,7 +137,14 @@ class Config(Section):
         """Folder of this run. Raises if the run has no id yet (`headrace up` makes one before it starts anything)."""
         if self.run.id is None:
             raise ValueError("run.id is not set")
-        return Path(self.run.dir) / self.run.id
+        return self._folder or Path(self.run.dir) / self.run.id
+
+    def placed(self, folder: Path) -> Config:
+        """The configuration of a run that is in `folder` now: it may have been moved, renamed or copied. Its buffer and its checkpoints
+        know it by its first name, `run.id`."""
+        placed = self.model_copy()
+        placed._folder = folder
+        return placed
 
     @property
     def redis_url(self) -> str:
@@ -167,8 +176,8 @@ class Config(Section):
     @property
     def log_folder(self) -> Path:
         """Where the trainer keeps what trackers, samples and alarms leave. Raises as `run_folder` does."""
-        folder = self.logger.log_dir
-        return Path(folder) / self.run_folder.name if folder else self.run_folder / "logs"
+        folder, logs = self.logger.log_dir, self.run_folder / "logs"
+        return Path(folder) / str(self.run.id) if folder else logs
 
 
 def _check_environment(config: Config, name: str, env: EnvConfig) -> None:

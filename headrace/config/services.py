@@ -18,6 +18,10 @@ class RunConfig(Section):
         description="name of the run; `up` with the id of an earlier run continues it; null makes one",
     )
     dir: str = Field("runs", description="holds one folder a run: logs, metrics, checkpoints, the buffer's files")
+    started_in: str | None = Field(
+        None,
+        description="the folder where relative paths of this file hold, as seen from it; `up` writes it into the run's config.yaml",
+    )
     max_failed_share: float = Field(
         0.2,
         ge=0,

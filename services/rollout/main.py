@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import logging
 import os
 import signal
 import socket
-from contextlib import closing
+import sys
 from typing import TYPE_CHECKING
 
 from headrace.addresses import with_port
 from headrace.config import Config
 from headrace.config.services import RolloutConfig
 from headrace.credentials import buffer_url
+from headrace.errors import HeadraceError
 from headrace.http_access import HttpAccess
 from headrace.model_name import check_model_name, check_tokenizer_name
 from headrace.replay import ReplayClient
@@ -26,20 +29,44 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
+# From a signal while the replica starts to its end.
+_LEAVING_S = 10
+
+
+class _Stopped(BaseException):
+    """A signal came while the replica started."""
+
+
 def main(config: Config) -> None:
-    """Run a replica until SIGTERM or SIGINT, then return its leases. Raises `HeadraceError` for an error that the user must fix."""
+    """Run a replica until SIGTERM or SIGINT, then return its leases, and end the process. Raises `HeadraceError` for an error that the
+    user must fix."""
     _leave_on_signals()
+    with contextlib.suppress(_Stopped):
+        _run(config)
+    # nothing is left to do, and to take an interpreter with vLLM in it apart can take longer than a service has that is stopped
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _run(config: Config) -> None:
     check_model_name("policy.model_name", config.policy.model_name)
     if config.policy.tokenizer.name is not None:
         check_tokenizer_name("policy.tokenizer.name", config.policy.tokenizer.name)
-    with closing(bind(config.rollout.host, config.rollout.port, "rollout.port")) as sock, asyncio.Runner() as runner:
+    with (
+        contextlib.closing(bind(config.rollout.host, config.rollout.port, "rollout.port")) as sock,
+        asyncio.Runner() as runner,
+    ):
         replay = runner.run(ReplayClient.connect(buffer_url(config, "rollout"), config.run.id))
         try:
             _generate(config, sock, replay, runner)
-        finally:
-            runner.run(replay.aclose())
+        except HeadraceError:
             # vLLM's engine prints errors if it is collected only when the interpreter exits
             gc.collect()
+            raise
+        finally:
+            runner.run(replay.aclose())
 
 
 def _generate(config: Config, sock: socket.socket, replay: ReplayClient, runner: asyncio.Runner) -> None:
@@ -48,10 +75,12 @@ def _generate(config: Config, sock: socket.socket, replay: ReplayClient, runner:
 
 
 def _leave_on_signals() -> None:
-    """Exit on a signal until `_serve` takes over: starting the engine blocks this thread for many seconds."""
+    """Stop on a signal until `_serve` takes over: starting the engine blocks this thread for many seconds."""
 
     def leave(signum: int, frame: object) -> None:
-        raise SystemExit(0)
+        # what is raised here is lost in a destructor or a callback of an import: then SIGALRM ends the process
+        signal.alarm(_LEAVING_S)
+        raise _Stopped
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, leave)

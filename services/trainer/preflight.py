@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 
 from headrace.config import Config
 from headrace.config.load import Keys
-from headrace_services.trainer.data import Prompts
+from headrace_services.trainer.control.checkpoint import Checkpoints
+from headrace_services.trainer.control.resume import check_prompts
+from headrace_services.trainer.data import Prompts, digest_of, load_problems
 from headrace_services.trainer.data.problems import look_at
 from headrace_services.trainer.data.sources import on_the_hub
 from headrace_services.trainer.telemetry.metric_names import METRIC_SECTIONS, unknown
@@ -21,9 +23,24 @@ _SAY_EVERY_S = 2.0
 
 def look(config: Config) -> Iterator[tuple[Keys, str]]:
     """What is wrong with the names of metrics and with the data, as (keys, message): files are opened, and the first problem of each is
-    read. Nothing heavy is loaded, and no hub is asked."""
-    yield from _metric_name(config)
-    yield from look_at(config.data)
+    read; of a run that goes on, all of them. Nothing heavy is loaded, and no hub is asked. Raises `ServiceError` if the data has changed
+    since the run's checkpoint."""
+    problems = [*_metric_name(config), *look_at(config.data)]
+    yield from problems
+    # which prompts stay is not known without the tokenizer, nor what the hub has
+    known = config.data.overlong_prompts == "refuse" and not any(map(on_the_hub, config.data.sources))
+    if known and not problems:
+        _check_unchanged(config, lambda: digest_of(*load_problems(config.data, Counter())))
+
+
+def _check_unchanged(config: Config, digest: Callable[[], str]) -> None:
+    """Raise `ServiceError` if the run goes on from a checkpoint that was trained on other prompts than those of this digest."""
+    if config.run.id is None:
+        return
+    checkpoints = Checkpoints(config.checkpoint_folder, config.checkpointing)
+    newest = checkpoints.newest()
+    if newest is not None:
+        check_prompts(checkpoints.state(newest), checkpoints.path(newest), digest())
 
 
 def _metric_name(config: Config) -> Iterator[tuple[Keys, str]]:
@@ -62,6 +79,7 @@ def count(config: Config, say: Callable[[str], None]) -> tuple[list[str], list[s
     tokenizer = load_tokenizer(config)
     prompts = Prompts(config, tokenizer)
     counts = prompts.counts
+    _check_unchanged(config, lambda: counts.digest)
     total = counts.train + min(counts.validation, config.algorithm.max_val_samples)
     special = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
     # some tokenizers name an ordinary special token for want of one that means "unknown"

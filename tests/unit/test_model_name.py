@@ -14,6 +14,7 @@ import pytest
 
 from headrace.errors import ServiceError
 from headrace.model_name import check_model_name, check_tokenizer_name, model_is_here, tokenizer_is_here
+from tests.support.ports import free_port
 
 KEY = "policy.model_name"
 CHECK = "import sys; from headrace import model_name; getattr(model_name, sys.argv[1])(*sys.argv[2:])"
@@ -40,9 +41,17 @@ def test_what_no_model_of_the_hub_can_be_named_is_refused_by_name(
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As the hub answers for the one model that it has."""
+    """As the hub answers for the one model that it has, after it has been too busy for `busy` requests."""
+
+    busy = 0
 
     def do_HEAD(self) -> None:
+        if Hub.busy:
+            Hub.busy -= 1
+            self.send_response(503)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         model, _, file = self.path.partition("/resolve/main/")
         there = model == "/models/real" and file in ("config.json", "tokenizer.json")
         error = "EntryNotFound" if model == "/models/real" else "RepoNotFound"
@@ -77,10 +86,17 @@ def complaint(name: str, home: Path, check: str = "check_model_name", key: str =
 
     It runs in an empty directory: a relative name like models/tiny may be a directory of the checkout.
     """
+    done = asked(name, home, check, key, **environ)
+    return done.stderr.splitlines()[-1] if done.returncode else ""
+
+
+def asked(
+    name: str, home: Path, check: str = "check_model_name", key: str = KEY, **environ: str
+) -> subprocess.CompletedProcess[str]:
     empty = home / "empty"
     empty.mkdir(parents=True, exist_ok=True)
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", CHECK, check, key, name],
         cwd=empty,
         env={**kept, "HF_HOME": str(home), **environ},
@@ -88,13 +104,23 @@ def complaint(name: str, home: Path, check: str = "check_model_name", key: str =
         text=True,
         timeout=60,
     )
-    return done.stderr.splitlines()[-1] if done.returncode else ""
 
 
 def test_a_model_of_the_hub_is_taken_and_once_it_is_there_the_hub_may_be_away(hub: str, tmp_path: Path) -> None:
     assert "nor does the hub give a model" in complaint("models/tiny", tmp_path, HF_ENDPOINT=hub)
     assert complaint("models/real", tmp_path, HF_ENDPOINT=hub) == ""
     assert complaint("models/real", tmp_path, HF_HUB_OFFLINE="1") == ""
+
+
+def test_where_nothing_can_be_reached_the_hub_is_not_asked_again_and_again(tmp_path: Path) -> None:
+    done = asked("models/tiny", tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
+    assert "nor does the hub give a model of that name ([Errno 111] Connection refused)" in done.stderr
+    assert "Retry" not in done.stderr
+
+
+def test_a_busy_hub_is_asked_again(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hub, "busy", 3)
+    assert complaint("models/real", tmp_path, HF_ENDPOINT=hub) == ""
 
 
 def test_a_tokenizer_is_known_by_its_own_files(hub: str, tmp_path: Path) -> None:

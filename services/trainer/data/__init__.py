@@ -1,7 +1,16 @@
 """The source of prompts: problems, their order, and the groups made of them."""
 
 from headrace_services.trainer.data.problems import load_problems
-from headrace_services.trainer.data.prompts import GroupBuilder, PromptOrder, Prompts, RoundRobinOrder
+from headrace_services.trainer.data.prompts import GroupBuilder, PromptOrder, Prompts, RoundRobinOrder, digest_of
 from headrace_services.trainer.data.sources import HUB_DATASETS, Problem
 
-__all__ = ["HUB_DATASETS", "GroupBuilder", "Problem", "PromptOrder", "Prompts", "RoundRobinOrder", "load_problems"]
+__all__ = [
+    "HUB_DATASETS",
+    "GroupBuilder",
+    "Problem",
+    "PromptOrder",
+    "Prompts",
+    "RoundRobinOrder",
+    "digest_of",
+    "load_problems",
+]

@@ -65,7 +65,7 @@ class Prompts:
             train=len(self._train),
             validation=len(held_out),
             orders=len(self._order),
-            digest=_digest(self._train, [problem for _, problem in held_out]),
+            digest=digest_of(self._train, [problem for _, problem in held_out]),
             duplicates=dropped["duplicates"],
             held_out=dropped["held_out"],
             too_long=len(train) - len(self._train),
@@ -125,7 +125,7 @@ class Prompts:
         return fitting
 
 
-def _digest(train: Iterable[Problem], held_out: Iterable[Problem]) -> str:
+def digest_of(train: Iterable[Problem], held_out: Iterable[Problem]) -> str:
     """The same for the same problems in the same order, whatever files they come from."""
     digest = hashlib.sha256()
     for part in (train, held_out):

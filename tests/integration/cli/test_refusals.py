@@ -14,7 +14,10 @@ import pytest
 
 from headrace.cli import runs
 from headrace.config import load
+from headrace.config.services import CheckpointingConfig
 from headrace.journal import JOURNAL, Journal
+from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
+from headrace_services.trainer.data import digest_of, load_problems
 from tests.support.command import error_of, headrace, headrace_process, refused
 from tests.support.ports import free_port
 
@@ -194,6 +197,28 @@ def test_a_run_doesnt_go_on_with_another_seed(config: Path, tmp_path: Path) -> N
     assert "run test has trained steps, and can't go on" in said
     assert "grpo.seed: 42 -> 7" in said
     assert "max_num_steps" not in said
+
+
+def test_changed_data_are_noticed_before_anything_starts(config: Path, tmp_path: Path) -> None:
+    data, folder = tmp_path / "sums.jsonl", tmp_path / "runs" / "test"
+    data.write_text('{"input": "1+1", "output": "2"}\n')
+    config.write_text(config.read_text().replace("dataset_name: arithmetic", "data_path: sums.jsonl"))
+    digest = digest_of(*load_problems(load(config, environ={}).data))
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointingConfig())
+    checkpoints.start("t", 0)
+    checkpoints.begin(2, "t")
+    checkpoints.publish(CheckpointState(version=2, timeline="t", cursor=0, run_id="test", prompts=digest), {})
+    (folder / "config.yaml").write_text(headrace("config", "show", config).stdout)
+    assert headrace("config", "check", config).returncode == 0
+    data.write_text('{"input": "1+2", "output": "3"}\n')
+    for command in (("config", "check"), ("up",)):
+        said = refused(*command, config)
+        assert f"the prompts are not those that {folder}/checkpoints/step_2 was trained on" in said
+        assert f"policy.model_name={folder}/checkpoints/step_2/policy\n" in said
+    # without the tokenizer nobody knows what is left out
+    assert "the prompts are not those" in refused("config", "check", config, "data.overlong_prompts=leave_out")
+    # what another key has changed is said of the key
+    assert "data.train.0.size: 1000 -> 1" in refused("up", config, "data.train.0.size=1")
 
 
 def test_a_model_that_a_service_cant_load_ends_the_run_with_its_words(config: Path, tmp_path: Path) -> None:

@@ -40,12 +40,12 @@ def checkpoints(folder: Path) -> Checkpoints:
     return checkpoints
 
 
-def rewind(folder: Path, *args: object) -> subprocess.CompletedProcess[str]:
-    return headrace("rewind", *args, "--dir", folder.parent)
+def rewind(folder: Path, run: str, version: int) -> subprocess.CompletedProcess[str]:
+    return headrace("rewind", folder.parent / run, version)
 
 
-def refused(folder: Path, *args: object) -> str:
-    return error_of(rewind(folder, *args))
+def refused(folder: Path, run: str, version: int) -> str:
+    return error_of(rewind(folder, run, version))
 
 
 def everything(folder: Path) -> dict[str, bytes]:
@@ -89,7 +89,7 @@ def test_what_can_not_be_done_is_refused_and_nothing_is_moved(folder: Path, chec
     before = everything(folder / "checkpoints")
     assert "no checkpoint of version 5: 2, 4, 6, 10" in refused(folder, "adder", 5)
     assert "give run.id another name" in refused(folder, "adder", 0)
-    assert "holds no run 'subtracter' (adder); --dir" in refused(folder, "subtracter", 4)
+    assert "subtracter: no run there; there is neither" in refused(folder, "subtracter", 4)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "run adder is already up" in refused(folder, "adder", 4)
@@ -118,3 +118,13 @@ def test_a_trainer_that_slept_through_the_rewind_publishes_nothing(folder: Path,
     with pytest.raises(ServiceError, match=r"is not the newest of the chain \(timeline rewind-"):
         checkpoints.publish(CheckpointState(version=12, timeline="t", cursor=0, run_id="adder"), {})
     assert checkpoints.published() == [2, 4]
+
+
+def test_a_run_is_named_as_everywhere(folder: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parents[1])
+    renamed = folder.rename(folder.with_name("first"))
+    for newest, named in ((6, ("first", 6)), (4, (renamed, 4)), (2, ("first", 2, "--dir", "runs"))):
+        done = headrace("rewind", *named)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"run first goes on from checkpoint {newest}; set aside in {renamed}/")
+        assert Checkpoints(renamed / "checkpoints", CheckpointingConfig()).newest() == newest

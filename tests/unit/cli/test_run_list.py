@@ -96,3 +96,6 @@ def test_the_status_of_a_run_that_is_down_is_what_its_folder_says(
         assert f"headrace samples {folder}" in text
         assert f"headrace up {folder / 'config.yaml'}" in text
     assert "no run there" in refused("status", tmp_path / "nothing")
+    text = said("status", folder.rename(tmp_path / "first"))
+    assert "run           first" in text
+    assert "go on         rename the folder to adder; or start a new run from its weights" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shutil
 import stat
 import subprocess
 import sys
@@ -11,11 +12,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from headrace import history
 from headrace.cli import common, runs
 from headrace.cli.app import app
 from headrace.config import Config, load
 from headrace.errors import ConfigError, ServiceError
+from headrace.history import RECORD, recorded
 from headrace.journal import JOURNAL, Journal
+from tests.support.past_run import Stopped, past_run
 from tests.support.ports import free_port
 
 AT = datetime.datetime(2026, 1, 2, 3, 4, 5)
@@ -66,6 +70,107 @@ def test_a_start_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     assert (tmp_path / "adder" / runs.SAVED).exists()
 
 
+def failing_start(config: Config, *, goes_on: bool = False) -> None:
+    with runs.refusable(config):
+        runs.save(config)
+        with recorded(config.run_folder, Stopped):
+            if goes_on:
+                Journal(config.run_folder / JOURNAL).append("rewind", 2, "b", {})
+            raise ServiceError("no")
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_start_changes_the_record_only_once_it_goes_on_with_the_run(tmp_path: Path, goes_on: bool) -> None:
+    folder = past_run(tmp_path, "adder", 2)
+    before = {name: (folder / name).read_bytes() for name in (runs.SAVED, RECORD)}
+    config = load(folder / runs.SAVED, ["grpo.max_num_steps=7"], environ={}).placed(folder)
+    with pytest.raises(ServiceError, match="no"):
+        failing_start(config, goes_on=goes_on)
+    after = {name: (folder / name).read_bytes() for name in (runs.SAVED, RECORD)}
+    assert (after == before) is not goes_on
+    assert history.read(config).state == ("failed" if goes_on else "finished")
+
+
+def test_the_first_start_that_fails_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ServiceError, match="no"):
+        failing_start(Config.model_validate({"run": {"id": "adder", "dir": str(tmp_path)}}))
+    assert history.read(runs.find(str(tmp_path / "adder"))).reason == "no"
+
+
+def test_a_folder_is_usable_where_it_is_and_under_its_new_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "run.yaml"
+    file.write_text("run: {id: adder}\n")
+    config, _ = runs.prepare(file, [])
+    with runs.locked(config):
+        runs.make_credentials(config)
+    runs.save(config)
+    shutil.copytree("runs/adder", "runs/copy")
+    moved = tmp_path / "moved" / "adder"
+    moved.parent.mkdir()
+    (tmp_path / "runs" / "adder").rename(moved)
+    for named, folder in (("copy", tmp_path / "runs" / "copy"), ("moved/adder", moved)):
+        found = runs.find(named)
+        assert (found.run.id, found.run_folder) == ("adder", folder)
+        assert found.checkpoint_folder == folder / "checkpoints"
+        assert found.security.credentials == str(folder / "credentials")
+    assert runs.may_be_up(runs.find("moved/adder"))
+    assert not runs.may_be_up(runs.find("copy")), "what listens on its ports is the original"
+
+
+def test_a_renamed_run_does_not_go_on_and_no_other_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "run.yaml"
+    file.write_text("run: {id: adder}\n")
+    runs.save(load(file, environ={}))
+    with recorded(Path("runs/adder"), Stopped):
+        pass
+    renamed = Path("runs/adder").rename("runs/first")
+    for given in ((renamed / runs.SAVED, []), (file, ["run.id=first"])):
+        with pytest.raises(
+            ConfigError, match=r"first is the folder of run adder, .*: rename the folder to adder; or start"
+        ):
+            runs.prepare(*given)
+    assert runs.prepare(renamed / runs.SAVED, ["run.id=second"])[0].run.id == "second"
+
+
+def test_what_a_run_saved_holds_from_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths are those of the folder where it was started, also when that was moved as a whole."""
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    for folder in (project, elsewhere):
+        (folder / "models" / "tiny").mkdir(parents=True)
+        (folder / "my_env.py").touch()
+    (project / "run.yaml").write_text(
+        "run: {id: adder}\npolicy: {model_name: models/tiny}\nenv: {mine: {target: 'my_env.py:Mine'}}\n"
+        "security: {tls_ca: models}\n"
+    )
+    monkeypatch.chdir(project)
+    runs.save(load("run.yaml", environ={}))
+
+    def paths(config: Config) -> tuple[str | None, ...]:
+        return config.policy.model_name, config.env["mine"].target, config.security.tls_ca
+
+    assert paths(runs.find("adder")) == ("models/tiny", "my_env.py:Mine", "models")
+    start = project.rename(tmp_path / "moved")
+    monkeypatch.chdir(elsewhere)
+    folder = start / "runs" / "adder"
+    found = runs.find(str(folder))
+    assert paths(found) == (f"{start}/models/tiny", f"{start}/my_env.py:Mine", f"{start}/models")
+    assert (found.run.started_in, found.run_folder) == (None, folder)
+    # what is given here is meant here
+    assert runs.find(str(folder), ["policy.model_name=models/tiny"]).policy.model_name == "models/tiny"
+    # it goes on in its folder, and is no other when it is started where it was
+    Journal(folder / JOURNAL).append("train", 0, "a", {})
+    config, changes = runs.prepare(folder / runs.SAVED, [])
+    assert (config.run_folder, changes) == (folder, [])
+    runs.save(config)
+    monkeypatch.chdir(start)
+    assert runs.prepare(Path("run.yaml"), [])[1] == []
+    # where its folder was moved to, it goes on as well
+    archived = folder.rename(start / "adder")
+    assert runs.prepare(archived / runs.SAVED, [])[0].run_folder == archived
+
+
 def test_a_trainer_that_nobody_supervises_saves_what_run_goes_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,14 +182,15 @@ def test_a_trainer_that_nobody_supervises_saves_what_run_goes_by(
     assert done.exception is None
     saved = runs.find(str(tmp_path / "adder"))
     assert (saved.run.id, saved.grpo.seed) == ("adder", 7)
-    # of `up`, which has saved it, nothing is written
+    # started with what is saved, it writes nothing of it
     place = tmp_path / "adder" / runs.SAVED
     before = place.stat().st_mtime_ns
-    runs.save_unsupervised(load(place, environ={}), place)
-    assert place.stat().st_mtime_ns == before
+    with runs.unsupervised(load(place, environ={}), place):
+        assert place.stat().st_mtime_ns == before
     (tmp_path / "no").write_text("")
-    with pytest.raises(ServiceError, match=r"run\.dir: can't write"):
-        runs.save_unsupervised(load(file, ["run.dir=" + str(tmp_path / "no")], environ={}), file)
+    nowhere = load(file, ["run.dir=" + str(tmp_path / "no")], environ={})
+    with pytest.raises(ServiceError, match=r"run\.dir: can't write"), runs.unsupervised(nowhere, file):
+        pass
 
 
 def test_what_is_saved_is_for_its_owner_alone(tmp_path: Path) -> None:

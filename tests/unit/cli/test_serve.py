@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +18,8 @@ from headrace.cli import serve
 from headrace.cli.weights import NamedModel, RunCheckpoint
 from headrace.config import Config
 from headrace.errors import ConfigError
+from tests.support.ports import free_port
+from tests.support.processes import descendants, gone
 
 DIR = NamedModel("adder", "models/adder")
 KEY = {api_key.VARIABLE: "key"}
@@ -60,6 +68,44 @@ def test_nothing_is_served_beyond_the_loopback_interface_without_key_and_tls(
         return
     with pytest.raises(ConfigError, match=error):
         serve.check(host, [], environ, tls=tls, insecure=insecure)
+
+
+# A server that is deaf to signals and has an engine that is deaf as well, as vLLM's is while its engine loads.
+DEAF = """
+import signal, subprocess, sys
+code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('engine', flush=True); signal.pause()"
+subprocess.Popen([sys.executable, "-c", code])
+for signum in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(signum, lambda *_: None)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_however_it_is_stopped_and_whatever_the_server_does_no_process_is_left(
+    tmp_path: Path, signum: int, code: int
+) -> None:
+    (tmp_path / "deaf.py").write_text(DEAF)
+    (tmp_path / "config.json").write_text("{}")
+    start = "from headrace.cli import main, serve; serve._SERVER, serve._GRACE_S = 'deaf', 0.5; main()"
+    command = [sys.executable, "-c", start, "serve", str(tmp_path), "--port", str(free_port())]
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    serving, started = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True), dict[int, str]()
+    assert serving.stdout is not None
+    try:
+        assert "engine\n" in iter(serving.stdout.readline, "")
+        started = descendants(serving.pid)
+        serving.send_signal(signum)
+        assert serving.wait(60) == code
+        assert [command for pid, command in started.items() if not gone(pid)] == []
+    finally:
+        serving.kill()
+        for pid in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        serving.wait()
+        serving.stdout.close()
 
 
 @pytest.mark.parametrize("option", ["--api-key", "--api_key=secret"])

@@ -57,6 +57,15 @@ def test_an_environment_that_comes_or_goes_may_not(tmp_path: Path) -> None:
     assert not all(change.allowed for change in diff(loaded(tmp_path, "env.other={type: math}"), loaded(tmp_path)))
 
 
+def test_what_says_nothing_is_no_change(tmp_path: Path) -> None:
+    """A mapping without items is the same as one that is not there."""
+    before, after = loaded(tmp_path), loaded(tmp_path, "policy.hf_config_overrides.rope_theta=7")
+    assert before.policy.hf_config_overrides == {}
+    for changes in (diff(before, after), diff(after, before)):
+        assert [change.key for change in changes] == ["policy.hf_config_overrides.rope_theta"]
+    assert diff(before, loaded(tmp_path, "policy.hf_config_overrides={}")) == []
+
+
 def test_changes_come_in_the_order_of_the_configuration(tmp_path: Path) -> None:
     before, after = loaded(tmp_path), loaded(tmp_path, "env.other={type: math}")
     told = [change.key.removeprefix("env.other.") for change in diff(before, after)]
