@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import gc
 import os
 import secrets
 from collections.abc import AsyncIterator, Iterator
@@ -79,12 +78,9 @@ def session_seed(pytestconfig: pytest.Config) -> int:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[object]:
-    """The modules of all tests, and the tests, stay to the end: no garbage collection looks at them, now or later."""
+def pytest_collection() -> Iterator[None]:
     with importing():
-        collected = yield
-    gc.freeze()
-    return collected
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
