@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ServiceError
@@ -178,6 +179,18 @@ def stop_on_signals() -> asyncio.Event:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, event.set)
     return event
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """While much is imported: without garbage collection, which would look through it all again and again, and find nothing."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def die_with_parent(signum: int = signal.SIGTERM) -> None:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
+from headrace.service import importing
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer
 from tests.support import requirements
@@ -74,6 +75,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
 def session_seed(pytestconfig: pytest.Config) -> int:
     """Of everything that is drawn at random: HEADRACE_TEST_SEED, by default the date, so that each day sees other cases."""
     return int(pytestconfig.getoption("hypothesis_seed"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    with importing():
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from headrace.errors import HeadraceError
 from headrace.printable import LineFormatter, printable
+from headrace.service import importing
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The run's YAML.", show_default=False)]
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML.", show_default=False)]
@@ -76,7 +77,8 @@ def load_entry_point(group: str, name: str, extra: str) -> Callable[..., Any]:
         known = ", ".join(sorted(points.names)) or "none; is headrace installed?"
         raise HeadraceError(f"{name!r} is not one of {group} ({known})")
     try:
-        loaded: Callable[..., Any] = next(point for point in points if point.name == name).load()
+        with importing():
+            loaded: Callable[..., Any] = next(point for point in points if point.name == name).load()
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
         if missing in ("", "headrace", "headrace_services"):  # our own: a bug, not a missing package

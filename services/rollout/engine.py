@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from headrace.config import Config
 from headrace.errors import Restartable, ServiceError
+from headrace.service import importing
 from headrace_services.rollout import child, weight_receiver
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -
     with tempfile.TemporaryDirectory(prefix="headrace-engine-") as folder:
         report = Path(folder) / "errors"
         prepare_environment(config, report)
-        engine = _start(config, overrides or {}, report)
+        with importing():
+            engine = _start(config, overrides or {}, report)
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:

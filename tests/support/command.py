@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from unittest import mock
 
@@ -39,10 +40,10 @@ def refused(*arguments: object) -> str:
 
 
 def headrace_process(
-    *arguments: object, timeout_s: float = 120, cwd: Path | None = None
+    *arguments: object, timeout_s: float = 120, cwd: Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headrace.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd, env=environ)
 
 
 def error_of(done: subprocess.CompletedProcess[str]) -> str:

@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,6 +30,8 @@ from headrace_services.trainer.control.checkpoint import Checkpoints, Checkpoint
 from headrace_services.trainer.control.context import Dependencies
 from headrace_services.trainer.control.weight_sender import WeightSender
 from headrace_services.trainer.main import main
+
+T = TypeVar("T")
 
 
 def die() -> None:
@@ -149,11 +151,16 @@ class DyingSender(WeightSender):
         return await super().refit(version, timeline, source, probe_ids, probe_logprobs)
 
 
+def changed(kind: type[T], **attributes: object) -> type[T]:
+    """`kind` with other values of its attributes."""
+    return type(kind.__name__, (kind,), attributes)
+
+
 def dependencies(fault: str, version: int) -> Dependencies:
     if fault == "after_reserve":
-        return Dependencies(replay=type("Replay", (DyingReplay,), {"after_reserve": version}).connect)
+        return Dependencies(replay=changed(DyingReplay, after_reserve=version).connect)
     if fault == "before_commit":
-        return Dependencies(replay=type("Replay", (DyingReplay,), {"before_commit": version}).connect)
+        return Dependencies(replay=changed(DyingReplay, before_commit=version).connect)
     if fault == "in_refill":
         return Dependencies(replay=DyingRefill.connect)
     if fault == "before_refilled":
@@ -161,15 +168,15 @@ def dependencies(fault: str, version: int) -> Dependencies:
     if fault == "rank_1_reads":
         return Dependencies(replay=DyingReader.connect)
     if fault == "broken_batches":
-        return Dependencies(replay=type("Replay", (BrokenReplay,), {"times": version}).connect)
+        return Dependencies(replay=changed(BrokenReplay, times=version).connect)
     if fault == "overwritten_payloads":
         return Dependencies(replay=OverwrittenReplay.connect)
     if fault in ("in_checkpoint", "frozen_in_checkpoint"):
         kind = DyingCheckpoints if fault == "in_checkpoint" else FrozenCheckpoints
-        dying = type("Faulty", (kind,), {"version": version})
+        dying = changed(kind, version=version)
         return Dependencies(checkpoints=lambda config: dying(config.checkpoint_folder, config.checkpointing))
     if fault == "in_refit":
-        return Dependencies(sender=type("Sender", (DyingSender,), {"version": version}))
+        return Dependencies(sender=changed(DyingSender, version=version))
     return Dependencies()
 
 

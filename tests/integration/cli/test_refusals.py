@@ -19,6 +19,7 @@ from headrace.journal import JOURNAL, Journal
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from headrace_services.trainer.data import digest_of, load_problems
 from tests.support.command import error_of, headrace, headrace_process, refused
+from tests.support.light_services import instead_of
 from tests.support.ports import free_port
 
 CONFIG = """
@@ -226,23 +227,24 @@ def test_a_model_that_a_service_cant_load_ends_the_run_with_its_words(config: Pa
     broken.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (broken / name).write_text("{")
-    said = error_of(headrace_process("up", config, f"policy.model_name={broken}"))
+    # the trainer: what vLLM says of one is in rollout/test_start.py
+    environ = instead_of(tmp_path / "services", rollout="idle_rollout")
+    said = error_of(headrace_process("up", config, f"policy.model_name={broken}", environ=environ))
     assert "can't go on: exit code 1" in said
     assert str(broken) in said
 
 
 def test_an_unreachable_redis_is_named(config: Path) -> None:
     port = free_port()
-    for command in ("status", "up"):
-        said = error_of(headrace_process(command, config, f"replay.redis_url=redis://127.0.0.1:{port}/0"))
+    url = f"replay.redis_url=redis://127.0.0.1:{port}/0"
+    for said in (refused("status", config, url), error_of(headrace_process("up", config, url))):
         assert f"127.0.0.1:{port}" in said
         assert "start it, or correct replay.redis_url" in said
 
 
 def test_a_redis_older_than_7_is_refused(config: Path, old_redis: int) -> None:
-    url = f"redis://127.0.0.1:{old_redis}/0"
-    for command in ("status", "up"):
-        said = error_of(headrace_process(command, config, f"replay.redis_url={url}"))
+    url = f"replay.redis_url=redis://127.0.0.1:{old_redis}/0"
+    for said in (refused("status", config, url), error_of(headrace_process("up", config, url))):
         assert "6.2.14" in said
         assert "7" in said
 

@@ -90,8 +90,8 @@ def test_what_can_not_be_done_is_refused_and_nothing_is_moved(folder: Path, chec
     assert "no checkpoint of version 5: 2, 4, 6, 10" in refused(folder, "adder", 5)
     assert "give run.id another name" in refused(folder, "adder", 0)
     assert "subtracter: no run there; there is neither" in refused(folder, "subtracter", 4)
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         assert "run adder is already up" in refused(folder, "adder", 4)
     # a trainer that no `up` started
     lock = checkpoints.lock()

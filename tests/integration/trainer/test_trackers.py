@@ -116,7 +116,7 @@ def history(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         run = ""
         for data in records(path):
-            record = pb.Record()
+            record = pb.Record()  # type: ignore[attr-defined]  # of the module that fits the installed protobuf
             record.ParseFromString(data)
             run = record.run.run_id or run
             if record.HasField("history"):

@@ -193,7 +193,8 @@ class FrozenInPublish(Checkpoints):
 def test_an_abandoned_checkpoint_is_set_aside_and_never_chosen(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, successor_is_ahead: bool
 ) -> None:
-    old, new = (make(tmp_path, CheckpointingConfig(keep_top_k=1)) for make in (FrozenInPublish, Checkpoints))
+    config = CheckpointingConfig(keep_top_k=1)
+    old, new = FrozenInPublish(tmp_path, config), Checkpoints(tmp_path, config)
     old.meanwhile = lambda: None
     old.start("old", 0)
     for version in (2, 4):
@@ -252,7 +253,8 @@ def test_metrics_of_a_trainer_that_wakes_up_after_its_successor_has_begun_change
     tmp_path: Path, goes_on_from: int
 ) -> None:
     """The successor has published a checkpoint of the same version, or has added its own metrics to the one that it went on from."""
-    old, new = (make(tmp_path, CheckpointingConfig(keep_top_k=None)) for make in (FrozenInAddMetrics, Checkpoints))
+    config = CheckpointingConfig(keep_top_k=None)
+    old, new = FrozenInAddMetrics(tmp_path, config), Checkpoints(tmp_path, config)
     old.start("old", 0)
     for version in (2, 4):
         write(old.begin(version, "old"), version)
@@ -269,7 +271,7 @@ def test_metrics_of_a_trainer_that_wakes_up_after_its_successor_has_begun_change
             new.publish(of("new", 4), {})
         new.add_metrics(4, "new", {"val:accuracy": 0.75})
 
-    old.meanwhile = take_over  # type: ignore[method-assign]
+    old.meanwhile = take_over
     with pytest.raises(ServiceError, match="timeline old is not the newest of the chain"):
         old.add_metrics(4, "old", {"val:accuracy": 0.125})
     third = Checkpoints(tmp_path, CheckpointingConfig())
