@@ -430,7 +430,7 @@ def credit(amount: int, name: str = "odd", kind: Any = SCORE) -> reward_pb2.Atta
         ([credit(1)], "INVALID_ARGUMENT", "event credit: send register first"),
         ([], "INVALID_ARGUMENT", "event nothing: send register first"),
         ([register(name="orange")], "NOT_FOUND", r"'orange' is not one of .* attach to this run \(odd\); declare it"),
-        ([register(name="math")], "NOT_FOUND", "'math' is not one of the environments that attach"),
+        ([register(name="away")], "NOT_FOUND", "'away' is not one of the environments that attach"),
         ([register(capacity=0)], "INVALID_ARGUMENT", "its capacity is 0, not 1 to 65536"),
         ([register(capacity=65537)], "INVALID_ARGUMENT", "its capacity is 65537"),
         ([register(kind=reward_pb2.WORK_KIND_STEP)], "INVALID_ARGUMENT", "sends WORK_KIND_SCORE alone"),
@@ -447,7 +447,7 @@ def credit(amount: int, name: str = "odd", kind: Any = SCORE) -> reward_pb2.Atta
 async def test_a_stream_that_breaks_the_rules_is_closed_with_the_reason(
     events: list[reward_pb2.AttachRequest], code: str, said: str
 ) -> None:
-    async with start_hub({**ATTACHED, "math": {}}, workers=1) as hub:
+    async with start_hub({**ATTACHED, "away": {"target": "127.0.0.1:1"}}) as hub:
         with pytest.raises(grpc.aio.AioRpcError, match=said) as refused:
             async for _ in hub.stub.Attach(iter(events), timeout=WAIT_S):
                 pass
