@@ -359,16 +359,15 @@ async def test_a_batch_is_split_to_fit_and_what_never_fits_is_invalid() -> None:
 
 
 async def test_one_that_scores_calls_as_a_whole_gets_no_more_calls_than_it_takes() -> None:
-    async with start_hub({"odd": {"attached": True, "max_batch_size": 2}}) as hub, peer(hub) as mine:
-        await mine.register(8, environment=environment_pb2.DescribeResponse(name="mine", calls=2))
+    async with start_hub(ATTACHED) as hub, peer(hub) as mine:
+        await mine.register(8, environment=environment_pb2.DescribeResponse(name="mine", calls=1))
         await mine.grant(8)
-        call = asyncio.create_task(hub.score([odd("a")] * 6))
-        works = [await mine.work(), await mine.work()]
-        await mine.answer(works[0].work_id, 1.0, 1.0)
-        works.append(await mine.work())
-        for work in works[1:]:
-            await mine.answer(work.work_id, 1.0, 1.0)
-        assert [score.reward for score in await call] == [1] * 6
+        call = asyncio.create_task(hub.score([odd("a")] * 2))
+        work = await mine.work()
+        (refused,) = await hub.score([odd("a")])
+        assert (refused.status, refused.message) == ("NOT_STARTED", "all that are attached have all that they can take")
+        await mine.answer(work.work_id, 1.0, 1.0)
+        assert [score.reward for score in await call] == [1, 1]
 
 
 async def test_a_process_that_drains_gets_no_more_and_what_it_leaves_goes_on() -> None:
