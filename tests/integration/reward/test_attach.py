@@ -201,6 +201,23 @@ async def test_in_a_running_loop_attaching_again_replaces_the_former_until_it_is
         assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
 
 
+async def test_on_a_terminal_a_line_shows_the_counts() -> None:
+    terminal, end = os.openpty()
+    try:
+        async with start_hub(ATTACHED) as hub, attach_environment(ODD, hub, stdout=end):
+            await hub.attached("odd", 16)
+            await hub.score([odd("abc"), odd("raise")])
+            shown = ""
+            async with asyncio.timeout(WAIT_S):
+                while (
+                    f"\renvironment odd, attached to 127.0.0.1:{hub.port}: 0 at work, 1 scored, 1 failed" not in shown
+                ):
+                    shown += (await asyncio.to_thread(os.read, terminal, 4096)).decode()
+    finally:
+        os.close(terminal)
+        os.close(end)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
