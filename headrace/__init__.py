@@ -3,10 +3,17 @@
 It imports no torch, no vLLM and no transformers; importing `headrace` itself loads only the environment SDK.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from headrace.environment import Environment, Sample
 from headrace.trajectory import Score
 
-__all__ = ["Environment", "Sample", "Score", "serve"]
+if TYPE_CHECKING:
+    from headrace.attachment import Attached
+
+__all__ = ["Environment", "Sample", "Score", "attach", "serve"]
 
 
 def serve(
@@ -46,3 +53,41 @@ def serve(
     credentials = None if token_file is None else Credentials(Path(token_file))
     certificate = None if tls_cert is None or tls_key is None else CertificateFiles(Path(tls_cert), Path(tls_key))
     environment_server.run(environment, host, port, credentials, certificate)
+
+
+def attach(
+    hub: str,
+    environment: Environment,
+    name: str | None = None,
+    *,
+    capacity: int | None = None,
+    token: str | None = None,
+    token_file: str | None = None,
+    tls_ca: str | None = None,
+    insecure: bool = False,
+    wait: bool = True,
+) -> Attached:
+    """Score with `environment` for the run whose reward hub is at `hub` (host:port), under `name` (default: its own), until SIGTERM, SIGINT
+    or, in a notebook, the interruption of the cell. The run declares `env.NAME: {attached: true}`. Nothing listens here.
+
+    It comes back by itself when the hub was away. `capacity` is how many samples it may be at work on at a time (default: what the
+    environment says). What this process has attached as `name` before is replaced. With `wait=False` it goes on in the background: the
+    returned object has `stop()` and `wait()`.
+
+    For a hub on this machine the credentials are found. For another give `token`, or a file with a line `environment NAME TOKEN`
+    (`headrace env token NAME` prints it), and `tls_ca`, the PEM file of the authority that signed the hub's certificate (default: the
+    system's); `insecure` goes without TLS, in a network that you trust.
+
+    Raises `ServiceError` if the hub refuses it, `ConfigError` for arguments that can't be used.
+    """
+    from headrace import attachment
+    from headrace.errors import ConfigError
+
+    if capacity is not None and capacity < 1:
+        raise ConfigError(f"capacity {capacity}: give 1 or more")
+    name = name or environment.label
+    way = attachment.way_to(hub, name, token=token, token_file=token_file, tls_ca=tls_ca, insecure=insecure)
+    attached = attachment.attach(hub, environment, name, capacity, way)
+    if wait:
+        attached.wait()
+    return attached

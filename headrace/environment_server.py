@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -27,7 +28,7 @@ from headrace.v1 import environment_pb2_grpc as pb_grpc
 from headrace.wire import sample_from_wire, score_to_wire
 
 _log = logging.getLogger("headrace.environment")
-_GRACE_S = 2.0
+GRACE_S = 2.0
 # Characters of a prompt, a completion and the information about a problem that the log of a failure shows.
 _SHOWN = 600
 
@@ -79,8 +80,8 @@ async def serving(
 
 async def _shut_down(scorer: BatchScorer, health: Any, server: grpc.aio.Server) -> None:
     await health.enter_graceful_shutdown()
-    await scorer.drain(_GRACE_S)
-    await server.stop(_GRACE_S)
+    await scorer.drain(GRACE_S)
+    await server.stop(GRACE_S)
 
 
 class _Servicer(pb_grpc.EnvironmentServiceServicer):
@@ -88,14 +89,7 @@ class _Servicer(pb_grpc.EnvironmentServiceServicer):
         self._scorer = scorer
 
     async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.DescribeResponse:
-        environment = self._scorer.environment
-        return pb.DescribeResponse(
-            name=environment.label,
-            build=environment.build,
-            description=environment.description,
-            capacity=environment.capacity,
-            calls=environment.concurrency if environment.scores_batches else 0,
-        )
+        return self._scorer.description
 
     async def Score(
         self, request: pb.EnvironmentServiceScoreRequest, context: grpc.aio.ServicerContext
@@ -113,17 +107,47 @@ class _Servicer(pb_grpc.EnvironmentServiceServicer):
 
 
 class BatchScorer:
-    """Scores with one environment, within its `concurrency` and the caller's deadline. What it can't begin on at once is NOT_STARTED."""
+    """Scores with one environment, within its `concurrency` and the caller's deadline. What it can't begin on at once is NOT_STARTED.
 
-    def __init__(self, environment: Environment, repeats: Repeats | None = None) -> None:
+    `capacity` is what it may be at work on at a time, in the place of what the environment says. `on_free` is called when it can begin on
+    more.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        repeats: Repeats | None = None,
+        capacity: int | None = None,
+        on_free: Callable[[], None] = lambda: None,
+    ) -> None:
         if environment.concurrency < 1:
             raise ValueError(f"{environment.label}.concurrency is {environment.concurrency}; it must be at least 1")
         self.environment = environment
+        self.capacity = environment.capacity if capacity is None else capacity
         self._failures = FailureLog(environment, repeats or Repeats())
-        self._free = environment.concurrency
+        self._in_slot = environment.max_batch_size if environment.scores_batches else 1
+        self._concurrency = environment.concurrency if capacity is None else math.ceil(capacity / self._in_slot)
+        self._free = self._concurrency
+        self._on_free = on_free
         self._draining = False
         self._calls: set[asyncio.Future[Any]] = set()  # under way
         self._cut = asyncio.Event()
+
+    @property
+    def description(self) -> pb.DescribeResponse:
+        """What the environment says of itself to the hub."""
+        return pb.DescribeResponse(
+            name=self.environment.label,
+            build=self.environment.build,
+            description=self.environment.description,
+            capacity=self.capacity,
+            calls=self._concurrency if self.environment.scores_batches else 0,
+        )
+
+    @property
+    def busy(self) -> int:
+        """Samples that take its room: being scored, though they may be given up on, or kept from it by others in their call."""
+        return (self._concurrency - self._free) * self._in_slot
 
     async def score(self, samples: Sequence[Sample], timeout_s: float | None) -> list[Score]:
         """One `Score` per sample, in order, within `timeout_s`: samples scored by then keep their reward, the others that were begun are
@@ -174,7 +198,7 @@ class BatchScorer:
         return self._free if not self.environment.scores_batches else self.environment.max_batch_size * (self._free > 0)
 
     def _refusal(self) -> Score:
-        label, concurrency = self.environment.label, self.environment.concurrency
+        label, concurrency = self.environment.label, self._concurrency
         message = (
             f"{label} is at work on {concurrency - self._free} of the {concurrency} calls that its concurrency allows"
         )
@@ -220,6 +244,7 @@ class BatchScorer:
 
         def give_back() -> None:
             self._free += 1
+            self._on_free()
 
         return give_back
 

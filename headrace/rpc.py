@@ -4,9 +4,9 @@ messages."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -19,14 +19,31 @@ from headrace.errors import CodecError, ConfigError, ServiceError
 from headrace.service import bind
 from headrace.tls import CertificateFiles, Reloading
 
-if TYPE_CHECKING:
-    from headrace.config.security import SecurityConfig
-
 MAX_MESSAGE_BYTES = 64 * 1024**2
 # In characters, each of up to 12 bytes as it travels. Past 8 KiB gRPC drops the answer, and the caller sees another status.
 _LONGEST_REASON = 600
 _HEALTH = f"/{health.SERVICE_NAME}/"
+# Of both ends of a long stream: a peer that answers no ping is gone after ten seconds, however silently its host or a NAT on the way fell.
+_PING_MS, _PING_TIMEOUT_MS = 3000, 7000
+_KEEP_ALIVE = [
+    ("grpc.keepalive_time_ms", _PING_MS),
+    ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
+    ("grpc.http2.max_pings_without_data", 0),
+    # a server otherwise takes a caller that asks so often for an attacker
+    ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
+]
 REFLECTION = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
+
+
+class Trust(Protocol):
+    """Whom a caller trusts: those to whom one of the authorities in the file `tls_ca` has given a certificate; anybody without `tls`. The
+    configuration's `security` is one."""
+
+    @property
+    def tls(self) -> bool: ...
+    @property
+    def tls_ca(self) -> str | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +57,17 @@ class RpcAccess:
     credentials: Credentials
     roles: Mapping[str, tuple[str, ...]]
 
+    def role(self, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+        """Who calls; None without a known token."""
+        given = next((str(value) for key, value in metadata if key == "authorization"), "")
+        scheme, _, token = given.partition(" ")
+        return self.credentials.role(token.strip()) if scheme.lower() == "bearer" else None
+
     def refusal(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> tuple[grpc.StatusCode, str] | None:
         """Why a call is not answered, or None."""
         if method.startswith(_HEALTH):
             return None
-        given = next((str(value) for key, value in metadata if key == "authorization"), "")
-        scheme, _, token = given.partition(" ")
-        role = self.credentials.role(token.strip()) if scheme.lower() == "bearer" else None
+        role = self.role(metadata)
         allowed = self.roles.get(method, ("operator",))
         if role is None:
             return grpc.StatusCode.UNAUTHENTICATED, f"{method}: give the token of {' or '.join(allowed)} (bearer)"
@@ -59,15 +80,21 @@ def channel(
     target: str,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     *,
-    security: SecurityConfig | None = None,
+    security: Trust | None = None,
     token: Callable[[], str] | None = None,
+    keep_alive: bool = False,
 ) -> grpc.aio.Channel:
     """A channel to `target` (host:port) that keeps trying to connect, at least every few seconds.
 
-    It is encrypted if `security` says so; `token` gives the caller's token for each call. Raises `ConfigError` for a `security.tls_ca` that
-    can't be read.
+    It is encrypted if `security` says so; `token` gives the caller's token for each call (that is not a stream). With
+    `keep_alive` it notices a server that fell silent, which must be one of ours: others don't take so many pings. Raises `ConfigError`
+    for a `security.tls_ca` that can't be read.
     """
-    options = [*_limits(max_message_bytes), ("grpc.max_reconnect_backoff_ms", 3000)]
+    options = [
+        *_limits(max_message_bytes),
+        *(_KEEP_ALIVE if keep_alive else []),
+        ("grpc.max_reconnect_backoff_ms", 3000),
+    ]
     interceptors = [] if token is None else [_PresentToken(token)]
     if security is None or not security.tls:
         return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
@@ -82,10 +109,17 @@ def channel(
     )
 
 
-def server(max_message_bytes: int = MAX_MESSAGE_BYTES, access: RpcAccess | None = None) -> grpc.aio.Server:
-    """A server that asks nobody for a token if `access` is None."""
+def bearer(token: str) -> tuple[str, str]:
+    """The metadata that presents a token."""
+    return "authorization", f"Bearer {token}"
+
+
+def server(
+    max_message_bytes: int = MAX_MESSAGE_BYTES, access: RpcAccess | None = None, *, keep_alive: bool = False
+) -> grpc.aio.Server:
+    """A server that asks nobody for a token if `access` is None; with `keep_alive` it notices callers that fell silent."""
     # With SO_REUSEPORT, a second server on a busy port would start and take half of the calls.
-    options = [*_limits(max_message_bytes), ("grpc.so_reuseport", 0)]
+    options = [*_limits(max_message_bytes), *(_KEEP_ALIVE if keep_alive else []), ("grpc.so_reuseport", 0)]
     # who may not call is refused before a message of theirs is looked at
     interceptors = [*([] if access is None else [_CheckToken(access)]), _RefuseMalformed()]
     return grpc.aio.server(options=options, interceptors=interceptors)
@@ -121,7 +155,12 @@ async def add_health_and_reflection(server: grpc.aio.Server, services: Iterable[
 def time_to_answer(context: grpc.aio.ServicerContext) -> float | None:
     """Seconds in which to answer, so that the answer reaches the caller before its deadline; None without a deadline."""
     remaining: float | None = context.time_remaining()
-    return None if remaining is None else max(0.0, remaining - min(1.0, 0.1 * remaining))
+    return None if remaining is None else time_before(remaining)
+
+
+def time_before(deadline_s: float) -> float:
+    """Seconds in which to answer what is due in `deadline_s` at the caller."""
+    return max(0.0, deadline_s - min(1.0, 0.1 * deadline_s))
 
 
 def _limits(max_message_bytes: int) -> list[tuple[str, int]]:
@@ -150,7 +189,7 @@ class _PresentToken(grpc.aio.UnaryUnaryClientInterceptor):
         self, continuation: Callable[..., Awaitable[Any]], details: Any, request: Any
     ) -> Any:
         metadata = grpc.aio.Metadata(*(details.metadata or ()))
-        metadata.add("authorization", f"Bearer {self._token()}")
+        metadata.add(*bearer(self._token()))
         return await continuation(details._replace(metadata=metadata), request)
 
 
@@ -198,18 +237,31 @@ class _RefuseMalformed(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], details: Any) -> Any:
         handler = await continuation(details)
-        if handler is None or handler.unary_unary is None:
+        if handler is None or (handler.unary_unary is None and handler.stream_stream is None):
             return handler
+        decode = handler.request_deserializer or (lambda request: request)
 
         async def answer(request: bytes, context: grpc.aio.ServicerContext) -> Any:
             try:
-                message = handler.request_deserializer(request) if handler.request_deserializer else request
-                return await handler.unary_unary(message, context)
-            except DecodeError as error:
-                await context.abort(
-                    grpc.StatusCode.INVALID_ARGUMENT, f"{details.method}: not a message of it ({error})"
-                )
-            except CodecError as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:_LONGEST_REASON])
+                return await handler.unary_unary(decode(request), context)
+            except (DecodeError, CodecError) as error:
+                await refuse(error, context)
 
+        async def answer_stream(
+            requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+        ) -> AsyncIterator[Any]:
+            try:
+                async for message in handler.stream_stream((decode(request) async for request in requests), context):
+                    yield message
+            except (DecodeError, CodecError) as error:
+                await refuse(error, context)
+
+        async def refuse(error: Exception, context: grpc.aio.ServicerContext) -> None:
+            reason = (
+                f"{details.method}: not a message of it ({error})" if isinstance(error, DecodeError) else str(error)
+            )
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason[:_LONGEST_REASON])
+
+        if handler.unary_unary is None:
+            return grpc.stream_stream_rpc_method_handler(answer_stream, response_serializer=handler.response_serializer)
         return grpc.unary_unary_rpc_method_handler(answer, response_serializer=handler.response_serializer)

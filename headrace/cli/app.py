@@ -21,6 +21,7 @@ from headrace.cli import (
     common,
     config,
     credentials,
+    env,
     environment,
     evaluate,
     export,
@@ -151,6 +152,7 @@ app.command()(export.export)
 for service_name, service_help in SERVICES.items():
     app.command(name=service_name, help=service_help)(service_command(service_name))
 app.command()(environment.environment)
+app.add_typer(env.app, name="env")
 app.add_typer(config.app, name="config")
 app.add_typer(groups.app, name="groups")
 app.add_typer(run_list.app, name="runs")

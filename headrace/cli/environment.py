@@ -29,7 +29,16 @@ def environment(
     target: Annotated[
         str, typer.Argument(metavar="FILE.py:CLASS", help="A subclass of headrace.Environment.", show_default=False)
     ],
-    port: Annotated[int, typer.Option(min=0, max=65535, envvar=_PORT, help="0 takes a free one, and logs it.")],
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            envvar=_PORT,
+            help="Where it listens; 0 takes a free one, and logs it.",
+            show_default=False,
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(envvar=_HOST, help="Where it listens.")] = LOOPBACK,
     token_file: Annotated[
         str | None,
@@ -37,9 +46,25 @@ def environment(
     ] = None,
     tls_cert: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
     tls_key: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
+    attach: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Attach to this reward hub instead; it listens nowhere.", show_default=False
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(envvar=_NAME, help="With --attach: as env.NAME names it.", show_default=False)
+    ] = None,
+    tls_ca: Annotated[str | None, typer.Option(help="With --attach: PEM file.", show_default=False)] = None,
 ) -> None:
-    """Serve a custom environment over gRPC until SIGTERM or Ctrl-C, as headrace.serve does."""
+    """Serve a custom environment over gRPC until SIGTERM or Ctrl-C, as headrace.serve does; or attach it, as headrace.attach does."""
     log_lines()
+    if (port is None) == (attach is None):
+        raise ConfigError("give --port, to serve the environment, or --attach HOST:PORT, to attach it to a hub")
+    if attach is not None:
+        headrace.attach(attach, environment_file.load(target), name, token_file=token_file, tls_ca=tls_ca)
+        return
+    assert port is not None
     headrace.serve(environment_file.load(target), port, host, token_file=token_file, tls_cert=tls_cert, tls_key=tls_key)
 
 
@@ -64,6 +89,8 @@ def described(config: Config) -> Iterator[str]:
             yield f"environment {name}: `headrace up` starts {shlex.join(env.command)}"
         elif env.is_started:
             yield f"environment {name}: `headrace up` serves {env.target}"
+        elif env.attached:
+            yield f"environment {name}: processes that attach (`headrace.attach`), for one of which the run waits"
         elif env.is_served:
             yield f"environment {name}: {env.target}, which the run waits for if it isn't there"
 

@@ -339,22 +339,17 @@ def _holder(port: int) -> str:
     """Who listens on `port`, as the end of a message; nothing if this user can't tell."""
     import psutil  # only a message needs it
 
-    found = psutil.net_connections("tcp")
-    listening = (c for c in found if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port)
-    pid = next((c.pid for c in listening if c.pid), None)
-    if pid is None:
+    from headrace.listeners import listener, saved_config
+
+    process = listener(port)
+    if process is None:
         return ""
+    if saved := saved_config(process):
+        return f"; process {process.pid} has it, of run {saved.parent.name} in {saved.parent}"
     try:
-        process = psutil.Process(pid)
-        for each in (process, *process.parents()):
-            words = each.cmdline()
-            # a service of a run, or a child of one
-            if "--config" in words[:-1]:
-                saved = Path(words[words.index("--config") + 1])
-                return f"; process {pid} has it, of run {saved.parent.name} in {saved.parent}"
-        return f"; process {pid} has it ({' '.join(process.cmdline()):.80})"
+        return f"; process {process.pid} has it ({' '.join(process.cmdline()):.80})"
     except psutil.Error:  # it has ended meanwhile, or is another user's
-        return f"; process {pid} has it"
+        return f"; process {process.pid} has it"
 
 
 @contextlib.asynccontextmanager

@@ -84,6 +84,7 @@ FREE = (
     ),
     "env.*.target",
     "env.*.command",
+    "env.*.attached",
     "env.*.port",
     "env.*.timeout_s",
     "env.*.max_batch_size",

@@ -160,7 +160,8 @@ class EnvConfig(Section):
     """One environment, by the name the data sets call it."""
 
     type: BuiltInName | None = Field(
-        None, description="a built-in one; null with no target and no command takes the environment's own name"
+        None,
+        description="a built-in one; null with no target, no command and not attached takes the environment's own name",
     )
     target: str | None = Field(
         None,
@@ -172,6 +173,10 @@ class EnvConfig(Section):
         min_length=1,
         description="a custom environment: a program and its arguments, which `headrace up` starts. It serves the environment over gRPC on "
         "$ENVIRONMENT_HOST and $ENVIRONMENT_PORT",
+    )
+    attached: bool = Field(
+        False,
+        description="a custom environment: processes that dial in to the reward hub (`headrace.attach`) and share its load",
     )
     port: int = Field(
         0,
@@ -215,10 +220,11 @@ class EnvConfig(Section):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        given = {key: value for key in ("type", "target", "command") if (value := getattr(self, key)) is not None}
+        kinds = ("type", "target", "command", "attached")
+        given = {key: value for key in kinds if (value := getattr(self, key)) not in (None, False)}
         if len(given) > 1:
             shown = " and ".join(f"{key} {value!r}" for key, value in given.items())
-            raise ValueError(f"{shown}: give one of them, and set the others to null")
+            raise ValueError(f"{shown}: give one of them, and set the others to null (attached to false)")
         target = self.target
         if target is not None and not self.is_started and not _ADDRESS_TARGET.fullmatch(target):
             raise ValueError(
@@ -232,8 +238,8 @@ class EnvConfig(Section):
 
     @property
     def is_served(self) -> bool:
-        """Whether it runs in a process of its own; else it is built in."""
-        return self.target is not None or self.command is not None
+        """Whether it runs in a process of its own, which listens or dials in; else it is built in."""
+        return self.target is not None or self.command is not None or self.attached
 
     @property
     def is_started(self) -> bool:
@@ -242,5 +248,5 @@ class EnvConfig(Section):
 
     @property
     def address(self) -> str | None:
-        """Where that process listens; None of a built-in one. `port` is 0 until `headrace up` has taken one."""
+        """Where that process listens; None of a built-in one, and of one that dials in. `port` is 0 until `headrace up` has taken one."""
         return with_port(LOOPBACK, self.port) if self.is_started else self.target

@@ -80,7 +80,7 @@ class Config(Section):
             if not env.is_served and env.type is None and name not in get_args(BuiltInName):
                 raise ValueError(
                     f"env.{name}: give `type` ({', '.join(get_args(BuiltInName))}), `target` (FILE.py:CLASS, or host:port of your "
-                    "environment) or `command`"
+                    "environment), `command`, or `attached: true`"
                 )
             _check_environment(self, name, env)
         return self

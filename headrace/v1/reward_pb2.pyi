@@ -21,6 +21,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _WorkKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WorkKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WORK_KIND_UNSPECIFIED: _WorkKind.ValueType  # 0
+    """Never sent. A stream that holds it is refused."""
+    WORK_KIND_SCORE: _WorkKind.ValueType  # 1
+    """A batch of trajectories to score."""
+    WORK_KIND_STEP: _WorkKind.ValueType  # 2
+    """A batch of turns to answer. Not in this release: an offer of it is refused."""
+
+class WorkKind(_WorkKind, metaclass=_WorkKindEnumTypeWrapper):
+    """What a piece of work is. Each kind has credit of its own, so that none waits for what another holds."""
+
+WORK_KIND_UNSPECIFIED: WorkKind.ValueType  # 0
+"""Never sent. A stream that holds it is refused."""
+WORK_KIND_SCORE: WorkKind.ValueType  # 1
+"""A batch of trajectories to score."""
+WORK_KIND_STEP: WorkKind.ValueType  # 2
+"""A batch of turns to answer. Not in this release: an offer of it is refused."""
+Global___WorkKind: _TypeAlias = WorkKind  # noqa: Y015
+
 @_typing.final
 class ScoreRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -292,19 +316,25 @@ class Register(_message.Message):
 
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     OFFERS_FIELD_NUMBER: _builtins.int
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     process_id: _builtins.str
-    """A nonce the process makes at its start."""
+    """A nonce of the process. A new stream with the nonce of another replaces it: the process has lost that one."""
+    max_message_bytes: _builtins.int
+    """Largest message the process takes, in bytes. 0: as large as the hub's own."""
     @_builtins.property
-    def offers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Offer]: ...
+    def offers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Offer]:
+        """At most one for each environment and kind of work."""
+
     def __init__(
         self,
         *,
         process_id: _builtins.str = ...,
         offers: _abc.Iterable[Global___Offer] | None = ...,
+        max_message_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offers", b"offers", "process_id", b"process_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_message_bytes", b"max_message_bytes", "offers", b"offers", "process_id", b"process_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -312,14 +342,21 @@ Global___Register: _TypeAlias = Register  # noqa: Y015
 
 @_typing.final
 class Offer(_message.Message):
-    """One environment on offer."""
+    """One environment on offer, for one kind of work."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
     CAPACITY_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     capacity: _builtins.int
-    """Trajectories (or turns) it can work on at a time: its credit at the start, and the most it may ever have."""
+    """Trajectories (or turns) it can work on at a time, from 1 to 65536: the most credit it may have. It has none before the
+    process grants it.
+    """
+    name: _builtins.str
+    """Name under which the run knows the environment (`env.<name>`)."""
+    kind: Global___WorkKind.ValueType
     @_builtins.property
     def environment(self) -> _environment_pb2.DescribeResponse: ...
     def __init__(
@@ -327,10 +364,12 @@ class Offer(_message.Message):
         *,
         environment: _environment_pb2.DescribeResponse | None = ...,
         capacity: _builtins.int = ...,
+        name: _builtins.str = ...,
+        kind: Global___WorkKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "environment", b"environment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "environment", b"environment", "kind", b"kind", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -364,19 +403,23 @@ class Credit(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     AMOUNT_FIELD_NUMBER: _builtins.int
-    environment: _builtins.str
+    name: _builtins.str
+    """As its offer names it."""
+    kind: Global___WorkKind.ValueType
     amount: _builtins.int
     def __init__(
         self,
         *,
-        environment: _builtins.str = ...,
+        name: _builtins.str = ...,
+        kind: Global___WorkKind.ValueType = ...,
         amount: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "environment", b"environment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "kind", b"kind", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -389,13 +432,14 @@ class Work(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORK_ID_FIELD_NUMBER: _builtins.int
-    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     work_id: _builtins.str
     """A nonce of the hub."""
-    environment: _builtins.str
+    name: _builtins.str
+    """As its offer names it."""
     deadline_ms: _builtins.int
     """The answer must be back this many milliseconds after receipt."""
     @_builtins.property
@@ -406,14 +450,14 @@ class Work(_message.Message):
         self,
         *,
         work_id: _builtins.str = ...,
-        environment: _builtins.str = ...,
+        name: _builtins.str = ...,
         deadline_ms: _builtins.int = ...,
         score: _environment_pb2.EnvironmentServiceScoreRequest | None = ...,
         step: _environment_pb2.EnvironmentServiceStepRequest | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "score", b"score", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "deadline_ms", b"deadline_ms", "environment", b"environment", "score", b"score", "step", b"step", "work_id", b"work_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "deadline_ms", b"deadline_ms", "name", b"name", "score", b"score", "step", b"step", "work_id", b"work_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_batch: _TypeAlias = _typing.Literal["score", "step"]  # noqa: Y015
     _WhichOneofArgType_batch: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
@@ -423,7 +467,7 @@ Global___Work: _TypeAlias = Work  # noqa: Y015
 
 @_typing.final
 class Answer(_message.Message):
-    """The process's answer to one piece of work."""
+    """The process's answer to one piece of work; without a batch if the work was withdrawn."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -454,7 +498,7 @@ Global___Answer: _TypeAlias = Answer  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
-    """The hub withdraws a piece of work; an answer to it is ignored."""
+    """The hub withdraws a piece of work: nobody waits for it any more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

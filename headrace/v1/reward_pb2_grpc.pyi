@@ -45,13 +45,19 @@ class RewardServiceStub:
     """Multi-turn: answer one turn of each of these conversations. Answered UNIMPLEMENTED in this release."""
     Attach: _grpc.StreamStreamMultiCallable[_reward_pb2.AttachRequest, _reward_pb2.AttachResponse]
     """A process dials in and offers environments, so that it needs no inbound port; several processes may offer the same
-    one and share its load. Answered UNIMPLEMENTED in this release.
+    one and share its load.
 
-    The process sends `register` first and is answered `registered`. The hub then sends `work`, each piece spending as
-    many credits of its environment as it holds trajectories or turns; with no credit left, it waits. The process answers
-    every piece with `answer` under the same work id, in any order, and grants new `credit` when it can take more. Work
-    that is not answered by its deadline is withdrawn with `cancel`; a late answer is ignored. When the stream ends, work
-    not answered goes to the other processes, under the same idempotency keys.
+    The process sends `register` first and is answered `registered`. Then it grants `credit`, and the hub sends `work`,
+    each piece spending as much credit of its environment and kind as it holds trajectories (or turns); with no credit
+    left, it waits. The process answers every piece with `answer` under the same work id, in any order, and grants the
+    credit of what it held once again when it can take more. At no time is the credit, with what is sent and not answered,
+    more than the capacity on offer. Work that is not answered by its deadline is withdrawn with `cancel`; it is answered
+    nevertheless, when its end has come, and the answer is ignored. When the stream ends, or no HTTP/2 ping is answered for
+    ten seconds, work not answered goes to the other processes, under the same idempotency keys.
+      INVALID_ARGUMENT    the stream breaks these rules (the message says how)
+      NOT_FOUND           the run doesn't declare such an environment as attached
+      PERMISSION_DENIED   the token is another environment's
+      UNAVAILABLE         the hub shuts down, or a newer stream of the same process has replaced this one
     """
     ListEnvironments: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ListEnvironmentsRequest, _reward_pb2.ListEnvironmentsResponse]
     """Every environment of the run, and whether it can be reached now."""
@@ -73,13 +79,19 @@ class RewardServiceAsyncStub(RewardServiceStub):
     """Multi-turn: answer one turn of each of these conversations. Answered UNIMPLEMENTED in this release."""
     Attach: _aio.StreamStreamMultiCallable[_reward_pb2.AttachRequest, _reward_pb2.AttachResponse]  # type: ignore[assignment]
     """A process dials in and offers environments, so that it needs no inbound port; several processes may offer the same
-    one and share its load. Answered UNIMPLEMENTED in this release.
+    one and share its load.
 
-    The process sends `register` first and is answered `registered`. The hub then sends `work`, each piece spending as
-    many credits of its environment as it holds trajectories or turns; with no credit left, it waits. The process answers
-    every piece with `answer` under the same work id, in any order, and grants new `credit` when it can take more. Work
-    that is not answered by its deadline is withdrawn with `cancel`; a late answer is ignored. When the stream ends, work
-    not answered goes to the other processes, under the same idempotency keys.
+    The process sends `register` first and is answered `registered`. Then it grants `credit`, and the hub sends `work`,
+    each piece spending as much credit of its environment and kind as it holds trajectories (or turns); with no credit
+    left, it waits. The process answers every piece with `answer` under the same work id, in any order, and grants the
+    credit of what it held once again when it can take more. At no time is the credit, with what is sent and not answered,
+    more than the capacity on offer. Work that is not answered by its deadline is withdrawn with `cancel`; it is answered
+    nevertheless, when its end has come, and the answer is ignored. When the stream ends, or no HTTP/2 ping is answered for
+    ten seconds, work not answered goes to the other processes, under the same idempotency keys.
+      INVALID_ARGUMENT    the stream breaks these rules (the message says how)
+      NOT_FOUND           the run doesn't declare such an environment as attached
+      PERMISSION_DENIED   the token is another environment's
+      UNAVAILABLE         the hub shuts down, or a newer stream of the same process has replaced this one
     """
     ListEnvironments: _aio.UnaryUnaryMultiCallable[_reward_pb2.ListEnvironmentsRequest, _reward_pb2.ListEnvironmentsResponse]  # type: ignore[assignment]
     """Every environment of the run, and whether it can be reached now."""
@@ -116,13 +128,19 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_reward_pb2.AttachResponse], _abc.AsyncIterator[_reward_pb2.AttachResponse]]:
         """A process dials in and offers environments, so that it needs no inbound port; several processes may offer the same
-        one and share its load. Answered UNIMPLEMENTED in this release.
+        one and share its load.
 
-        The process sends `register` first and is answered `registered`. The hub then sends `work`, each piece spending as
-        many credits of its environment as it holds trajectories or turns; with no credit left, it waits. The process answers
-        every piece with `answer` under the same work id, in any order, and grants new `credit` when it can take more. Work
-        that is not answered by its deadline is withdrawn with `cancel`; a late answer is ignored. When the stream ends, work
-        not answered goes to the other processes, under the same idempotency keys.
+        The process sends `register` first and is answered `registered`. Then it grants `credit`, and the hub sends `work`,
+        each piece spending as much credit of its environment and kind as it holds trajectories (or turns); with no credit
+        left, it waits. The process answers every piece with `answer` under the same work id, in any order, and grants the
+        credit of what it held once again when it can take more. At no time is the credit, with what is sent and not answered,
+        more than the capacity on offer. Work that is not answered by its deadline is withdrawn with `cancel`; it is answered
+        nevertheless, when its end has come, and the answer is ignored. When the stream ends, or no HTTP/2 ping is answered for
+        ten seconds, work not answered goes to the other processes, under the same idempotency keys.
+          INVALID_ARGUMENT    the stream breaks these rules (the message says how)
+          NOT_FOUND           the run doesn't declare such an environment as attached
+          PERMISSION_DENIED   the token is another environment's
+          UNAVAILABLE         the hub shuts down, or a newer stream of the same process has replaced this one
         """
 
     @_abc_1.abstractmethod

@@ -182,7 +182,7 @@ class _Scorer:
         for each in answer.environments:
             if each.HasField("description"):
                 capacity, calls = each.description.capacity, each.description.calls
-                most = each.max_batch_size if each.kind == pb.EnvironmentStatus.KIND_SERVED else LARGEST_BATCH
+                most = LARGEST_BATCH if each.kind == pb.EnvironmentStatus.KIND_BUILT_IN else each.max_batch_size
                 self._limits[each.name].state(capacity, calls, most, each.timeout_ms / 1000)
         self._awake.set()
 

@@ -15,10 +15,13 @@ from headrace.addresses import target_is_local
 from headrace.config.data import EnvConfig
 from headrace.config.security import SecurityConfig
 from headrace.credentials import Credentials
+from headrace.errors import CodecError
 from headrace.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
-from headrace.wire import sample_from_wire, score_from_wire, score_to_wire
+from headrace.wire import sample_from_wire
+from headrace_services.reward.answers import accepted, result_of
+from headrace_services.reward.attached import AttachedBackend, AttachedStream
 from headrace_services.reward.pool import WorkerPool
 
 _DESCRIBE_TIMEOUT_S = 1.0
@@ -197,10 +200,7 @@ class RemoteBackend:
                 half = len(batch) // 2
                 return [*await self._score(batch[:half], limit), *await self._score(batch[half:], limit)]
             return [self._failure(error, limit)] * len(batch)
-        if len(response.results) != len(batch):
-            wrong = f"{self._target} answered {len(response.results)} results for {len(batch)} trajectories"
-            return [self._result(trajectory_pb2.STATUS_FAILED, wrong)] * len(batch)
-        return [score_to_wire(score_from_wire(result)) for result in response.results]
+        return accepted(response.results, batch, self._target, self._name)
 
     def _failure(self, error: grpc.aio.AioRpcError, limit: float) -> trajectory_pb2.Result:
         code, details = error.code(), error.details()
@@ -216,7 +216,7 @@ class RemoteBackend:
         return self._result(trajectory_pb2.STATUS_FAILED, f"failed at {said}")
 
     def _result(self, status: trajectory_pb2.Status.ValueType, message: str) -> trajectory_pb2.Result:
-        return trajectory_pb2.Result(status=status, message=message, environment=self._name)
+        return result_of(status, message, self._name)
 
 
 # Of a call that went out on a connection; without one there is none (`RemoteBackend._unreachable`).
@@ -228,12 +228,12 @@ def _too_large(error: grpc.aio.AioRpcError) -> bool:
     return error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or "")
 
 
-EnvironmentBackend = BuiltInBackend | RemoteBackend
+EnvironmentBackend = BuiltInBackend | RemoteBackend | AttachedBackend
 
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentReport:
-    """Whether an environment can score now, or why not. `address` is null of a built-in one."""
+    """Whether an environment can score now, or why not. `address` is null of one that is built in or attached."""
 
     name: str
     address: str | None
@@ -244,9 +244,18 @@ class EnvironmentReport:
 class Hub(pb_grpc.RewardServiceServicer):
     """The gRPC service over all environments of the run, wherever each runs."""
 
-    def __init__(self, environments: Mapping[str, EnvironmentBackend], env: Mapping[str, EnvConfig]) -> None:
+    def __init__(
+        self,
+        environments: Mapping[str, EnvironmentBackend],
+        env: Mapping[str, EnvConfig],
+        max_message_bytes: int = rpc.MAX_MESSAGE_BYTES,
+        access: rpc.RpcAccess | None = None,
+    ) -> None:
         self._environments = environments
         self._env = env
+        self._max_message_bytes = max_message_bytes
+        self._access = access
+        self._streams: set[AttachedStream] = set()
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:
         """Score all trajectories, or none if one is malformed (`CodecError` becomes INVALID_ARGUMENT)."""
@@ -272,11 +281,39 @@ class Hub(pb_grpc.RewardServiceServicer):
     async def Attach(
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.AttachResponse]:
-        await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED,
-            "Attach is not in this release; serve the environment and name its address in env.<name>.target",
-        )
-        yield pb.AttachResponse()  # never reached: gRPC requires a generator
+        """Send work to a process for as long as it is there. What breaks the rules of the stream is INVALID_ARGUMENT (`CodecError`)."""
+        first = await anext(aiter(request_iterator), pb.AttachRequest())
+        if first.WhichOneof("event") != "register":
+            raise CodecError(f"event {first.WhichOneof('event') or 'nothing'}: send register first")
+        stream = AttachedStream(first.register, self._max_message_bytes)
+        role = None if self._access is None else self._access.role(context.invocation_metadata())
+        for name in stream.offers:
+            if (refused := self._refusal(name, role)) is not None:
+                await context.abort(*refused)
+        found = (self._environments[name] for name in stream.offers)
+        backends = [backend for backend in found if isinstance(backend, AttachedBackend)]
+        reading = asyncio.create_task(_read(stream, request_iterator, backends))
+        self._streams.add(stream)
+        try:
+            for backend in backends:
+                backend.join(stream)
+            yield pb.AttachResponse(registered=pb.Registered(max_message_bytes=self._max_message_bytes))
+            async for event in stream.events():
+                yield event
+            if not reading.done():
+                await context.abort(grpc.StatusCode.UNAVAILABLE, stream.ended or "")
+            await reading  # raises what ended it
+        finally:
+            reading.cancel()
+            stream.end("an attached process has gone")  # without having closed its stream
+            self._streams.discard(stream)
+            for backend in backends:
+                backend.leave(stream)
+
+    async def aclose(self) -> None:
+        """Send attached processes away, to come again."""
+        for stream in self._streams:
+            stream.end("the hub is shutting down")
 
     async def ListEnvironments(
         self, request: pb.ListEnvironmentsRequest, context: grpc.aio.ServicerContext
@@ -296,13 +333,31 @@ class Hub(pb_grpc.RewardServiceServicer):
 
     async def problem(self) -> str | None:
         """Why the hub can't do its work; None if it can. An environment in a process of its own is waited for, and is no part of it."""
-        found = {each.message for each in await self.reports() if not each.ready and each.address is None}
+        reports = await self.reports()
+        found = {each.message for each in reports if not each.ready and not self._env[each.name].is_served}
         return "; ".join(sorted(found)) or None
 
     async def waits_for(self) -> list[str]:
         """The environments in processes of their own that can't score now, and why."""
         reports = await self.reports()
-        return [f"environment {each.name}: {each.message}" for each in reports if not each.ready and each.address]
+        away = (each for each in reports if not each.ready and self._env[each.name].is_served)
+        return [f"environment {each.name}: {each.message}" for each in away]
+
+    def _refusal(self, name: str, role: str | None) -> tuple[grpc.StatusCode, str] | None:
+        """Why who has the token of `role` can't attach as `name`, or None. A hub without credentials knows no roles."""
+        if role not in (None, "operator", f"environment {name}"):
+            return (
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"the token is that of {role}: who has it can't attach as {name!r:.80}",
+            )
+        if name in self._env and self._env[name].attached:
+            return None
+        known = ", ".join(name for name, env in self._env.items() if env.attached) or "none"
+        return (
+            grpc.StatusCode.NOT_FOUND,
+            f"{name!r:.80} is not one of the environments that attach to this run ({known:.400}); declare it in its configuration "
+            "(env.NAME: {attached: true}), or correct the name",
+        )
 
     async def _score(
         self, name: str, trajectories: Sequence[trajectory_pb2.Trajectory], limit: float | None
@@ -333,3 +388,20 @@ class Hub(pb_grpc.RewardServiceServicer):
             timeout_ms=round(1000 * env.timeout_s),
             max_batch_size=env.max_batch_size,
         )
+
+
+async def _read(
+    stream: AttachedStream, requests: AsyncIterator[pb.AttachRequest], backends: Sequence[AttachedBackend]
+) -> None:
+    """Take what a process says until it ends its stream, or breaks the rules of it."""
+    reason = "an attached process has gone"
+    try:
+        async for request in requests:
+            stream.receive(request)
+            for backend in backends:
+                backend.wake()
+    except CodecError as error:
+        reason = f"an attached process broke the rules of its stream ({error})"
+        raise
+    finally:
+        stream.end(reason)

@@ -9,12 +9,14 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from headrace import rpc
+from headrace.addresses import reached, with_port
 from headrace.config import Config
 from headrace.credentials import credentials_of
 from headrace.errors import ConfigError
 from headrace.http_access import HttpAccess
 from headrace.service import bind, serve_http, stop_on_signals
 from headrace.v1 import reward_pb2_grpc
+from headrace_services.reward.attached import AttachedBackend
 from headrace_services.reward.http import build_app
 from headrace_services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
 from headrace_services.reward.pool import WorkerPool
@@ -26,7 +28,7 @@ _SERVICE = "headrace.v1.RewardService"
 ROLES = {
     f"/{_SERVICE}/Score": ("scorer",),
     f"/{_SERVICE}/ListEnvironments": ("operator", "reader", "scorer"),
-    f"/{_SERVICE}/Attach": ("environment",),
+    f"/{_SERVICE}/Attach": ("environment", "operator"),
     rpc.REFLECTION: ("operator", "reader"),
 }
 
@@ -65,9 +67,8 @@ async def running(config: Config) -> AsyncIterator[Running]:
     async with contextlib.AsyncExitStack() as stack:
         access = HttpAccess.of(config, reward.host)
         credentials = credentials_of(config)
-        server = rpc.server(
-            reward.max_message_bytes, None if credentials is None else rpc.RpcAccess(credentials, ROLES)
-        )
+        rpc_access = None if credentials is None else rpc.RpcAccess(credentials, ROLES)
+        server = rpc.server(reward.max_message_bytes, rpc_access, keep_alive=True)
         port = rpc.listen(server, reward.host, reward.port, "reward.port", access.certificate)
         http = bind(reward.host, reward.http_port, "reward.http_port")
         stack.callback(http.close)
@@ -80,15 +81,19 @@ async def running(config: Config) -> AsyncIterator[Running]:
             name: BuiltInBackend(name, env, pool, reward.workers) for name, env in built_in.items()
         }
         for name in config.env.keys() - built_in.keys():
+            if config.env[name].attached:
+                environments[name] = AttachedBackend(name, config.env[name], with_port(reached(reward.host), port))
+                continue
             remote = RemoteBackend(name, config.env[name], reward.max_message_bytes, config.security, credentials)
             stack.push_async_callback(remote.aclose)
             environments[name] = remote
 
-        hub = Hub(environments, config.env)
+        hub = Hub(environments, config.env, reward.max_message_bytes, rpc_access)
         reward_pb2_grpc.add_RewardServiceServicer_to_server(hub, server)
         health = await rpc.add_health_and_reflection(server, [_SERVICE])
         await server.start()
         stack.push_async_callback(server.stop, _GRACE_S)
+        stack.push_async_callback(hub.aclose)
         stack.push_async_callback(health.enter_graceful_shutdown)
         await stack.enter_async_context(serve_http(build_app(hub), http, access))
         yield Running(port, http.getsockname()[1], pool.failure)

@@ -39,6 +39,16 @@ class Odd(headrace.Environment):
                 if "touch" in sample.extra_env_info:
                     Path(sample.extra_env_info["touch"]).touch()
                 time.sleep(3600)
+            case "hang once":  # whoever comes second scores it
+                seen = Path(sample.extra_env_info["touch"])
+                if not seen.exists():
+                    seen.write_text(str(os.getpid()))
+                    time.sleep(3600)
+            case "meet":  # returns when another process has been asked the same
+                folder = Path(sample.extra_env_info["folder"])
+                (folder / str(os.getpid())).touch()
+                while len(list(folder.iterdir())) < 2:
+                    time.sleep(0.01)
             case "modules":
                 heavy = sorted({*BEYOND_THE_BASE} & sys.modules.keys())
                 return headrace.Score("SCORED", 1.0, metadata={"heavy": heavy})
@@ -48,5 +58,12 @@ class Odd(headrace.Environment):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--attach", help="host:port of a hub")
+    parser.add_argument("--capacity", type=int)
+    parser.add_argument("--token")
+    arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    headrace.serve(Odd(), port=parser.parse_args().port)
+    if arguments.attach is None:
+        headrace.serve(Odd(), port=arguments.port)
+    else:
+        headrace.attach(arguments.attach, Odd(), "odd", capacity=arguments.capacity, token=arguments.token)

@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace import Sample, rpc
 from headrace.config import Config
+from headrace.credentials import Credentials
 from headrace.trajectory import Score
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 from headrace.wire import sample_to_wire, score_from_wire
@@ -37,11 +38,20 @@ class Hub:
         answer = await self.stub.ListEnvironments(reward_pb2.ListEnvironmentsRequest(), timeout=WAIT_S)
         return {environment.name: environment for environment in answer.environments}
 
+    async def attached(self, name: str, capacity: int) -> None:
+        """Return when processes with this capacity in all are attached as `name`."""
+        async with asyncio.timeout(WAIT_S):
+            while (await self.environments())[name].description.capacity != capacity:  # noqa: ASYNC110  # as in `until`
+                await asyncio.sleep(0.01)
+
 
 @contextlib.asynccontextmanager
-async def start_hub(env: dict[str, Any], **reward: Any) -> AsyncIterator[Hub]:
-    config = Config.model_validate({"env": env, "reward": {"port": 0, **reward}})
-    async with running(config) as service, rpc.channel(f"127.0.0.1:{service.port}") as channel:
+async def start_hub(env: dict[str, Any], credentials: Path | None = None, **reward: Any) -> AsyncIterator[Hub]:
+    """With `credentials`, a file, its caller is the scorer of that file."""
+    security = {} if credentials is None else {"credentials": str(credentials)}
+    config = Config.model_validate({"env": env, "reward": {"port": 0, **reward}, "security": security})
+    token = None if credentials is None else Credentials(credentials).presented("scorer")
+    async with running(config) as service, rpc.channel(f"127.0.0.1:{service.port}", token=token) as channel:
         yield Hub(service, channel)
 
 
@@ -58,6 +68,21 @@ class Process:
     async def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return await asyncio.wait_for(self.process.wait(), WAIT_S)
+
+
+@contextlib.asynccontextmanager
+async def attach_environment(
+    path: Path, hub: Hub, *arguments: str, **pipes: int
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Starts a Python file that attaches an environment to `hub`; ends it by SIGKILL if the test did not."""
+    argv = [sys.executable, str(path), "--attach", f"127.0.0.1:{hub.port}", *arguments]
+    process = await asyncio.create_subprocess_exec(*argv, **pipes)  # type: ignore[arg-type]
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
 
 @contextlib.asynccontextmanager

@@ -61,8 +61,9 @@ def test_importing_headrace_loads_the_environment_sdk_alone() -> None:
     assert not top_level(loaded) & (HEAVY | NOT_FOR_ENVIRONMENTS | {"asyncio", "grpc"})
 
 
-def test_serving_an_environment_loads_no_service_supervisor_client_or_configuration() -> None:
-    loaded = modules_after(SERVED)
+@pytest.mark.parametrize("code", [SERVED, "import headrace.attachment"])
+def test_serving_or_attaching_an_environment_loads_no_service_supervisor_client_or_configuration(code: str) -> None:
+    loaded = modules_after(code)
     assert "headrace.environment_server" in loaded
     assert not top_level(loaded) & (HEAVY | NOT_FOR_ENVIRONMENTS)
     assert not {"headrace.cli", "headrace.config", "headrace.replay", "headrace.weights"} & loaded

@@ -230,6 +230,30 @@ def test_environments_are_started_waited_for_started_again_and_repaired_while_th
         away.wait()
 
 
+def test_a_run_waits_for_somebody_to_attach_and_then_trains(up: Start, folder: Path, tmp_path: Path) -> None:
+    """A script that is given an address and nothing else; it is killed once, and another takes its place."""
+    script, port = tmp_path / "cell.py", free_port()
+    script.write_text(f"{JUDGE}\nimport sys\nheadrace.attach(sys.argv[1], Judge(), 'mine')\n")
+    run = up(
+        100000,
+        "env.mine.attached=true",
+        "data.train.env_name=mine",
+        f"reward.port={port}",
+        rollout="small_rollout",
+    )
+    run.wait_for("waits for environment mine, ")
+    run.wait_for(f'nobody is attached; run headrace.attach("127.0.0.1:{port}", …, name="mine")')
+    assert "step 0:" not in run.said()
+    for trains in (lambda: run.wait_for("step 1: reward"), lambda: goes_on(run)):
+        attached = subprocess.Popen([sys.executable, script, f"127.0.0.1:{port}"])
+        try:
+            trains()
+        finally:
+            attached.kill()
+            attached.wait()
+    assert run.stop(signal.SIGTERM) == []
+
+
 def test_an_environment_that_can_not_be_started_ends_the_run_before_a_model_is_loaded(
     up: Start, tmp_path: Path
 ) -> None:

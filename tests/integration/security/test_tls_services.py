@@ -23,6 +23,7 @@ import headrace
 from headrace import rpc
 from headrace.cli.app import app as cli
 from headrace.config import Config
+from headrace.config.data import EnvConfig
 from headrace.credentials import Credentials
 from headrace.environment_server import serving
 from headrace.exposure import check
@@ -128,6 +129,41 @@ async def test_a_trajectory_is_scored_over_tls_with_each_ones_own_token(
                 result = (await stub.Score(request, timeout=30)).results[0]
                 assert not result.HasField("reward")
                 assert "UNAUTHENTICATED" in result.message
+
+
+ATTACHING = """
+import sys, headrace
+
+class Always(headrace.Environment):
+    def score(self, sample):
+        return 0.25
+
+hub, tokens, authority = sys.argv[1:]
+headrace.attach(hub, Always(), "mine", token_file=tokens, tls_ca=authority)
+"""
+
+
+async def test_an_environment_attaches_over_tls_with_its_own_token(
+    address: str, certs: Path, tokens: Path, tmp_path: Path
+) -> None:
+    config = config_of(address, certs, tokens)
+    config = config.model_copy(update={"env": {"mine": EnvConfig(attached=True)}})
+    mine = written(tmp_path / "mine", "environment mine own\n")
+    request = reward_pb2.ScoreRequest(
+        trajectories=[sample_to_wire(headrace.Sample("x", environment="mine", group_id="g"))]
+    )
+    async with running(config) as hub, calling(config, f"{address}:{hub.port}", "judge") as stub:
+        argv = ["-c", ATTACHING, f"{address}:{hub.port}", str(mine), f"{certs}/ca.pem"]
+        process = await asyncio.create_subprocess_exec(sys.executable, *argv)
+        try:
+            async with asyncio.timeout(60):
+                while not (result := (await stub.Score(request)).results[0]).HasField("reward"):
+                    assert "nobody is attached" in result.message
+                    await asyncio.sleep(0.05)
+        finally:
+            process.kill()
+            await process.wait()
+    assert result.reward == 0.25
 
 
 async def test_who_speaks_no_tls_or_trusts_another_authority_gets_no_further(

@@ -21,6 +21,7 @@ from headrace.config.data import EnvConfig
         ({"target": "unix:/run/judge.sock"}, True, False, "unix:/run/judge.sock"),
         ({"target": "rewards/my_env.py:Exact", "port": 7}, True, True, "127.0.0.1:7"),
         ({"command": ["./judge"], "port": 8}, True, True, "127.0.0.1:8"),
+        ({"attached": True}, True, False, None),
     ],
 )
 def test_an_environment_is_built_in_served_or_started(
@@ -36,13 +37,15 @@ def test_an_environment_is_built_in_served_or_started(
         ({"type": "math", "target": "127.0.0.1:5"}, "type 'math' and target '127.0.0.1:5': give one of them"),
         ({"target": "my_env.py:Exact", "command": ["x"]}, "target 'my_env.py:Exact' and command"),
         ({"type": "math", "command": ["x"]}, "type 'math' and command"),
+        ({"target": "127.0.0.1:5", "attached": True}, "and attached True: give one of them, .*attached to false"),
+        ({"attached": True, "port": 5}, "port 5 is for an environment that `headrace up` starts"),
         ({"target": "my_env.py"}, "target 'my_env.py' is neither FILE.py:CLASS nor the host:port"),
         ({"target": "my_env:Exact"}, "target 'my_env:Exact' is neither"),
         ({"target": "my_env.py:"}, "target 'my_env.py:' is neither"),
         ({"target": "judge.internal"}, "target 'judge.internal' is neither"),
         ({"command": []}, "at least 1 item"),
         ({"target": "127.0.0.1:5", "port": 5}, "port 5 is for an environment that `headrace up` starts"),
-        ({}, r"env\.mine: give `type` .*, `target` .* or `command`"),
+        ({}, r"env\.mine: give `type` .*, `target` .*, `command`, or `attached: true`"),
     ],
 )
 def test_what_does_not_go_together_is_refused(given: dict[str, Any], said: str) -> None:

@@ -1,0 +1,389 @@
+"""Attaches one environment to a run's reward hub: dials in, and scores what it is sent. It listens nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import dataclasses
+import functools
+import logging
+import random
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from headrace import rpc
+from headrace.addresses import target_is_local
+from headrace.credentials import Credentials
+from headrace.environment import Environment
+from headrace.environment_server import GRACE_S, BatchScorer
+from headrace.errors import CodecError, ConfigError, ServiceError
+from headrace.flow import Flow
+from headrace.trajectory import Score
+from headrace.v1 import environment_pb2, trajectory_pb2
+from headrace.v1 import reward_pb2 as pb
+from headrace.v1 import reward_pb2_grpc as pb_grpc
+from headrace.wire import sample_from_wire, score_to_wire
+
+_log = logging.getLogger("headrace.environment")
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 5.0
+_LINE_S = 0.5
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Refusals that coming again won't change.
+_FINAL = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a hub is reached: `rpc.Trust`, and what shows who calls."""
+
+    tls: bool = False
+    tls_ca: str | None = None
+    token: Callable[[], str] | None = None
+
+
+class Attached:
+    """An environment that is attached to a hub, in a thread with an event loop of its own.
+
+    `scored` and `failed` count the samples that it has answered with a reward, and those that it could not score.
+    """
+
+    def __init__(
+        self, hub: str, environment: Environment, name: str, capacity: int | None, way: Callable[[], Way]
+    ) -> None:
+        self.hub, self.name = hub, name
+        self.scored = self.failed = 0
+        self._scorer = BatchScorer(environment, capacity=capacity, on_free=self._grant)
+        self._way = way
+        self._process_id = secrets.token_hex(16)
+        self._stream: _Stream | None = None  # while the hub knows it
+        self._trouble = "connecting"
+        self._error: BaseException | None = None
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"headrace-attach-{name}")
+        self._thread.start()
+
+    @property
+    def line(self) -> str:
+        """How it fares."""
+        counts = f"{self._scorer.busy} at work, {self.scored} scored, {self.failed} failed"
+        state = "attached" if self._stream is not None else f"not attached ({self._trouble})"
+        return f"environment {self.name}, {state} to {self.hub}: {counts}"
+
+    def stop(self) -> None:
+        """Take no more work, finish what is under way within two seconds, and detach."""
+        self._ask_to_stop()
+        self._thread.join()
+
+    def wait(self) -> None:
+        """Return when it was stopped: by `stop`, Ctrl-C (in a notebook, by interrupting the cell) or SIGTERM. Meanwhile a line shows how it
+        fares. Raises `ServiceError` if the hub refuses it for good."""
+        live = sys.stdout.isatty() or "ipykernel" in sys.modules
+        shown = ""
+        with self._stopped_by_signals():
+            while self._thread.is_alive():
+                self._thread.join(_LINE_S)
+                if live and self.line != shown:
+                    sys.stdout.write(f"\r{self.line.ljust(len(shown))}")
+                    sys.stdout.flush()
+                    shown = self.line
+        if shown:
+            sys.stdout.write("\n")
+        if self._error is not None:
+            raise self._error
+
+    @contextlib.contextmanager
+    def _stopped_by_signals(self) -> Iterator[None]:
+        """In the main thread, which alone gets them. The handlers of a running event loop would wait for the loop, which waits for us."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        former = {signum: signal.signal(signum, lambda *_: self._ask_to_stop()) for signum in _SIGNALS}
+        try:
+            yield
+        finally:
+            for signum, handler in former.items():
+                signal.signal(signum, handler)
+
+    def _ask_to_stop(self) -> None:
+        with contextlib.suppress(RuntimeError):  # its loop is closed: it has ended
+            self._loop.call_soon_threadsafe(self._stopping.set)
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._keep_attached())
+        except Exception as error:  # noqa: BLE001  # handed to who waits
+            self._error = error
+            _log.error("environment %s is not attached any more: %s", self.name, error)
+
+    async def _keep_attached(self) -> None:
+        pause = _FIRST_PAUSE_S
+        while not self._stopping.is_set():
+            try:
+                async with self._dialled() as (stub, metadata):
+                    await self._attached(stub, metadata)
+                trouble = "the hub ended the stream"
+            except grpc.aio.AioRpcError as error:
+                trouble = f"{error.code().name}: {error.details()}"
+                if error.code() in _FINAL:
+                    raise ServiceError(f"{self.hub} refused environment {self.name!r}: {trouble}") from None
+            was_attached, self._stream = self._stream is not None, None
+            if self._stopping.is_set():
+                return
+            if was_attached or self._trouble != trouble:
+                _log.warning("environment %s is not attached to %s (%s); trying again", self.name, self.hub, trouble)
+            self._trouble = trouble
+            # many that lost one hub don't come back at once
+            pause = _FIRST_PAUSE_S if was_attached else min(_LAST_PAUSE_S, 2 * pause)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause * random.uniform(0.5, 1.0))
+
+    @contextlib.asynccontextmanager
+    async def _dialled(self) -> AsyncIterator[tuple[Any, list[tuple[str, str]]]]:
+        """(a stub, the metadata of a call)."""
+        way = await asyncio.to_thread(self._way)
+        async with rpc.channel(self.hub, security=way, keep_alive=True) as channel:
+            yield pb_grpc.RewardServiceStub(channel), [] if way.token is None else [rpc.bearer(way.token())]
+
+    async def _attached(self, stub: Any, metadata: Sequence[tuple[str, str]]) -> None:
+        """Work for the hub until the stream ends, or this is stopped."""
+        stream = _Stream(self._scorer, self.name, self._count)
+        call = stub.Attach(metadata=metadata)
+        writing = asyncio.create_task(_write(call, stream.requests(self._process_id)))
+        reading = asyncio.create_task(self._read(stream, call))
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([reading, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                await stream.drain()
+                await asyncio.wait([reading], timeout=GRACE_S)
+            if reading.done():
+                reading.result()
+        finally:
+            for task in (reading, stopping, writing):
+                task.cancel()
+            call.cancel()
+            stream.close()
+
+    async def _read(self, stream: _Stream, call: Any) -> None:
+        try:
+            async for event in call:
+                stream.receive(event)
+                if self._stream is None:
+                    self._stream = stream
+                    _log.info("environment %s is attached to %s", self.name, self.hub)
+        except CodecError as error:
+            raise ServiceError(
+                f"{self.hub} breaks the rules of the stream ({error}); is its release another?"
+            ) from error
+
+    def _grant(self) -> None:
+        if self._stream is not None:
+            self._stream.grant()
+
+    def _count(self, results: Sequence[trajectory_pb2.Result]) -> None:
+        for result in results:
+            self.scored += result.status == trajectory_pb2.STATUS_SCORED
+            self.failed += result.status not in (trajectory_pb2.STATUS_SCORED, trajectory_pb2.STATUS_NOT_STARTED)
+
+
+async def _write(call: Any, requests: AsyncIterator[pb.AttachRequest]) -> None:
+    # who reads is told why the stream has ended
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        async for request in requests:
+            await call.write(request)
+        await call.done_writing()
+
+
+class _Stream:
+    """One stream: what came in is being scored, what goes out waits in a line. Only this side's loop calls it."""
+
+    def __init__(
+        self, scorer: BatchScorer, name: str, count: Callable[[Sequence[trajectory_pb2.Result]], None]
+    ) -> None:
+        self._scorer = scorer
+        self._name = name
+        self._count = count
+        self._flow = Flow(scorer.capacity)
+        self._max_message_bytes = 0  # until the hub has said it
+        self._outgoing: asyncio.Queue[pb.AttachRequest | None] = asyncio.Queue()
+        self._tasks: dict[str, asyncio.Task[list[trajectory_pb2.Result]]] = {}
+        self._closed = False
+
+    async def requests(self, process_id: str) -> AsyncIterator[pb.AttachRequest]:
+        offer = pb.Offer(
+            environment=self._scorer.description,
+            capacity=self._scorer.capacity,
+            name=self._name,
+            kind=pb.WORK_KIND_SCORE,
+        )
+        register = pb.Register(process_id=process_id, offers=[offer], max_message_bytes=rpc.MAX_MESSAGE_BYTES)
+        yield pb.AttachRequest(register=register)
+        while (request := await self._outgoing.get()) is not None:
+            yield request
+
+    def receive(self, event: pb.AttachResponse) -> None:
+        """Raises `CodecError` for work beyond the credit."""
+        match event.WhichOneof("event"):
+            case "registered":
+                self._max_message_bytes = event.registered.max_message_bytes
+                self.grant()
+            case "work":
+                work = event.work
+                self._flow.send(work.work_id, len(work.score.trajectories))
+                task = asyncio.create_task(self._score(work))
+                self._tasks[work.work_id] = task
+                task.add_done_callback(functools.partial(self._answer, work.work_id))
+            case "cancel":
+                withdrawn = self._tasks.get(event.cancel.work_id)
+                if withdrawn is not None:
+                    withdrawn.cancel()
+
+    def grant(self) -> None:
+        """Tell the hub of what can be begun on."""
+        amount = self._flow.room(self._scorer.busy)
+        if amount and self._max_message_bytes and not self._closed:
+            self._flow.grant(amount)
+            credit = pb.Credit(name=self._name, kind=pb.WORK_KIND_SCORE, amount=amount)
+            self._outgoing.put_nowait(pb.AttachRequest(credit=credit))
+
+    async def drain(self) -> None:
+        """Answer what is held, soon, and end the stream."""
+        self._outgoing.put_nowait(pb.AttachRequest(drain=pb.Drain()))
+        await self._scorer.drain(GRACE_S)
+        if self._tasks:
+            await asyncio.wait(self._tasks.values())
+            await asyncio.sleep(0)  # their callbacks come first
+        self._outgoing.put_nowait(None)
+
+    def close(self) -> None:
+        """Nobody waits for answers any more."""
+        self._closed = True
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _score(self, work: pb.Work) -> list[trajectory_pb2.Result]:
+        try:
+            samples = [sample_from_wire(trajectory) for trajectory in work.score.trajectories]
+        except CodecError as error:
+            return [score_to_wire(Score("INVALID", message=str(error)))] * len(work.score.trajectories)
+        scores = await self._scorer.score(samples, rpc.time_before(work.deadline_ms / 1000))
+        return fitted([score_to_wire(score) for score in scores], self._max_message_bytes)
+
+    def _answer(self, work_id: str, task: asyncio.Task[list[trajectory_pb2.Result]]) -> None:
+        del self._tasks[work_id]
+        if self._closed:
+            return
+        answer = pb.Answer(work_id=work_id)
+        if not task.cancelled():
+            results = task.result()
+            self._count(results)
+            answer.score.CopyFrom(environment_pb2.EnvironmentServiceScoreResponse(results=results))
+        self._outgoing.put_nowait(pb.AttachRequest(answer=answer))
+        self._flow.answer(work_id)
+        self.grant()
+
+
+def fitted(results: list[trajectory_pb2.Result], most: int) -> list[trajectory_pb2.Result]:
+    """`results`; if a message of `most` bytes can't hold them, those that take more than their share are FAILED."""
+    if sum(result.ByteSize() for result in results) <= 0.9 * most:
+        return results
+    share = int(0.9 * most) // len(results)
+    return [
+        result
+        if result.ByteSize() <= share
+        else trajectory_pb2.Result(
+            status=trajectory_pb2.STATUS_FAILED,
+            message=f"a score of {result.ByteSize()} bytes is more than its share of a message to the hub ({share}); return less metadata",
+            environment=result.environment,
+            build=result.build,
+        )
+        for result in results
+    ]
+
+
+_current: dict[tuple[str, str], Attached] = {}
+
+
+def attach(hub: str, environment: Environment, name: str, capacity: int | None, way: Callable[[], Way]) -> Attached:
+    """Attach, in the place of what this process has attached to the same hub under the same name."""
+    if (former := _current.get((hub, name))) is not None:
+        former.stop()
+    _current[hub, name] = Attached(hub, environment, name, capacity, way)
+    return _current[hub, name]
+
+
+@atexit.register
+def _stop_all() -> None:
+    for attached in _current.values():
+        attached.stop()
+
+
+def way_to(
+    hub: str, name: str, *, token: str | None, token_file: str | None, tls_ca: str | None, insecure: bool
+) -> Callable[[], Way]:
+    """What finds the way to `hub` each time that it is dialled: the run behind a port of this machine may be another by then.
+
+    Raises `ConfigError` for what doesn't go together, or would send a token in plain text to another machine.
+    """
+    if token is not None and token_file is not None:
+        raise ConfigError(f"token and token_file {token_file!r}: give one of them")
+    local = target_is_local(hub)
+    secured = tls_ca is not None or not (local or insecure)
+    if token is None and token_file is None:
+        if not (local or insecure):
+            raise ConfigError(
+                f"hub {hub!r} is on another machine: give token or token_file (`headrace env token {name}` on the run's machine prints it)"
+            )
+        return functools.partial(_way_to_local, hub, name, Way(secured, tls_ca)) if local else lambda: Way()
+    role = f"environment {name}"
+    if token_file is not None:
+        return functools.partial(Way, secured, tls_ca, functools.partial(Credentials(Path(token_file)).token, role))
+    # as it is in the file, or the token alone
+    presented = str(token).strip().removeprefix(f"{role} ")
+    return functools.partial(Way, secured, tls_ca, lambda: presented)
+
+
+def _way_to_local(hub: str, name: str, otherwise: Way) -> Way:
+    """With the credentials of the run whose hub has this port."""
+    import yaml  # these two cost time, and are needed here alone
+
+    from headrace.listeners import listener, saved_config
+
+    port = hub.rpartition(":")[2]
+    process = listener(int(port)) if port.isdecimal() else None
+    saved = None if process is None else saved_config(process)
+    if saved is None:
+        return otherwise
+    try:
+        config = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{saved}, the configuration of the run at {hub}, can't be read: {error}") from error
+    security = config.get("security") or {}
+    if security.get("credentials") is None:
+        return otherwise
+    if not ((config.get("env") or {}).get(name) or {}).get("attached"):
+        raise ConfigError(
+            f"the run at {hub} ({saved.parent}) declares no environment {name!r} that attaches; its configuration needs "
+            f"env.{name}: {{attached: true}}"
+        )
+    return Way(
+        tls=otherwise.tls or any(security.get(key) is not None for key in ("tls_cert", "tls_ca")),
+        tls_ca=otherwise.tls_ca or security.get("tls_ca"),
+        token=Credentials(Path(security["credentials"])).presented(f"environment {name}"),
+    )

@@ -1,0 +1,31 @@
+"""Who listens on a port of this machine, and of which run it is a service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+
+def listener(port: int) -> psutil.Process | None:
+    """The process that listens on `port`; None if there is none that this user can tell of."""
+    found = psutil.net_connections("tcp")
+    listening = (c for c in found if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port)
+    pid = next((c.pid for c in listening if c.pid), None)
+    try:
+        return None if pid is None else psutil.Process(pid)
+    except psutil.NoSuchProcess:  # it has ended meanwhile
+        return None
+
+
+def saved_config(process: psutil.Process) -> Path | None:
+    """The configuration of the run that `process` is a service of, or a child of one; None of another process."""
+    try:
+        for each in (process, *process.parents()):
+            words = each.cmdline()
+            if "--config" in words[:-1]:
+                given = Path(words[words.index("--config") + 1])
+                return given if given.is_absolute() else each.cwd() / given
+    except psutil.Error:  # it has ended meanwhile, or is another user's
+        pass
+    return None

@@ -1,0 +1,276 @@
+"""Environments in processes that dial in (`Attach`): one stream for each process, and their work spread over them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterable, Sequence
+
+from headrace.config.data import EnvConfig
+from headrace.errors import CodecError, HeadraceError
+from headrace.flow import Flow
+from headrace.v1 import environment_pb2, trajectory_pb2
+from headrace.v1 import reward_pb2 as pb
+from headrace_services.reward.answers import accepted, result_of
+
+_LARGEST_CAPACITY = 65536
+# How long a call waits for credit: for one on its way, or for another process to take what was lost.
+_PATIENCE_S = 1.0
+# Of a message, for what is not in its trajectories.
+_ENVELOPE_BYTES = 256
+
+
+class StreamEnded(HeadraceError):
+    """The stream of a process ended before it had answered."""
+
+
+class AttachedStream:
+    """One stream: what a process offers, and what it has been sent. Events that break the rules raise `CodecError`."""
+
+    def __init__(self, register: pb.Register, max_message_bytes: int) -> None:
+        self.process_id = register.process_id
+        self.offers = _offers(register)
+        self.max_message_bytes = min(register.max_message_bytes or max_message_bytes, max_message_bytes)
+        self.ended: str | None = None  # why
+        self._draining = False
+        self._flows = {name: Flow(offer.capacity) for name, offer in self.offers.items()}
+        self._work: dict[str, tuple[str, asyncio.Future[Sequence[trajectory_pb2.Result]] | None]] = {}
+        self._events: asyncio.Queue[pb.AttachResponse | None] = asyncio.Queue()
+
+    @property
+    def takes_work(self) -> bool:
+        return self.ended is None and not self._draining
+
+    def room(self, name: str) -> int:
+        """Trajectories of environment `name` that it may be sent now."""
+        flow, calls = self._flows[name], self.offers[name].environment.calls
+        return flow.credit if self.takes_work and not (calls and flow.pieces >= calls) else 0
+
+    def send(
+        self, name: str, batch: Sequence[trajectory_pb2.Trajectory], timeout_s: float
+    ) -> tuple[str, asyncio.Future[Sequence[trajectory_pb2.Result]]]:
+        """(its work id; the answer to come, or `StreamEnded`)."""
+        work_id = secrets.token_hex(8)
+        self._flows[name].send(work_id, len(batch))
+        score = environment_pb2.EnvironmentServiceScoreRequest(trajectories=batch)
+        work = pb.Work(work_id=work_id, name=name, deadline_ms=round(1000 * timeout_s), score=score)
+        self._events.put_nowait(pb.AttachResponse(work=work))
+        answer: asyncio.Future[Sequence[trajectory_pb2.Result]] = asyncio.get_running_loop().create_future()
+        self._work[work_id] = name, answer
+        return work_id, answer
+
+    def withdraw(self, work_id: str, reason: str) -> None:
+        """Nobody waits for it any more. It keeps its room until the process answers it."""
+        if work_id in self._work:
+            self._work[work_id] = self._work[work_id][0], None
+            self._events.put_nowait(pb.AttachResponse(cancel=pb.Cancel(work_id=work_id, reason=reason)))
+
+    def receive(self, request: pb.AttachRequest) -> None:
+        match request.WhichOneof("event"):
+            case "credit":
+                credit = request.credit
+                if credit.name not in self._flows or credit.kind != pb.WORK_KIND_SCORE:
+                    kind = pb.WorkKind.Name(credit.kind) if credit.kind in pb.WorkKind.values() else credit.kind
+                    raise CodecError(f"credit for {credit.name!r} ({kind}), which this stream doesn't offer")
+                self._flows[credit.name].grant(credit.amount)
+            case "answer":
+                name, answer = self._work.pop(request.answer.work_id, ("", None))
+                if name:
+                    self._flows[name].answer(request.answer.work_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(request.answer.score.results)
+            case "drain":
+                self._draining = True
+            case other:
+                raise CodecError(
+                    f"event {other or 'nothing'}: send register first and once, then credit, answer or drain"
+                )
+
+    async def events(self) -> AsyncIterator[pb.AttachResponse]:
+        """What goes to the process, until `end`."""
+        while (event := await self._events.get()) is not None:
+            yield event
+
+    def end(self, reason: str) -> None:
+        """Give up what is not answered. What is said first is the reason."""
+        if self.ended is None:
+            self.ended = reason
+            self._events.put_nowait(None)
+            for _, answer in self._work.values():
+                if answer is not None and not answer.done():
+                    answer.set_exception(StreamEnded(reason))
+
+
+class AttachedBackend:
+    """An environment in processes that dial in. Several share its load: each piece of work goes to the one with the most credit.
+
+    What a process held when its stream ended goes to another one, once: it may be what ended it.
+    """
+
+    kind = pb.EnvironmentStatus.KIND_ATTACHED
+
+    def __init__(self, name: str, env: EnvConfig, hub: str) -> None:
+        """`hub` is the address of the hub on its own machine."""
+        self._name = name
+        self._env = env
+        self._hub = hub
+        self._streams: list[AttachedStream] = []
+        self._changed = asyncio.Event()
+
+    def join(self, stream: AttachedStream) -> None:
+        """Send it work. One of the same process is over: the process has lost it."""
+        for other in self._streams:
+            if other.process_id == stream.process_id:
+                other.end("its process has opened another stream")
+        self._streams.append(stream)
+        self.wake()
+
+    def leave(self, stream: AttachedStream) -> None:
+        self._streams.remove(stream)
+        self.wake()
+
+    def wake(self) -> None:
+        """There may be credit, or somebody, that there was not."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def score(
+        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
+    ) -> list[trajectory_pb2.Result]:
+        """As `BuiltInBackend.score`."""
+        problem = self._problem()
+        if problem is not None:
+            return [self._result(trajectory_pb2.STATUS_NOT_STARTED, problem)] * len(trajectories)
+        limit = self._env.timeout_s if timeout_s is None else min(self._env.timeout_s, timeout_s)
+        full = self._result(trajectory_pb2.STATUS_NOT_STARTED, "all that are attached have all that they can take")
+        return await self._spread(trajectories, asyncio.get_running_loop().time() + limit, full, is_second=False)
+
+    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
+        """As `BuiltInBackend.describe`: of the process that came last, with the capacity of all."""
+        problem = self._problem()
+        if problem is not None:
+            return None, problem
+        offers = [stream.offers[self._name] for stream in self._attached()]
+        calls = [offer.environment.calls for offer in offers]
+        description = environment_pb2.DescribeResponse()
+        description.CopyFrom(offers[-1].environment)
+        description.capacity = sum(offer.capacity for offer in offers)
+        description.calls = sum(calls) if all(calls) else 0
+        return description, None
+
+    def _attached(self) -> list[AttachedStream]:
+        return [stream for stream in self._streams if stream.takes_work]
+
+    def _problem(self) -> str | None:
+        if self._attached():
+            return None
+        return f'nobody is attached; run headrace.attach("{self._hub}", …, name="{self._name}")'
+
+    async def _spread(
+        self,
+        batch: Sequence[trajectory_pb2.Trajectory],
+        deadline: float,
+        otherwise: trajectory_pb2.Result,
+        *,
+        is_second: bool,
+    ) -> list[trajectory_pb2.Result]:
+        """Send in pieces what there is credit for; the rest gets `otherwise`."""
+        loop = asyncio.get_running_loop()
+        until = min(deadline, loop.time() + _PATIENCE_S)
+        pieces: list[asyncio.Future[list[trajectory_pb2.Result]]] = []
+        start = 0
+        try:
+            while start < len(batch) and loop.time() < deadline:
+                stream = max(self._attached(), key=lambda stream: stream.room(self._name), default=None)
+                room = 0 if stream is None else min(stream.room(self._name), self._env.max_batch_size)
+                if stream is None or not room:
+                    if not await self._something_changed(until - loop.time()):
+                        break
+                    continue
+                sizes = (trajectory.ByteSize() for trajectory in batch[start : start + room])
+                piece = batch[start : start + _fitting(sizes, stream.max_message_bytes - _ENVELOPE_BYTES)]
+                if not piece:
+                    pieces.append(loop.create_future())
+                    pieces[-1].set_result([self._too_large(batch[start], stream)])
+                    start += 1
+                    continue
+                # before anything else is awaited, so that nobody else takes the credit
+                work_id, answer = stream.send(self._name, piece, deadline - loop.time())
+                settle = self._settle(stream, work_id, answer, piece, deadline, is_second=is_second)
+                pieces.append(asyncio.create_task(settle))
+                start += len(piece)
+            results = [result for piece in await asyncio.gather(*pieces) for result in piece]
+        finally:
+            for each in pieces:
+                each.cancel()
+        return [*results, *[otherwise] * (len(batch) - start)]
+
+    async def _settle(
+        self,
+        stream: AttachedStream,
+        work_id: str,
+        answer: asyncio.Future[Sequence[trajectory_pb2.Result]],
+        piece: Sequence[trajectory_pb2.Trajectory],
+        deadline: float,
+        *,
+        is_second: bool,
+    ) -> list[trajectory_pb2.Result]:
+        """The answer to a piece of work, by the deadline."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                return accepted(await answer, piece, "an attached process", self._name)
+        except TimeoutError:
+            stream.withdraw(work_id, "its deadline has passed")
+            late = "the attached process that had it gave no answer in time"
+            return [self._result(trajectory_pb2.STATUS_TIMED_OUT, late)] * len(piece)
+        except StreamEnded as error:
+            lost = self._result(trajectory_pb2.STATUS_INTERRUPTED, f"{error}, while it was at work")
+            if is_second:
+                return [lost] * len(piece)
+            return await self._spread(piece, deadline, lost, is_second=True)
+        except asyncio.CancelledError:
+            stream.withdraw(work_id, "the caller has gone")
+            raise
+
+    async def _something_changed(self, within_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self._changed.wait(), within_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _too_large(self, trajectory: trajectory_pb2.Trajectory, stream: AttachedStream) -> trajectory_pb2.Result:
+        said = (
+            f"its {trajectory.ByteSize()} bytes are more than the attached process takes ({stream.max_message_bytes})"
+        )
+        return self._result(trajectory_pb2.STATUS_INVALID, said)
+
+    def _result(self, status: trajectory_pb2.Status.ValueType, message: str) -> trajectory_pb2.Result:
+        return result_of(status, message, self._name)
+
+
+def _offers(register: pb.Register) -> dict[str, pb.Offer]:
+    """By name. Raises `CodecError` for offers that can't be taken."""
+    offers: dict[str, pb.Offer] = {}
+    for offer in register.offers:
+        if offer.kind != pb.WORK_KIND_SCORE:
+            raise CodecError(f"offer of {offer.name!r}: its kind is {offer.kind}; this hub sends WORK_KIND_SCORE alone")
+        if not 1 <= offer.capacity <= _LARGEST_CAPACITY:
+            raise CodecError(f"offer of {offer.name!r}: its capacity is {offer.capacity}, not 1 to {_LARGEST_CAPACITY}")
+        if offer.name in offers:
+            raise CodecError(f"{offer.name!r} is offered twice")
+        offers[offer.name] = offer
+    if not offers or not register.process_id:
+        raise CodecError("register without offers, or without process_id")
+    return offers
+
+
+def _fitting(sizes: Iterable[int], most: int) -> int:
+    """How many of the first messages of these sizes fit into `most` bytes, each with its length before it."""
+    count = total = 0
+    for size in sizes:
+        total += size + 6
+        if total > most:
+            break
+        count += 1
+    return count

@@ -1,0 +1,121 @@
+"""Attaching to a run of this machine, whose credentials are found by the port of its hub, and the token for other machines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headrace import Sample, rpc
+from headrace.cli import runs
+from headrace.cli.app import app
+from headrace.config import Config
+from headrace.credentials import Credentials
+from headrace.v1 import reward_pb2, reward_pb2_grpc
+from headrace.wire import sample_to_wire
+from tests.support.ports import free_port
+from tests.support.reward_hub import WAIT_S
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "attached_environment.py"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Of a run as `headrace up` makes it."""
+    config = Config.model_validate(
+        {
+            "run": {"id": "mine", "dir": str(tmp_path)},
+            "env": {"exact": {"attached": True}, "math": {}},
+            "reward": {"port": free_port(), "workers": 1},
+            "data": {},
+        }
+    )
+    config = runs.with_credentials(config)
+    runs.save(config)
+    runs.make_credentials(config)
+    return config
+
+
+@pytest.fixture
+def hub(config: Config) -> Iterator[str]:
+    """The address of the run's hub, a process of its own."""
+    saved = config.run_folder / runs.SAVED
+    process = subprocess.Popen([sys.executable, "-m", "headrace.cli", "reward", "--config", str(saved)])
+    try:
+        yield f"127.0.0.1:{config.reward.port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.asynccontextmanager
+async def scorer(config: Config, hub: str) -> AsyncIterator[reward_pb2_grpc.RewardServiceStub]:
+    token = Credentials(config.run_folder / "credentials").presented("scorer")
+    async with rpc.channel(hub, token=token) as channel:
+        await asyncio.wait_for(channel.channel_ready(), WAIT_S)
+        yield reward_pb2_grpc.RewardServiceStub(channel)
+
+
+async def test_the_example_attaches_to_a_local_run_without_being_given_a_token(config: Config, hub: str) -> None:
+    sample = Sample(" 132\n", {"answer": "132"}, environment="exact")
+    async with scorer(config, hub) as stub:
+        process = await asyncio.create_subprocess_exec(sys.executable, EXAMPLE, hub)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while True:
+                    request = reward_pb2.ScoreRequest(trajectories=[sample_to_wire(sample)])
+                    (result,) = (await stub.Score(request, timeout=WAIT_S)).results
+                    if result.HasField("reward"):
+                        break
+                    await asyncio.sleep(0.05)
+            assert (result.reward, result.environment) == (1.0, "Exact")
+            process.terminate()
+            assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+async def test_a_name_that_the_local_run_does_not_declare_is_refused_with_the_remedy(
+    config: Config, hub: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "my_env.py"
+    file.write_text(EXAMPLE.read_text())
+    async with scorer(config, hub):
+        attach = [
+            sys.executable,
+            "-m",
+            "headrace.cli",
+            "environment",
+            f"{file}:Exact",
+            "--attach",
+            hub,
+            "--name",
+            "math",
+        ]
+        refused = await asyncio.to_thread(subprocess.run, attach, capture_output=True, text=True, timeout=WAIT_S)
+    assert refused.returncode == 1
+    assert f"the run at {hub} ({config.run_folder}) declares no environment 'math' that attaches" in refused.stderr
+    assert "env.math: {attached: true}" in refused.stderr
+
+
+def test_the_token_for_another_machine_is_printed(config: Config) -> None:
+    folder = str(config.run_folder)
+    line = CliRunner().invoke(app, ["env", "token", "exact", "--run", folder]).stdout
+    assert line == f"environment exact {Credentials(config.run_folder / 'credentials').token('environment exact')}\n"
+    unknown = CliRunner().invoke(app, ["env", "token", "math", "--run", folder])
+    assert "has no such environment in a process of its own (it has exact)" in str(unknown.exception)
+
+
+def test_an_environment_is_either_served_or_attached() -> None:
+    target = f"{EXAMPLE}:Exact"
+    for given in ([], ["--port", "0", "--attach", "127.0.0.1:1"]):
+        refused = CliRunner().invoke(app, ["environment", target, *given])
+        assert "give --port, to serve the environment, or --attach HOST:PORT" in str(refused.exception)

@@ -1,0 +1,471 @@
+"""Environments that dial in to the hub: real processes that share work, die, freeze and come back, and peers that break the rules."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+import headrace
+from headrace import Sample
+from headrace.errors import ConfigError
+from headrace.trajectory import Score
+from headrace.v1 import environment_pb2, reward_pb2, trajectory_pb2
+from tests.support.reward_hub import WAIT_S, Hub, attach_environment, start_hub, until
+
+ODD = Path(__file__).parents[2] / "support" / "odd_environment.py"
+ATTACHED = {"odd": {"attached": True}}
+SCORE = reward_pb2.WORK_KIND_SCORE
+
+
+def odd(completion: str, **info: str) -> Sample:
+    return Sample(completion, info, environment="odd")
+
+
+def of(score: Score) -> tuple[str, float | None]:
+    return score.status, score.reward
+
+
+async def scored(hub: Hub) -> float:
+    """Rewards that the hub has counted."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{hub.http_port}") as http:
+        lines = (await http.get("/metrics")).text.splitlines()
+    found = (line for line in lines if line.startswith("headrace_reward_results_total{") and 'status="SCORED"' in line)
+    return sum(float(line.split()[-1]) for line in found if 'environment="odd"' in line)
+
+
+async def test_nobody_attached_is_not_started_and_named_and_then_it_is_scored() -> None:
+    async with start_hub(ATTACHED) as hub:
+        (score,) = await hub.score([odd("abc")])
+        remedy = f'nobody is attached; run headrace.attach("127.0.0.1:{hub.port}", …, name="odd")'
+        assert (score.status, score.message) == ("NOT_STARTED", remedy)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{hub.http_port}") as http:
+            ready = await http.get("/readyz")
+        assert (ready.status_code, ready.json()["waits_for"]) == (200, [f"environment odd: {remedy}"])
+        async with attach_environment(ODD, hub) as process:
+            await hub.attached("odd", 16)
+            listed = (await hub.environments())["odd"]
+            assert (listed.kind, listed.ready, listed.target) == (reward_pb2.EnvironmentStatus.KIND_ATTACHED, True, "")
+            assert (listed.description.name, listed.description.build) == ("Odd", "2")
+            fine, raised, nan, heavy = await hub.score([odd(text) for text in ("abc", "raise", "nan", "modules")])
+            process.terminate()
+            assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
+        (after,) = await hub.score([odd("abc")])
+    assert (of(fine), fine.environment, fine.build) == (("SCORED", 3), "Odd", "2")
+    assert [of(raised), of(nan)] == [("FAILED", None)] * 2
+    assert "RuntimeError: the judge is out" in raised.message
+    assert heavy.metadata == {"heavy": []}
+    assert (after.status, after.message) == ("NOT_STARTED", remedy)
+
+
+async def test_two_processes_share_the_load(tmp_path: Path) -> None:
+    async with (
+        start_hub(ATTACHED) as hub,
+        attach_environment(ODD, hub, "--capacity", "1"),
+        attach_environment(ODD, hub, "--capacity", "1"),
+    ):
+        await hub.attached("odd", 2)
+        scores = await hub.score([odd("meet", folder=str(tmp_path))] * 2)
+    assert [of(score) for score in scores] == [("SCORED", 4)] * 2
+
+
+async def test_more_than_the_capacity_waits_for_credit_and_all_of_it_comes_back() -> None:
+    async with start_hub({"odd": {"attached": True, "max_batch_size": 3}}) as hub, attach_environment(ODD, hub):
+        await hub.attached("odd", 16)
+        for _ in range(3):
+            scores = await hub.score([odd("x" * length) for length in range(50)])
+            assert [score.reward for score in scores] == list(range(50))
+
+
+async def test_what_a_killed_process_held_goes_to_another_and_is_counted_once(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    async with start_hub(ATTACHED) as hub, attach_environment(ODD, hub), attach_environment(ODD, hub):
+        await hub.attached("odd", 32)
+        before = await scored(hub)
+        call = asyncio.create_task(hub.score([odd("a"), odd("hang once", touch=str(seen)), odd("bb")]))
+        await until(lambda: seen.exists() and seen.read_text() != "")
+        os.kill(int(seen.read_text()), signal.SIGKILL)
+        assert [of(score) for score in await call] == [("SCORED", 1), ("SCORED", 9), ("SCORED", 2)]
+        assert await scored(hub) - before == 3
+        assert (await hub.environments())["odd"].description.capacity == 16
+
+
+async def test_what_kills_two_processes_is_interrupted_and_the_third_lives() -> None:
+    async with start_hub(ATTACHED) as hub, contextlib.AsyncExitStack() as stack:
+        processes = [await stack.enter_async_context(attach_environment(ODD, hub)) for _ in range(3)]
+        await hub.attached("odd", 48)
+        (score,) = await hub.score([odd("die")])
+        await hub.attached("odd", 16)
+        assert of(score) == ("INTERRUPTED", None)
+        assert "an attached process has gone, while it was at work" in score.message
+        await until(lambda: sum(process.returncode is None for process in processes) == 1)
+        assert of((await hub.score([odd("abc")]))[0]) == ("SCORED", 3)
+
+
+async def test_what_the_only_process_held_is_interrupted(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    async with start_hub(ATTACHED) as hub, attach_environment(ODD, hub) as process:
+        await hub.attached("odd", 16)
+        call = asyncio.create_task(hub.score([odd("hang once", touch=str(seen))]))
+        await until(seen.exists)
+        process.kill()
+        (score,) = await call
+    assert of(score) == ("INTERRUPTED", None)
+
+
+@pytest.mark.slow
+async def test_a_frozen_process_loses_its_work_after_missed_pings_and_comes_back(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    async with start_hub(ATTACHED) as hub, attach_environment(ODD, hub), attach_environment(ODD, hub):
+        await hub.attached("odd", 32)
+        before = await scored(hub)
+        call = asyncio.create_task(hub.score([odd("hang once", touch=str(seen))]))
+        await until(lambda: seen.exists() and seen.read_text() != "")
+        frozen = int(seen.read_text())
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            assert of((await call)[0]) == ("SCORED", 9)
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+        await hub.attached("odd", 32)
+        assert await scored(hub) - before == 1
+
+
+async def test_a_hub_that_was_restarted_under_load_is_found_again(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    async with contextlib.AsyncExitStack() as processes:
+        async with start_hub(ATTACHED) as hub:
+            await processes.enter_async_context(attach_environment(ODD, hub))
+            await hub.attached("odd", 16)
+            call = asyncio.create_task(hub.score([odd("hang once", touch=str(seen))]))
+            await until(seen.exists)
+            port = hub.port
+        await asyncio.gather(call, return_exceptions=True)
+        async with start_hub(ATTACHED, port=port) as hub:
+            await hub.attached("odd", 16)
+            assert of((await hub.score([odd("hang once", touch=str(seen))]))[0]) == ("SCORED", 9)
+
+
+async def test_a_sample_that_hangs_is_timed_out_and_its_thread_keeps_its_room() -> None:
+    async with (
+        start_hub({"odd": {"attached": True, "timeout_s": 1.0}}) as hub,
+        attach_environment(ODD, hub, "--capacity", "2"),
+    ):
+        await hub.attached("odd", 2)
+        hung, fine = await hub.score([odd("hang"), odd("abc")])
+        assert [of(hung), of(fine)] == [("TIMED_OUT", None), ("SCORED", 3)]
+        scores = await hub.score([odd("a"), odd("bb"), odd("ccc")])
+        assert [of(score) for score in scores] == [("SCORED", 1), ("SCORED", 2), ("SCORED", 3)]
+
+
+REPLACING = """
+import asyncio, sys, headrace
+
+class One(headrace.Environment):
+    def score(self, sample):
+        return 1.0
+
+class Two(headrace.Environment):
+    def score(self, sample):
+        return 2.0
+
+async def notebook():  # a cell runs in an event loop
+    hub = sys.argv[2]
+    headrace.attach(hub, One(), "odd", capacity=3, wait=False)
+    await asyncio.to_thread(sys.stdin.readline)
+    headrace.attach(hub, Two(), "odd", capacity=5)
+
+asyncio.run(notebook())
+"""
+
+
+async def test_in_a_running_loop_attaching_again_replaces_the_former_until_it_is_interrupted(tmp_path: Path) -> None:
+    script = tmp_path / "cell.py"
+    script.write_text(REPLACING)
+    async with start_hub(ATTACHED) as hub, attach_environment(script, hub, stdin=asyncio.subprocess.PIPE) as process:
+        await hub.attached("odd", 3)
+        assert of((await hub.score([odd("x")]))[0]) == ("SCORED", 1)
+        assert process.stdin is not None
+        process.stdin.write(b"go on\n")
+        await hub.attached("odd", 5)
+        assert of((await hub.score([odd("x")]))[0]) == ("SCORED", 2)
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
+
+
+async def test_on_a_terminal_a_line_shows_the_counts() -> None:
+    terminal, end = os.openpty()
+    try:
+        async with start_hub(ATTACHED) as hub, attach_environment(ODD, hub, stdout=end):
+            await hub.attached("odd", 16)
+            await hub.score([odd("abc"), odd("raise")])
+            shown = ""
+            async with asyncio.timeout(WAIT_S):
+                while (
+                    f"\renvironment odd, attached to 127.0.0.1:{hub.port}: 0 at work, 1 scored, 1 failed" not in shown
+                ):
+                    shown += (await asyncio.to_thread(os.read, terminal, 4096)).decode()
+    finally:
+        os.close(terminal)
+        os.close(end)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"hub": "hub.internal:50390"}, r"hub 'hub.internal:50390' is on another machine: .*`headrace env token odd`"),
+        ({"token": "a", "token_file": "b"}, "token and token_file 'b': give one of them"),
+        ({"capacity": 0}, "capacity 0: give 1 or more"),
+        ({"token_file": "/nowhere"}, "/nowhere: can't be read"),
+    ],
+)
+def test_arguments_that_can_not_be_used_are_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        headrace.attach(**{"hub": "127.0.0.1:1", "environment": headrace.Environment(), "name": "odd", **arguments})
+
+
+TOKENS = "scorer judge\noperator boss\nenvironment odd own\nenvironment other foreign\n"
+
+
+@pytest.mark.parametrize(
+    ("token", "said"),
+    [
+        ("foreign", "PERMISSION_DENIED: the token is that of environment other: who has it can't attach as 'odd'"),
+        ("judge", "PERMISSION_DENIED: /headrace.v1.RewardService/Attach is not for 'scorer'"),
+        ("wrong", "UNAUTHENTICATED"),
+        ("own", None),
+        ("environment odd own", None),
+        ("boss", None),
+    ],
+)
+async def test_only_who_has_its_token_attaches(tmp_path: Path, token: str, said: str | None) -> None:
+    tokens = tmp_path / "credentials"
+    tokens.write_text(TOKENS)
+    tokens.chmod(0o600)
+    pipe = asyncio.subprocess.PIPE
+    async with (
+        start_hub(ATTACHED, tokens) as hub,
+        attach_environment(ODD, hub, "--token", token, stderr=pipe) as process,
+    ):
+        if said is None:
+            await hub.attached("odd", 16)
+            assert of((await hub.score([odd("abc")]))[0]) == ("SCORED", 3)
+            return
+        _, stderr = await asyncio.wait_for(process.communicate(), WAIT_S)
+    assert process.returncode == 1
+    assert f"ServiceError: 127.0.0.1:{hub.port} refused environment 'odd': {said}" in stderr.decode()
+
+
+class Peer:
+    """One end of the stream, by hand."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    async def send(self, **event: Any) -> None:
+        await self._call.write(reward_pb2.AttachRequest(**event))
+
+    async def read(self) -> reward_pb2.AttachResponse:
+        response: reward_pb2.AttachResponse = await asyncio.wait_for(self._call.read(), WAIT_S)
+        return response
+
+    async def register(self, capacity: int, process_id: str = "p", **more: Any) -> None:
+        environment = more.pop("environment", environment_pb2.DescribeResponse(name="mine"))
+        offer = reward_pb2.Offer(environment=environment, capacity=capacity, name="odd", kind=SCORE)
+        await self.send(register=reward_pb2.Register(process_id=process_id, offers=[offer], **more))
+        assert (await self.read()).WhichOneof("event") == "registered"
+
+    async def grant(self, amount: int) -> None:
+        await self.send(credit=reward_pb2.Credit(name="odd", kind=SCORE, amount=amount))
+
+    async def work(self) -> reward_pb2.Work:
+        response = await self.read()
+        assert response.WhichOneof("event") == "work"
+        return response.work
+
+    async def answer(self, work_id: str, *rewards: float) -> None:
+        results = [trajectory_pb2.Result(status=trajectory_pb2.STATUS_SCORED, reward=reward) for reward in rewards]
+        score = environment_pb2.EnvironmentServiceScoreResponse(results=results)
+        await self.send(answer=reward_pb2.Answer(work_id=work_id, score=score))
+
+    async def ends(self) -> tuple[grpc.StatusCode, str]:
+        return await asyncio.wait_for(self._call.code(), WAIT_S), str(await self._call.details())
+
+    async def done(self) -> None:
+        await self._call.done_writing()
+
+
+@contextlib.asynccontextmanager
+async def peer(hub: Hub) -> AsyncIterator[Peer]:
+    call = hub.stub.Attach()
+    try:
+        yield Peer(call)
+    finally:
+        call.cancel()
+
+
+async def test_answers_to_unknown_work_second_and_late_answers_mean_nothing() -> None:
+    async with start_hub({"odd": {"attached": True, "timeout_s": 1.0}}) as hub, peer(hub) as mine:
+        await mine.register(2)
+        await mine.grant(2)
+        call = asyncio.create_task(hub.score([odd("a")]))
+        work = await mine.work()
+        await mine.answer("unknown", 9.0)
+        await mine.answer(work.work_id, 1.0)
+        await mine.answer(work.work_id, 2.0)
+        await mine.grant(1)
+        assert of((await call)[0]) == ("SCORED", 1)
+
+        call = asyncio.create_task(hub.score([odd("a")] * 2))
+        late = await mine.work()
+        assert [of(score) for score in await call] == [("TIMED_OUT", None)] * 2
+        cancel = (await mine.read()).cancel
+        assert (cancel.work_id, cancel.reason) == (late.work_id, "its deadline has passed")
+        # it has no room until the withdrawn piece is answered
+        (full,) = await hub.score([odd("a")])
+        assert (full.status, full.message) == ("NOT_STARTED", "all that are attached have all that they can take")
+        await mine.answer(late.work_id, 5.0, 5.0)
+        await mine.grant(2)
+        call = asyncio.create_task(hub.score([odd("a")]))
+        await mine.answer((await mine.work()).work_id, 3.0)
+        assert of((await call)[0]) == ("SCORED", 3)
+
+
+async def test_answers_that_break_the_contract_are_failed() -> None:
+    async with start_hub(ATTACHED) as hub, peer(hub) as mine:
+        await mine.register(2)
+        for rewards, message in (
+            ((1.0,), "an attached process answered 1 results for 2 trajectories"),
+            ((float("nan"), 1.0), "not a finite number"),
+            ((), "answered 0 results"),
+        ):
+            await mine.grant(2)
+            call = asyncio.create_task(hub.score([odd("a")] * 2))
+            await mine.answer((await mine.work()).work_id, *rewards)
+            first, _ = await call
+            assert of(first) == ("FAILED", None)
+            assert message in first.message
+
+
+async def test_a_batch_is_split_to_fit_and_what_never_fits_is_invalid() -> None:
+    async with start_hub(ATTACHED) as hub, peer(hub) as mine:
+        await mine.register(8, max_message_bytes=4096)
+        await mine.grant(8)
+        call = asyncio.create_task(hub.score([odd("a" * length) for length in (1500, 1500, 1500, 9000, 10)]))
+        first, second = await mine.work(), await mine.work()
+        third = await mine.work()
+        sizes = [len(work.score.trajectories) for work in (first, second, third)]
+        assert sizes == [2, 1, 1]
+        for work in (third, first, second):
+            await mine.answer(work.work_id, *(len(each.completion) for each in work.score.trajectories))
+        scores = await call
+        assert [of(score) for score in scores] == [
+            *[("SCORED", 1500)] * 3,
+            ("INVALID", None),
+            ("SCORED", 10),
+        ]
+        assert "more than the attached process takes (4096)" in scores[3].message
+
+
+async def test_one_that_scores_calls_as_a_whole_gets_no_more_calls_than_it_takes() -> None:
+    async with start_hub(ATTACHED) as hub, peer(hub) as mine:
+        await mine.register(8, environment=environment_pb2.DescribeResponse(name="mine", calls=1))
+        await mine.grant(8)
+        call = asyncio.create_task(hub.score([odd("a")] * 2))
+        work = await mine.work()
+        (refused,) = await hub.score([odd("a")])
+        assert (refused.status, refused.message) == ("NOT_STARTED", "all that are attached have all that they can take")
+        await mine.answer(work.work_id, 1.0, 1.0)
+        assert [score.reward for score in await call] == [1, 1]
+
+
+async def test_a_process_that_drains_gets_no_more_and_what_it_leaves_goes_on() -> None:
+    async with start_hub(ATTACHED) as hub, peer(hub) as leaving, peer(hub) as staying:
+        await leaving.register(2, "leaving")
+        await leaving.grant(2)
+        call = asyncio.create_task(hub.score([odd("a"), odd("b")]))
+        held = await leaving.work()
+        await leaving.send(drain=reward_pb2.Drain())
+        await staying.register(1, "staying")
+        await staying.grant(1)
+        await hub.attached("odd", 1)
+        await leaving.done()  # without an answer
+        first = await staying.work()
+        await staying.answer(first.work_id, 1.0)
+        await staying.grant(1)
+        await staying.answer((await staying.work()).work_id, 2.0)
+        assert [of(score) for score in await call] == [("SCORED", 1), ("SCORED", 2)]
+        assert (await leaving.ends())[0] == grpc.StatusCode.OK
+        assert first.score.trajectories[0] == held.score.trajectories[0]
+
+
+async def test_a_newer_stream_of_a_process_takes_over() -> None:
+    async with start_hub(ATTACHED) as hub, peer(hub) as lost, peer(hub) as newer:
+        await lost.register(1)
+        await lost.grant(1)
+        call = asyncio.create_task(hub.score([odd("a")]))
+        await lost.work()
+        await newer.register(1)
+        await newer.grant(1)
+        await newer.answer((await newer.work()).work_id, 1.0)
+        assert of((await call)[0]) == ("SCORED", 1)
+        assert await lost.ends() == (grpc.StatusCode.UNAVAILABLE, "its process has opened another stream")
+
+
+async def test_who_gives_up_waiting_has_his_work_withdrawn() -> None:
+    async with start_hub(ATTACHED) as hub, peer(hub) as mine:
+        await mine.register(1)
+        await mine.grant(1)
+        call = asyncio.create_task(hub.score([odd("a")]))
+        work = await mine.work()
+        call.cancel()
+        cancel = (await mine.read()).cancel
+        assert (cancel.work_id, cancel.reason) == (work.work_id, "the caller has gone")
+
+
+def register(**changes: Any) -> reward_pb2.AttachRequest:
+    offer = {"capacity": 1, "name": "odd", "kind": SCORE, **changes}
+    return reward_pb2.AttachRequest(register=reward_pb2.Register(process_id="p", offers=[reward_pb2.Offer(**offer)]))
+
+
+def credit(amount: int, name: str = "odd", kind: Any = SCORE) -> reward_pb2.AttachRequest:
+    return reward_pb2.AttachRequest(credit=reward_pb2.Credit(name=name, kind=kind, amount=amount))
+
+
+@pytest.mark.parametrize(
+    ("events", "code", "said"),
+    [
+        ([credit(1)], "INVALID_ARGUMENT", "event credit: send register first"),
+        ([], "INVALID_ARGUMENT", "event nothing: send register first"),
+        ([register(name="orange")], "NOT_FOUND", r"'orange' is not one of .* attach to this run \(odd\); declare it"),
+        ([register(name="away")], "NOT_FOUND", "'away' is not one of the environments that attach"),
+        ([register(capacity=0)], "INVALID_ARGUMENT", "its capacity is 0, not 1 to 65536"),
+        ([register(capacity=65537)], "INVALID_ARGUMENT", "its capacity is 65537"),
+        ([register(kind=reward_pb2.WORK_KIND_STEP)], "INVALID_ARGUMENT", "sends WORK_KIND_SCORE alone"),
+        ([register(), register()], "INVALID_ARGUMENT", "event register: send register first and once"),
+        ([register(), credit(2)], "INVALID_ARGUMENT", "credit of 2 is an overdraft: the capacity is 1"),
+        ([register(), credit(1), credit(1)], "INVALID_ARGUMENT", "credit of 1 is an overdraft"),
+        ([register(), credit(0)], "INVALID_ARGUMENT", "credit of 0 is an overdraft"),
+        ([register(), credit(1, "orange")], "INVALID_ARGUMENT", "credit for 'orange'"),
+        ([register(), credit(1, kind=2)], "INVALID_ARGUMENT", r"credit for 'odd' \(WORK_KIND_STEP\)"),
+        ([register(), credit(1, kind=77)], "INVALID_ARGUMENT", r"credit for 'odd' \(77\)"),
+        ([register(), reward_pb2.AttachRequest()], "INVALID_ARGUMENT", "event nothing"),
+    ],
+)
+async def test_a_stream_that_breaks_the_rules_is_closed_with_the_reason(
+    events: list[reward_pb2.AttachRequest], code: str, said: str
+) -> None:
+    async with start_hub({**ATTACHED, "away": {"target": "127.0.0.1:1"}}) as hub:
+        with pytest.raises(grpc.aio.AioRpcError, match=said) as refused:
+            async for _ in hub.stub.Attach(iter(events), timeout=WAIT_S):
+                pass
+        assert refused.value.code().name == code
+        assert not (await hub.environments())["odd"].ready

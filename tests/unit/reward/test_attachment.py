@@ -1,0 +1,57 @@
+"""What an attached process does by itself: the size of its answers, and the way to its hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.attachment import fitted, way_to
+from headrace.errors import ConfigError
+from headrace.v1 import trajectory_pb2
+from headrace.v1.trajectory_pb2 import Result
+
+
+def test_results_that_a_message_can_not_hold_are_failed_and_the_others_keep_their_rewards() -> None:
+    small = Result(status=trajectory_pb2.STATUS_SCORED, reward=1, environment="Mine", build="7")
+    large = Result(
+        status=trajectory_pb2.STATUS_SCORED, reward=1, metadata_json="x" * 3000, environment="Mine", build="7"
+    )
+    assert fitted([small, large], 10_000) == [small, large]
+    first, second, third = fitted([small, large, small], 3000)
+    assert (first, third) == (small, small)
+    assert (second.status, second.HasField("reward")) == (trajectory_pb2.STATUS_FAILED, False)
+    assert (second.environment, second.build) == ("Mine", "7")
+    assert "is more than its share of a message to the hub (900); return less metadata" in second.message
+
+
+@pytest.mark.parametrize("token", ["own", " environment mine own\n"])
+def test_a_token_is_given_as_it_was_printed_or_alone(token: str) -> None:
+    way = way_to("hub.internal:1", "mine", token=token, token_file=None, tls_ca=None, insecure=False)()
+    assert way.token is not None
+    assert (way.token(), way.tls) == ("own", True)
+
+
+@pytest.mark.parametrize(
+    ("hub", "tls_ca", "insecure", "tls"),
+    [
+        ("127.0.0.1:1", None, False, False),
+        ("127.0.0.1:1", "ca.pem", False, True),
+        ("hub.internal:1", "ca.pem", False, True),
+        ("hub.internal:1", None, True, False),
+    ],
+)
+def test_no_token_goes_to_another_machine_in_plain_text_unless_the_user_says_so(
+    hub: str, tls_ca: str | None, insecure: bool, tls: bool
+) -> None:
+    assert way_to(hub, "mine", token="own", token_file=None, tls_ca=tls_ca, insecure=insecure)().tls == tls
+
+
+def test_a_token_file_that_lacks_the_environment_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine"
+    file.write_text("environment other foreign\n")
+    file.chmod(0o600)
+    way = way_to("hub:1", "mine", token=None, token_file=str(file), tls_ca=None, insecure=False)()
+    assert way.token is not None
+    with pytest.raises(ConfigError, match="has no line for 'environment mine'"):
+        way.token()
