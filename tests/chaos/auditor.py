@@ -17,7 +17,12 @@ Law = Callable[[Evidence], Iterator[str]]
 # Ways to end that a person or an orchestrator answers by starting the service again, and what it has to say of it.
 _TRY_AGAIN, _PART_DIED, _MUST_BE_MENDED = 75, 70, 1
 _WORDS = {
-    _PART_DIED: ("the engine died", "the engine does not answer", "the embedded server ended"),
+    _PART_DIED: (
+        "the engine died",
+        "the engine's process died",
+        "the engine does not answer",
+        "the embedded server ended",
+    ),
     _MUST_BE_MENDED: ("can't write", "the embedded server ended", "another trainer has taken over the run"),
 }
 _KILLED, _STOPPED = -9, 143

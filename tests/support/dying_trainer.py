@@ -3,8 +3,8 @@
 Each fault is SIGKILL at one point: after `reserve` has answered, between the last file of a checkpoint and its rename, between its
 publication and `commit`, in the middle of a broadcast of weights, on rank 1 before it reads its share of a step, after a part of a
 refill, and between a refill and the word that it is done. Others are SIGSTOP before the publication of a checkpoint
-(`frozen_in_checkpoint:version`), and batches that can't be trained on as they are read (`broken_batches:number`;
-`overwritten_payloads`, one of each kind).
+(`frozen_in_checkpoint:version`), a successor while a batch is about to be read (`superseded_before_reading:step`), and batches that can't
+be trained on as they are read (`broken_batches:number`; `overwritten_payloads`, one of each kind).
 """
 
 from __future__ import annotations
@@ -88,6 +88,18 @@ class BrokenReplay(ReplayClient):
         return found
 
 
+class SupersededReplay(ReplayClient):
+    """Before it reads the batch of a step, another trainer has gone on from an earlier version, trained that step and committed it."""
+
+    step = -1
+
+    async def read_each(self, keys: Sequence[str]) -> Any:
+        if (await self.state()).next_step - 1 == self.step:
+            await self.rewind(self.step - 1, "another")
+            await self.redis.delete(keys[0])
+        return await super().read_each(keys)
+
+
 class OverwrittenReplay(ReplayClient):
     """Of the first batch of the steps 1, 2 and 3, other bytes are in the place of a payload: of no trajectory, of one with a token that the
     model does not have, of one that is longer than any sequence may be."""
@@ -169,6 +181,8 @@ def dependencies(fault: str, version: int) -> Dependencies:
         return Dependencies(replay=DyingReader.connect)
     if fault == "broken_batches":
         return Dependencies(replay=changed(BrokenReplay, times=version).connect)
+    if fault == "superseded_before_reading":
+        return Dependencies(replay=changed(SupersededReplay, step=version).connect)
     if fault == "overwritten_payloads":
         return Dependencies(replay=OverwrittenReplay.connect)
     if fault in ("in_checkpoint", "frozen_in_checkpoint"):

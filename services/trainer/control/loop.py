@@ -22,6 +22,7 @@ from headrace.errors import (
     ReplayUnavailable,
     SamplingStarved,
     ServiceError,
+    WrongTimeline,
 )
 from headrace.headlines import accuracy_name
 from headrace.journal import Line, surviving
@@ -115,11 +116,15 @@ class Loop:
             return await self._take_turns(feeding)
         except (Fenced, InvalidCall, ServiceError) as error:
             reserved = self._version + isinstance(self._reply, Reservation)
-            if lost_writes(self._resumed, await self._call(self._replay.state), reserved):
+            state = await self._call(self._replay.state)
+            if lost_writes(self._resumed, state, reserved):
                 raise ReplayUnavailable(
                     f"the buffer's server lost writes ({error}); start this trainer again: it resumes from its last checkpoint and "
                     "restores the buffer"
                 ) from error
+            if not isinstance(error, Fenced) and state.timeline != self._timeline:
+                # met before a call that names the timeline: what it was to read is gone
+                raise WrongTimeline(f"timeline {state.timeline} has ended this trainer's: {error}") from error
             raise
         finally:
             if feeding is not None:

@@ -88,6 +88,15 @@ async def test_law_1_a_trainer_frozen_in_a_save_wakes_up_after_its_successor(
     assert await settled(replay) == {"trained": STEPS * PROMPTS}
 
 
+async def test_law_4_a_trainer_whose_batch_its_successor_has_committed_says_that_another_has_taken_over(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        assert await trainer.run("superseded_before_reading:3") == 1
+    assert "is not held any more" in trainer.said()
+    assert "another trainer has taken over the run" in trainer.said()
+
+
 async def test_a_batch_that_breaks_a_law_is_given_back_and_trained_without_what_broke_it(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
