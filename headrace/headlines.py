@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping
 
 # Of a step, from which on waiting is worth a word.
 LONG_WAIT = 0.3
@@ -32,6 +33,13 @@ def follows_start(metrics: Mapping[str, float]) -> bool:
     """Whether a step is the first after a start of the trainer, in which the replicas load their models: its times say nothing of the
     others'."""
     return "efficiency/init/total_s" in metrics
+
+
+def seconds_per_step(steps: Iterable[Mapping[str, float]]) -> float | None:
+    """The median, of the metrics of training steps. What follows a start counts only if there is nothing else; None without a step."""
+    timed = [metrics for metrics in steps if "timing/train/total_step_time" in metrics]
+    usual = [metrics for metrics in timed if not follows_start(metrics)] or timed
+    return statistics.median(metrics["timing/train/total_step_time"] for metrics in usual) if usual else None
 
 
 def waiting(metrics: Mapping[str, float]) -> str | None:

@@ -18,6 +18,7 @@ from headrace.cli.common import WIDTH, RunArgument, cell, load_entry_point, plai
 from headrace.cli.display import duration
 from headrace.config.compare import Change, diff
 from headrace.errors import ConfigError, HeadraceError
+from headrace.headlines import seconds_per_step
 from headrace.history import Metric, RunHistory
 from headrace.printable import printable
 from headrace.replay.connection import shown
@@ -107,6 +108,11 @@ def show_runs(out: TextIO, found: Sequence[tuple[str, RunHistory | HeadraceError
             say(console, f"{name}: {brief(reason)}")
 
 
+def _step_time(run: RunHistory) -> str:
+    seconds = seconds_per_step(line.metrics for line in run.lines if line.kind == "train")
+    return "-" if seconds is None else f"{seconds:.2f} s"
+
+
 def show_comparison(out: TextIO, found: Mapping[str, RunHistory], metrics: Sequence[Metric]) -> None:
     console = Console(file=out, width=WIDTH)
     facts = plain_table("", *map(printable, found))
@@ -116,7 +122,7 @@ def show_comparison(out: TextIO, found: Mapping[str, RunHistory], metrics: Seque
         ("steps", steps),
         ("best", lambda each: str(each.best() or "-")),
         ("time of the steps", lambda each: duration(each.seconds)),
-        ("a step", lambda each: f"{each.seconds / max(1, len(history.values(each.lines, history.STEP_TIME))):.2f} s"),
+        ("a step (median)", _step_time),
     ):
         facts.add_row(name, *map(fact, found.values()))
     console.print(facts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.headlines import accuracy_name, alarms, waiting
+from headrace.headlines import accuracy_name, alarms, seconds_per_step, waiting
 
 TOTAL = "timing/train/total_step_time"
 GENERATION, SCORES = "timing/train/wait_for_generation", "timing/train/wait_for_scores"
@@ -51,3 +51,11 @@ def test_each_alarm_is_said() -> None:
     )
     assert "step 3: trainer and inference disagree (token_mult_prob_error 1.310)" in disagree
     assert "equal rewards" in equal
+
+
+def test_the_time_of_a_step_is_the_median_of_those_that_follow_no_start() -> None:
+    start = {TOTAL: 90.0, "efficiency/init/total_s": 60.0}
+    assert seconds_per_step([]) is None
+    assert seconds_per_step([{"reward": 1.0}]) is None
+    assert seconds_per_step([start]) == 90.0
+    assert seconds_per_step([start, {TOTAL: 2.0}, {TOTAL: 50.0}, {TOTAL: 1.0}]) == 2.0

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from headrace.files import atomic_write
-from headrace.headlines import accuracy_name, alarms, follows_start, waiting
+from headrace.headlines import accuracy_name, alarms, follows_start, seconds_per_step, waiting
 from headrace.history import Metric
 from headrace.journal import Kind, Line
 from headrace.printable import printable
@@ -174,8 +174,8 @@ def summary(lines: Sequence[Line]) -> str:
     if accuracies:
         metrics = accuracies[-1].metrics
         parts.append(f"held-out {accuracy_name(metrics)} {metrics['accuracy']:.3f} at version {accuracies[-1].step}")
-    if (seconds := newest.metrics.get("timing/train/total_step_time")) is not None:
-        parts.append(f"{seconds:.1f} s a step")
+    if (seconds := seconds_per_step(line.metrics for line in train)) is not None:
+        parts.append(f"{seconds:.1f} s a step (median)")
     if waited := waiting(newest.metrics):
         parts.append(html.escape(waited))
     return ", ".join(parts)
