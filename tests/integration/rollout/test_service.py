@@ -407,7 +407,10 @@ async def test_an_engine_that_dies_or_hangs_ends_its_replica_with_a_code_to_star
     group = await fleet.enqueue(long=True)
     await eventually(replica.generating)
     engine = replica.engine()
+    holder = next(it for it in await fleet.replay.replicas() if it.id == replica.replica)
+    alone = holder.leases == 1 and (await fleet.replay.group(group)).get("replica") == replica.replica
     os.kill(engine, signum)
     assert await replica.ended() == EXIT_INTERNAL_ERROR
     assert reason in replica.log.read_text()
-    assert (await fleet.replay.group(group))["failures"] == 0
+    # one that was alone with the engine may be what kills it
+    assert (await fleet.replay.group(group))["failures"] == int(alone)
