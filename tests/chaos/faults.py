@@ -62,7 +62,7 @@ class Moved:
 @dataclasses.dataclass(frozen=True)
 class Quarantined:
     """What came of a replica that computes something else. `version`: the newest weights when it was quarantined; `holds`: groups that it
-    held some steps later; `healthy`: the others, then."""
+    held some steps later; `healthy`: the others, about then."""
 
     replica: str
     version: int
@@ -344,9 +344,11 @@ class Faults:
         version = self._view.now().next_step
         async with asyncio.timeout(_STEPS_DEADLINE_S):
             await self._view.steps(_STEPS)
-        fleet = await self._view.fleet()
-        later = fleet.get(victim, member)
-        self.quarantined.append(Quarantined(member.id, version, later.holds, await self._view.healthy()))
+            # between a step and the next refit nobody is, for a moment
+            while not (healthy := await self._view.healthy()):  # noqa: ASYNC110 - in the server
+                await asyncio.sleep(0.1)
+        later = (await self._view.fleet()).get(victim, member)
+        self.quarantined.append(Quarantined(member.id, version, later.holds, healthy))
         noise(self._folder, victim).unlink()
         self._processes[victim].kill()  # its operator has mended it, and starts it again
 
