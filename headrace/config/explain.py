@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from headrace.config.other_names import NAMES
 from headrace.config.root import Config
+from headrace.config.text import in_yaml
 
 Path = tuple[str, ...]
 Origin = Callable[[Path], str]
@@ -79,7 +80,7 @@ def nearest(path: Path) -> str | None:
 
 def _unknown(path: Path, value: Any, origin: str) -> str:
     key = ".".join(path)
-    shown = "" if isinstance(value, dict) else f", value {value!r:.60}"
+    shown = "" if isinstance(value, dict) else f", value {in_yaml(value)}"
     if found := nearest(path):
         return f"{key}: unknown key{shown}{origin}; did you mean {found}?"
     beside = sorted(known[-1] for known in known_keys() if known[:-1] == pattern(path[:-1]))
@@ -94,7 +95,7 @@ def _remedy(path: Path, error: ErrorDetails) -> str:
     default = field.get_default() if field else None
     if field is None or field.is_required() or isinstance(default, BaseModel | dict | list):
         return ""
-    return f"; the default is {'null' if default is None else default}"
+    return f"; the default is {default if isinstance(default, str) else in_yaml(default)}"
 
 
 def _line(error: ErrorDetails, origin: Origin) -> str:
@@ -109,9 +110,9 @@ def _line(error: ErrorDetails, origin: Origin) -> str:
         message = message if not path or message.startswith(f"{key}.") else f"{key}: {message}"
         return f"{message}{origin(at) if at else ''}"
     if error["type"] == "model_type":
-        return f"{key}: {value!r:.60} is not a section of keys{origin(path)}; give a mapping"
+        return f"{key}: {in_yaml(value)} is not a section of keys{origin(path)}; give a mapping"
     message = error["msg"].replace("Input should", "should").split(", unable to parse")[0]
-    return f"{key}: {value!r:.60} {message[0].lower()}{message[1:]}{origin(path)}{_remedy(path, error)}"
+    return f"{key}: {in_yaml(value)} {message[0].lower()}{message[1:]}{origin(path)}{_remedy(path, error)}"
 
 
 def explain(error: ValidationError, origin: Origin) -> str:

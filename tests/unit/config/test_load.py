@@ -183,6 +183,7 @@ def test_a_mistake_in_data_default_is_said_once(file: Path) -> None:
         ("grpo.seed=many", "grpo.seed: 'many' should be a valid integer (command line); the default is 42"),
         ("replay.port=99999", "replay.port: 99999 should be less than or equal to 65535 (command line); the default is 8390"),
         ("run.id=7", "run.id: 7 should be a valid string (command line); put it in quotes"),
+        ("data.default.task_config=null", "data.default.task_config: null should be a valid dictionary (command line)"),
         ("grpo=7", "grpo: 7 is not a section of keys (command line); give a mapping"),
         ("loss_fn.prev_logprobs_source=magic", "should be 'recompute' or 'generation'"),
         ("run.id='../up'", "run.id: '../up' string should match pattern"),
