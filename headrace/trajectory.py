@@ -238,7 +238,9 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 
     @classmethod
     def decode(cls, data: bytes) -> Score:
-        """Raises `CodecError` for bytes that are no score."""
+        """Raises `CodecError` for bytes that are no score, and for more than `SCORE_BYTES`."""
+        if len(data) > SCORE_BYTES:
+            raise CodecError(f"score: {len(data)} bytes; it has at most {SCORE_BYTES}")
         return _SCORE.decode(data)
 
 
