@@ -11,7 +11,7 @@ from headrace.environment import Environment, Sample
 from headrace.trajectory import Score
 
 if TYPE_CHECKING:
-    from headrace.attachment import Attached
+    from headrace.attachment import Attachment
 
 __all__ = ["Environment", "Sample", "Score", "attach", "serve"]
 
@@ -66,7 +66,7 @@ def attach(
     tls_ca: str | None = None,
     insecure: bool = False,
     wait: bool = True,
-) -> Attached:
+) -> Attachment:
     """Score with `environment` for the run whose reward hub is at `hub` (host:port), under `name` (default: its own), until SIGTERM, SIGINT
     or, in a notebook, the interruption of the cell. The run declares `env.NAME: {attached: true}`. Nothing listens here.
 
@@ -86,8 +86,8 @@ def attach(
     if capacity is not None and capacity < 1:
         raise ConfigError(f"capacity {capacity}: give 1 or more")
     name = name or environment.label
-    way = attachment.way_to(hub, name, token=token, token_file=token_file, tls_ca=tls_ca, insecure=insecure)
-    attached = attachment.attach(hub, environment, name, capacity, way)
+    options = attachment.dial_options(hub, name, token=token, token_file=token_file, tls_ca=tls_ca, insecure=insecure)
+    attached = attachment.attach(hub, environment, name, capacity, options)
     if wait:
         attached.wait()
     return attached

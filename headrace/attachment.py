@@ -47,27 +47,27 @@ _FINAL = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """How a hub is reached: `rpc.Trust`, and what shows who calls."""
+class DialOptions:
+    """How a hub is dialled: TLS or not (`rpc.TlsSettings`), and what gives the token of the caller."""
 
     tls: bool = False
     tls_ca: str | None = None
     token: Callable[[], str] | None = None
 
 
-class Attached:
+class Attachment:
     """An environment that is attached to a hub, in a thread with an event loop of its own.
 
     `scored` and `failed` count the samples that it has answered with a reward, and those that it could not score.
     """
 
     def __init__(
-        self, hub: str, environment: Environment, name: str, capacity: int | None, way: Callable[[], Way]
+        self, hub: str, environment: Environment, name: str, capacity: int | None, options: Callable[[], DialOptions]
     ) -> None:
         self.hub, self.name = hub, name
         self.scored = self.failed = 0
         self._scorer = BatchScorer(environment, capacity=capacity, on_free=self._grant)
-        self._way = way
+        self._options = options
         self._process_id = secrets.token_hex(16)
         self._stream: _Stream | None = None  # while the hub knows it
         self._trouble = "connecting"
@@ -156,9 +156,9 @@ class Attached:
     @contextlib.asynccontextmanager
     async def _dialled(self) -> AsyncIterator[tuple[Any, list[tuple[str, str]]]]:
         """(a stub, the metadata of a call)."""
-        way = await asyncio.to_thread(self._way)
-        async with rpc.channel(self.hub, security=way, keep_alive=True) as channel:
-            yield pb_grpc.RewardServiceStub(channel), [] if way.token is None else [rpc.bearer(way.token())]
+        options = await asyncio.to_thread(self._options)
+        async with rpc.channel(self.hub, security=options, keep_alive=True) as channel:
+            yield pb_grpc.RewardServiceStub(channel), [] if options.token is None else [rpc.bearer(options.token())]
 
     async def _attached(self, stub: Any, metadata: Sequence[tuple[str, str]]) -> None:
         """Work for the hub until the stream ends, or this is stopped."""
@@ -317,14 +317,16 @@ def fitted(results: list[trajectory_pb2.Result], most: int) -> list[trajectory_p
     ]
 
 
-_current: dict[tuple[str, str], Attached] = {}
+_current: dict[tuple[str, str], Attachment] = {}
 
 
-def attach(hub: str, environment: Environment, name: str, capacity: int | None, way: Callable[[], Way]) -> Attached:
+def attach(
+    hub: str, environment: Environment, name: str, capacity: int | None, options: Callable[[], DialOptions]
+) -> Attachment:
     """Attach, in the place of what this process has attached to the same hub under the same name."""
     if (former := _current.get((hub, name))) is not None:
         former.stop()
-    _current[hub, name] = Attached(hub, environment, name, capacity, way)
+    _current[hub, name] = Attachment(hub, environment, name, capacity, options)
     return _current[hub, name]
 
 
@@ -334,10 +336,10 @@ def _stop_all() -> None:
         attached.stop()
 
 
-def way_to(
+def dial_options(
     hub: str, name: str, *, token: str | None, token_file: str | None, tls_ca: str | None, insecure: bool
-) -> Callable[[], Way]:
-    """What finds the way to `hub` each time that it is dialled: the run behind a port of this machine may be another by then.
+) -> Callable[[], DialOptions]:
+    """What gives the options each time that `hub` is dialled: the run behind a port of this machine may be another by then.
 
     Raises `ConfigError` for what doesn't go together, or would send a token in plain text to another machine.
     """
@@ -350,16 +352,22 @@ def way_to(
             raise ConfigError(
                 f"hub {hub!r} is on another machine: give token or token_file (`headrace env token {name}` on the run's machine prints it)"
             )
-        return functools.partial(_way_to_local, hub, name, Way(secured, tls_ca)) if local else lambda: Way()
+        return (
+            functools.partial(_local_options, hub, name, DialOptions(secured, tls_ca))
+            if local
+            else lambda: DialOptions()
+        )
     role = f"environment {name}"
     if token_file is not None:
-        return functools.partial(Way, secured, tls_ca, functools.partial(Credentials(Path(token_file)).token, role))
+        return functools.partial(
+            DialOptions, secured, tls_ca, functools.partial(Credentials(Path(token_file)).token, role)
+        )
     # as it is in the file, or the token alone
     presented = str(token).strip().removeprefix(f"{role} ")
-    return functools.partial(Way, secured, tls_ca, lambda: presented)
+    return functools.partial(DialOptions, secured, tls_ca, lambda: presented)
 
 
-def _way_to_local(hub: str, name: str, otherwise: Way) -> Way:
+def _local_options(hub: str, name: str, otherwise: DialOptions) -> DialOptions:
     """With the credentials of the run whose hub has this port."""
     import yaml  # these two cost time, and are needed here alone
 
@@ -382,7 +390,7 @@ def _way_to_local(hub: str, name: str, otherwise: Way) -> Way:
             f"the run at {hub} ({saved.parent}) declares no environment {name!r} that attaches; its configuration needs "
             f"env.{name}: {{attached: true}}"
         )
-    return Way(
+    return DialOptions(
         tls=otherwise.tls or any(security.get(key) is not None for key in ("tls_cert", "tls_ca")),
         tls_ca=otherwise.tls_ca or security.get("tls_ca"),
         token=Credentials(Path(security["credentials"])).presented(f"environment {name}"),

@@ -36,9 +36,8 @@ _KEEP_ALIVE = [
 REFLECTION = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 
 
-class Trust(Protocol):
-    """Whom a caller trusts: those to whom one of the authorities in the file `tls_ca` has given a certificate; anybody without `tls`. The
-    configuration's `security` is one."""
+class TlsSettings(Protocol):
+    """What a caller asks of a server: with `tls`, a certificate by an authority in file `tls_ca`. The `security` section is one."""
 
     @property
     def tls(self) -> bool: ...
@@ -80,7 +79,7 @@ def channel(
     target: str,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     *,
-    security: Trust | None = None,
+    security: TlsSettings | None = None,
     token: Callable[[], str] | None = None,
     keep_alive: bool = False,
 ) -> grpc.aio.Channel:

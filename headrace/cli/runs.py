@@ -85,11 +85,11 @@ def _is_same_path(one: object, other: object) -> bool:
 def _renamed(folder: Path, config: Config) -> ConfigError:
     return ConfigError(
         f"{folder} is the folder of run {config.run.id}, renamed or copied, and a run goes on under its own name alone: "
-        f"{to_go_on(config.placed(folder))}"
+        f"{resume_hint(config.placed(folder))}"
     )
 
 
-def to_go_on(config: Config) -> str:
+def resume_hint(config: Config) -> str:
     """What makes the run in this folder go on."""
     folder = config.run_folder
     if folder.name == config.run.id:

@@ -91,7 +91,7 @@ def show_past(out: TextIO, past: RunHistory) -> None:
         ("checkpoints", ", ".join(map(str, versions)) or "none"),
         ("time", f"{duration(past.seconds)} in steps"),
         ("samples", f"headrace samples {config.run_folder}"),
-        ("go on", runs.to_go_on(config)),
+        ("go on", runs.resume_hint(config)),
     ):
         say(console, f"{name:14}{value}")
 

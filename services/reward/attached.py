@@ -15,7 +15,7 @@ from headrace_services.reward.answers import accepted, result_of
 
 _LARGEST_CAPACITY = 65536
 # How long a call waits for credit: for one on its way, or for another process to take what was lost.
-_PATIENCE_S = 1.0
+_CREDIT_WAIT_S = 1.0
 # Of a message, for what is not in its trajectories.
 _ENVELOPE_BYTES = 256
 
@@ -176,7 +176,7 @@ class AttachedBackend:
     ) -> list[trajectory_pb2.Result]:
         """Send in pieces what there is credit for; the rest gets `otherwise`."""
         loop = asyncio.get_running_loop()
-        until = min(deadline, loop.time() + _PATIENCE_S)
+        until = min(deadline, loop.time() + _CREDIT_WAIT_S)
         pieces: list[asyncio.Future[list[trajectory_pb2.Result]]] = []
         start = 0
         try:

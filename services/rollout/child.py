@@ -7,7 +7,6 @@ environment variables, so they don't affect other uses of vLLM in the same insta
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 import os
@@ -34,7 +33,6 @@ def end_with_parent() -> None:
     if os.getppid() != parent:  # it ended before that call, so no signal will come
         os.kill(os.getpid(), signal.SIGKILL)
     os.environ[PARENT] = str(os.getpid())  # the parent of this process's own children
-    gc.disable()  # as in `importing`: it has yet to import the engine, after which vLLM calls the general plugin
 
 
 def _ended(pid: int) -> bool:
@@ -52,7 +50,6 @@ def _ended(pid: int) -> bool:
 def prepare_engine_process() -> None:
     """General plugin: `end_with_parent`, in case vLLM was told its platform and called no platform plugin; and report failures."""
     end_with_parent()
-    gc.enable()
     if REPORT in os.environ and multiprocessing.parent_process() is not None:
         logging.getLogger("vllm").addHandler(_Reporter(Path(os.environ[REPORT])))
 

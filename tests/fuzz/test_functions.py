@@ -214,7 +214,7 @@ async def test_malformed_calls(
     redis: Redis, calls: dict[str, list[Call]], messages: int, session_seed: int, function: str
 ) -> None:
     random = Random(f"{session_seed} {function}")
-    everything = ("EVALSHA", await redis.script_load(DIGEST), 0, f"hr:{{{RUN}}}*")
+    digest = ("EVALSHA", await redis.script_load(DIGEST), 0, f"hr:{{{RUN}}}*")
     typed: set[str] = set()
     for _ in range(0, messages, TOGETHER):
         call = random.choice(calls[function])
@@ -224,10 +224,10 @@ async def test_malformed_calls(
         replies = await sent(redis, [message.command for message in batch])
         await put_back(redis, call.before)
         # a digest costs more than a call: of refused calls in a row, one is enough
-        before = await redis.execute_command(*everything)
+        before = await redis.execute_command(*digest)
         for _, row in itertools.groupby(zip(batch, replies, strict=True), key=lambda pair: bool(_refusals(pair[1]))):
             same = [message for message, _ in row]
-            *replies, after = await sent(redis, [*(message.command for message in same), everything])
+            *replies, after = await sent(redis, [*(message.command for message in same), digest])
             for message, reply in zip(same, replies, strict=True):
                 refusals = _refusals(reply)
                 typed.update(text.split()[0] for text in refusals)

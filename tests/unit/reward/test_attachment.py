@@ -1,4 +1,4 @@
-"""What an attached process does by itself: the size of its answers, and the way to its hub."""
+"""What an attached process does by itself: the size of its answers, and the options to its hub."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.attachment import fitted, way_to
+from headrace.attachment import dial_options, fitted
 from headrace.errors import ConfigError
 from headrace.v1 import trajectory_pb2
 from headrace.v1.trajectory_pb2 import Result
@@ -27,9 +27,9 @@ def test_results_that_a_message_can_not_hold_are_failed_and_the_others_keep_thei
 
 @pytest.mark.parametrize("token", ["own", " environment mine own\n"])
 def test_a_token_is_given_as_it_was_printed_or_alone(token: str) -> None:
-    way = way_to("hub.internal:1", "mine", token=token, token_file=None, tls_ca=None, insecure=False)()
-    assert way.token is not None
-    assert (way.token(), way.tls) == ("own", True)
+    options = dial_options("hub.internal:1", "mine", token=token, token_file=None, tls_ca=None, insecure=False)()
+    assert options.token is not None
+    assert (options.token(), options.tls) == ("own", True)
 
 
 @pytest.mark.parametrize(
@@ -44,14 +44,14 @@ def test_a_token_is_given_as_it_was_printed_or_alone(token: str) -> None:
 def test_no_token_goes_to_another_machine_in_plain_text_unless_the_user_says_so(
     hub: str, tls_ca: str | None, insecure: bool, tls: bool
 ) -> None:
-    assert way_to(hub, "mine", token="own", token_file=None, tls_ca=tls_ca, insecure=insecure)().tls == tls
+    assert dial_options(hub, "mine", token="own", token_file=None, tls_ca=tls_ca, insecure=insecure)().tls == tls
 
 
 def test_a_token_file_that_lacks_the_environment_is_named(tmp_path: Path) -> None:
     file = tmp_path / "mine"
     file.write_text("environment other foreign\n")
     file.chmod(0o600)
-    way = way_to("hub:1", "mine", token=None, token_file=str(file), tls_ca=None, insecure=False)()
-    assert way.token is not None
+    options = dial_options("hub:1", "mine", token=None, token_file=str(file), tls_ca=None, insecure=False)()
+    assert options.token is not None
     with pytest.raises(ConfigError, match="has no line for 'environment mine'"):
-        way.token()
+        options.token()

@@ -85,19 +85,3 @@ def test_a_program_that_a_child_started_is_left_to_it() -> None:
     assert ended(child, 30)
     assert process.communicate()[0] == "lives\n"
     os.close(child)
-
-
-IMPORTING = """
-import gc
-from headrace_services.rollout.child import end_with_parent, prepare_engine_process
-end_with_parent()
-print(gc.isenabled())
-prepare_engine_process()
-print(gc.isenabled())
-"""
-
-
-def test_garbage_is_collected_once_the_engine_is_imported() -> None:
-    environ = {**os.environ, "ROLLOUT_ENGINE_PARENT": str(os.getpid())}
-    done = subprocess.run([sys.executable, "-c", IMPORTING], env=environ, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True"]
