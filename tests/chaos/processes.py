@@ -44,11 +44,11 @@ class Victim:
         if self.pid is not None:
             os.kill(self.pid, signal.SIGKILL)
 
-    def kill_child(self, *words: str) -> None:
-        """SIGKILL to a child whose command line holds one of `words`; the service is expected to end of it."""
-        child = child_named(self.pid, *words) if self.pid is not None else None
+    def kill_child(self, word: str) -> None:
+        """SIGKILL to a child whose command line holds `word`; the service is expected to end of it."""
+        child = child_named(self.pid, word) if self.pid is not None else None
         if child is None:
-            raise RuntimeError(f"{self.name} has no child named {words}")
+            raise RuntimeError(f"{self.name} has no child named {word}")
         os.kill(child, signal.SIGKILL)
 
     def freeze(self, *, whole: bool = True) -> None:
@@ -163,12 +163,11 @@ async def until(condition: Callable[[], object], every_s: float = 0.05) -> None:
         await asyncio.sleep(every_s)
 
 
-def child_named(parent: int, *words: str) -> int | None:
-    """A child of `parent` whose command line holds one of `words`."""
+def child_named(parent: int, word: str) -> int | None:
+    """A child of `parent` whose command line holds `word`."""
     for child in children_of(parent):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            command = Path(f"/proc/{child}/cmdline").read_text()
-            if any(word in command for word in words):
+            if word in Path(f"/proc/{child}/cmdline").read_text():
                 return child
     return None
 

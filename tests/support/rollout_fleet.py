@@ -110,9 +110,9 @@ class Process:
         return pids[1:]
 
     def engine(self) -> int:
-        """Process id of vLLM's engine; other children belong to multiprocessing."""
+        """Process id of vLLM's engine."""
         commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in self.children()}
-        return next(pid for pid, command in commands.items() if "spawn_main" in command or "EngineCore" in command)
+        return next(pid for pid, command in commands.items() if "EngineCore" in command)
 
     async def ended(self) -> int:
         return await asyncio.to_thread(self.popen.wait, 60)

@@ -136,11 +136,13 @@ def test_stopped_while_its_engine_starts_it_leaves_no_orphan(
 
 def _engine_of(process: subprocess.Popen[str]) -> int:
     """Process id of the engine, as soon as it is there."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    folder = Path(f"/proc/{process.pid}")
+    children, own = folder / f"task/{process.pid}/children", (folder / "cmdline").read_bytes()
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         for child in children.read_text().split():
-            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            if command == own or b"EngineCore" in command:  # forked, and not yet named
                 return int(child)
         time.sleep(0.05)
     raise AssertionError(f"no engine was started; exit code {process.poll()}")

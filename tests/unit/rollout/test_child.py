@@ -5,6 +5,7 @@ import select
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -84,4 +85,35 @@ def test_a_program_that_a_child_started_is_left_to_it() -> None:
     process, child = service(shutil.which("sh") or "sh", "-c", '"$0" -c "$1"; exit', sys.executable, script)
     assert ended(child, 30)
     assert process.communicate()[0] == "lives\n"
+    os.close(child)
+
+
+FORKING = """
+import os, sys, time
+from headrace_services.rollout import child
+os.environ["ROLLOUT_ENGINE_PARENT"] = str(os.getpid())
+os.environ["ROLLOUT_ENGINE_REPORT"] = sys.argv[1]
+os.register_at_fork(after_in_child=child.prepare_forked_process)
+if (pid := os.fork()) == 0:
+    import logging
+    try:
+        raise ValueError("no such model")
+    except ValueError:
+        logging.getLogger("vllm.v1.engine.core").exception("failed")
+    print(os.getpid(), flush=True)
+    time.sleep(120)
+os.waitpid(pid, 0)
+"""
+
+
+def test_a_forked_child_reports_its_failure_and_ends_when_its_service_is_killed(tmp_path: Path) -> None:
+    report = tmp_path / "errors"
+    process = subprocess.Popen([sys.executable, "-c", FORKING, report], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    child = os.pidfd_open(int(process.stdout.readline()))
+    assert report.read_text() == "ValueError: no such model\n"
+    assert not ended(child, 0)
+    process.kill()
+    assert ended(child, 30)
+    process.communicate()
     os.close(child)
