@@ -1,7 +1,7 @@
 """The plan of a run's faults: a pure function of its seed.
 
-Every process is hit in every phase of the pipeline once in the faults of a whole run (`WHOLE`), the first five are in five different
-phases, and one of them hits the environment. What is done to a process goes round the kinds that apply to it.
+Every process is hit in every phase of the pipeline once in the faults of a whole run (`WHOLE`), the first five (or fewer) are in
+different phases, and one of them hits the environment. What is done to a process goes round the kinds that apply to it.
 """
 
 from __future__ import annotations
@@ -127,8 +127,9 @@ def make_plan(seed: int, faults: int, topology: Topology, lease_s: float, *, clo
     pairs: list[tuple[Target, Phase]] = []
     while len(pairs) < usual:
         targets, phases = rng.sample(targets_here, len(targets_here)), rng.sample(PHASES, len(PHASES))
-        if targets.index("environment") >= len(PHASES):
-            targets.reverse()
+        if (place := targets.index("environment")) >= (first := min(usual, len(PHASES))):
+            chosen = rng.randrange(first)
+            targets[place], targets[chosen] = targets[chosen], targets[place]
         for turn in rng.sample(range(len(PHASES)), len(PHASES)):
             pairs += [(target, phases[(place + turn) % len(PHASES)]) for place, target in enumerate(targets)]
     drawn = [(decks[target].draw(), target, phase) for target, phase in pairs[:usual]]

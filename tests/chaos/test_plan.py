@@ -46,6 +46,14 @@ def test_five_faults_hit_every_phase_and_five_processes_the_environment_among_th
 
 
 @pytest.mark.parametrize("seed", range(20))
+def test_three_faults_hit_three_phases_and_three_processes_the_environment_among_them(seed: int) -> None:
+    for topology in TOPOLOGIES:
+        plan = make_plan(seed, 3, topology)
+        assert len({fault.target for fault in plan}) == len({fault.phase for fault in plan}) == 3
+        assert "environment" in {fault.target for fault in plan}
+
+
+@pytest.mark.parametrize("seed", range(20))
 def test_the_trainer_that_wakes_up_beside_its_successor_was_frozen_while_it_wrote_a_checkpoint(seed: int) -> None:
     rivals = [fault.phase for fault in make_plan(seed, 31, "embedded", lease_s=3.0) if fault.kind == "rival"]
     assert not rivals or rivals[0] == "checkpoint"

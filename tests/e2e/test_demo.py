@@ -152,6 +152,7 @@ def test_its_checkpoint_is_exported_evaluated_and_served(demo: Demo, tmp_path: P
 
     sums = tmp_path / "sums.jsonl"
     sums.write_text("".join(json.dumps({"input": f"4{i}+3", "output": str(43 + i)}) + "\n" for i in range(8)))
+    before = {path.name for path in demo.folder.iterdir()}
     evaluated = headrace_process(
         *("eval", demo.folder, "validation", sums, "--samples", 4, "--temperature", 1, "--json", results),
         *("--set", "data.validation.0.size=100"),
@@ -159,12 +160,17 @@ def test_its_checkpoint_is_exported_evaluated_and_served(demo: Demo, tmp_path: P
         cwd=demo.folder.parent,  # where the run was started, and its my_env.py is
     )
     assert evaluated.returncode == 0, evaluated.stderr
+    assert "108 of 108 prompts have ended (108 evaluated)" in evaluated.stdout
+    assert "pass@4" in evaluated.stdout
     found = json.loads(results.read_text())
-    assert found["model"] == f"demo@{STEPS}"
-    assert {name: (each["evaluated"], each["failed"]) for name, each in found["data_sets"].items()} == {
-        "validation": (100, 0),
-        "sums": (8, 0),
-    }
+    assert (found["model"], found["samples"], found["temperature"]) == (f"demo@{STEPS}", 4, 1.0)
+    assert {
+        name: (each["evaluated"], each["failed"], each["samples"]) for name, each in found["data_sets"].items()
+    } == {"validation": (100, 0, 4), "sums": (8, 0, 4)}
+    folder = Path(found["folder"])
+    assert folder.parent == demo.folder / "evals"
+    assert (folder / "logs" / "val_data_step0.jsonl.gz").exists()
+    assert {path.name for path in demo.folder.iterdir()} == before | {"evals"}, "the run itself is as it was"
     validation = found["data_sets"]["validation"]
     assert 0.3 < validation["pass_at"]["1"] < validation["pass_at"]["4"] <= 1
     assert validation["pass_at"]["1"] == pytest.approx(validation["reward"]), "the demo's rewards are 0 and 1"

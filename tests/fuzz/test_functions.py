@@ -44,6 +44,14 @@ def whole(value: Any) -> bool:
     )
 
 
+def is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 # What the parsers of _args.lua take, said once more.
 TAKEN: dict[str, Callable[[Any], bool]] = {
     "natural": whole,
@@ -51,7 +59,7 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
     "finite": lambda value: type(value) in (int, float) and math.isfinite(value),
     "number": lambda value: type(value) in (int, float),
     "name": lambda value: isinstance(value, str) and NAME.fullmatch(value) is not None,
-    "text": lambda value: isinstance(value, str) and value.encode(errors="replace").decode() == value,
+    "text": lambda value: isinstance(value, str) and is_utf8(value.encode(errors="surrogateescape")),
     "flag": lambda value: isinstance(value, bool),
     "map": lambda value: isinstance(value, dict | list),
 }

@@ -50,6 +50,7 @@ def start(run: Path, *arguments: object, **services: str) -> subprocess.Popen[by
         return subprocess.Popen(command, stdout=out, stderr=err, env={**environ, "OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.nightly  # tests/e2e evaluates a checkpoint on the real services every day, unit tests say what NAME@0 is
 def test_an_initial_model_is_evaluated_on_several_sets_and_nothing_is_left(run: Path) -> None:
     sums, results = run.parent / "sums.jsonl", run.parent / "results.json"
     sums.write_text("".join(json.dumps({"input": f"{i}+1", "output": str(i + 1)}) + "\n" for i in range(5)))

@@ -1,6 +1,6 @@
 """Whole refits: a trainer's weights, the real buffer, and real vLLM replicas in processes of their own.
 
-An engine takes 30 CPU seconds to start. So the tests share four, each test in a run of its own: every run begins with a refit, which
+An engine takes 30 CPU seconds to start. So the tests share three, each test in a run of its own: every run begins with a refit, which
 makes nothing of what an engine computed with before.
 """
 
@@ -29,6 +29,7 @@ from headrace.replay.connection import open_redis
 from headrace.weights.probe import choose_token_ids
 from headrace.weights.rendezvous import Rendezvous
 from headrace_services.trainer.control.weight_sender import RefitReport, WeightSender
+from tests.support.small_replica import SmallReplica, installed, running
 from tests.support.source_model import SourceModel
 
 ROOT = Path(__file__).parents[3]
@@ -149,8 +150,9 @@ class Run:
 
     def __init__(self, engines: Engines, replay: ReplayClient, model: str) -> None:
         self.replay = replay
-        self.source = SourceModel(engines.models[model])
-        self.sender = WeightSender(Config.model_validate(settings(engines.models[model])), replay)
+        self.model = engines.models[model]
+        self.source = SourceModel(self.model)
+        self.sender = WeightSender(Config.model_validate(settings(self.model)), replay)
         self._engines = engines
 
     async def join(self, engine: str, name: str | None = None) -> Replica:
@@ -260,7 +262,8 @@ async def test_a_stale_packed_head_is_refused_though_names_and_weights_agree(run
 
 
 async def test_a_replica_that_hangs_in_the_middle_is_left_out_and_generates_nothing_afterwards(run: Run) -> None:
-    _, b = await asyncio.gather(run.join("a"), run.join("b"))
+    # nothing has changed since this run's beginning, for which the stale head is right
+    _, b = await asyncio.gather(run.join("a"), run.join("stale", "b"))
     run.source.during[3] = lambda: b.signal(signal.SIGSTOP)
     try:
         report = await run.refit(0)
@@ -291,9 +294,12 @@ async def test_a_replica_killed_in_the_middle_costs_one_retry_and_a_late_one_get
     assert states["a"] == ("HEALTHY", 1)
     assert states.get("b", ("DEAD", 0))[0] == "DEAD"
 
-    late = await run.join("b", "late")
-    assert (await run.states())["late"][0] == "STALE"
-    report = await run.refit(1)
-    assert set(report.verified) == {"a", "late"}
-    done = await late.generate(run.source.probe_ids[:10].tolist(), 8)
-    assert done["spans"] == [["1", 0, 8]]
+    # no engine of its own: rollout/test_service.py has one that joins late
+    late = SmallReplica(run.replay, run.model)
+    async with running(late.run()):
+        while late.id not in await run.states():
+            await run.replay.wait_epoch(0.1)
+        assert (await run.states())[late.id][0] == "STALE"
+        report = await run.refit(1)
+        assert set(report.verified) == {"a", late.id}
+        await installed(late, 1)
