@@ -86,8 +86,16 @@ def _parser(found: re.Match[str]) -> Callable[[Any], bool]:
         return lambda value: isinstance(value, str) and value in allowed
     if kind == "list_of":
         limit, each = 256 * int(most.removesuffix("BATCH").strip(" *") or 1), TAKEN[of_each]
-        return lambda value: value == {} or (isinstance(value, list) and _fits(value, limit, each))
+        return lambda value: (entries := _as_list(value)) is not None and _fits(entries, limit, each)
     return TAKEN.get(kind, lambda value: True)
+
+
+def _as_list(value: Any) -> list[Any] | None:
+    """What Lua finds of it from 1 on, if it is a list to Lua: a map is one if its keys say so."""
+    if isinstance(value, dict):
+        present = {key: entry for key, entry in value.items() if entry is not None}
+        return [present[key] for key in sorted(present)] if present.keys() == set(range(1, len(present) + 1)) else None
+    return value if isinstance(value, list) else None
 
 
 def _fits(entries: list[Any], limit: int, each: Callable[[Any], bool]) -> bool:
