@@ -31,7 +31,7 @@ CHAIN, LOCK, STATE = "chain.jsonl", ".trainer.lock", "state.json"
 
 _PUBLISHED = re.compile(r"step_(0|[1-9][0-9]*)")
 # version, timeline; builds that knew no chain named no timeline
-_UNFINISHED = re.compile(r"\.unfinished-(?:step_|removed-)([0-9]+)(?:-([A-Za-z0-9_-]+))?")
+_UNFINISHED = re.compile(r"\.unfinished-(?:step_|leaving_|removed-)([0-9]+)(?:-([A-Za-z0-9_-]+))?")
 
 
 class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,6 +131,10 @@ def policy_of(folder: Path, version: int) -> Path:
 
 def unfinished_name(version: int, timeline: str) -> str:
     return f".unfinished-step_{version}-{timeline}"
+
+
+def leaving_name(version: int, timeline: str) -> str:
+    return f".unfinished-leaving_{version}-{timeline}"
 
 
 def read_chain(folder: Path) -> list[Start]:

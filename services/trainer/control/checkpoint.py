@@ -190,7 +190,7 @@ class Checkpoints:
             folders.append_start(self._folder, Start(timeline, version))
             self._remove_remains(timeline)
             for off in folders.abandoned(self._folder):
-                self._set_aside(off)
+                self._set_aside(off, timeline)
 
     def published(self) -> list[int]:
         """Versions that a trainer may go on from, oldest first."""
@@ -227,7 +227,7 @@ class Checkpoints:
         self.require_newest(timeline)
         unfinished = self.unfinished(version, timeline)
         with _disk_errors(self._folder):
-            self._make_way(version)
+            self._make_way(version, timeline)
             self._remove_remains(timeline)
             unfinished.mkdir()
         return unfinished
@@ -260,7 +260,7 @@ class Checkpoints:
             (unfinished / STATE).write_text(state.model_dump_json(indent=2))
             _fsync_all(unfinished)
             self.require_newest(state.timeline)
-            self._make_way(state.version)
+            self._make_way(state.version, state.timeline)
             unfinished.rename(final)
             fsync(self._folder)
             self.require_newest(state.timeline)
@@ -302,7 +302,7 @@ class Checkpoints:
         A trainer may be frozen anywhere in here and wake up after its successor has begun. So what it removes goes into an unfinished
         folder that it made while it was the newest: a successor removes that one as it starts, and nothing can be moved there any more.
         """
-        try:
+        with self._while_newest(timeline):
             metrics = {version: self.state(version).metrics for version in self.published()}
             for version in set(superseded(metrics, self._settings)) - set(keep):
                 removed = self.unfinished(version, timeline)
@@ -310,9 +310,6 @@ class Checkpoints:
                 self.require_newest(timeline)
                 self.path(version).rename(removed / "checkpoint")  # half of it must never be found under its name
                 shutil.rmtree(removed)
-        except (FileNotFoundError, ServiceError):
-            self.require_newest(timeline)  # a successor that removed what was to be read or moved is the reason
-            raise
 
     def require_newest(self, timeline: str) -> None:
         """Raises `ServiceError` unless the newest start in the chain is this timeline's."""
@@ -329,27 +326,42 @@ class Checkpoints:
                 "checkpoint"
             )
 
-    def _make_way(self, version: int) -> None:
+    def _make_way(self, version: int, timeline: str) -> None:
         """Set the checkpoint of this version aside if it is off the chain. Raises `ServiceError` if it isn't."""
         if version in folders.abandoned(self._folder):
-            self._set_aside(version)
+            self._set_aside(version, timeline)
         if self.path(version).exists():
             raise ServiceError(
                 f"checkpoint {self.path(version)} exists already; remove it, or set checkpointing.checkpoint_dir to a "
                 "folder of this run's own"
             )
 
-    def _set_aside(self, version: int) -> None:
-        """Nothing is deleted: no trainer chooses it under its new name."""
-        timeline = self.state(version).timeline
-        aside = self._folder / f"abandoned-step_{version}-{timeline}"
+    def _set_aside(self, version: int, timeline: str) -> None:
+        """No trainer chooses it under its new name. It goes there by an unfinished folder, for the reason that `_retain` gives."""
+        with self._while_newest(timeline):
+            abandoned = self.state(version).timeline
+            aside = self._folder / f"abandoned-step_{version}-{abandoned}"
+            leaving = self._folder / folders.leaving_name(version, timeline)
+            leaving.mkdir()
+            self.require_newest(timeline)
+            self.path(version).rename(leaving / "checkpoint")
+            (leaving / "checkpoint").rename(aside)
+            leaving.rmdir()
         log.warning(
             "checkpoint %d was published by a trainer (timeline %s) after another had taken over: set aside as %s",
             version,
-            timeline,
+            abandoned,
             aside,
         )
-        self.path(version).rename(aside)
+
+    @contextlib.contextmanager
+    def _while_newest(self, timeline: str) -> Iterator[None]:
+        """Where a file or folder is missing, a successor that has removed it is the reason, if there is one."""
+        try:
+            yield
+        except (FileNotFoundError, ServiceError):
+            self.require_newest(timeline)
+            raise
 
     def _remove_remains(self, timeline: str) -> None:
         names = [path.name for path in self._folder.glob(".unfinished-*")]

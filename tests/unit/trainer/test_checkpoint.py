@@ -184,8 +184,8 @@ class FrozenInPublish(Checkpoints):
 
     meanwhile: Callable[[], None]
 
-    def _make_way(self, version: int) -> None:
-        super()._make_way(version)
+    def _make_way(self, version: int, timeline: str) -> None:
+        super()._make_way(version, timeline)
         self.meanwhile()
 
 
@@ -339,6 +339,48 @@ def test_a_trainer_frozen_anywhere_in_retention_touches_nothing_of_its_successor
         assert contents(folder) == kept, f"frozen before file operation {before}"
         assert said == "" or "timeline old is not the newest of the chain" in said
     assert before > 10
+
+
+class FrozenInSetAside(Checkpoints):
+    before: int
+    meanwhile: Callable[[], None]
+
+    def _set_aside(self, *args: Any) -> None:
+        with frozen_before(self.before, self.meanwhile):
+            super()._set_aside(*args)
+
+
+def test_a_trainer_frozen_anywhere_while_it_sets_a_checkpoint_aside_touches_nothing_of_its_successor(
+    tmp_path: Path,
+) -> None:
+    """The successor publishes another checkpoint of the version that was abandoned."""
+    for before in itertools.count():
+        folder = tmp_path / str(before)
+        new, old = Checkpoints(folder, CheckpointingConfig()), FrozenInSetAside(folder, CheckpointingConfig())
+        new.start("first", 0)
+        write(new.begin(2, "first"), 2)
+        new.publish(of("first", 2), {})
+        kept: dict[Path, bytes] = {}
+
+        def take_over(folder: Path = folder, new: Checkpoints = new, kept: dict[Path, bytes] = kept) -> None:
+            new.start("new", 0)
+            write(new.begin(2, "new"), 2)
+            new.publish(of("new", 2), {})
+            kept |= contents(folder)
+
+        old.before, old.meanwhile = before, take_over
+        said = ""
+        try:
+            old.start("old", 0)
+        except ServiceError as error:
+            said = str(error)
+        if not kept:
+            break  # there are no more file operations
+        assert contents(folder) == kept, f"frozen before file operation {before}"
+        assert said == "" or "timeline old is not the newest of the chain" in said
+        new.start("last", 2)
+        assert not list(folder.glob(".unfinished-*"))
+    assert before > 5
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
