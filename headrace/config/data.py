@@ -37,17 +37,24 @@ OWN = ("validation", "train")
 
 
 class DataSourceConfig(Section):
-    """One data set: a built-in generator or a known set of the hub by `dataset_name`, a JSONL file or any set of the hub by
+    """One data set: a built-in generator or a known set of the hub by `dataset_name`, a file, a folder or any set of the hub by
     `data_path`."""
 
     dataset_name: Generator | HubName | None = None
     data_path: str | None = Field(
-        None, description="a JSONL file, one problem a line, or owner/name of a data set on the hub"
+        None,
+        description="a JSONL file with one problem a line, a JSON list or a Parquet file, a folder that datasets can load, or owner/name "
+        "of a data set on the hub",
     )
     input_key: str = Field(
-        "input", description="field of a line that holds the problem: text, or a list of chat messages"
+        "input",
+        description="field of a row that holds the problem: text, or a list of chat messages; dots lead into nested fields",
     )
-    output_key: str = Field("output", description="field of a line that holds the expected answer")
+    output_key: str | None = Field(
+        "output",
+        description="field of a row that holds the expected answer; null: the last message of the problem if it is the assistant's, else "
+        "there is none",
+    )
     task: str | None = Field(None, description="reasoning_gym: name of the task")
     task_config: dict[str, Any] = Field({}, description="reasoning_gym: arguments of the task; arithmetic: digits")
     size: int = Field(1000, ge=1, description="problems to generate, before duplicates are removed")

@@ -91,9 +91,9 @@ def test_any_set_is_read_by_owner_and_name(place: Path) -> None:
         ({"dataset_name": "gsm8k", "split": "dev"}, r"openai/gsm8k \(subset main, split dev\) can't be read"),
         (
             {"data_path": "me/mine", "output_key": "b"},
-            "row 0 of me/mine has no field 'b' .it has question, answer.; or give",
+            "row 0 of me/mine: no field 'b' .output_key.; it has 'question', 'answer', and output_key can name another; or give",
         ),
-        ({"data_path": "me/mine", "input_key": "question", "output_key": "answer"}, "the answer is None"),
+        ({"data_path": "me/mine", "input_key": "question", "output_key": "answer"}, "field 'answer' is None, not text"),
     ],
     ids=["split", "field", "answer"],
 )
