@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -34,6 +36,8 @@ _FILE_TARGET = re.compile(r".+\.py:[A-Za-z_][A-Za-z0-9_]*")
 _ADDRESS_TARGET = re.compile(r"unix(-abstract)?:.+|.*[^:]:\d{1,5}")
 # the data sets of a run that `evaluate` knows by name
 OWN = ("validation", "train")
+# prompts in which data sets with weights come to their shares exactly
+LONGEST_ROUND = 10_000
 
 
 class DataSourceConfig(Section):
@@ -66,6 +70,13 @@ class DataSourceConfig(Section):
     )
     repeat: int | None = Field(
         None, ge=1, description="how often each problem is asked; null is once, and 16 times for AIME2024 to AIME2026"
+    )
+    weight: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="how many training prompts are drawn from this set, compared with the others; null is 1 beside sets with a weight. "
+        "Without any, all sets are one",
     )
     prompt_file: str | None = Field(
         None,
@@ -146,6 +157,37 @@ class DataConfig(Section):
                 name: {**default, **s} if isinstance(s, dict) else s for name, s in values["evaluate"].items()
             }
         return filled
+
+    @property
+    def shares(self) -> list[int] | None:
+        """How many prompts of a round each set of `train` gives, if one of them has a weight."""
+        if all(source.weight is None for source in self.train):
+            return None
+        # as they are written: 0.1 is a tenth
+        weights = [Fraction(str(source.weight or 1)) for source in self.train]
+        unit = Fraction(math.gcd(*(w.numerator for w in weights)), math.lcm(*(w.denominator for w in weights)))
+        return [int(weight / unit) for weight in weights]
+
+    @model_validator(mode="after")
+    def _weights_are_of_training(self) -> DataConfig:
+        for number, source in enumerate(self.validation):
+            if source.weight is not None:
+                raise ValueError(
+                    f"validation[{number}].weight {source.weight:g}: every problem of a validation set is asked; give weights to the sets "
+                    "of train alone"
+                )
+        if (shares := self.shares) is None:
+            return self
+        if self.use_multiple_dataloader:
+            raise ValueError(
+                "use_multiple_dataloader true draws as many prompts from every set; leave it out, or the weights of the sets"
+            )
+        if sum(shares) > LONGEST_ROUND:
+            shown = ", ".join(f"{source.weight or 1:g}" for source in self.train)
+            raise ValueError(
+                f"train: the weights {shown} come out even after {sum(shares)} prompts alone; round them, so that {LONGEST_ROUND} do"
+            )
+        return self
 
     @property
     def sources(self) -> list[DataSourceConfig]:

@@ -84,8 +84,8 @@ DATA = [
     *_source("data.default"),
     *refused(
         "the order of prompts is a function of the seed alone, so that a killed run trains none twice; custom iterators have a state "
-        "of their own. use_multiple_dataloader draws num_prompts_per_dataloader prompts from each set in turn; for other shares, list "
-        "a set more than once, with data.remove_duplicates false",
+        "of their own. use_multiple_dataloader draws num_prompts_per_dataloader prompts from each set in turn; for other shares, give "
+        "the sets weights (data.train.<number>.weight) instead",
         "data.custom_dataloader",
         fine=_custom_dataloader,
     ),

@@ -146,7 +146,9 @@ def test_a_bad_row_of_a_table_or_a_list_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"item 1 of .*t\.json: field 'output' is None, not text or a number"):
         read(write(tmp_path, "t.json", rows))
     dated = [{"input": "1", "output": "1", "at": datetime.date(2026, 1, 1)}]
-    with pytest.raises(ConfigError, match=r"row 0 of .*t\.parquet: field 'at' holds .*date.*; write it as text, or leave"):
+    with pytest.raises(
+        ConfigError, match=r"row 0 of .*t\.parquet: field 'at' holds .*date.*; write it as text, or leave"
+    ):
         read(write(tmp_path, "t.parquet", dated))
 
 
