@@ -34,7 +34,7 @@ from headrace.service import bind
 
 FOLDER = "evals"  # in the run's folder
 # what a data set on the command line takes from those of the run
-_SHARED = ("env_name", "input_key", "output_key", "prompt_file", "system_prompt", "system_prompt_file")
+_SHARED = ("env_name", "input_key", "output_key", "prompt_file", "system_prompt", "system_prompt_file", "processor")
 _HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -175,7 +175,8 @@ def _data_set(name: str, config: Config, overrides: Sequence[str]) -> tuple[str,
             f"{name}: no such data set; give {' or '.join(OWN)}, a JSONL file that is there, or one of the hub: "
             f"{', '.join(get_args(HubName))}, owner/name"
         )
-    shared = {key: _shared(name, key, config, overrides) for key in _SHARED}
+    keys = [key for key in _SHARED if key != "processor" or "data_path" in source]  # the rows of the others are known
+    shared = {key: _shared(name, key, config, overrides) for key in keys}
     # whole: what `data.default` says of another data set (its generator, its size) is not for this one
     return label, DataSourceConfig.model_validate(source | shared).model_dump(mode="json")
 

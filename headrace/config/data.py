@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from headrace.addresses import LOOPBACK, with_port
 from headrace.config.base import Section
@@ -27,7 +29,13 @@ HubName = Literal[
     "GSM8K",
     "OpenR1-Math-220k",
     "NuminaMath-1.5",
+    "HelpSteer3",
+    "squad",
+    "tulu3_sft_mixture",
 ]
+ProcessorName = Literal["multichoice_qa_processor"]
+# a function or class of the user's own, by its file or by its path
+OWN_CODE = re.compile(r".+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 # What `env.<name>.target` may be besides a gRPC address.
@@ -40,11 +48,23 @@ OWN = ("validation", "train")
 LONGEST_ROUND = 10_000
 
 
+def _known(name: str | None, names: Sequence[str], what: str) -> str | None:
+    if name is None or name in names or OWN_CODE.fullmatch(name):
+        return name
+    close = difflib.get_close_matches(name, names, 1, 0.6)
+    meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+    raise ValueError(f"{name!r} is no {what}; {meant}")
+
+
 class DataSourceConfig(Section):
     """One data set: a built-in generator or a known set of the hub by `dataset_name`, a file, a folder or any set of the hub by
     `data_path`."""
 
-    dataset_name: Generator | HubName | None = None
+    dataset_name: str | None = Field(
+        None,
+        description=f"{', '.join((*get_args(Generator), *get_args(HubName)))}; or a function or class of your own, FILE.py:NAME or "
+        "package.module.NAME, which is called with task_config and returns rows",
+    )
     data_path: str | None = Field(
         None,
         description="a JSONL file with one problem a line, a JSON list or a Parquet file, a folder that datasets can load, or owner/name "
@@ -60,7 +80,14 @@ class DataSourceConfig(Section):
         "there is none",
     )
     task: str | None = Field(None, description="reasoning_gym: name of the task")
-    task_config: dict[str, Any] = Field({}, description="reasoning_gym: arguments of the task; arithmetic: digits")
+    processor: str | None = Field(
+        None,
+        description="makes the row that input_key and output_key are fields of: a function of your own, FILE.py:NAME or "
+        "package.module.NAME, called with each row; or multichoice_qa_processor, for rows with question, options and answer",
+    )
+    task_config: dict[str, Any] = Field(
+        {}, description="reasoning_gym: arguments of the task; arithmetic: digits; arguments of a data set of your own"
+    )
     size: int = Field(1000, ge=1, description="problems to generate, before duplicates are removed")
     seed: int = Field(0, ge=0, description="of the generator, and of split_validation_size")
     subset: str | None = Field(None, description="of a set of the hub; null takes the usual one")
@@ -87,6 +114,16 @@ class DataSourceConfig(Section):
     system_prompt_file: str | None = Field(
         None, description="a file with the system prompt, in the place of system_prompt"
     )
+
+    @field_validator("dataset_name")
+    @classmethod
+    def _known_data_set(cls, name: str | None) -> str | None:
+        return _known(name, (*get_args(Generator), *get_args(HubName)), "data set; one of your own is FILE.py:NAME")
+
+    @field_validator("processor")
+    @classmethod
+    def _known_processor(cls, name: str | None) -> str | None:
+        return _known(name, get_args(ProcessorName), "processor; one of your own is FILE.py:NAME")
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSourceConfig:

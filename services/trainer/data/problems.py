@@ -17,7 +17,7 @@ from headrace_services.trainer.data.sources import Problem, on_the_hub, read, re
 
 log = logging.getLogger(__name__)
 
-_FILES = ("system_prompt_file", "prompt_file", "input_key", "output_key", "data_path")
+_FILES = ("system_prompt_file", "prompt_file", "input_key", "output_key", "data_path", "processor")
 
 
 def load_problems(data: DataConfig, left_out: Counter[str] | None = None) -> tuple[list[Problem], list[Problem]]:
@@ -81,7 +81,7 @@ def _own_problems(data: DataConfig, left_out: Counter[str] | None = None) -> tup
 
 def look_at(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     """What is wrong with the sources and their files, as (keys, message), from the first problem of each. Sets of the hub are not read, and
-    nothing is generated."""
+    nothing is generated but the first row of a data set of the user's own."""
     for part, sources in (("validation", data.validation), ("train", data.train)):
         for number, source in enumerate(sources):
             keys, key = ("data", part, str(number)), f"data.{part}[{number}]"

@@ -2,7 +2,7 @@
 
 A data set of the hub is read through `datasets`: a known one by `dataset_name`, any other by `data_path: owner/name`. It comes from the
 hub, from its cache (`HF_HOME`; `HF_HUB_OFFLINE=1` uses the cache alone), or from a local folder of that name. So is a folder by its path:
-one with data files, or one that `save_to_disk` wrote.
+one with data files, or one that `save_to_disk` wrote. `own_code.py` calls data sets and processors of the user's own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from headrace.config.data import DataSourceConfig
 from headrace.errors import CodecError, ConfigError
 from headrace.tagged_json import to_json
 from headrace.trajectory import Message
-from headrace_services.trainer.data import arithmetic, files
+from headrace_services.trainer.data import arithmetic, files, own_code, shapes
 
 _HUB_PATH = re.compile(r"^\w[\w.-]*/\w[\w.-]*(?<!\.jsonl)(?<!\.json)$")
 _AS_JSONL = "or give the data set as a JSONL file, by data_path, input_key and output_key"
@@ -42,7 +42,7 @@ class Problem:
 class HubDataset:
     """A data set of the hub and the fields of its rows. `question` and `answer` are field names; dots lead into nested fields. Without
     `answer` it is the last message of the conversation. With `after`, the answer is the text that follows `after` in its field. `subsets`
-    are read one after the other."""
+    are read one after the other. With `shape`, question and answer are fields of what it makes of a row."""
 
     path: str
     question: str
@@ -51,6 +51,7 @@ class HubDataset:
     subsets: tuple[str | None, ...] = (None,)
     after: str | None = None
     repeat: int = 1
+    shape: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 
 
 _GSM8K = HubDataset("openai/gsm8k", "question", "answer", subsets=("main",), after="####")
@@ -69,6 +70,9 @@ HUB_DATASETS: Mapping[str, HubDataset] = {
     "GSM8K": _GSM8K,
     "OpenR1-Math-220k": HubDataset("open-r1/OpenR1-Math-220k", "problem", "answer", subsets=("default",)),
     "NuminaMath-1.5": HubDataset("AI-MO/NuminaMath-1.5", "problem", "answer"),
+    "HelpSteer3": HubDataset("nvidia/HelpSteer3", "input", "output", subsets=("preference",), shape=shapes.helpsteer3),
+    "squad": HubDataset("rajpurkar/squad", "input", "output", shape=shapes.squad),
+    "tulu3_sft_mixture": HubDataset("allenai/tulu-3-sft-mixture", "messages", None),
 }
 
 
@@ -85,9 +89,11 @@ def read(source: DataSourceConfig, key: str, *, held_out: bool) -> Iterator[Prob
         return _arithmetic(source, key, held_out)
     if source.dataset_name == "reasoning_gym":
         return _reasoning_gym(source, key)
+    if source.dataset_name is not None:
+        return _own(source, key)
     raise ConfigError(
-        f"{key}: give dataset_name (arithmetic, reasoning_gym, {', '.join(HUB_DATASETS)}) or data_path (a JSONL or Parquet file, a folder, "
-        "or owner/name of a data set on the hub)"
+        f"{key}: give dataset_name (arithmetic, reasoning_gym, {', '.join(HUB_DATASETS)}, FILE.py:NAME) or data_path (a JSONL or Parquet "
+        "file, a folder, or owner/name of a data set on the hub)"
     )
 
 
@@ -152,13 +158,30 @@ def _reasoning_gym(source: DataSourceConfig, key: str) -> Iterator[Problem]:
 
 def _file(source: DataSourceConfig, key: str) -> Iterator[Problem]:
     """One problem a row: `input_key` is text or messages, `output_key` the answer; the other fields go to the environment."""
-    path = Path(source.data_path or "")
+    path, process = Path(source.data_path or ""), _processor(source, key)
     for where, row in files.rows(path, key):
         try:
-            problem = _problem_of_row(row, source, path.stem)
+            problem = _problem_of_row(process(row, where), source, path.stem)
         except ValueError as error:
             raise files.bad_row(where, error, key) from error
         yield problem
+
+
+def _own(source: DataSourceConfig, key: str) -> Iterator[Problem]:
+    name, process = source.dataset_name or "", _processor(source, key)
+    task = name.rpartition(":")[2].rpartition(".")[2]
+    for where, row in own_code.rows(name, source.task_config, f"{key}.dataset_name"):
+        try:
+            yield _problem_of_row(process(row, where), source, task)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}; correct the code that makes it") from error
+
+
+def _processor(source: DataSourceConfig, key: str) -> Callable[[Any, str], Any]:
+    """What makes a row of a row, given its place."""
+    if source.processor is None:
+        return lambda row, where: row
+    return shapes.PROCESSORS.get(source.processor) or own_code.processor(source.processor, f"{key}.processor")
 
 
 def _problem_of_row(row: Any, source: DataSourceConfig, task_name: str) -> Problem:
@@ -208,26 +231,36 @@ def _hub_dataset(source: DataSourceConfig) -> HubDataset:
 
 
 def _hub(source: DataSourceConfig, key: str) -> Iterator[Problem]:
-    known = _hub_dataset(source)
+    known, process = _hub_dataset(source), _processor(source, key)
     task = source.dataset_name or Path(source.data_path or "").name
     for subset in known.subsets if source.subset is None else (source.subset,):
         for number, row in enumerate(_load_hub_dataset(known.path, subset, source.split or known.split, key)):
             where = f"{key}: row {number} of {known.path}"
             try:
-                question, answer = _field(row, known.question, "input_key"), None
-                if known.answer is None:
-                    question, answer = _last_answer(question)
+                if source.processor is not None:
+                    yield _problem_of_row(process(row, where), source, task)
                 else:
-                    answer = _answer(_field(row, known.answer, "output_key"), known.answer)
-                if known.after is not None and answer is not None:
-                    if known.after not in answer:
-                        raise ValueError(f"the answer {answer!r:.80} has no {known.after!r}")
-                    answer = answer.rpartition(known.after)[2].strip()
-                info = {} if answer is None else {"answer": answer}
-                files.check_carried({known.question: question, **info})
-                yield _problem(source, question, info, task)
+                    yield _problem_of_hub_row(row, known, source, task)
             except ValueError as error:
                 raise ConfigError(f"{where}: {error}; {_AS_JSONL}") from error
+
+
+def _problem_of_hub_row(row: Mapping[str, Any], known: HubDataset, source: DataSourceConfig, task_name: str) -> Problem:
+    """The environment gets the answer alone. Raises `ValueError` saying what is wrong with the row."""
+    if known.shape is not None:
+        row = known.shape(row)
+    question, answer = _field(row, known.question, "input_key"), None
+    if known.answer is None:
+        question, answer = _last_answer(question)
+    else:
+        answer = _answer(_field(row, known.answer, "output_key"), known.answer)
+    if known.after is not None and answer is not None:
+        if known.after not in answer:
+            raise ValueError(f"the answer {answer!r:.80} has no {known.after!r}")
+        answer = answer.rpartition(known.after)[2].strip()
+    info = {} if answer is None else {"answer": answer}
+    files.check_carried({known.question: question, **info})
+    return _problem(source, question, info, task_name)
 
 
 def _load_hub_dataset(path: str, subset: str | None, split: str, key: str) -> Any:
