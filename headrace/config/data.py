@@ -107,7 +107,8 @@ class DataSourceConfig(Section):
     )
     prompt_file: str | None = Field(
         None,
-        description="text with {} where the problem goes, which is then what the user says; null asks the problem as it is",
+        description="text with {} where the problem goes, and {name} for other fields of the row, which is then what the user says; null "
+        "asks the problem as it is",
     )
     env_name: str | None = Field(None, description="the environment that scores; null takes `default.env_name`")
     system_prompt: str | None = None

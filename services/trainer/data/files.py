@@ -37,6 +37,8 @@ def bad_row(where: str, error: object, key: str) -> ConfigError:
 def check_carried(fields: dict[str, Any]) -> None:
     """Raise `ValueError` naming the field of a row that can't be carried to the buffer and to environments, as JSON and as msgpack."""
     for name, value in fields.items():
+        if not isinstance(name, str):
+            raise ValueError(f"field {name!r} has no text for a name; give it one")
         try:
             json.dumps({name: value}, allow_nan=False)
             msgspec.msgpack.encode({name: value})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from headrace import Sample
 from headrace.config.data import DataConfig
 from headrace.errors import ConfigError
-from headrace_services.trainer.data import Problem, files, load_problems
+from headrace.wire import sample_from_wire, sample_to_wire
+from headrace_services.trainer.data import Problem, digest_of, files, load_problems
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +132,38 @@ def test_what_can_t_be_carried_is_refused_with_its_line(tmp_path: Path, line: st
     path.write_text(f'{{"input": "1", "output": "1"}}\n{line}\n')
     with pytest.raises(ConfigError, match=rf"rows\.jsonl:2: .*{said}.*; correct or remove the line"):
         read(path)
+
+
+TEXT = st.text(st.characters(exclude_categories=()), max_size=8)  # surrogates, too
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(2**64) | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+CHATS = st.lists(st.dictionaries(st.sampled_from(["role", "content", "x"]), VALUES, max_size=3), max_size=3)
+LINES = st.fixed_dictionaries({"input": TEXT, "output": TEXT, "level": VALUES}) | st.fixed_dictionaries(
+    {"input": CHATS | VALUES, "output": VALUES}
+)
+
+
+@given(rows=st.lists(LINES | VALUES, max_size=3), torn=st.binary(max_size=6), answered=st.booleans())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_a_file_holds_its_line_is_named_or_its_problem_can_be_carried(
+    tmp_path: Path, rows: list[Any], torn: bytes, answered: bool
+) -> None:
+    path = tmp_path / "hostile.jsonl"
+    path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows) + torn)
+    problems, refused = [], ""
+    try:
+        problems = read(path, output_key="output" if answered else None)
+    except ConfigError as error:
+        refused = str(error)
+    said = r"hostile\.jsonl(:\d+: .*; correct or remove the line|: can't be read)|no problem to train"
+    assert bool(problems) != bool(re.search(said, refused)), refused
+    digest_of(problems, [])
+    for problem in problems:
+        sample = Sample("", problem.extra_env_info, messages=problem.messages, environment="e")
+        assert sample_from_wire(sample_to_wire(sample)).extra_env_info == problem.extra_env_info
 
 
 def test_a_line_that_is_no_line_of_prompts_is_not_read_to_its_end(

@@ -170,15 +170,39 @@ def test_prompt_and_system_prompt_come_from_files(place: Path, end: str) -> None
     [
         (None, "prompt_file cot.txt: can't be read"),
         ("no place", "prompt_file cot.txt: nothing says where the problem goes; write {} there"),
-        ("{} \\boxed{x}", "prompt_file cot.txt: KeyError.*write {} where the problem goes, and {{ and }} for braces"),
+        (
+            "{} \\boxed{x}",
+            "prompt_file cot.txt: {x} names no field of questions, which has 'answer'; .* {{ and }} for braces",
+        ),
+        (
+            "{} \\boxed{",
+            "prompt_file cot.txt: ValueError.*write {} where the problem goes, .* and {{ and }} for braces",
+        ),
+        ("{} {x.y}", "prompt_file cot.txt: .*write {} where the problem goes"),
+        ("{0} {1}", "prompt_file cot.txt: IndexError"),
+        ("{} {}", "prompt_file cot.txt: IndexError"),
     ],
-    ids=["missing", "without", "braces"],
+    ids=["missing", "without", "field", "braces", "attribute", "number", "twice"],
 )
 def test_a_prompt_file_that_cant_be_used_is_refused(place: Path, text: str | None, said: str) -> None:
     if text is not None:
         (place / "cot.txt").write_text(text)
     with pytest.raises(ConfigError, match=said):
         load_problems(data(train={"data_path": lines(place, "1?"), "prompt_file": "cot.txt"}))
+
+
+def test_a_prompt_file_may_name_other_fields_which_tell_problems_apart(place: Path) -> None:
+    (place / "with.txt").write_text("{passage}\n\n{}")
+    path = place / "passages.jsonl"
+    rows = [("What is it?", "It is red."), ("What is it?", "It is {blue}."), ("What is it?", "It is red.")]
+    path.write_text("".join(json.dumps({"input": q, "passage": p, "output": "1"}) + "\n" for q, p in rows))
+    source = {"data_path": str(path), "prompt_file": "with.txt"}
+    train, _ = load_problems(data(train=source))
+    assert [q for q, _ in asked(train)] == ["It is red.\n\nWhat is it?", "It is {blue}.\n\nWhat is it?"]
+    held = place / "held.jsonl"
+    held.write_text(path.read_text().splitlines()[1] + "\n")
+    train, _ = load_problems(data(train=source, validation={**source, "data_path": str(held)}))
+    assert [q for q, _ in asked(train)] == ["It is red.\n\nWhat is it?"]
 
 
 def test_a_share_of_the_training_set_is_held_out_by_seed(place: Path) -> None:
