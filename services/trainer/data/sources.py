@@ -21,7 +21,7 @@ from headrace.tagged_json import to_json
 from headrace.trajectory import Message
 from headrace_services.trainer.data import arithmetic, files, own_code, shapes
 
-_HUB_PATH = re.compile(r"^\w[\w.-]*/\w[\w.-]*(?<!\.jsonl)(?<!\.json)$")
+_HUB_PATH = re.compile(r"^\w[\w.-]*/\w[\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.parquet)$")
 _AS_JSONL = "or give the data set as a JSONL file, by data_path, input_key and output_key"
 
 
