@@ -86,13 +86,9 @@ async def attach_environment(
 
 
 @contextlib.asynccontextmanager
-async def start_environment(
-    path: Path, port: int = 0, *arguments: str, program: str = sys.executable
-) -> AsyncIterator[Process]:
+async def start_environment(path: Path, port: int = 0, *, program: str = sys.executable) -> AsyncIterator[Process]:
     """Starts a file of Python, or of `program`, that serves an environment and logs where; ends it by SIGKILL if the test did not."""
-    process = await asyncio.create_subprocess_exec(
-        program, path, "--port", str(port), *arguments, stderr=asyncio.subprocess.PIPE
-    )
+    process = await asyncio.create_subprocess_exec(program, path, "--port", str(port), stderr=asyncio.subprocess.PIPE)
     try:
         yield Process(process, await asyncio.wait_for(_logged_port(process), WAIT_S))
     finally:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from jinja2 import TemplateError
 
 from headrace.config import Config
 from headrace.errors import ConfigError
@@ -101,7 +102,13 @@ class Prompts:
             yield problem, self._builder.encode(problem)
 
     def _fitting(self, problems: list[Problem], key: str) -> list[Problem]:
-        """The problems of `key` that fit. Raises `ConfigError` for others, unless they are to be left out and some are left."""
+        """The problems of `key` that fit. Raises `ConfigError` for others, unless they are to be left out and some are left; and for
+        messages that the chat template refuses."""
+        # it does so for their roles; to encode each problem would take as long as the run asks for them
+        for problem in {
+            tuple(message["role"] for message in problem.messages): problem for problem in problems
+        }.values():
+            self._builder.encode(problem)
         found = [(problem, self._builder.too_long(problem)) for problem in problems]
         fitting = [problem for problem, reason in found if reason is None]
         numbered = self._config.data.evaluate is None  # the sources of an evaluation have names
@@ -210,14 +217,23 @@ class GroupBuilder:
         )
 
     def encode(self, problem: Problem) -> list[int]:
-        """The token ids of the prompt."""
-        ids: list[int] = self._tokenizer.apply_chat_template(
-            list(problem.messages),
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            **self._config.policy.tokenizer.chat_template_kwargs,
-        )
+        """The token ids of the prompt. Raises `ConfigError` if the chat template has no form for its messages: some take no system prompt,
+        others no two messages of one role after another."""
+        try:
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                list(problem.messages),
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                **self._config.policy.tokenizer.chat_template_kwargs,
+            )
+        except (TemplateError, TypeError) as error:
+            key, name = self._config.tokenizer
+            roles = ", ".join(message["role"] for message in problem.messages)
+            raise ConfigError(
+                f"the chat template of {name} ({key}) refuses the prompt of {problem.task_name} problem {problem.index}, with messages of "
+                f"{roles}: {error}; correct the data or policy.tokenizer.chat_template_kwargs, or choose another tokenizer"
+            ) from error
         return ids
 
     @functools.cached_property

@@ -146,12 +146,16 @@ async def test_served_it_scores(node: Path) -> None:
 
 
 @pytest.mark.parametrize(("token", "status"), [("own", "SCORED"), ("foreign", "NOT_STARTED")])
-async def test_served_it_answers_who_has_its_token_alone(node: Path, tmp_path: Path, token: str, status: str) -> None:
+async def test_served_it_answers_who_has_its_token_alone(
+    node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str, status: str
+) -> None:
+    """`headrace up`, which starts it as a `command`, says by this variable whom it answers."""
     tokens, mine = tmp_path / "credentials", tmp_path / "mine"
     tokens.write_text("scorer judge\noperator boss\nenvironment exact own\n")
     tokens.chmod(0o600)
     mine.write_text(f"environment exact {token}\n")
-    served = start_environment(node / "served.js", 0, "--token-file", str(mine), program="node")
+    monkeypatch.setenv("ENVIRONMENT_TOKEN_FILE", str(mine))
+    served = start_environment(node / "served.js", program="node")
     async with served as process, start_hub({"exact": {"target": process.target}}, tokens) as hub:
         (score,) = await hub.score([exact("132")])
         assert score.status == status
