@@ -46,7 +46,7 @@ def load(target: str) -> Environment:
     """
     check(target)
     path, name = _parts(target)
-    made = getattr(_module(target, path), name, None)
+    made = getattr(run_file(target, path), name, None)
     if not (isinstance(made, type) and issubclass(made, Environment)):
         raise ConfigError(
             f"{target}: {name} is {made!r:.80}, not a subclass of headrace.Environment; derive the class from it"
@@ -68,7 +68,8 @@ def _parts(target: str) -> tuple[Path, str]:
     return Path(file), name
 
 
-def _module(target: str, path: Path) -> ModuleType:
+def run_file(target: str, path: Path) -> ModuleType:
+    """Run the file, which `target` named. Raises `ConfigError`, with the traceback of what it raised."""
     specification = importlib.util.spec_from_file_location(path.stem, path.absolute())
     assert specification is not None
     assert specification.loader is not None

@@ -21,6 +21,7 @@ from headrace.cli import (
     common,
     config,
     credentials,
+    data,
     env,
     environment,
     evaluate,
@@ -154,6 +155,7 @@ for service_name, service_help in SERVICES.items():
 app.command()(environment.environment)
 app.add_typer(env.app, name="env")
 app.add_typer(config.app, name="config")
+app.add_typer(data.app, name="data")
 app.add_typer(groups.app, name="groups")
 app.add_typer(run_list.app, name="runs")
 app.command(name="replay-step")(replay_step)

@@ -34,7 +34,7 @@ from headrace.service import bind
 
 FOLDER = "evals"  # in the run's folder
 # what a data set on the command line takes from those of the run
-_SHARED = ("env_name", "input_key", "output_key", "prompt_file", "system_prompt", "system_prompt_file")
+_SHARED = ("env_name", "input_key", "output_key", "prompt_file", "system_prompt", "system_prompt_file", "processor")
 _HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -52,7 +52,8 @@ def evaluate(
         list[str] | None,
         typer.Argument(
             metavar="[DATA]…",
-            help="`validation` (the default) and `train` of the run, JSONL files, data sets of the hub (gsm8k, owner/name).",
+            help="`validation` (the default) and `train` of the run, JSONL and Parquet files, folders, data sets of the hub (gsm8k, "
+            "owner/name).",
             show_default=False,
         ),
     ] = None,
@@ -159,23 +160,24 @@ def _data_set(name: str, config: Config, overrides: Sequence[str]) -> tuple[str,
     if name in OWN:
         held_out = bool(data.validation) or any(source.split_validation_size for source in data.train)
         if not (held_out if name == OWN[0] else data.train):
-            raise ConfigError(
-                f"{name}: the configuration has no data.{name}; name a JSONL file or a data set of the hub"
-            )
+            raise ConfigError(f"{name}: the configuration has no data.{name}; name a file or a data set of the hub")
         return name, None
-    label = runs.plain(Path(name).stem if Path(name).is_file() else name.rpartition("/")[2])[:56]
+    label = runs.plain(Path(name).stem if Path(name).is_file() else Path(name).name)[:56]
     if Path(name).is_file():
         source: dict[str, Any] = {"data_path": str(Path(name).absolute())}
     elif name in get_args(HubName):
         source = {"dataset_name": name}
-    elif _HUB.fullmatch(name) and not name.endswith((".jsonl", ".json")):
+    elif Path(name).is_dir():
+        source = {"data_path": str(Path(name).absolute())}
+    elif _HUB.fullmatch(name) and not name.endswith((".jsonl", ".json", ".parquet")):
         source = {"data_path": name}
     else:
         raise ConfigError(
-            f"{name}: no such data set; give {' or '.join(OWN)}, a JSONL file that is there, or one of the hub: "
+            f"{name}: no such data set; give {' or '.join(OWN)}, a file or folder that is there, or one of the hub: "
             f"{', '.join(get_args(HubName))}, owner/name"
         )
-    shared = {key: _shared(name, key, config, overrides) for key in _SHARED}
+    keys = [key for key in _SHARED if key != "processor" or "data_path" in source]  # the rows of the others are known
+    shared = {key: _shared(name, key, config, overrides) for key in keys}
     # whole: what `data.default` says of another data set (its generator, its size) is not for this one
     return label, DataSourceConfig.model_validate(source | shared).model_dump(mode="json")
 

@@ -77,10 +77,11 @@ FREE = (
     "data.default.data_path",
     "data.default.prompt_file",
     "data.default.system_prompt_file",
+    "data.default.processor",
     *(
         f"data.{part}.*.{key}"
         for part in ("train", "validation")
-        for key in ("data_path", "prompt_file", "system_prompt_file")
+        for key in ("data_path", "prompt_file", "system_prompt_file", "processor")
     ),
     "env.*.target",
     "env.*.command",

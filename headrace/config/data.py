@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 import re
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from headrace.addresses import LOOPBACK, with_port
 from headrace.config.base import Section
@@ -25,7 +29,13 @@ HubName = Literal[
     "GSM8K",
     "OpenR1-Math-220k",
     "NuminaMath-1.5",
+    "HelpSteer3",
+    "squad",
+    "tulu3_sft_mixture",
 ]
+ProcessorName = Literal["multichoice_qa_processor"]
+# a function or class of the user's own, by its file or by its path
+OWN_CODE = re.compile(r".+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 # What `env.<name>.target` may be besides a gRPC address.
@@ -34,22 +44,50 @@ _FILE_TARGET = re.compile(r".+\.py:[A-Za-z_][A-Za-z0-9_]*")
 _ADDRESS_TARGET = re.compile(r"unix(-abstract)?:.+|.*[^:]:\d{1,5}")
 # the data sets of a run that `evaluate` knows by name
 OWN = ("validation", "train")
+# prompts in which data sets with weights come to their shares exactly
+LONGEST_ROUND = 10_000
+
+
+def _known(name: str | None, names: Sequence[str], what: str) -> str | None:
+    if name is None or name in names or OWN_CODE.fullmatch(name):
+        return name
+    close = difflib.get_close_matches(name, names, 1, 0.6)
+    meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+    raise ValueError(f"{name!r} is no {what}; {meant}")
 
 
 class DataSourceConfig(Section):
-    """One data set: a built-in generator or a known set of the hub by `dataset_name`, a JSONL file or any set of the hub by
+    """One data set: a built-in generator or a known set of the hub by `dataset_name`, a file, a folder or any set of the hub by
     `data_path`."""
 
-    dataset_name: Generator | HubName | None = None
+    dataset_name: str | None = Field(
+        None,
+        description=f"{', '.join((*get_args(Generator), *get_args(HubName)))}; or a function or class of your own, FILE.py:NAME or "
+        "package.module.NAME, which is called with task_config and returns rows",
+    )
     data_path: str | None = Field(
-        None, description="a JSONL file, one problem a line, or owner/name of a data set on the hub"
+        None,
+        description="a JSONL file with one problem a line, a JSON list or a Parquet file, a folder that datasets can load, or owner/name "
+        "of a data set on the hub",
     )
     input_key: str = Field(
-        "input", description="field of a line that holds the problem: text, or a list of chat messages"
+        "input",
+        description="field of a row that holds the problem: text, or a list of chat messages; dots lead into nested fields",
     )
-    output_key: str = Field("output", description="field of a line that holds the expected answer")
+    output_key: str | None = Field(
+        "output",
+        description="field of a row that holds the expected answer; null: the last message of the problem if it is the assistant's, else "
+        "there is none",
+    )
     task: str | None = Field(None, description="reasoning_gym: name of the task")
-    task_config: dict[str, Any] = Field({}, description="reasoning_gym: arguments of the task; arithmetic: digits")
+    processor: str | None = Field(
+        None,
+        description="makes the row that input_key and output_key are fields of: a function of your own, FILE.py:NAME or "
+        "package.module.NAME, called with each row; or multichoice_qa_processor, for rows with question, options and answer",
+    )
+    task_config: dict[str, Any] = Field(
+        {}, description="reasoning_gym: arguments of the task; arithmetic: digits; arguments of a data set of your own"
+    )
     size: int = Field(1000, ge=1, description="problems to generate, before duplicates are removed")
     seed: int = Field(0, ge=0, description="of the generator, and of split_validation_size")
     subset: str | None = Field(None, description="of a set of the hub; null takes the usual one")
@@ -60,15 +98,33 @@ class DataSourceConfig(Section):
     repeat: int | None = Field(
         None, ge=1, description="how often each problem is asked; null is once, and 16 times for AIME2024 to AIME2026"
     )
+    weight: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="how many training prompts are drawn from this set, compared with the others; null is 1 beside sets with a weight. "
+        "Without any, all sets are one",
+    )
     prompt_file: str | None = Field(
         None,
-        description="text with {} where the problem goes, which is then what the user says; null asks the problem as it is",
+        description="text with {} where the problem goes, and {name} for other fields of the row, which is then what the user says; null "
+        "asks the problem as it is",
     )
     env_name: str | None = Field(None, description="the environment that scores; null takes `default.env_name`")
     system_prompt: str | None = None
     system_prompt_file: str | None = Field(
         None, description="a file with the system prompt, in the place of system_prompt"
     )
+
+    @field_validator("dataset_name")
+    @classmethod
+    def _known_data_set(cls, name: str | None) -> str | None:
+        return _known(name, (*get_args(Generator), *get_args(HubName)), "data set; one of your own is FILE.py:NAME")
+
+    @field_validator("processor")
+    @classmethod
+    def _known_processor(cls, name: str | None) -> str | None:
+        return _known(name, get_args(ProcessorName), "processor; one of your own is FILE.py:NAME")
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSourceConfig:
@@ -139,6 +195,37 @@ class DataConfig(Section):
                 name: {**default, **s} if isinstance(s, dict) else s for name, s in values["evaluate"].items()
             }
         return filled
+
+    @property
+    def shares(self) -> list[int] | None:
+        """How many prompts of a round each set of `train` gives, if one of them has a weight."""
+        if all(source.weight is None for source in self.train):
+            return None
+        # as they are written: 0.1 is a tenth
+        weights = [Fraction(str(source.weight or 1)) for source in self.train]
+        unit = Fraction(math.gcd(*(w.numerator for w in weights)), math.lcm(*(w.denominator for w in weights)))
+        return [int(weight / unit) for weight in weights]
+
+    @model_validator(mode="after")
+    def _weights_are_of_training(self) -> DataConfig:
+        for number, source in enumerate(self.validation):
+            if source.weight is not None:
+                raise ValueError(
+                    f"validation[{number}].weight {source.weight:g}: every problem of a validation set is asked; give weights to the sets "
+                    "of train alone"
+                )
+        if (shares := self.shares) is None:
+            return self
+        if self.use_multiple_dataloader:
+            raise ValueError(
+                "use_multiple_dataloader true draws as many prompts from every set; leave it out, or the weights of the sets"
+            )
+        if sum(shares) > LONGEST_ROUND:
+            shown = ", ".join(f"{source.weight or 1:g}" for source in self.train)
+            raise ValueError(
+                f"train: the weights {shown} come out even after {sum(shares)} prompts alone; round them, so that {LONGEST_ROUND} do"
+            )
+        return self
 
     @property
     def sources(self) -> list[DataSourceConfig]:

@@ -47,8 +47,10 @@ NEMO_RL_KEYS = (
 _NEMO_RL_LINES = 10
 
 
+# These may also be names that are no files.
+_CODE = ("dataset_name", "processor")
 # What is read, and not written: a relative path in a file is looked for beside that file first.
-_DATA_FILES = ("data_path", "prompt_file", "system_prompt_file")
+_DATA_FILES = ("data_path", "prompt_file", "system_prompt_file", *_CODE)
 _READ: tuple[Keys, ...] = (
     *(("data", part, key) for part in ("default", "train", "validation") for key in _DATA_FILES),
     ("policy", "model_name"),
@@ -157,6 +159,8 @@ def _find_in(values: dict[str, Any], places: Sequence[Keys], folder: Callable[[K
     for keys, holder in _holders(values, places):
         name, where = holder.get(keys[-1]), folder(keys)
         if isinstance(name, str) and name and where is not None:
+            if keys[-1] in _CODE and ".py:" not in name:
+                continue
             # FILE.py:CLASS is a file, too
             file = name.rpartition(":")[0] if ".py:" in name else name
             if os.path.exists(where / file):

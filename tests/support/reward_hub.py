@@ -72,10 +72,10 @@ class Process:
 
 @contextlib.asynccontextmanager
 async def attach_environment(
-    path: Path, hub: Hub, *arguments: str, **pipes: int
+    path: Path, hub: Hub, *arguments: str, program: str = sys.executable, **pipes: int
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Starts a Python file that attaches an environment to `hub`; ends it by SIGKILL if the test did not."""
-    argv = [sys.executable, str(path), "--attach", f"127.0.0.1:{hub.port}", *arguments]
+    """Starts a file of Python, or of `program`, that attaches an environment to `hub`; ends it by SIGKILL if the test did not."""
+    argv = [program, str(path), "--attach", f"127.0.0.1:{hub.port}", *arguments]
     process = await asyncio.create_subprocess_exec(*argv, **pipes)  # type: ignore[arg-type]
     try:
         yield process
@@ -86,11 +86,9 @@ async def attach_environment(
 
 
 @contextlib.asynccontextmanager
-async def start_environment(path: Path, port: int = 0) -> AsyncIterator[Process]:
-    """Starts a Python file that serves an environment and logs where; ends it by SIGKILL if the test did not."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, path, "--port", str(port), stderr=asyncio.subprocess.PIPE
-    )
+async def start_environment(path: Path, port: int = 0, *, program: str = sys.executable) -> AsyncIterator[Process]:
+    """Starts a file of Python, or of `program`, that serves an environment and logs where; ends it by SIGKILL if the test did not."""
+    process = await asyncio.create_subprocess_exec(program, path, "--port", str(port), stderr=asyncio.subprocess.PIPE)
     try:
         yield Process(process, await asyncio.wait_for(_logged_port(process), WAIT_S))
     finally:

@@ -56,6 +56,7 @@ def modernise(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def leave_out_what_is_not_in_force(values: dict[str, Any]) -> Iterator[Said]:
     yield from _single_controller(values)
     yield from _trainers(values)
+    yield from _conversations(values)
     yield from _splits(values)
     yield from _truncation(values)
 
@@ -103,6 +104,19 @@ def _splits(values: dict[str, Any]) -> Iterator[Said]:
         name = source.get("dataset_name", look(values, "data.default.dataset_name"))
         if name not in _SPLIT and source.pop("split_validation_size", None):
             yield f"data.train.{number}.split_validation_size", f"{name} is not split in NeMo RL either"
+
+
+def _conversations(values: dict[str, Any]) -> Iterator[Said]:
+    """A data set of OpenAI's format is a file of conversations, which end with the answer."""
+    for part in ("train", "validation"):
+        for number, source in enumerate(sources(values, part)):
+            if source.get("dataset_name", look(values, "data.default.dataset_name")) == "openai_format":
+                source |= {"dataset_name": None, "chat_key": source.get("chat_key", "messages"), "output_key": None}
+                source.pop("input_key", None)
+                yield (
+                    f"data.{part}.{number}.dataset_name",
+                    "openai_format is a file whose conversations end with the answer",
+                )
 
 
 def _truncation(values: dict[str, Any]) -> Iterator[Said]:

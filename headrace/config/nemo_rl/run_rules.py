@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from headrace.config.data import Generator, HubName
-from headrace.config.nemo_rl.rules import Rule, Whole, look, names, off, only, refused, replaced, used
+from headrace.config.data import OWN_CODE, Generator, HubName, ProcessorName
+from headrace.config.nemo_rl.rules import Rule, Whole, look, names, off, only, refused, renamed, replaced, used
 
 _BRING = "bring it as a JSONL file: data_path, with the question under input_key and the answer under output_key"
 
@@ -15,8 +15,29 @@ def _dataset(value: Any) -> Any:
     if value == "ResponseDataset":
         return None
     known = (*get_args(Generator), *get_args(HubName))
-    if value is not None and value not in known:
+    if value is not None and value not in known and not OWN_CODE.fullmatch(str(value)):
         raise ValueError(f"{value!r} is not read; {_BRING}, or take one of {', '.join(known)}")
+    return value
+
+
+# what they do is done for each data set that is read by its name, and for files
+_WITHOUT_NAME = (
+    "math_hf_data_processor",
+    "math_data_processor",
+    "math_gdpo_data_processor",
+    "helpsteer3_data_processor",
+)
+
+
+def _processor(value: Any) -> Any:
+    """A name Headrace reads too, or None where problems come as question and answer anyway."""
+    if value is None or value in _WITHOUT_NAME:
+        return None
+    if value not in get_args(ProcessorName) and not OWN_CODE.fullmatch(str(value)):
+        raise ValueError(
+            f"{value!r} is none of {', '.join((*_WITHOUT_NAME, *get_args(ProcessorName)))}; write a function that is called with each row "
+            "and returns one with input and output, and name it FILE.py:NAME"
+        )
     return value
 
 
@@ -60,17 +81,24 @@ def _metric(value: Any) -> Any:
 
 def _source(at: str) -> list[Any]:
     return [
-        *used(at, "dataset_name", "ResponseDataset is data_path", _dataset),
+        *used(
+            at,
+            "dataset_name",
+            "ResponseDataset is data_path; openai_format is data_path with input_key: messages and output_key: null; a class of your own "
+            "is called with task_config",
+            _dataset,
+        ),
         *used(at, "data_path input_key output_key seed env_name"),
         *used(at, "split subset split_validation_size repeat prompt_file system_prompt_file"),
-        *refused(
-            f"problems come as question and answer; {_BRING}",
-            f"{at}.processor",
-            fine=only(
-                "math_hf_data_processor", "math_data_processor", "math_gdpo_data_processor", "multichoice_qa_processor"
-            ),
+        *used(
+            at,
+            "processor",
+            "those of NeMo RL's named data sets are null; a function of your own is called with a row",
+            _processor,
         ),
-        *refused(_BRING, f"{at}.chat_key", f"{at}.system_key", f"{at}.system_prompt", f"{at}.tool_key"),
+        *used(at, "system_prompt"),
+        renamed(f"{at}.chat_key", f"{at}.input_key", "of openai_format"),
+        *refused(_BRING, f"{at}.system_key", f"{at}.tool_key"),
         *replaced("datasets keeps its own cache (HF_HOME)", f"{at}.download_dir", f"{at}.cache_dir"),
     ]
 
@@ -84,8 +112,8 @@ DATA = [
     *_source("data.default"),
     *refused(
         "the order of prompts is a function of the seed alone, so that a killed run trains none twice; custom iterators have a state "
-        "of their own. use_multiple_dataloader draws num_prompts_per_dataloader prompts from each set in turn; for other shares, list "
-        "a set more than once, with data.remove_duplicates false",
+        "of their own. use_multiple_dataloader draws num_prompts_per_dataloader prompts from each set in turn; for other shares, give "
+        "the sets weights (data.train.<number>.weight) instead",
         "data.custom_dataloader",
         fine=_custom_dataloader,
     ),

@@ -1,7 +1,14 @@
 """The source of prompts: problems, their order, and the groups made of them."""
 
 from headrace_services.trainer.data.problems import load_problems
-from headrace_services.trainer.data.prompts import GroupBuilder, PromptOrder, Prompts, RoundRobinOrder, digest_of
+from headrace_services.trainer.data.prompts import (
+    GroupBuilder,
+    PromptOrder,
+    Prompts,
+    RoundRobinOrder,
+    digest_of,
+    spread,
+)
 from headrace_services.trainer.data.sources import HUB_DATASETS, Problem
 
 __all__ = [
@@ -13,4 +20,5 @@ __all__ = [
     "RoundRobinOrder",
     "digest_of",
     "load_problems",
+    "spread",
 ]

@@ -9,6 +9,8 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
+from string import Formatter
+from typing import Any
 
 from headrace.config.data import DataConfig, DataSourceConfig
 from headrace.errors import ConfigError
@@ -17,16 +19,18 @@ from headrace_services.trainer.data.sources import Problem, on_the_hub, read, re
 
 log = logging.getLogger(__name__)
 
-_FILES = ("system_prompt_file", "prompt_file", "input_key", "output_key", "data_path")
+_FILES = ("system_prompt_file", "prompt_file", "input_key", "output_key", "data_path", "processor")
+
+_BRACES = "write {} where the problem goes, {name} for another field of the row, and {{ and }} for braces"
 
 
 def load_problems(data: DataConfig, left_out: Counter[str] | None = None) -> tuple[list[Problem], list[Problem]]:
     """The training problems and the validation problems. `left_out` counts those that training lacks: `duplicates`, and `held_out` ones,
     which validation has.
 
-    Two problems are the same if their messages are, whatever the system prompt or prompt file. Only the first of equal problems is kept
-    (unless `remove_duplicates` is false), and a validation problem is never in training. Raises `ConfigError` if a source or one
-    of its files can't be used, or if nothing is left to train on.
+    Two problems are the same if their messages are, and the fields that their prompt files name, whatever else these and the system
+    prompts say. Only the first of equal problems is kept (unless `remove_duplicates` is false), and a validation problem is never in
+    training. Raises `ConfigError` if a source or one of its files can't be used, or if nothing is left to train on.
     """
     training, validation = _own_problems(data, left_out)
     if not training:
@@ -74,14 +78,14 @@ def _own_problems(data: DataConfig, left_out: Counter[str] | None = None) -> tup
         chosen = set(random.Random(source.seed).sample(range(len(problems)), size))
         validation.append((template, [problem for at, problem in enumerate(problems) if at in chosen]))
         train.append((template, [problem for at, problem in enumerate(problems) if at not in chosen]))
-    held_out = {_question(problem) for _, problems in validation for problem in problems}
+    held_out = {template.question(problem) for template, problems in validation for problem in problems}
     training = _assemble(train, held_out, left_out, once=data.remove_duplicates)
     return training, _assemble(validation, set(), None, once=data.remove_duplicates)
 
 
 def look_at(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     """What is wrong with the sources and their files, as (keys, message), from the first problem of each. Sets of the hub are not read, and
-    nothing is generated."""
+    nothing is generated but the first row of a data set of the user's own."""
     for part, sources in (("validation", data.validation), ("train", data.train)):
         for number, source in enumerate(sources):
             keys, key = ("data", part, str(number)), f"data.{part}[{number}]"
@@ -116,7 +120,7 @@ def _assemble(
     for template, problems in parts:
         kept = []
         for problem in problems:
-            question = _question(problem)
+            question = template.question(problem)
             if question not in seen:
                 kept.append(template.apply(problem))
                 if once:
@@ -127,37 +131,41 @@ def _assemble(
     return [dataclasses.replace(problem, index=index) for index, problem in enumerate(assembled)]
 
 
-def _question(problem: Problem) -> str:
-    return json.dumps(problem.messages, sort_keys=True)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Template:
-    """The text that a data set adds to each of its problems: a system prompt, and that of `prompt_file` (with `{}` for the problem)."""
+    """The text that a data set adds to each of its problems: a system prompt, and that of `prompt_file` (with `{}` for the problem, and
+    `{name}` for each of the `fields` of what the environment gets)."""
 
     source: DataSourceConfig
     number: int
     system: str | None
     prompt: str | None
+    fields: tuple[str, ...]
 
     @classmethod
     def of(cls, source: DataSourceConfig, number: int) -> _Template:
-        system, prompt = source.system_prompt, None
+        system, prompt, named = source.system_prompt, None, set[str]()
         if source.system_prompt_file is not None:
             system = _text(source.system_prompt_file, "system_prompt_file")
         if source.prompt_file is not None:
             prompt = _text(source.prompt_file, "prompt_file")
             try:
-                example = prompt.format("\0")
-            except (LookupError, ValueError) as error:
-                raise ConfigError(
-                    f"prompt_file {source.prompt_file}: {error!r}; write {{}} where the problem goes, and {{{{ and }}}} for braces"
-                ) from error
-            if "\0" not in example:
+                named = {name for _, name, _, _ in Formatter().parse(prompt) if name is not None}
+                prompt.format("", **dict.fromkeys(named, ""))
+            except (LookupError, ValueError, AttributeError, TypeError) as error:
+                raise ConfigError(f"prompt_file {source.prompt_file}: {error!r}; {_BRACES}") from error
+            if not named & {"", "0"}:
                 raise ConfigError(
                     f"prompt_file {source.prompt_file}: nothing says where the problem goes; write {{}} there"
                 )
-        return cls(source, number, system, prompt)
+        return cls(source, number, system, prompt, tuple(sorted(named - {"", "0"})))
+
+    def question(self, problem: Problem) -> str:
+        """What tells the problem from others."""
+        asked: Any = problem.messages
+        if self.fields:
+            asked = [asked, *(problem.extra_env_info.get(name) for name in self.fields)]
+        return json.dumps(asked, sort_keys=True)
 
     def apply(self, problem: Problem) -> Problem:
         """The problem with the prompt around its last message, and with the system prompt first unless it has its own."""
@@ -166,7 +174,14 @@ class _Template:
         messages: tuple[Message, ...] = problem.messages
         if self.prompt is not None:
             *before, last = messages
-            messages = (*before, {**last, "content": self.prompt.format(last["content"])})
+            info = problem.extra_env_info
+            if lacking := [name for name in self.fields if name not in info]:
+                raise ConfigError(
+                    f"prompt_file {self.source.prompt_file}: {{{lacking[0]}}} names no field of {problem.task_name}, which has "
+                    f"{', '.join(map(repr, info)) or 'none'}; {_BRACES}"
+                )
+            fields = {name: info[name] for name in self.fields}
+            messages = (*before, {**last, "content": self.prompt.format(last["content"], **fields)})
         if self.system is not None and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": self.system}, *messages)
         return dataclasses.replace(problem, messages=messages, source=self.number)

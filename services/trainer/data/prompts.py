@@ -10,11 +10,13 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
 import msgspec
 import numpy as np
+from jinja2 import TemplateError
 
 from headrace.config import Config
 from headrace.errors import ConfigError
@@ -100,7 +102,13 @@ class Prompts:
             yield problem, self._builder.encode(problem)
 
     def _fitting(self, problems: list[Problem], key: str) -> list[Problem]:
-        """The problems of `key` that fit. Raises `ConfigError` for others, unless they are to be left out and some are left."""
+        """The problems of `key` that fit. Raises `ConfigError` for others, unless they are to be left out and some are left; and for
+        messages that the chat template refuses."""
+        # it does so for their roles; to encode each problem would take as long as the run asks for them
+        for problem in {
+            tuple(message["role"] for message in problem.messages): problem for problem in problems
+        }.values():
+            self._builder.encode(problem)
         found = [(problem, self._builder.too_long(problem)) for problem in problems]
         fitting = [problem for problem, reason in found if reason is None]
         numbered = self._config.data.evaluate is None  # the sources of an evaluation have names
@@ -209,14 +217,23 @@ class GroupBuilder:
         )
 
     def encode(self, problem: Problem) -> list[int]:
-        """The token ids of the prompt."""
-        ids: list[int] = self._tokenizer.apply_chat_template(
-            list(problem.messages),
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            **self._config.policy.tokenizer.chat_template_kwargs,
-        )
+        """The token ids of the prompt. Raises `ConfigError` if the chat template has no form for its messages: some take no system prompt,
+        others no two messages of one role after another."""
+        try:
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                list(problem.messages),
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                **self._config.policy.tokenizer.chat_template_kwargs,
+            )
+        except (TemplateError, TypeError) as error:
+            key, name = self._config.tokenizer
+            roles = ", ".join(message["role"] for message in problem.messages)
+            raise ConfigError(
+                f"the chat template of {name} ({key}) refuses the prompt of {problem.task_name} problem {problem.index}, with messages of "
+                f"{roles}: {error}; correct the data or policy.tokenizer.chat_template_kwargs, or choose another tokenizer"
+            ) from error
         return ids
 
     @functools.cached_property
@@ -269,46 +286,66 @@ class PromptOrder:
 
 
 class RoundRobinOrder:
-    """A sequence that maps the `order` of a prompt to (epoch of its data set, index of the problem): `each` prompts of every data set in
-    turn.
+    """A sequence that maps the `order` of a prompt to (epoch of its data set, index of the problem), in rounds that are all alike:
+    `turns` says which data set each prompt of a round is drawn from.
 
     `counts` are the numbers of problems of the data sets; the index is into the concatenation of their lists. Every data set has
     its own order and epochs (`PromptOrder`) and starts again when it is used up. The sequence ends with the round in which the last
-    data set completes all its `epochs`; smaller ones are then repeated more often. As for one data set, an entry is a function of
-    `counts`, `each`, `seed` and `shuffle` alone.
+    data set completes all its `epochs`; others are then repeated more often. As for one data set, an entry is a function of
+    `counts`, `turns`, `seed` and `shuffle` alone.
     """
 
-    def __init__(self, counts: Sequence[int], each: int, seed: int, shuffle: bool, epochs: int) -> None:
-        self._each = each
+    def __init__(self, counts: Sequence[int], turns: Sequence[int], seed: int, shuffle: bool, epochs: int) -> None:
+        self._turns = turns
         self._starts = [0, *accumulate(counts)][:-1]
-        self._rounds = -(-max(counts) * epochs // each)
-        drawn = self._rounds * each
+        self._each = [0] * len(counts)
+        self._seats = list[int]()
+        for number in turns:
+            self._seats.append(self._each[number])
+            self._each[number] += 1
+        self._rounds = max(-(-count * epochs // each) for count, each in zip(counts, self._each, strict=True))
         self._orders = [
-            PromptOrder(count, seed, shuffle, -(-drawn // count), f", data set {number}")
-            for number, count in enumerate(counts)
+            PromptOrder(count, seed, shuffle, -(-self._rounds * each // count), f", data set {number}")
+            for number, (count, each) in enumerate(zip(counts, self._each, strict=True))
         ]
 
     def __len__(self) -> int:
-        return self._rounds * self._each * len(self._orders)
+        return self._rounds * len(self._turns)
 
     def __getitem__(self, order: int) -> tuple[int, int]:
         if not 0 <= order < len(self):
             raise IndexError(f"place {order} of {len(self)} prompts ({len(self._orders)} data sets in turn)")
-        turn, seat = divmod(order, self._each)
-        rounds, number = divmod(turn, len(self._orders))
-        epoch, index = self._orders[number][rounds * self._each + seat]
+        rounds, seat = divmod(order, len(self._turns))
+        number = self._turns[seat]
+        epoch, index = self._orders[number][rounds * self._each[number] + self._seats[seat]]
         return epoch, self._starts[number] + index
+
+
+def spread(shares: Sequence[int]) -> list[int]:
+    """A round in which data set `i` has `shares[i]` turns, spread evenly: at every place it has had its share so far, to within one."""
+    # of the data sets that may have their next turn now, the one whose turn is due first (Tijdeman's rule for the chairman assignment)
+    whole, had, turns = sum(shares), [0] * len(shares), list[int]()
+    for place in range(whole):
+        open_now = (n for n, share in enumerate(shares) if had[n] * whole < share * (place + 1))
+        number = min(open_now, key=lambda n: (Fraction((had[n] + 1) * whole, shares[n]), n))
+        had[number] += 1
+        turns.append(number)
+    return turns
 
 
 def _order_of(train: Sequence[Problem], config: Config) -> PromptOrder | RoundRobinOrder:
     """The order of training prompts: over all problems at once, or from each data set in turn."""
     data, how = config.data, (config.algorithm.seed, config.data.shuffle, config.algorithm.max_num_epochs)
-    if not data.use_multiple_dataloader:
+    if not data.use_multiple_dataloader and data.shares is None:
         return PromptOrder(len(train), *how)
     counts = [sum(problem.source == number for problem in train) for number in range(len(data.train))]
     if not all(counts):
         raise ConfigError(
             f"data.train[{counts.index(0)}] has no problem left to draw from (those of validation and of the sets before it are "
-            "taken out): leave the set out, or set data.use_multiple_dataloader to false"
+            "taken out): leave the set out, or draw from all sets as one (no weight, and data.use_multiple_dataloader false)"
         )
-    return RoundRobinOrder(counts, config.prompts_of_each_set, *how)
+    if data.shares is None:
+        turns = [number for number in range(len(counts)) for _ in range(config.prompts_of_each_set)]
+    else:
+        turns = spread(data.shares)
+    return RoundRobinOrder(counts, turns, *how)

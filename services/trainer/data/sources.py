@@ -1,16 +1,16 @@
-"""The kinds of data set: `arithmetic`, any task of reasoning-gym, data sets of the Hugging Face hub, and JSONL files.
+"""The kinds of data set: `arithmetic`, any task of reasoning-gym, data sets of the Hugging Face hub, and files (`files.py`).
 
 A data set of the hub is read through `datasets`: a known one by `dataset_name`, any other by `data_path: owner/name`. It comes from the
-hub, from its cache (`HF_HOME`; `HF_HUB_OFFLINE=1` uses the cache alone), or from a local folder of that name.
+hub, from its cache (`HF_HOME`; `HF_HUB_OFFLINE=1` uses the cache alone), or from a local folder of that name. So is a folder by its path:
+one with data files, or one that `save_to_disk` wrote. `own_code.py` calls data sets and processors of the user's own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from headrace.config.data import DataSourceConfig
 from headrace.errors import CodecError, ConfigError
 from headrace.tagged_json import to_json
 from headrace.trajectory import Message
-from headrace_services.trainer.data import arithmetic
+from headrace_services.trainer.data import arithmetic, files, own_code, shapes
 
-_HUB_PATH = re.compile(r"^\w[\w.-]*/\w[\w.-]*(?<!\.jsonl)(?<!\.json)$")
+_HUB_PATH = re.compile(r"^\w[\w.-]*/\w[\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.parquet)$")
 _AS_JSONL = "or give the data set as a JSONL file, by data_path, input_key and output_key"
 
 
@@ -40,16 +40,18 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class HubDataset:
-    """A data set of the hub and the fields of its rows. `question` and `answer` are field names; dots lead into nested fields. With
-    `after`, the answer is the text that follows `after` in its field. `subsets` are read one after the other."""
+    """A data set of the hub and the fields of its rows. `question` and `answer` are field names; dots lead into nested fields. Without
+    `answer` it is the last message of the conversation. With `after`, the answer is the text that follows `after` in its field. `subsets`
+    are read one after the other. With `shape`, question and answer are fields of what it makes of a row."""
 
     path: str
     question: str
-    answer: str
+    answer: str | None
     split: str = "train"
     subsets: tuple[str | None, ...] = (None,)
     after: str | None = None
     repeat: int = 1
+    shape: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 
 
 _GSM8K = HubDataset("openai/gsm8k", "question", "answer", subsets=("main",), after="####")
@@ -68,6 +70,9 @@ HUB_DATASETS: Mapping[str, HubDataset] = {
     "GSM8K": _GSM8K,
     "OpenR1-Math-220k": HubDataset("open-r1/OpenR1-Math-220k", "problem", "answer", subsets=("default",)),
     "NuminaMath-1.5": HubDataset("AI-MO/NuminaMath-1.5", "problem", "answer"),
+    "HelpSteer3": HubDataset("nvidia/HelpSteer3", "input", "output", subsets=("preference",), shape=shapes.helpsteer3),
+    "squad": HubDataset("rajpurkar/squad", "input", "output", shape=shapes.squad),
+    "tulu3_sft_mixture": HubDataset("allenai/tulu-3-sft-mixture", "messages", None),
 }
 
 
@@ -76,17 +81,19 @@ def read(source: DataSourceConfig, key: str, *, held_out: bool) -> Iterator[Prob
 
     Raises `ConfigError` naming `key`, the value and the remedy.
     """
-    if on_the_hub(source):
+    if on_the_hub(source) or (source.data_path is not None and Path(source.data_path).is_dir()):
         return _hub(source, key)
     if source.data_path is not None:
-        return _jsonl(source, key)
+        return _file(source, key)
     if source.dataset_name == "arithmetic":
         return _arithmetic(source, key, held_out)
     if source.dataset_name == "reasoning_gym":
         return _reasoning_gym(source, key)
+    if source.dataset_name is not None:
+        return _own(source, key)
     raise ConfigError(
-        f"{key}: give dataset_name (arithmetic, reasoning_gym, {', '.join(HUB_DATASETS)}) or data_path (a JSONL file, or owner/name "
-        "of a data set on the hub)"
+        f"{key}: give dataset_name (arithmetic, reasoning_gym, {', '.join(HUB_DATASETS)}, FILE.py:NAME) or data_path (a JSONL or Parquet "
+        "file, a folder, or owner/name of a data set on the hub)"
     )
 
 
@@ -149,41 +156,63 @@ def _reasoning_gym(source: DataSourceConfig, key: str) -> Iterator[Problem]:
         yield _problem(source, entry["question"], info, task)
 
 
-def _jsonl(source: DataSourceConfig, key: str) -> Iterator[Problem]:
-    """One problem a line: `input_key` is text or messages, `output_key` the answer; the other fields go to the environment."""
-    path = Path(source.data_path or "")
-    for number, line in _numbered_lines(path, key):
-        if not line.strip():
-            continue
+def _file(source: DataSourceConfig, key: str) -> Iterator[Problem]:
+    """One problem a row: `input_key` is text or messages, `output_key` the answer; the other fields go to the environment."""
+    path, process = Path(source.data_path or ""), _processor(source, key)
+    for where, row in files.rows(path, key):
         try:
-            problem = _problem_of_line(json.loads(line), source, path.stem)
+            problem = _problem_of_row(process(row, where), source, path.stem)
         except ValueError as error:
-            raise ConfigError(f"{path}:{number}: {error}; correct or remove the line ({key}.data_path)") from error
+            raise files.bad_row(where, error, key) from error
         yield problem
 
 
-def _numbered_lines(path: Path, key: str) -> Iterator[tuple[int, str]]:
-    # not `splitlines`: what else may end a line may stand in a JSON text
-    try:
-        with path.open(encoding="utf-8") as file:
-            yield from enumerate(file, 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}.data_path {path}: can't be read ({error}); give a JSONL file in UTF-8") from error
+def _own(source: DataSourceConfig, key: str) -> Iterator[Problem]:
+    name, process = source.dataset_name or "", _processor(source, key)
+    task = name.rpartition(":")[2].rpartition(".")[2]
+    for where, row in own_code.rows(name, source.task_config, f"{key}.dataset_name"):
+        try:
+            yield _problem_of_row(process(row, where), source, task)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}; correct the code that makes it") from error
 
 
-def _problem_of_line(fields: Any, source: DataSourceConfig, task_name: str) -> Problem:
-    """Raises `ValueError` saying what is wrong with the line."""
-    if not isinstance(fields, dict):
-        raise ValueError(f"a JSON {type(fields).__name__}, not an object")
-    for name, option in ((source.input_key, "input_key"), (source.output_key, "output_key")):
-        if name not in fields:
-            there = f"it has {', '.join(map(repr, fields))}, and {option} can name another" if fields else "it has none"
-            raise ValueError(f"no field {name!r} ({option}); {there}")
-    question, answer = fields[source.input_key], fields[source.output_key]
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise ValueError(f"field {source.output_key!r} is {answer!r:.80}, not text or a number")
-    others = {name: value for name, value in fields.items() if name not in (source.input_key, source.output_key)}
-    return _problem(source, question, {**others, "answer": str(answer)}, task_name)
+def _processor(source: DataSourceConfig, key: str) -> Callable[[Any, str], Any]:
+    """What makes a row of a row, given its place."""
+    if source.processor is None:
+        return lambda row, where: row
+    return shapes.PROCESSORS.get(source.processor) or own_code.processor(source.processor, f"{key}.processor")
+
+
+def _problem_of_row(row: Any, source: DataSourceConfig, task_name: str) -> Problem:
+    """Raises `ValueError` saying what is wrong with the row."""
+    if not isinstance(row, dict):
+        raise ValueError(f"a JSON {type(row).__name__}, not an object")
+    question, info = _field(row, source.input_key, "input_key"), dict(row)
+    info.pop(source.input_key, None)
+    if source.output_key is None:
+        question, answer = _last_answer(question)
+    else:
+        answer = _answer(_field(row, source.output_key, "output_key"), source.output_key)
+        info.pop(source.output_key, None)
+    if answer is not None:
+        info["answer"] = answer
+    files.check_carried({source.input_key: question, **info})
+    return _problem(source, question, info, task_name)
+
+
+def _last_answer(question: Any) -> tuple[Any, str | None]:
+    """The conversation before the assistant's last message, and that message: what was answered. None if the policy is asked as it is."""
+    match question:
+        case [*before, {"role": "assistant", "content": str(answer)}] if before:
+            return before, answer
+    return question, None
+
+
+def _answer(value: Any, name: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"field {name!r} is {value!r:.80}, not text or a number")
+    return str(value)
 
 
 def on_the_hub(source: DataSourceConfig) -> bool:
@@ -202,23 +231,36 @@ def _hub_dataset(source: DataSourceConfig) -> HubDataset:
 
 
 def _hub(source: DataSourceConfig, key: str) -> Iterator[Problem]:
-    known = _hub_dataset(source)
-    task = source.dataset_name or (source.data_path or "").rpartition("/")[2]
+    known, process = _hub_dataset(source), _processor(source, key)
+    task = source.dataset_name or Path(source.data_path or "").name
     for subset in known.subsets if source.subset is None else (source.subset,):
         for number, row in enumerate(_load_hub_dataset(known.path, subset, source.split or known.split, key)):
             where = f"{key}: row {number} of {known.path}"
-            question, answer = _field(row, known.question, where), _field(row, known.answer, where)
-            if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-                raise ConfigError(f"{where}: the answer is {answer!r:.80}, not text or a number; {_AS_JSONL}")
-            text = str(answer)
-            if known.after is not None:
-                if known.after not in text:
-                    raise ConfigError(f"{where}: the answer {text!r:.80} has no {known.after!r}; {_AS_JSONL}")
-                text = text.rpartition(known.after)[2].strip()
             try:
-                yield _problem(source, question, {"answer": text}, task)
+                if source.processor is not None:
+                    yield _problem_of_row(process(row, where), source, task)
+                else:
+                    yield _problem_of_hub_row(row, known, source, task)
             except ValueError as error:
-                raise ConfigError(f"{key}: {error}; give the data set as a JSONL file") from error
+                raise ConfigError(f"{where}: {error}; {_AS_JSONL}") from error
+
+
+def _problem_of_hub_row(row: Mapping[str, Any], known: HubDataset, source: DataSourceConfig, task_name: str) -> Problem:
+    """The environment gets the answer alone. Raises `ValueError` saying what is wrong with the row."""
+    if known.shape is not None:
+        row = known.shape(row)
+    question, answer = _field(row, known.question, "input_key"), None
+    if known.answer is None:
+        question, answer = _last_answer(question)
+    else:
+        answer = _answer(_field(row, known.answer, "output_key"), known.answer)
+    if known.after is not None and answer is not None:
+        if known.after not in answer:
+            raise ValueError(f"the answer {answer!r:.80} has no {known.after!r}")
+        answer = answer.rpartition(known.after)[2].strip()
+    info = {} if answer is None else {"answer": answer}
+    files.check_carried({known.question: question, **info})
+    return _problem(source, question, info, task_name)
 
 
 def _load_hub_dataset(path: str, subset: str | None, split: str, key: str) -> Any:
@@ -229,6 +271,9 @@ def _load_hub_dataset(path: str, subset: str | None, split: str, key: str) -> An
             f"{key}: {path} needs the package datasets; pip install 'headrace[trainer]', {_AS_JSONL}"
         ) from error
     try:
+        if any((Path(path) / name).is_file() for name in ("dataset_dict.json", "state.json")):
+            saved = datasets.load_from_disk(path)
+            return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
         return datasets.load_dataset(path, subset, split=split)
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         what = " ".join(str(error).split())
@@ -237,13 +282,17 @@ def _load_hub_dataset(path: str, subset: str | None, split: str, key: str) -> An
         ) from error
 
 
-def _field(row: Any, name: str, where: str) -> Any:
-    value = row
+def _field(row: Mapping[str, Any], name: str, option: str) -> Any:
+    """The field of this name; dots lead into nested fields. Raises `ValueError` if there is none; `option` is the key that names it."""
+    if name in row:
+        return row[name]
+    value: Any = row
     for part in name.split("."):
         if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
             value = value[int(part)]
         elif isinstance(value, Mapping) and part in value:
             value = value[part]
         else:
-            raise ConfigError(f"{where} has no field {name!r} (it has {', '.join(row)}); {_AS_JSONL}")
+            there = f"it has {', '.join(map(repr, row))}, and {option} can name another" if row else "it has none"
+            raise ValueError(f"no field {name!r} ({option}); {there}")
     return value

@@ -113,6 +113,7 @@ def test_a_file_is_asked_as_the_runs_own_problems_are(config: Config, tmp_path: 
     assert (second.data_path, second.dataset_name) == (str(files[1]), None)
     assert (second.env_name, second.system_prompt) == ("math", "Reply with the sum.")
     assert hub.data_path == "owner/name"
+    assert data_sets([f"{tmp_path / 'other'}/"], config, []).keys() == {"other"}
 
 
 def test_where_the_runs_data_sets_differ_the_user_says_what_holds(config: Config, tmp_path: Path) -> None:
@@ -129,7 +130,9 @@ def test_where_the_runs_data_sets_differ_the_user_says_what_holds(config: Config
 
 
 def test_data_sets_that_are_not_there(config: Config) -> None:
-    with pytest.raises(ConfigError, match=r"missing\.jsonl: no such data set; give validation or train, a JSONL file"):
+    with pytest.raises(
+        ConfigError, match=r"missing\.jsonl: no such data set; give validation or train, a file or folder"
+    ):
         data_sets(["missing.jsonl"], config, [])
     nothing = config.model_copy(update={"data": config.data.model_copy(update={"train": [], "validation": []})})
     for name in ("train", "validation"):

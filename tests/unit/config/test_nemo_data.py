@@ -18,8 +18,38 @@ def test_an_environment_that_is_not_built_in_has_to_be_served(tmp_path: Path) ->
 
 
 def test_a_data_set_that_is_not_read_says_how_to_bring_it(tmp_path: Path) -> None:
-    (line,) = refusal(tmp_path, "data: {train: {dataset_name: HelpSteer3}}")
-    assert line.startswith("data.train.0.dataset_name: 'HelpSteer3' is not read; bring it as a JSONL file")
+    (line,) = refusal(tmp_path, "data: {train: {dataset_name: open_assistant}}")
+    assert line.startswith("data.train.0.dataset_name: 'open_assistant' is not read; bring it as a JSONL file")
+
+
+@pytest.mark.parametrize(
+    ("name", "processor"),
+    [("HelpSteer3", "helpsteer3_data_processor"), ("squad", None), ("tulu3_sft_mixture", None)],
+)
+def test_data_sets_of_conversations_are_read_by_name(tmp_path: Path, name: str, processor: str | None) -> None:
+    config, _ = read(tmp_path, f"data: {{train: {{dataset_name: {name}, processor: {processor or 'null'}}}}}")
+    assert (config.data.train[0].dataset_name, config.data.train[0].processor) == (name, None)
+
+
+def test_a_file_in_openai_s_format_is_one_of_conversations(tmp_path: Path) -> None:
+    text = "data: {{train: {{dataset_name: openai_format, data_path: a.jsonl, system_prompt: Hi{more}}}}}"
+    for more, key in (("", "messages"), (", chat_key: turns", "turns")):
+        (train,) = read(tmp_path, text.format(more=more))[0].data.train
+        assert (train.dataset_name, train.data_path, train.input_key) == (None, "a.jsonl", key)
+        assert (train.output_key, train.system_prompt) == (None, "Hi")
+    (line,) = refusal(tmp_path, text.format(more=", tool_key: tools"))
+    assert line.startswith("data.train.0.tool_key")
+
+
+def test_processors_and_data_sets_of_ones_own(tmp_path: Path) -> None:
+    text = "data: {train: {dataset_name: my.data.Questions, processor: 'mine.py:ask'}}"
+    (train,) = read(tmp_path, text)[0].data.train
+    assert (train.dataset_name, train.processor) == ("my.data.Questions", "mine.py:ask")
+    (train,) = read(tmp_path, "data: {train: {processor: multichoice_qa_processor}}")[0].data.train
+    assert train.processor == "multichoice_qa_processor"
+    (line,) = refusal(tmp_path, "data: {train: {processor: nemo_gym_data_processor}}")
+    assert "'nemo_gym_data_processor' is none of math_hf_data_processor" in line
+    assert "name it FILE.py:NAME" in line
 
 
 def test_a_file_of_ones_own_and_lists_of_sets(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ BEFORE_THE_FIRST_STEP = {
         "data.max_input_seq_length",
         "policy.max_total_sequence_length",
         "policy.tokenizer.name",
+        "policy.tokenizer.chat_template_kwargs",
     },
     # what is evaluated or exported, and no run goes on
     "headrace/cli/evaluate.py": {"data.default"},

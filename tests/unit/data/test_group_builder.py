@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -98,6 +99,20 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
 def test_a_prompt_longer_than_the_limit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"problem 7 has 7 tokens, more than data\.max_input_seq_length 6"):
         builder(data={"max_input_seq_length": 6}).validation_group(PROBLEM, 0, 0)
+
+
+def test_messages_that_the_chat_template_has_no_form_for_are_named() -> None:
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') if messages[0].role == 'system' }}"
+    messages = ({"role": "system", "content": "1"}, {"role": "user", "content": "2"})
+    said = (
+        r"\(policy\.model_name\) refuses the prompt of math problem 7, with messages of system, user: System role not"
+    )
+    with pytest.raises(ConfigError, match=said):
+        builder(tokenizer).train_group(dataclasses.replace(PROBLEM, messages=messages, task_name="math"), 0, 0)
+    tokenizer.chat_template = "{{ messages[0].content + none }}"
+    with pytest.raises(ConfigError, match=r"refuses the prompt of arithmetic problem 7, with messages of user"):
+        builder(tokenizer).train_group(PROBLEM, 0, 0)
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused() -> None:

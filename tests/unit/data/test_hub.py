@@ -43,6 +43,12 @@ def asked(problems: Sequence[Problem]) -> list[tuple[str, str]]:
     return [(problem.messages[-1]["content"], problem.extra_env_info["answer"]) for problem in problems]
 
 
+CHAT = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+]
 ROWS: dict[str, list[dict[str, Any]]] = {
     "OpenMathInstruct-2": [{"problem": "2+2?", "expected_answer": "4"}],
     "DeepScaler": [{"problem": "2+2?", "answer": "4"}],
@@ -55,6 +61,9 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "GSM8K": [{"question": "2+2?", "answer": "#### is not it\n#### 4"}],
     "OpenR1-Math-220k": [{"problem": "2+2?", "answer": "4"}],
     "NuminaMath-1.5": [{"problem": "2+2?", "answer": "4"}],
+    "HelpSteer3": [{"context": CHAT[:3], "response1": "5", "response2": "4", "overall_preference": 2}],
+    "squad": [{"context": "2+2 is 4.", "question": "2+2?", "answers": {"text": ["4", "four"], "answer_start": [7, 0]}}],
+    "tulu3_sft_mixture": [{"messages": CHAT, "source": "x"}],
 }
 
 
@@ -70,6 +79,31 @@ def test_a_set_is_read_by_its_name(place: Path, name: str) -> None:
     train, _ = load_problems(data(train={"dataset_name": name}))
     assert asked(train) == [("2+2?", "4")] * known.repeat
     assert {problem.task_name for problem in train} == {name}
+
+
+def test_conversations_are_asked_as_far_as_the_last_answer(place: Path) -> None:
+    for name, before in (
+        ("HelpSteer3", CHAT[:3]),
+        ("squad", [{"role": "system", "content": "2+2 is 4."}, {"role": "user", "content": "2+2?"}]),
+        ("tulu3_sft_mixture", CHAT[:3]),
+    ):
+        known = HUB_DATASETS[name]
+        publish(place, known.path, ROWS[name], subset=known.subsets[0] or "default")
+        (problem,) = load_problems(data(train={"dataset_name": name}))[0]
+        assert list(problem.messages) == before
+
+
+@pytest.mark.parametrize(("preference", "answer"), [(-1, "a"), (0, "a"), (1, "b")])
+def test_the_preferred_response_is_expected(place: Path, preference: int, answer: str) -> None:
+    row = {"context": "2+2?", "response1": "a", "response2": "b", "overall_preference": preference}
+    publish(place, "nvidia/HelpSteer3", [row], subset="preference")
+    assert asked(load_problems(data(train={"dataset_name": "HelpSteer3"}))[0]) == [("2+2?", answer)]
+
+
+def test_a_row_of_another_shape_is_named(place: Path) -> None:
+    publish(place, "rajpurkar/squad", [{"context": "c", "question": "q", "answers": {"text": [], "answer_start": []}}])
+    with pytest.raises(ConfigError, match=r"row 0 of rajpurkar/squad: it needs context, question and answers\.text"):
+        load_problems(data(train={"dataset_name": "squad"}))
 
 
 def test_split_subset_and_repeat_choose_what_is_read_and_how_often(place: Path) -> None:
@@ -91,9 +125,9 @@ def test_any_set_is_read_by_owner_and_name(place: Path) -> None:
         ({"dataset_name": "gsm8k", "split": "dev"}, r"openai/gsm8k \(subset main, split dev\) can't be read"),
         (
             {"data_path": "me/mine", "output_key": "b"},
-            "row 0 of me/mine has no field 'b' .it has question, answer.; or give",
+            "row 0 of me/mine: no field 'b' .output_key.; it has 'question', 'answer', and output_key can name another; or give",
         ),
-        ({"data_path": "me/mine", "input_key": "question", "output_key": "answer"}, "the answer is None"),
+        ({"data_path": "me/mine", "input_key": "question", "output_key": "answer"}, "field 'answer' is None, not text"),
     ],
     ids=["split", "field", "answer"],
 )
@@ -136,15 +170,39 @@ def test_prompt_and_system_prompt_come_from_files(place: Path, end: str) -> None
     [
         (None, "prompt_file cot.txt: can't be read"),
         ("no place", "prompt_file cot.txt: nothing says where the problem goes; write {} there"),
-        ("{} \\boxed{x}", "prompt_file cot.txt: KeyError.*write {} where the problem goes, and {{ and }} for braces"),
+        (
+            "{} \\boxed{x}",
+            "prompt_file cot.txt: {x} names no field of questions, which has 'answer'; .* {{ and }} for braces",
+        ),
+        (
+            "{} \\boxed{",
+            "prompt_file cot.txt: ValueError.*write {} where the problem goes, .* and {{ and }} for braces",
+        ),
+        ("{} {x.y}", "prompt_file cot.txt: .*write {} where the problem goes"),
+        ("{0} {1}", "prompt_file cot.txt: IndexError"),
+        ("{} {}", "prompt_file cot.txt: IndexError"),
     ],
-    ids=["missing", "without", "braces"],
+    ids=["missing", "without", "field", "braces", "attribute", "number", "twice"],
 )
 def test_a_prompt_file_that_cant_be_used_is_refused(place: Path, text: str | None, said: str) -> None:
     if text is not None:
         (place / "cot.txt").write_text(text)
     with pytest.raises(ConfigError, match=said):
         load_problems(data(train={"data_path": lines(place, "1?"), "prompt_file": "cot.txt"}))
+
+
+def test_a_prompt_file_may_name_other_fields_which_tell_problems_apart(place: Path) -> None:
+    (place / "with.txt").write_text("{passage}\n\n{}")
+    path = place / "passages.jsonl"
+    rows = [("What is it?", "It is red."), ("What is it?", "It is {blue}."), ("What is it?", "It is red.")]
+    path.write_text("".join(json.dumps({"input": q, "passage": p, "output": "1"}) + "\n" for q, p in rows))
+    source = {"data_path": str(path), "prompt_file": "with.txt"}
+    train, _ = load_problems(data(train=source))
+    assert [q for q, _ in asked(train)] == ["It is red.\n\nWhat is it?", "It is {blue}.\n\nWhat is it?"]
+    held = place / "held.jsonl"
+    held.write_text(path.read_text().splitlines()[1] + "\n")
+    train, _ = load_problems(data(train=source, validation={**source, "data_path": str(held)}))
+    assert [q for q, _ in asked(train)] == ["It is red.\n\nWhat is it?"]
 
 
 def test_a_share_of_the_training_set_is_held_out_by_seed(place: Path) -> None:

@@ -39,6 +39,21 @@ def test_a_prompt_that_is_too_long_ends_the_run_by_its_name_before_it_begins(tmp
         prompts(tmp_path, "1+1", "47+85+3", "47+85+4")
 
 
+def test_messages_that_the_chat_template_refuses_end_the_run_before_it_begins(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    chats = [
+        [{"role": "user", "content": "1+1"}],
+        [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}],
+    ]
+    path.write_text("".join(json.dumps({"input": chat, "output": "1"}) + "\n" for chat in chats))
+    train = {"data_path": str(path), "env_name": "math"}
+    settings = Config.model_validate({"data": {"train": train}, "env": {"math": {}}})
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('No system role') if messages[0].role == 'system' }}1"
+    with pytest.raises(ConfigError, match=r"refuses the prompt of chats problem 1, with messages of system, user: No"):
+        Prompts(settings, tokenizer)
+
+
 def test_such_problems_are_left_out_where_that_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         made = prompts(tmp_path, "47+85+3", "1+1", "2+2", "47+85", overlong_prompts="leave_out")

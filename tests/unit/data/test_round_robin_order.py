@@ -16,6 +16,12 @@ from headrace.errors import ConfigError
 from headrace_services.trainer.data import PromptOrder, Prompts, RoundRobinOrder
 from headrace_services.trainer.demo_models import tiny
 
+
+def evenly(counts: list[int], each: int, seed: int, shuffle: bool, epochs: int) -> RoundRobinOrder:
+    turns = [number for number in range(len(counts)) for _ in range(each)]
+    return RoundRobinOrder(counts, turns, seed, shuffle, epochs)
+
+
 SETS = st.lists(st.integers(1, 12), min_size=1, max_size=4)
 
 
@@ -23,7 +29,7 @@ SETS = st.lists(st.integers(1, 12), min_size=1, max_size=4)
 def test_every_round_has_as_many_of_each_set_and_every_epoch_of_a_set_each_problem_once(
     counts: list[int], each: int, seed: int, epochs: int, shuffle: bool
 ) -> None:
-    order = RoundRobinOrder(counts, each, seed, shuffle, epochs)
+    order = evenly(counts, each, seed, shuffle, epochs)
     line = [order[k] for k in range(len(order))]
     sets = [number for number, count in enumerate(counts) for _ in range(count)]
     drawn = [sets[index] for _, index in line]
@@ -47,16 +53,16 @@ def test_every_round_has_as_many_of_each_set_and_every_epoch_of_a_set_each_probl
 def test_law_5_any_place_is_the_same_however_it_is_reached(
     counts: list[int], each: int, seed: int, picks: list[int]
 ) -> None:
-    walked = RoundRobinOrder(counts, each, seed, True, 2)
+    walked = evenly(counts, each, seed, True, 2)
     line = [walked[k] for k in range(len(walked))]
-    jumping, longer = RoundRobinOrder(counts, each, seed, True, 2), RoundRobinOrder(counts, each, seed, True, 5)
+    jumping, longer = evenly(counts, each, seed, True, 2), evenly(counts, each, seed, True, 5)
     for pick in picks:
         k = pick % len(line)
         assert jumping[k] == longer[k] == line[k]
 
 
 def test_sets_have_orders_of_their_own() -> None:
-    order = RoundRobinOrder([100, 100], 1, 42, True, 1)
+    order = evenly([100, 100], 1, 42, True, 1)
     first, second = ([order[k][1] - start for k in range(number, 200, 2)] for number, start in ((0, 0), (1, 100)))
     alone = [PromptOrder(100, 42, True, 1)[k][1] for k in range(100)]
     assert sorted(first) == sorted(second) == list(range(100))
@@ -66,7 +72,7 @@ def test_sets_have_orders_of_their_own() -> None:
 
 
 def test_unshuffled_sets_follow_one_another_as_in_nemo_rl_s_documentation() -> None:
-    order = RoundRobinOrder([4, 8], 2, 0, False, 1)
+    order = evenly([4, 8], 2, 0, False, 1)
     letters = "abcd12345678"
     batches = ["".join(letters[order[k][1]] for k in range(at, at + 4)) for at in range(0, len(order), 4)]
     assert batches == ["ab12", "cd34", "ab56", "cd78"]
@@ -76,7 +82,7 @@ def test_unshuffled_sets_follow_one_another_as_in_nemo_rl_s_documentation() -> N
 @pytest.mark.parametrize("place", [-1, 8])
 def test_there_is_no_place_outside(place: int) -> None:
     with pytest.raises(IndexError, match=f"place {place} of 8 prompts"):
-        RoundRobinOrder([4, 1], 1, 0, True, 1)[place]
+        evenly([4, 1], 1, 0, True, 1)[place]
 
 
 def config(tmp_path: Path, *sizes: int, prompts: int = 4, **data: Any) -> Config:

@@ -1,0 +1,80 @@
+// The reward, and what a program needs in order to answer with it: the contract, and one result for each trajectory.
+'use strict';
+
+const fs = require('node:fs');
+const path = require('node:path');
+const grpc = require('@grpc/grpc-js');
+const protoLoader = require('@grpc/proto-loader');
+
+const PROTO = process.env.PROTO ?? path.join(__dirname, '../../../proto');
+const contract = protoLoader.loadSync(['headrace/v1/environment.proto', 'headrace/v1/reward.proto'], {
+  includeDirs: [PROTO],
+  keepCase: true,
+  enums: String,
+  defaults: true, // absent fields are empty, but for those that are `optional`
+  oneofs: true, // `message.event` names the field that is set
+});
+const { v1 } = grpc.loadPackageDefinition(contract).headrace;
+
+const DESCRIPTION = { name: 'Exact', build: '1', description: '1 for the expected answer and nothing else' };
+// an answer that comes back after its deadline is worth nothing
+const ON_THE_WAY_MS = 200;
+
+/** Your reward: a finite number, or a Result (proto/headrace/v1/trajectory.proto). What it throws is STATUS_FAILED, and tried again. */
+async function reward(trajectory) {
+  const { answer } = JSON.parse(trajectory.extra_env_info_json || '{}');
+  if (answer === undefined) {
+    return { status: 'STATUS_INVALID', message: 'extra_env_info has no answer' };
+  }
+  return trajectory.completion.trim() === String(answer) ? 1 : 0;
+}
+
+/**
+ * Begin to score these trajectories, and return one result for each, in order and within the time. `freed` is called for each when nothing
+ * is at work on it any more, which may be later, since JavaScript can't stop what is under way.
+ */
+async function score(trajectories, timeMs, freed) {
+  const began = performance.now();
+  const work = trajectories.map((trajectory) => scoreOne(trajectory, began));
+  let timer;
+  const late = new Promise((resolve) => {
+    // the longest that a timer takes
+    timer = setTimeout(resolve, Math.min(Math.max(0, timeMs - ON_THE_WAY_MS), 2 ** 31 - 1), {
+      ...who(began),
+      status: 'STATUS_TIMED_OUT',
+      message: 'not done by its deadline',
+    });
+  });
+  work.forEach((each) => each.then(freed));
+  const results = await Promise.all(work.map((each) => Promise.race([each, late])));
+  clearTimeout(timer);
+  return results;
+}
+
+async function scoreOne(trajectory, began) {
+  let result;
+  try {
+    result = await reward(trajectory);
+    if (typeof result === 'number') {
+      result = { status: 'STATUS_SCORED', reward: result };
+    }
+    // NaN and Infinity are no rewards, and a failure is never a zero
+    if (result.status === 'STATUS_SCORED' && !Number.isFinite(result.reward)) {
+      throw new Error(`the reward is ${result.reward}, not a finite number`);
+    }
+  } catch (error) {
+    result = { status: 'STATUS_FAILED', message: String(error) };
+  }
+  return { ...who(began), ...result };
+}
+
+function who(began) {
+  return { environment: DESCRIPTION.name, build: DESCRIPTION.build, took_ms: performance.now() - began };
+}
+
+/** The token in a file that `headrace env token` or `headrace up` wrote: the last word of `environment NAME TOKEN`. */
+function tokenIn(file) {
+  return fs.readFileSync(file, 'utf8').trim().split(/\s+/).pop();
+}
+
+module.exports = { DESCRIPTION, grpc, score, tokenIn, v1 };

@@ -1,0 +1,64 @@
+"""`headrace data show`: the first prompts of a run, as the model will see them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from headrace.cli.common import WIDTH, ConfigArgument, Overrides, cell, load_entry_point, plain_table, say
+from headrace.config import load
+from headrace.errors import ConfigError
+from headrace.printable import printable
+from headrace.trajectory import Group
+
+app = typer.Typer(help="The prompts of a run.", no_args_is_help=True)
+
+
+@app.callback()
+def prompts() -> None:
+    """The prompts of a run."""
+
+
+@app.command()
+def show(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    count: Annotated[int, typer.Option("-n", min=1, help="How many prompts.")] = 3,
+    split: Annotated[Literal["train", "validation"], typer.Option("--split", help="Which of them.")] = "train",
+    tokens: Annotated[bool, typer.Option("--tokens", help="Each token, on a line of its own.")] = False,
+) -> None:
+    """Print the first prompts in the order of the run, as the model will see them, and what the environment is given with each.
+
+    Nothing is started. Every data set is read, so a prompt or a line of a file that can't be used is named here as by a run.
+    """
+    loaded = load(config, overrides or ())
+    tokenizer: Any = load_entry_point("headrace.tools", "tokenizer", extra="trainer")(loaded)
+    found: Any = load_entry_point("headrace.tools", "prompts", extra="trainer")(loaded, tokenizer)
+    groups: list[Group] = found.train(range(min(count, found.total))) if split == "train" else found.validation(0)
+    if not groups:
+        raise ConfigError(f"{config}: there is no prompt to show in data.{split}; name a data set there")
+    console = Console(width=WIDTH)
+    for group in groups[:count]:
+        _show(console, group, tokenizer, tokens=tokens)
+    for line in found.counts.lines(loaded):
+        say(console, line)
+
+
+def _show(console: Console, group: Group, tokenizer: Any, *, tokens: bool) -> None:
+    ids = group.prompt_token_ids.tolist()
+    say(
+        console,
+        f"── {group.order}: {group.id}, {group.task_name}, scored by {group.env_name}, {len(ids)} tokens, "
+        f"at most {group.sampling.max_new_tokens} to answer",
+    )
+    if tokens:
+        table = plain_table("place", "id", "token", header_style="dim")
+        for place, token in enumerate(ids):
+            table.add_row(str(place), str(token), cell(str(tokenizer.decode([token]))))
+        console.print(table)
+    else:
+        say(console, str(tokenizer.decode(ids)), keep="\n\t")
+    typer.echo(f"environment: {printable(json.dumps(group.extra_env_info, ensure_ascii=False))}\n")

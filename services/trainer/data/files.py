@@ -1,0 +1,108 @@
+"""The rows of a file: JSONL, a JSON list, or Parquet. Whatever a row holds, it is refused by its place in the file or can be carried on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from headrace.errors import ConfigError
+
+# Characters: what is longer is no line of prompts, and would fill the memory.
+_LONGEST_LINE = 64 << 20
+
+
+def rows(path: Path, key: str) -> Iterator[tuple[str, Any]]:
+    """Each row of `path`, which `key` gave, after its place. Raises `ConfigError` naming file and line."""
+    try:
+        if path.suffix == ".parquet":
+            yield from _parquet(path, key)
+        elif path.suffix == ".json" and _is_list(path):
+            yield from _json_list(path, key)
+        else:
+            yield from _jsonl(path, key)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{key}.data_path {path}: can't be read ({error}); give a JSONL file in UTF-8, a JSON list, or a Parquet file"
+        ) from error
+
+
+def bad_row(where: str, error: object, key: str) -> ConfigError:
+    return ConfigError(f"{where}: {error}; correct or remove the line ({key}.data_path)")
+
+
+def check_carried(fields: dict[str, Any]) -> None:
+    """Raise `ValueError` naming the field of a row that can't be carried to the buffer and to environments, as JSON and as msgpack."""
+    for name, value in fields.items():
+        if not isinstance(name, str):
+            raise ValueError(f"field {name!r} has no text for a name; give it one")
+        try:
+            json.dumps({name: value}, allow_nan=False)
+            msgspec.msgpack.encode({name: value})
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"field {name!r} holds what can't be carried ({error}); write it as text, or leave it out"
+            ) from error
+
+
+def _jsonl(path: Path, key: str) -> Iterator[tuple[str, Any]]:
+    # not `splitlines`: what else may end a line may stand in a JSON text; a byte order mark is none of the first line
+    with path.open(encoding="utf-8-sig") as file:
+        number = 0
+        while line := file.readline(_LONGEST_LINE):
+            number += 1
+            where = f"{path}:{number}"
+            if len(line) == _LONGEST_LINE:
+                raise bad_row(where, f"the line has {_LONGEST_LINE} characters or more", key)
+            if line.strip():
+                yield where, _parsed(line, where, key)
+
+
+def _json_list(path: Path, key: str) -> Iterator[tuple[str, Any]]:
+    for number, row in enumerate(_parsed(path.read_text(encoding="utf-8-sig"), str(path), key)):
+        yield f"item {number} of {path}", row
+
+
+def _is_list(path: Path) -> bool:
+    with path.open(encoding="utf-8-sig") as file:
+        return file.read(4096).lstrip().startswith("[")
+
+
+def _parsed(text: str, where: str, key: str) -> Any:
+    try:
+        return _read_json(text)
+    except RecursionError as error:
+        raise bad_row(where, "it is nested too deep", key) from error
+    except ValueError as error:
+        raise bad_row(where, error, key) from error
+
+
+def _no_number(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+_read_json = json.JSONDecoder(parse_constant=_no_number).decode
+
+
+def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}.data_path {path}: Parquet needs the package pyarrow; pip install 'headrace[trainer]', or give a JSONL file"
+        ) from error
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for at in range(batch.num_rows):
+                    yield f"row {number} of {path}", batch.slice(at, 1).to_pylist()[0]
+                    number += 1
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"{key}.data_path {path}: row {number} can't be read ({' '.join(str(error).split()):.300}); write the file again"
+        ) from error

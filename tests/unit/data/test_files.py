@@ -1,0 +1,197 @@
+"""Files and folders of rows: what they may hold, and how what can't be used is named."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace import Sample
+from headrace.config.data import DataConfig
+from headrace.errors import ConfigError
+from headrace.wire import sample_from_wire, sample_to_wire
+from headrace_services.trainer.data import Problem, digest_of, files, load_problems
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def read(path: Path, **options: Any) -> list[Problem]:
+    return load_problems(DataConfig.model_validate({"train": {"data_path": str(path), "env_name": "e", **options}}))[0]
+
+
+def asked(problems: Sequence[Problem]) -> list[tuple[str, dict[str, Any]]]:
+    return [(problem.messages[-1]["content"], problem.extra_env_info) for problem in problems]
+
+
+ROWS = [{"q": "1+1", "a": 2, "level": 3}, {"q": "2+2", "a": 4, "level": 1}]
+EXPECTED = [("1+1", {"level": 3, "answer": "2"}), ("2+2", {"level": 1, "answer": "4"})]
+KEYS = {"input_key": "q", "output_key": "a"}
+
+
+def write(folder: Path, name: str, rows: Sequence[Any]) -> Path:
+    path = folder / name
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", ["sums.jsonl", "sums.json", "sums.parquet"])
+def test_every_form_of_a_file_says_the_same(tmp_path: Path, name: str) -> None:
+    problems = read(write(tmp_path, name, ROWS), **KEYS)
+    assert asked(problems) == EXPECTED
+    assert {problem.task_name for problem in problems} == {"sums"}
+
+
+def test_json_may_also_have_an_object_a_line(tmp_path: Path) -> None:
+    (tmp_path / "sums.json").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert asked(read(tmp_path / "sums.json", **KEYS)) == EXPECTED
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "sums.jsonl", ROWS)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert asked(read(path, **KEYS)) == EXPECTED
+
+
+def test_a_folder_of_data_files_or_of_a_saved_data_set(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    write(folder, "train.parquet", ROWS)
+    bare = [(question, {"answer": info["answer"]}) for question, info in EXPECTED]
+    assert asked(read(folder, **KEYS)) == bare
+    made = datasets.Dataset.from_list(ROWS)
+    made.save_to_disk(tmp_path / "one")
+    assert asked(read(tmp_path / "one", **KEYS)) == bare
+    datasets.DatasetDict({"train": made.select([0]), "test": made.select([1])}).save_to_disk(tmp_path / "splits")
+    assert asked(read(tmp_path / "splits", **KEYS)) == bare[:1]
+    assert asked(read(tmp_path / "splits", split="test", **KEYS)) == bare[1:]
+    with pytest.raises(ConfigError, match=r"splits \(subset default, split dev\) can't be read .*'dev'"):
+        read(tmp_path / "splits", split="dev", **KEYS)
+
+
+def test_dots_lead_into_nested_fields_unless_a_field_has_the_name_itself(tmp_path: Path) -> None:
+    rows = [{"a.b": "x", "a": {"b": "y"}, "c": [{"d": "1"}]}]
+    path = write(tmp_path, "rows.jsonl", rows)
+    ((question, info),) = asked(read(path, input_key="a.b", output_key="c.0.d"))
+    assert question == "x"
+    assert info == {"a": {"b": "y"}, "c": [{"d": "1"}], "answer": "1"}
+    assert asked(read(path, input_key="c.0.d", output_key="a.b"))[0][1]["answer"] == "x"
+
+
+CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+
+
+def test_the_last_message_of_a_conversation_may_be_the_answer(tmp_path: Path) -> None:
+    path = write(tmp_path, "chats.jsonl", [{"messages": CHAT}, {"messages": CHAT[1:2]}, {"messages": "3+3", "x": 1}])
+    problems = read(path, input_key="messages", output_key=None)
+    assert [list(problem.messages) for problem in problems[:2]] == [CHAT[:2], CHAT[1:2]]
+    assert [info for _, info in asked(problems)] == [{"answer": "2"}, {}, {"x": 1}]
+    alone = write(tmp_path, "alone.jsonl", [{"messages": CHAT[2:]}])
+    with pytest.raises(ConfigError, match=r"alone\.jsonl:1: .* ends with a message of the assistant"):
+        read(alone, input_key="messages", output_key=None)
+
+
+def test_an_answer_may_be_a_number_of_any_size(tmp_path: Path) -> None:
+    path = write(tmp_path, "big.jsonl", [{"input": "10^30", "output": 10**30}])
+    assert asked(read(path)) == [("10^30", {"answer": "1" + "0" * 30})]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"input": "a", "output": "1", "w": NaN}', "NaN is no JSON number"),
+        ('{"input": "a", "output": "1", "w": 1e999}', "field 'w' holds what can't be carried .*write it as text"),
+        ('{"input": "a\\ud800", "output": "1"}', "field 'input' holds what can't be carried .*surrogates"),
+        ('{"input": "a", "output": "\\ud800"}', "field 'answer' holds what can't be carried .*surrogates"),
+        ('{"input": "a", "output": "1", "n": 1' + "0" * 30 + "}", "field 'n' holds what can't be carried"),
+        ('{"input": "a", "output": "1", "n": ' + "[" * 100_000 + "]" * 100_000 + "}", "it is nested too deep"),
+        ('{"input": "a", "output": 1' + "0" * 5000 + "}", "4300 digits"),
+        ("\0\x1b[2J", "Expecting value"),
+    ],
+    ids=["nan", "infinite", "surrogate", "surrogate-answer", "integer", "nested", "digits", "control"],
+)
+def test_what_can_t_be_carried_is_refused_with_its_line(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"input": "1", "output": "1"}}\n{line}\n')
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl:2: .*{said}.*; correct or remove the line"):
+        read(path)
+
+
+TEXT = st.text(st.characters(exclude_categories=()), max_size=8)  # surrogates, too
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(2**64) | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+CHATS = st.lists(st.dictionaries(st.sampled_from(["role", "content", "x"]), VALUES, max_size=3), max_size=3)
+LINES = st.fixed_dictionaries({"input": TEXT, "output": TEXT, "level": VALUES}) | st.fixed_dictionaries(
+    {"input": CHATS | VALUES, "output": VALUES}
+)
+
+
+@given(rows=st.lists(LINES | VALUES, max_size=3), torn=st.binary(max_size=6), answered=st.booleans())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_a_file_holds_its_line_is_named_or_its_problem_can_be_carried(
+    tmp_path: Path, rows: list[Any], torn: bytes, answered: bool
+) -> None:
+    path = tmp_path / "hostile.jsonl"
+    path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows) + torn)
+    problems, refused = [], ""
+    try:
+        problems = read(path, output_key="output" if answered else None)
+    except ConfigError as error:
+        refused = str(error)
+    said = r"hostile\.jsonl(:\d+: .*; correct or remove the line|: can't be read)|no problem to train"
+    assert bool(problems) != bool(re.search(said, refused)), refused
+    digest_of(problems, [])
+    for problem in problems:
+        sample = Sample("", problem.extra_env_info, messages=problem.messages, environment="e")
+        assert sample_from_wire(sample_to_wire(sample)).extra_env_info == problem.extra_env_info
+
+
+def test_a_line_that_is_no_line_of_prompts_is_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_LONGEST_LINE", 100)
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input": "1", "output": "1"}\n' + "x" * 1000)
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:2: the line has 100 characters or more"):
+        read(path)
+
+
+def test_a_bad_row_of_a_table_or_a_list_is_named(tmp_path: Path) -> None:
+    rows = [{"input": "1", "output": "1"}, {"input": "2", "output": None}]
+    with pytest.raises(ConfigError, match=r"row 1 of .*t\.parquet: field 'output' is None, not text or a number"):
+        read(write(tmp_path, "t.parquet", rows))
+    with pytest.raises(ConfigError, match=r"item 1 of .*t\.json: field 'output' is None, not text or a number"):
+        read(write(tmp_path, "t.json", rows))
+    dated = [{"input": "1", "output": "1", "at": datetime.date(2026, 1, 1)}]
+    with pytest.raises(
+        ConfigError, match=r"row 0 of .*t\.parquet: field 'at' holds .*date.*; write it as text, or leave"
+    ):
+        read(write(tmp_path, "t.parquet", dated))
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.json", "t.jsonl"])
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00PAR1", b"[1", b""], ids=["bytes", "torn", "empty"])
+def test_a_file_that_is_none_of_these_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=r"t\.(parquet|jsonl?)|there is no problem to train on"):
+        read(tmp_path / name)
