@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,13 @@ from headrace.addresses import LOOPBACK, with_port
 from headrace.config.base import Section
 
 Generator = Literal["arithmetic", "reasoning_gym"]
-BuiltInName = Literal["math", "math_multi_reward", "reasoning_gym"]
+BuiltInName = Literal[
+    "math", "math_multi_reward", "reasoning_gym", "regex", "format", "length", "repetition", "combine"
+]
+BUILT_IN = get_args(BuiltInName)
+
+# What of a completion is the answer.
+Extract = Literal["none", "last_number", "boxed", "answer_tag", "answer_line", "choice"]
 # data sets of the hub that are read by name, as users of NeMo RL name them; what is where in them: services/trainer/data/sources.py
 HubName = Literal[
     "OpenMathInstruct-2",
@@ -187,15 +193,46 @@ class EnvConfig(Section):
     require_stop: bool = Field(
         False, description="a completion cut off before its end token earns 0 (built-in environments)"
     )
-    extract: Literal["none", "last_number", "answer_tag", "answer_line"] = Field(
+    extract: Extract = Field(
         "none",
-        description="math and reasoning_gym: what of the completion is the answer: all of it (of which math takes the boxed or else the "
-        "last expression), its last number, the last <answer>…</answer>, or what follows the last `Answer:` on its line in the last "
-        "300 characters",
+        description="math, reasoning_gym and regex: what of the completion is the answer: all of it (of which math takes the boxed or else "
+        "the last expression), its last number, what is in the last `\\boxed{…}`, the last <answer>…</answer>, what follows the last "
+        "`Answer:` on its line in the last 300 characters, or (math) the letter of a multiple choice",
+    )
+    tolerance: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="math: a number that differs from the expected one by at most this share of it is right as well; null wants it equal",
     )
     threshold: float | None = Field(
         None,
         description="reasoning_gym: a score of at least this earns 1 and a lesser one 0; null gives the score itself",
+    )
+    pattern: str | None = Field(
+        None,
+        description="regex: a regular expression of Python that earns 1 where it is found in what `extract` takes, else 0",
+    )
+    tags: list[str] = Field(
+        ["think", "answer"],
+        min_length=1,
+        description="format: a completion that consists of these tags, each once and in this order, earns 1, else 0",
+    )
+    min_tokens: int = Field(0, ge=0, description="length: a completion of fewer tokens doesn't earn 1")
+    max_tokens: int | None = Field(None, ge=0, description="length: a completion of more tokens doesn't earn 1")
+    fade_tokens: int = Field(
+        0, ge=0, description="length: how many tokens below min_tokens or above max_tokens it takes to fall from 1 to 0"
+    )
+    ngram: int = Field(4, ge=1, description="repetition: the share of distinct runs of so many tokens is the reward")
+    parts: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
+        {}, description="combine: the environments that score each completion, by name, with their weights"
+    )
+    combine: Literal["sum", "product"] = Field(
+        "sum", description="combine: the reward is the weighted sum of the parts', or their product"
+    )
+    gate: str | None = Field(
+        None,
+        description="combine: the part that scores first; where it earns nothing above 0 the others are not asked, and the reward is 0",
     )
     timeout_s: float = Field(
         60.0,
@@ -235,6 +272,11 @@ class EnvConfig(Section):
                 f"port {self.port} is for an environment that `headrace up` starts (target: FILE.py:CLASS, or command); leave it out"
             )
         return self
+
+    def kind(self, name: str) -> str | None:
+        """Which built-in environment it is, under the name `name`; None of one that is served, or of none that there is."""
+        kind = self.type or name
+        return kind if kind in BUILT_IN and not self.is_served else None
 
     @property
     def is_served(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Protocol
 
 import grpc
 import prometheus_client
@@ -228,7 +229,31 @@ def _too_large(error: grpc.aio.AioRpcError) -> bool:
     return error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or "")
 
 
-EnvironmentBackend = BuiltInBackend | RemoteBackend | AttachedBackend
+class EnvironmentBackend(Protocol):
+    """What scores for the hub, wherever it runs; `BuiltInBackend` has what the methods promise."""
+
+    kind: pb.EnvironmentStatus.Kind.ValueType
+
+    async def score(
+        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
+    ) -> list[trajectory_pb2.Result]: ...
+
+    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]: ...
+
+
+async def metered(
+    name: str,
+    environment: EnvironmentBackend,
+    trajectories: Sequence[trajectory_pb2.Trajectory],
+    timeout_s: float | None,
+) -> list[trajectory_pb2.Result]:
+    """What `environment` gives for them, counted under `name`."""
+    started = time.monotonic()
+    results = await environment.score(trajectories, timeout_s)
+    SECONDS.labels(name).observe(time.monotonic() - started)
+    for result in results:
+        RESULTS.labels(name, trajectory_pb2.Status.Name(result.status).removeprefix("STATUS_")).inc()
+    return results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,12 +393,7 @@ class Hub(pb_grpc.RewardServiceServicer):
             message = f"environment {name!r} is not one of this run's ({known}); add env.{name} to its configuration"
             refusal = trajectory_pb2.Result(status=trajectory_pb2.STATUS_INVALID, message=message)
             return [refusal] * len(trajectories)
-        started = time.monotonic()
-        results = await environment.score(trajectories, limit)
-        SECONDS.labels(name).observe(time.monotonic() - started)
-        for result in results:
-            RESULTS.labels(name, trajectory_pb2.Status.Name(result.status).removeprefix("STATUS_")).inc()
-        return results
+        return await metered(name, environment, trajectories, limit)
 
     async def _status(self, name: str) -> pb.EnvironmentStatus:
         environment, env = self._environments[name], self._env[name]

@@ -11,12 +11,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from headrace import rpc
 from headrace.addresses import reached, with_port
 from headrace.config import Config
+from headrace.config.data import DataSourceConfig
 from headrace.credentials import credentials_of
 from headrace.errors import ConfigError
 from headrace.http_access import HttpAccess
 from headrace.service import bind, serve_http, stop_on_signals
 from headrace.v1 import reward_pb2_grpc
 from headrace_services.reward.attached import AttachedBackend
+from headrace_services.reward.combine import CombineBackend
 from headrace_services.reward.http import build_app
 from headrace_services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
 from headrace_services.reward.pool import WorkerPool
@@ -73,20 +75,23 @@ async def running(config: Config) -> AsyncIterator[Running]:
         http = bind(reward.host, reward.http_port, "reward.http_port")
         stack.callback(http.close)
 
-        built_in = {name: env for name, env in config.env.items() if not env.is_served}
-        pool = WorkerPool(built_in, reward.workers, config.data.sources)
+        built_in = {name: env for name, env in config.env.items() if not env.is_served and env.kind(name) != "combine"}
+        pool = WorkerPool(built_in, reward.workers, sources_of_parts(config))
         await pool.start()
         stack.push_async_callback(pool.aclose)
         environments: dict[str, EnvironmentBackend] = {
             name: BuiltInBackend(name, env, pool, reward.workers) for name, env in built_in.items()
         }
-        for name in config.env.keys() - built_in.keys():
+        combined = [name for name, env in config.env.items() if env.kind(name) == "combine"]
+        for name in config.env.keys() - {*built_in, *combined}:
             if config.env[name].attached:
                 environments[name] = AttachedBackend(name, config.env[name], with_port(reached(reward.host), port))
                 continue
             remote = RemoteBackend(name, config.env[name], reward.max_message_bytes, config.security, credentials)
             stack.push_async_callback(remote.aclose)
             environments[name] = remote
+        for name in combined:
+            environments[name] = CombineBackend(name, config.env[name], environments)
 
         hub = Hub(environments, config.env, reward.max_message_bytes, rpc_access)
         reward_pb2_grpc.add_RewardServiceServicer_to_server(hub, server)
@@ -97,6 +102,16 @@ async def running(config: Config) -> AsyncIterator[Running]:
         stack.push_async_callback(health.enter_graceful_shutdown)
         await stack.enter_async_context(serve_http(build_app(hub), http, access))
         yield Running(port, http.getsockname()[1], pool.failure)
+
+
+def sources_of_parts(config: Config) -> list[DataSourceConfig]:
+    """The run's data sets, each also under every environment that scores it as a part of another."""
+    named = [(source, str(source.env_name)) for source in config.data.sources]
+    return [
+        source.model_copy(update={"env_name": name})
+        for source, whole in named
+        for name in (whole, *config.env[whole].parts)
+    ]
 
 
 def _check_started(config: Config) -> None:

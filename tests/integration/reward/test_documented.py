@@ -1,0 +1,53 @@
+"""The examples of docs/environments.md: each configuration of a built-in environment gives the rewards that stand below it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headrace import Sample
+from headrace.config import Config
+from headrace.config.data import BUILT_IN, EnvConfig
+from tests.support.reward_hub import start_hub
+
+PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
+_EXAMPLE = re.compile(r"```yaml\n((?:(?!```).)*)```\n\n```json\n(.*?)```", re.DOTALL)
+
+
+def examples() -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    text = PAGE.read_text()
+    section = text[text.index("\n## Built-in environments") : text.index("\n## Another language")]
+    for configuration, lines in _EXAMPLE.findall(section):
+        yield yaml.safe_load(configuration), [json.loads(line) for line in lines.splitlines()]
+
+
+EXAMPLES = list(examples())
+
+
+def named(example: tuple[dict[str, Any], Any]) -> str:
+    return "-".join(example[0]["env"])
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=named)
+async def test_a_documented_environment_gives_the_documented_rewards(example: Any) -> None:
+    configuration, lines = example
+    Config.model_validate(configuration)
+    rewards = [line.pop("reward") for line in lines]
+    async with start_hub(configuration["env"], workers=1) as hub:
+        scores = await hub.score([Sample(**line) for line in lines])
+    assert [score.reward for score in scores] == pytest.approx(rewards), scores
+
+
+def test_every_built_in_environment_has_an_example() -> None:
+    shown = {
+        EnvConfig.model_validate(env).kind(name)
+        for configuration, _ in EXAMPLES
+        for name, env in configuration["env"].items()
+    }
+    assert set(BUILT_IN) - shown == {"math_multi_reward", "reasoning_gym"}  # whose problems are long

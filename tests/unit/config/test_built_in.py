@@ -1,0 +1,67 @@
+"""The options of built-in environments: what doesn't go together is refused with the value and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from headrace.config import Config
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"math": {"ngram": 3}}, r"env\.math\.ngram 3 is an option of repetition, not of type math: leave it out"),
+        (
+            {"x": {"target": "a.py:A", "pattern": "y"}},
+            r"env\.x\.pattern 'y' is an option of regex, not of a custom environ",
+        ),
+        ({"math": {"extract": "choice", "tolerance": 0.1}}, r"env\.math\.tolerance 0\.1 with extract choice"),
+        ({"math": {"tolerance": 0}}, r"greater than 0"),
+        ({"reasoning_gym": {"extract": "choice"}}, r"env\.reasoning_gym\.extract choice is for math"),
+        ({"regex": {}}, r"env\.regex\.pattern null: give the regular expression"),
+        ({"regex": {"pattern": "("}}, r"env\.regex\.pattern '\(' is no regular expression \(missing \)"),
+        ({"format": {"tags": ["<think>"]}}, r"env\.format\.tags '<think>' is no name of a tag: give a name without <"),
+        ({"format": {"tags": ["a", "a"]}}, r"names a tag twice"),
+        ({"length": {}}, r"env\.length\.min_tokens 0 and max_tokens null bound nothing"),
+        ({"length": {"min_tokens": 5, "max_tokens": 4}}, r"env\.length\.max_tokens 4 is less than min_tokens 5"),
+        ({"combine": {}}, r"env\.combine\.parts {}: name the environments"),
+        (
+            {"both": {"type": "combine", "parts": {"math": 1}}},
+            r"env\.both\.parts\.math is not another environment .*\(none\)",
+        ),
+        ({"both": {"type": "combine", "parts": {"both": 1}}}, r"env\.both\.parts\.both is not another environment"),
+        (
+            {"both": {"type": "combine", "combine": "product", "parts": {"math": 0.5}}, "math": {}},
+            r"env\.both\.parts\.math 0\.5 with combine product, which has no weights",
+        ),
+        (
+            {"both": {"type": "combine", "gate": "format", "parts": {"math": 1}}, "math": {}, "format": {}},
+            r"env\.both\.gate 'format' is none of its parts \(math\)",
+        ),
+        (
+            {
+                "both": {"type": "combine", "gate": "format", "parts": {"format": 0, "math": 1}},
+                "math": {},
+                "format": {},
+            },
+            r"env\.both\.timeout_s 60 is less than the 120 s that its parts have, the gate's before the others': raise it",
+        ),
+        ({"both": {"type": "combine", "parts": {"math": float("nan")}}, "math": {}}, r"finite number"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(env: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        Config.model_validate({"env": env})
+
+
+def test_the_environments_of_one_reward_may_be_of_any_kind() -> None:
+    env = {
+        "both": {"type": "combine", "parts": {"math": 1, "brief": 0.2, "mine": 0.5}},
+        "math": {},
+        "brief": {"type": "length", "max_tokens": 9},
+        "mine": {"attached": True},
+    }
+    assert Config.model_validate({"env": env}).env["both"].parts == {"math": 1, "brief": 0.2, "mine": 0.5}
