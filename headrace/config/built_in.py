@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 
 from headrace.config.data import BuiltInName, EnvConfig
 
-# The environments that an option is for; `extract` further down. An option that is not here is for all of them.
+# The environments that an option is for. An option that is not here is for all of them.
 _OPTIONS: Mapping[str, tuple[BuiltInName, ...]] = {
-    "extract": ("math", "reasoning_gym", "regex"),
+    "extract": ("math", "reasoning_gym", "regex", "code"),
     "threshold": ("reasoning_gym",),
     "tolerance": ("math",),
     "pattern": ("regex",),
@@ -18,6 +18,12 @@ _OPTIONS: Mapping[str, tuple[BuiltInName, ...]] = {
     "max_tokens": ("length",),
     "fade_tokens": ("length",),
     "ngram": ("repetition",),
+    "runs_with": ("code",),
+    "cpu_s": ("code",),
+    "wall_s": ("code",),
+    "memory_mb": ("code",),
+    "processes": ("code",),
+    "partial_credit": ("code",),
     "parts": ("combine",),
     "combine": ("combine",),
     "gate": ("combine",),
@@ -43,9 +49,15 @@ def _math(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> I
         yield f".tolerance {env.tolerance} with extract choice, which compares letters: leave one of them out"
 
 
-def _reasoning_gym(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
+def _no_choice(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
     if env.extract == "choice":
         yield ".extract choice is for math, whose answer is then a letter: take answer_tag or answer_line"
+
+
+def _code(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
+    yield from _no_choice(name, env, environments)
+    if env.wall_s >= env.timeout_s:
+        yield f".wall_s {env.wall_s:g} is not less than timeout_s {env.timeout_s:g}, which all tests have: lower the one or raise the other"
 
 
 def _regex(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
@@ -97,9 +109,10 @@ def _combine(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -
 
 _CHECKS = {
     "math": _math,
-    "reasoning_gym": _reasoning_gym,
+    "reasoning_gym": _no_choice,
     "regex": _regex,
     "format": _format,
     "length": _length,
     "combine": _combine,
+    "code": _code,
 }

@@ -12,7 +12,7 @@ from headrace.config.base import Section
 
 Generator = Literal["arithmetic", "reasoning_gym"]
 BuiltInName = Literal[
-    "math", "math_multi_reward", "reasoning_gym", "regex", "format", "length", "repetition", "combine"
+    "math", "math_multi_reward", "reasoning_gym", "regex", "format", "length", "repetition", "combine", "code"
 ]
 BUILT_IN = get_args(BuiltInName)
 
@@ -195,9 +195,10 @@ class EnvConfig(Section):
     )
     extract: Extract = Field(
         "none",
-        description="math, reasoning_gym and regex: what of the completion is the answer: all of it (of which math takes the boxed or else "
-        "the last expression), its last number, what is in the last `\\boxed{…}`, the last <answer>…</answer>, what follows the last "
-        "`Answer:` on its line in the last 300 characters, or (math) the letter of a multiple choice",
+        description="math, reasoning_gym, regex and code: what of the completion is the answer: all of it (of which math takes the boxed "
+        "or else the last expression, code the last fenced block if there is one), its last number, what is in the last `\\boxed{…}`, "
+        "the last <answer>…</answer>, what follows the last `Answer:` on its line in the last 300 characters, or (math) the letter of a "
+        "multiple choice",
     )
     tolerance: float | None = Field(
         None,
@@ -224,6 +225,23 @@ class EnvConfig(Section):
         0, ge=0, description="length: how many tokens below min_tokens or above max_tokens it takes to fall from 1 to 0"
     )
     ngram: int = Field(4, ge=1, description="repetition: the share of distinct runs of so many tokens is the reward")
+    runs_with: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="code: a program of /usr and its arguments, after which comes the file with the completion's program; null is this "
+        "Python, with the standard library alone",
+    )
+    cpu_s: int = Field(5, ge=1, description="code: seconds of a processor for a test")
+    wall_s: float = Field(10.0, gt=0, description="code: seconds for a test")
+    memory_mb: int = Field(512, ge=16, description="code: memory of a process of the program")
+    processes: int = Field(
+        1,
+        ge=1,
+        description="code: processes and threads that the program may have; with 1 it is one process of at most 64 threads",
+    )
+    partial_credit: bool = Field(
+        False, description="code: the share of tests that pass is the reward; else 1 if all do"
+    )
     parts: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
         {}, description="combine: the environments that score each completion, by name, with their weights"
     )

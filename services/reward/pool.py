@@ -19,8 +19,9 @@ from headrace.errors import ServiceError
 from headrace.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.wire import score_from_wire, score_to_wire
+from headrace_services.reward.frames import LENGTH
 from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level, SandboxDenied
-from headrace_services.reward.scoring_worker import LENGTH, TIMEOUT, Specification, Started
+from headrace_services.reward.scoring_worker import TIMEOUT, Specification, Started
 
 _log = logging.getLogger("headrace.reward")
 _START_TIMEOUT_S = 120.0

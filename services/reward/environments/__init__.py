@@ -47,6 +47,11 @@ class BuiltInEnvironment(Environment):
         """Load what its scores need, in a worker that has scored nothing yet; `sources` are the run's data sets that name it.
         Raises `ConfigError` for one that it can't score."""
 
+    def observe(self, sample: Sample, deadline: float) -> Score | None:
+        """Find out, in the worker, what `judge` needs of a sample and its child can't, by `deadline` on the monotonic clock. A score if
+        that is the end of it."""
+        return None
+
     def judge(self, sample: Sample) -> float | Score:
         raise NotImplementedError
 
@@ -113,6 +118,10 @@ def make(name: str, env: EnvConfig) -> BuiltInEnvironment:
         from headrace_services.reward.environments.reasoning_gym import ReasoningGym
 
         return ReasoningGym(name, env)
+    if kind == "code":
+        from headrace_services.reward.environments.code import Code
+
+        return Code(name, env)
     from headrace_services.reward.environments import text
 
     made = {"regex": text.Regex, "format": text.Format, "length": text.Length, "repetition": text.Repetition}

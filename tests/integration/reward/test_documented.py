@@ -17,7 +17,7 @@ from headrace.config.data import BUILT_IN, EnvConfig
 from tests.support.reward_hub import start_hub
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
-_EXAMPLE = re.compile(r"```yaml\n((?:(?!```).)*)```\n\n```json\n(.*?)```", re.DOTALL)
+_EXAMPLE = re.compile(r"^```yaml\n((?:(?!^```).)*)^```\n\n^```json\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def examples() -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:

@@ -27,6 +27,9 @@ from headrace.config import Config
         ({"format": {"tags": ["a", "a"]}}, r"names a tag twice"),
         ({"length": {}}, r"env\.length\.min_tokens 0 and max_tokens null bound nothing"),
         ({"length": {"min_tokens": 5, "max_tokens": 4}}, r"env\.length\.max_tokens 4 is less than min_tokens 5"),
+        ({"code": {"wall_s": 60}}, r"env\.code\.wall_s 60 is not less than timeout_s 60, which all tests have: lower"),
+        ({"code": {"extract": "choice"}}, r"env\.code\.extract choice is for math"),
+        ({"code": {"runs_with": []}}, r"at least 1 item"),
         ({"combine": {}}, r"env\.combine\.parts {}: name the environments"),
         (
             {"both": {"type": "combine", "parts": {"math": 1}}},
