@@ -10,7 +10,7 @@ from headrace.config.data import BuiltInName, EnvConfig
 # The environments that an option is for. An option that is not here is for all of them.
 _OPTIONS: Mapping[str, tuple[BuiltInName, ...]] = {
     "extract": ("math", "reasoning_gym", "regex", "code"),
-    "threshold": ("reasoning_gym",),
+    "threshold": ("reasoning_gym", "llm_judge"),
     "tolerance": ("math",),
     "pattern": ("regex",),
     "tags": ("format",),
@@ -24,6 +24,12 @@ _OPTIONS: Mapping[str, tuple[BuiltInName, ...]] = {
     "memory_mb": ("code",),
     "processes": ("code",),
     "partial_credit": ("code",),
+    "judges": ("llm_judge",),
+    "rubric": ("llm_judge",),
+    "scale": ("llm_judge",),
+    "vote": ("llm_judge",),
+    "budget": ("llm_judge",),
+    "concurrency": ("llm_judge",),
     "parts": ("combine",),
     "combine": ("combine",),
     "gate": ("combine",),
@@ -85,6 +91,18 @@ def _length(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) ->
         yield f".max_tokens {env.max_tokens} is less than min_tokens {env.min_tokens}: raise the one or lower the other"
 
 
+def _llm_judge(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
+    if not env.judges:
+        yield ".judges []: give one or more, each with base_url and model"
+    if env.rubric is None:
+        yield ".rubric null: say what the judges go by"
+    lowest, highest = env.scale
+    if lowest >= highest:
+        yield f".scale [{lowest}, {highest}]: the best score is not above the worst; give the worst first"
+    if env.vote == "majority" and env.threshold is None:
+        yield ".vote majority without threshold: give the score, from 0 to 1, from which on a judge's vote is yes"
+
+
 def _combine(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
     if not env.parts:
         yield ".parts {}: name the environments that it combines, with their weights, as in {math: 1.0, brief: 0.2}"
@@ -115,4 +133,5 @@ _CHECKS = {
     "length": _length,
     "combine": _combine,
     "code": _code,
+    "llm_judge": _llm_judge,
 }

@@ -12,7 +12,16 @@ from headrace.config.base import Section
 
 Generator = Literal["arithmetic", "reasoning_gym"]
 BuiltInName = Literal[
-    "math", "math_multi_reward", "reasoning_gym", "regex", "format", "length", "repetition", "combine", "code"
+    "math",
+    "math_multi_reward",
+    "reasoning_gym",
+    "regex",
+    "format",
+    "length",
+    "repetition",
+    "combine",
+    "code",
+    "llm_judge",
 ]
 BUILT_IN = get_args(BuiltInName)
 
@@ -162,6 +171,22 @@ class DataConfig(Section):
         return self
 
 
+class JudgeConfig(Section):
+    """A language model that judges completions, at any endpoint that speaks OpenAI's API."""
+
+    base_url: str = Field(
+        pattern=r"^https?://[^\s@?#]+$",
+        description="up to what stands before /chat/completions, as in https://judge.internal/v1",
+    )
+    model: str = Field(min_length=1)
+    api_key_file: str | None = Field(None, description="a file with the key alone, which is read for each request")
+    tls_ca: str | None = Field(
+        None, description="certificates (PEM) of the authority that signed the endpoint's; null takes the system's"
+    )
+    temperature: float = Field(0.0, ge=0)
+    max_tokens: int = Field(512, ge=16, description="of an answer: a reason and a score")
+
+
 class EnvConfig(Section):
     """One environment, by the name the data sets call it."""
 
@@ -208,7 +233,8 @@ class EnvConfig(Section):
     )
     threshold: float | None = Field(
         None,
-        description="reasoning_gym: a score of at least this earns 1 and a lesser one 0; null gives the score itself",
+        description="reasoning_gym, and each judge of llm_judge: a score (from 0 to 1) of at least this is 1 and a lesser one 0; null "
+        "gives the score itself",
     )
     pattern: str | None = Field(
         None,
@@ -242,6 +268,21 @@ class EnvConfig(Section):
     partial_credit: bool = Field(
         False, description="code: the share of tests that pass is the reward; else 1 if all do"
     )
+    judges: list[JudgeConfig] = Field([], description="llm_judge: who judges each completion")
+    rubric: str | None = Field(None, min_length=1, description="llm_judge: what the judges go by")
+    scale: tuple[int, int] = Field(
+        (1, 10), description="llm_judge: the worst and the best score of a judge, which become 0 and 1"
+    )
+    vote: Literal["mean", "majority"] = Field(
+        "mean",
+        description="llm_judge: the reward is the mean of what the judges give, or 1 if more than half of them give 1",
+    )
+    budget: int | None = Field(
+        None,
+        ge=0,
+        description="llm_judge: requests that the run may send to the judges; when they are used up, its breaker opens. null: any number",
+    )
+    concurrency: int = Field(16, ge=1, description="llm_judge: completions that are judged at a time")
     parts: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
         {}, description="combine: the environments that score each completion, by name, with their weights"
     )

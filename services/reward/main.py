@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from headrace import rpc
 from headrace.addresses import reached, with_port
 from headrace.config import Config
-from headrace.config.data import DataSourceConfig
+from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.credentials import credentials_of
 from headrace.errors import ConfigError
 from headrace.http_access import HttpAccess
@@ -19,12 +19,16 @@ from headrace.service import bind, serve_http, stop_on_signals
 from headrace.v1 import reward_pb2_grpc
 from headrace_services.reward.attached import AttachedBackend
 from headrace_services.reward.combine import CombineBackend
+from headrace_services.reward.environments.llm_judge import Ledger, LLMJudge
+from headrace_services.reward.hosted import Hosted, HostedBackend
 from headrace_services.reward.http import build_app
 from headrace_services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
 from headrace_services.reward.pool import WorkerPool
 
 _log = logging.getLogger("headrace.reward")
 _GRACE_S = 2.0
+# The built-in environments that score in no worker.
+HOSTED = ("llm_judge",)
 _SERVICE = "headrace.v1.RewardService"
 # Who may call which method. A score is worth what the environments say: nobody but the scorer may ask for one.
 ROLES = {
@@ -75,23 +79,29 @@ async def running(config: Config) -> AsyncIterator[Running]:
         http = bind(reward.host, reward.http_port, "reward.http_port")
         stack.callback(http.close)
 
-        built_in = {name: env for name, env in config.env.items() if not env.is_served and env.kind(name) != "combine"}
-        pool = WorkerPool(built_in, reward.workers, sources_of_parts(config))
+        built_in = {name: env for name, env in config.env.items() if not env.is_served}
+        sandboxed = {name: env for name, env in built_in.items() if env.kind(name) not in ("combine", *HOSTED)}
+        pool = WorkerPool(sandboxed, reward.workers, sources_of_parts(config))
         await pool.start()
         stack.push_async_callback(pool.aclose)
         environments: dict[str, EnvironmentBackend] = {
-            name: BuiltInBackend(name, env, pool, reward.workers) for name, env in built_in.items()
+            name: BuiltInBackend(name, env, pool, reward.workers) for name, env in sandboxed.items()
         }
-        combined = [name for name, env in config.env.items() if env.kind(name) == "combine"]
-        for name in config.env.keys() - {*built_in, *combined}:
+        for name, env in built_in.items():
+            if env.kind(name) in HOSTED:
+                hosted = HostedBackend(env, make_hosted(name, env, config))
+                stack.push_async_callback(hosted.aclose)
+                environments[name] = hosted
+        for name in config.env.keys() - built_in.keys():
             if config.env[name].attached:
                 environments[name] = AttachedBackend(name, config.env[name], with_port(reached(reward.host), port))
                 continue
             remote = RemoteBackend(name, config.env[name], reward.max_message_bytes, config.security, credentials)
             stack.push_async_callback(remote.aclose)
             environments[name] = remote
-        for name in combined:
-            environments[name] = CombineBackend(name, config.env[name], environments)
+        for name, env in built_in.items():
+            if env.kind(name) == "combine":
+                environments[name] = CombineBackend(name, env, environments)
 
         hub = Hub(environments, config.env, reward.max_message_bytes, rpc_access)
         reward_pb2_grpc.add_RewardServiceServicer_to_server(hub, server)
@@ -102,6 +112,12 @@ async def running(config: Config) -> AsyncIterator[Running]:
         stack.push_async_callback(health.enter_graceful_shutdown)
         await stack.enter_async_context(serve_http(build_app(hub), http, access))
         yield Running(port, http.getsockname()[1], pool.failure)
+
+
+def make_hosted(name: str, env: EnvConfig, config: Config) -> Hosted:
+    """Raises `ConfigError` for what it needs and can't use."""
+    folder = None if config.run.id is None else config.run_folder
+    return LLMJudge(name, env, Ledger(None if folder is None else folder / f"judge-{name}.sqlite"))
 
 
 def sources_of_parts(config: Config) -> list[DataSourceConfig]:

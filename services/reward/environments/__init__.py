@@ -39,9 +39,7 @@ class BuiltInEnvironment(Environment):
     def at_sight(self, sample: Sample) -> Score | None:
         """The score of a sample that takes no more than a comparison, `judge`'s to the letter; None for all others. A worker needs no
         child for it, which would cost a hundred times as much: nothing of the completion is parsed."""
-        if self.env.require_stop and sample.finish_reason == "length":
-            return Score("SCORED", reward=0.0, metadata={"rule": "require_stop: the completion was cut off"})
-        return None
+        return cut_off(self.env, sample)
 
     def prepare(self, sources: Sequence[DataSourceConfig]) -> None:
         """Load what its scores need, in a worker that has scored nothing yet; `sources` are the run's data sets that name it.
@@ -54,6 +52,13 @@ class BuiltInEnvironment(Environment):
 
     def judge(self, sample: Sample) -> float | Score:
         raise NotImplementedError
+
+
+def cut_off(env: EnvConfig, sample: Sample) -> Score | None:
+    """The score of a completion that has no end, where one is required."""
+    if env.require_stop and sample.finish_reason == "length":
+        return Score("SCORED", reward=0.0, metadata={"rule": "require_stop: the completion was cut off"})
+    return None
 
 
 def extract_answer(completion: str, how: Extract) -> str | None:

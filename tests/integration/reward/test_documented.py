@@ -14,6 +14,7 @@ import yaml
 from headrace import Sample
 from headrace.config import Config
 from headrace.config.data import BUILT_IN, EnvConfig
+from tests.support.judge_server import JudgeServer, said
 from tests.support.reward_hub import start_hub
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
@@ -39,8 +40,12 @@ async def test_a_documented_environment_gives_the_documented_rewards(example: An
     configuration, lines = example
     Config.model_validate(configuration)
     rewards = [line.pop("reward") for line in lines]
-    async with start_hub(configuration["env"], workers=1) as hub:
-        scores = await hub.score([Sample(**line) for line in lines])
+    with JudgeServer(lambda _: said({"reason": "it is", "score": 4})) as server:
+        for env in configuration["env"].values():
+            for judge in env.get("judges", []):  # those of the example are nowhere
+                judge |= {"base_url": server.base_url, "api_key_file": None, "tls_ca": None}
+        async with start_hub(configuration["env"], workers=1) as hub:
+            scores = await hub.score([Sample(**line) for line in lines])
     assert [score.reward for score in scores] == pytest.approx(rewards), scores
 
 

@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from headrace.config import Config
 
+JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "judge"}
+
 
 @pytest.mark.parametrize(
     ("env", "said"),
@@ -30,6 +32,20 @@ from headrace.config import Config
         ({"code": {"wall_s": 60}}, r"env\.code\.wall_s 60 is not less than timeout_s 60, which all tests have: lower"),
         ({"code": {"extract": "choice"}}, r"env\.code\.extract choice is for math"),
         ({"code": {"runs_with": []}}, r"at least 1 item"),
+        ({"llm_judge": {"rubric": "x"}}, r"env\.llm_judge\.judges \[\]: give one or more"),
+        ({"llm_judge": {"judges": [JUDGE]}}, r"env\.llm_judge\.rubric null: say what the judges go by"),
+        (
+            {"llm_judge": {"judges": [JUDGE], "rubric": "x", "scale": [5, 1]}},
+            r"env\.llm_judge\.scale \[5, 1\]: the best score",
+        ),
+        (
+            {"llm_judge": {"judges": [JUDGE], "rubric": "x", "vote": "majority"}},
+            r"vote majority without threshold: give",
+        ),
+        (
+            {"llm_judge": {"judges": [JUDGE | {"base_url": "https://me:secret@judge/v1"}], "rubric": "x"}},
+            r"match pattern",
+        ),
         ({"combine": {}}, r"env\.combine\.parts {}: name the environments"),
         (
             {"both": {"type": "combine", "parts": {"math": 1}}},
