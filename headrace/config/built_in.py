@@ -30,6 +30,11 @@ _OPTIONS: Mapping[str, tuple[BuiltInName, ...]] = {
     "vote": ("llm_judge",),
     "budget": ("llm_judge",),
     "concurrency": ("llm_judge",),
+    "model_name": ("reward_model",),
+    "device": ("reward_model",),
+    "precision": ("reward_model",),
+    "batch_size": ("reward_model",),
+    "max_model_len": ("reward_model",),
     "parts": ("combine",),
     "combine": ("combine",),
     "gate": ("combine",),
@@ -103,6 +108,11 @@ def _llm_judge(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig])
         yield ".vote majority without threshold: give the score, from 0 to 1, from which on a judge's vote is yes"
 
 
+def _reward_model(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
+    if env.model_name is None:
+        yield ".model_name null: name the model, a directory or a name on the hub"
+
+
 def _combine(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
     if not env.parts:
         yield ".parts {}: name the environments that it combines, with their weights, as in {math: 1.0, brief: 0.2}"
@@ -134,4 +144,5 @@ _CHECKS = {
     "combine": _combine,
     "code": _code,
     "llm_judge": _llm_judge,
+    "reward_model": _reward_model,
 }

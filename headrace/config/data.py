@@ -22,6 +22,7 @@ BuiltInName = Literal[
     "combine",
     "code",
     "llm_judge",
+    "reward_model",
 ]
 BUILT_IN = get_args(BuiltInName)
 
@@ -283,6 +284,21 @@ class EnvConfig(Section):
         description="llm_judge: requests that the run may send to the judges; when they are used up, its breaker opens. null: any number",
     )
     concurrency: int = Field(16, ge=1, description="llm_judge: completions that are judged at a time")
+    model_name: str | None = Field(
+        None, description="reward_model: directory or name on the hub of a model with one label, and its tokenizer"
+    )
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="reward_model: where it computes; auto: a GPU if there is one",
+    )
+    precision: Literal["float32", "bfloat16", "float16"] = Field("float32", description="reward_model: of its weights")
+    batch_size: int = Field(32, ge=1, description="reward_model: completions in one forward pass")
+    max_model_len: int | None = Field(
+        None,
+        ge=1,
+        description="reward_model: the most tokens of prompt and completion; null takes what the model can read",
+    )
     parts: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
         {}, description="combine: the environments that score each completion, by name, with their weights"
     )

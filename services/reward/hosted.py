@@ -16,6 +16,9 @@ from headrace.wire import sample_from_wire, score_to_wire
 class Hosted(Environment):
     """Scores in the hub's event loop. `score` and `score_batch` wait for what does the work, and do none of it."""
 
+    async def start(self) -> None:
+        """Return when it can score. Raises `ServiceError` with the reason if it never will."""
+
     def problem(self) -> str | None:
         """Why it can't score now; None if it can."""
         return None
@@ -45,6 +48,3 @@ class HostedBackend:
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
         """As `BuiltInBackend.describe`."""
         return self._scorer.description, self._environment.problem()
-
-    async def aclose(self) -> None:
-        await self._environment.aclose()

@@ -20,6 +20,7 @@ from headrace.v1 import reward_pb2_grpc
 from headrace_services.reward.attached import AttachedBackend
 from headrace_services.reward.combine import CombineBackend
 from headrace_services.reward.environments.llm_judge import Ledger, LLMJudge
+from headrace_services.reward.environments.reward_model import RewardModel
 from headrace_services.reward.hosted import Hosted, HostedBackend
 from headrace_services.reward.http import build_app
 from headrace_services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
@@ -28,7 +29,7 @@ from headrace_services.reward.pool import WorkerPool
 _log = logging.getLogger("headrace.reward")
 _GRACE_S = 2.0
 # The built-in environments that score in no worker.
-HOSTED = ("llm_judge",)
+HOSTED = ("llm_judge", "reward_model")
 _SERVICE = "headrace.v1.RewardService"
 # Who may call which method. A score is worth what the environments say: nobody but the scorer may ask for one.
 ROLES = {
@@ -89,9 +90,10 @@ async def running(config: Config) -> AsyncIterator[Running]:
         }
         for name, env in built_in.items():
             if env.kind(name) in HOSTED:
-                hosted = HostedBackend(env, make_hosted(name, env, config))
+                hosted = make_hosted(name, env, config)
                 stack.push_async_callback(hosted.aclose)
-                environments[name] = hosted
+                await hosted.start()
+                environments[name] = HostedBackend(env, hosted)
         for name in config.env.keys() - built_in.keys():
             if config.env[name].attached:
                 environments[name] = AttachedBackend(name, config.env[name], with_port(reached(reward.host), port))
@@ -116,6 +118,8 @@ async def running(config: Config) -> AsyncIterator[Running]:
 
 def make_hosted(name: str, env: EnvConfig, config: Config) -> Hosted:
     """Raises `ConfigError` for what it needs and can't use."""
+    if env.kind(name) == "reward_model":
+        return RewardModel(name, env)
     folder = None if config.run.id is None else config.run_folder
     return LLMJudge(name, env, Ledger(None if folder is None else folder / f"judge-{name}.sqlite"))
 

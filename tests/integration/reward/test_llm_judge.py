@@ -19,7 +19,6 @@ from headrace.errors import ConfigError
 from headrace.exposure import check
 from headrace.trajectory import Score
 from headrace_services.reward.environments.llm_judge import Ledger, LLMJudge, question
-from headrace_services.reward.hosted import HostedBackend
 from tests.support.hostile import DEADLY, hostile
 from tests.support.judge_server import Answers, JudgeServer, judged, said
 from tests.support.reward_hub import start_hub
@@ -210,9 +209,8 @@ async def test_the_budget_is_the_runs_and_exhausted_it_begins_nothing(tmp_path: 
         assert [await first.score(sample(text)) for text in ("a",)]
         await first.aclose()
         judge = LLMJudge("polite", env, Ledger(path))
-        backend = HostedBackend(env, judge)
         scores = [await judge.score(sample(text)) for text in ("b", "c", "a", "b")]
-        await backend.aclose()
+        await judge.aclose()
     statuses = [score.status if isinstance(score, Score) else None for score in scores]
     assert statuses == ["SCORED", "NOT_STARTED", "SCORED", "SCORED"]
     refused = scores[1]

@@ -46,6 +46,8 @@ JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "judge"}
             {"llm_judge": {"judges": [JUDGE | {"base_url": "https://me:secret@judge/v1"}], "rubric": "x"}},
             r"match pattern",
         ),
+        ({"reward_model": {}}, r"env\.reward_model\.model_name null: name the model"),
+        ({"reward_model": {"model_name": "x", "device": "tpu"}}, r"match pattern"),
         ({"combine": {}}, r"env\.combine\.parts {}: name the environments"),
         (
             {"both": {"type": "combine", "parts": {"math": 1}}},
