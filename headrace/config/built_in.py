@@ -124,6 +124,8 @@ def _combine(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -
             return
         if env.combine == "product" and weight != 1:
             yield f".parts.{part} {weight:g} with combine product, which has no weights: give 1, or combine: sum"
+    if env.require_stop:
+        yield ".require_stop true: give it to those of its parts that want an end, or to its gate"
     if env.gate is not None and env.gate not in env.parts:
         yield f".gate {env.gate!r} is none of its parts ({', '.join(env.parts)}): name one of them"
         return

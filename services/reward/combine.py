@@ -25,6 +25,7 @@ class CombineBackend:
     result."""
 
     kind = pb.EnvironmentStatus.KIND_BUILT_IN
+    awaited = True
 
     def __init__(self, name: str, env: EnvConfig, environments: Mapping[str, EnvironmentBackend]) -> None:
         """`environments` are all of the run's."""

@@ -31,6 +31,7 @@ class HostedBackend:
     """A hosted environment, as the hub asks it."""
 
     kind = pb.EnvironmentStatus.KIND_BUILT_IN
+    awaited = True
 
     def __init__(self, env: EnvConfig, environment: Hosted) -> None:
         self._env = env

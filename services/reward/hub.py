@@ -44,6 +44,7 @@ class BuiltInBackend:
     """
 
     kind = pb.EnvironmentStatus.KIND_BUILT_IN
+    awaited = False
 
     def __init__(self, name: str, env: EnvConfig, pool: WorkerPool, workers: int) -> None:
         self._name = name
@@ -88,6 +89,7 @@ class RemoteBackend:
     """
 
     kind = pb.EnvironmentStatus.KIND_SERVED
+    awaited = True
 
     def __init__(
         self,
@@ -233,6 +235,8 @@ class EnvironmentBackend(Protocol):
     """What scores for the hub, wherever it runs; `BuiltInBackend` has what the methods promise."""
 
     kind: pb.EnvironmentStatus.Kind.ValueType
+    # Whether the run waits for it while it can't score; else the hub is not ready then.
+    awaited: bool
 
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
@@ -359,13 +363,13 @@ class Hub(pb_grpc.RewardServiceServicer):
     async def problem(self) -> str | None:
         """Why the hub can't do its work; None if it can. An environment in a process of its own is waited for, and is no part of it."""
         reports = await self.reports()
-        found = {each.message for each in reports if not each.ready and not self._env[each.name].is_served}
+        found = {each.message for each in reports if not each.ready and not self._environments[each.name].awaited}
         return "; ".join(sorted(found)) or None
 
     async def waits_for(self) -> list[str]:
         """The environments in processes of their own that can't score now, and why."""
         reports = await self.reports()
-        away = (each for each in reports if not each.ready and self._env[each.name].is_served)
+        away = (each for each in reports if not each.ready and self._environments[each.name].awaited)
         return [f"environment {each.name}: {each.message}" for each in away]
 
     def _refusal(self, name: str, role: str | None) -> tuple[grpc.StatusCode, str] | None:

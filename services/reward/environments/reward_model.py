@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import msgspec
 
 from headrace.config.data import EnvConfig
 from headrace.environment import Sample
+from headrace.errors import ServiceError
 from headrace.trajectory import Score
 from headrace_services.reward.environments import cut_off
 from headrace_services.reward.hosted import Hosted
@@ -35,6 +37,7 @@ class RewardModel(Hosted):
     """The reward is the model's one logit for the prompt and the completion."""
 
     concurrency = 1  # calls; a call is one forward pass
+    patience_s = 60.0  # for the model at the start; `headrace up` waits no longer than two minutes for a service
 
     def __init__(self, name: str, env: EnvConfig) -> None:
         assert env.model_name is not None
@@ -48,14 +51,18 @@ class RewardModel(Hosted):
         self._restart: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the model. Raises `ServiceError` with the reason if it can't."""
-        await self._process.start()
-        self.build = self._process.builds[self.name]
+        """Load the model; one that takes long goes on loading. Raises `ServiceError` with the reason if it can't be loaded."""
+        loading = asyncio.create_task(self._process.start())
+        await asyncio.wait([loading], timeout=self.patience_s)
+        if loading.done():
+            loading.result()
+        else:
+            self._restart = asyncio.create_task(self._go_on(loading))
 
     def problem(self) -> str | None:
         if self._process.alive:
             return None
-        return self._process.problem or f"the process of {self.env.model_name} is being started again"
+        return self._process.problem or f"the model {self.env.model_name} is being loaded"
 
     async def score_batch(self, samples: Sequence[Sample]) -> list[Score]:
         found = {
@@ -86,7 +93,7 @@ class RewardModel(Hosted):
         return [
             Score("INVALID", message=f"prompt and completion have {answer}")
             if isinstance(answer, str)
-            else _score(answer)
+            else _score(answer, self._process.builds[self.name])
             for answer in answers
         ]
 
@@ -96,13 +103,18 @@ class RewardModel(Hosted):
             await asyncio.gather(self._restart, return_exceptions=True)
         await self._process.kill()
 
+    async def _go_on(self, loading: asyncio.Task[None]) -> None:
+        with contextlib.suppress(ServiceError):
+            await loading
+        await self._process.restart()  # at once, if it is loaded
+
     def _start_again(self) -> None:
         if self._restart is None or self._restart.done():
             self._restart = asyncio.create_task(self._process.restart())
 
 
-def _score(reward: float) -> Score:
+def _score(reward: float, build: str) -> Score:
     """Law 7: what is not finite is no reward."""
     if not math.isfinite(reward):
         return Score("FAILED", message=f"the model gave {reward}, not a finite number")
-    return Score("SCORED", reward=reward)
+    return Score("SCORED", reward=reward, build=build)

@@ -194,6 +194,7 @@ async def test_what_is_expected_is_in_no_process_that_a_program_could_look_into(
             processes = {what: [each for each in children if what in command_of(each)] for what in processes}
         found = {what: any(holds(each, expected.encode()) for each in those) for what, those in processes.items()}
         assert (await scoring)[0].reward == 0
+    assert not psutil.wait_procs(processes["program_runner"], timeout=60)[1]  # they end with the worker
     assert found == {"scoring_worker": True, "program_runner": False, "/tmp/program": False}
 
 

@@ -83,15 +83,23 @@ def test_what_is_too_long_has_no_reward_and_the_others_have_theirs(directory: Pa
     assert "the model reads 4" in str(short)
 
 
-async def test_the_hub_scores_with_the_model_and_takes_no_more_than_a_batch_at_a_time(directory: Path) -> None:
+async def test_the_hub_scores_with_the_model_and_takes_no_more_than_a_batch_at_a_time(
+    directory: Path, tmp_path: Path
+) -> None:
     expected = on_device(directory).rewards([conversation("132"), conversation("1")])
+    attacks = [text for text in [*DEADLY, *hostile(tmp_path / "mark")] if len(text) < 200]
     async with start_hub(env_of(directory, require_stop=True)) as hub:
         right, short, long, cut = await hub.score(
             [sample("132"), sample("1"), sample("7" * CONTEXT), sample("1", finish_reason="length")]
         )
         more = await hub.score([sample("1")] * 6)
+        hurt = [(await hub.score([sample(text)]))[0] for text in attacks]
+        (after,) = await hub.score([sample("132")])
         described = (await hub.environments())["helpful"].description
     assert [right.reward, short.reward] == pytest.approx(expected, abs=1e-4)
+    assert {score.status for score in hurt} <= {"SCORED", "INVALID"}  # it is text, or more than the model reads
+    assert after.reward == right.reward
+    assert not (tmp_path / "mark").exists()
     assert right.build == f"{directory} float32 on cpu"
     assert (long.status, long.reward) == ("INVALID", None)
     assert (cut.status, cut.reward) == ("SCORED", 0)
@@ -99,24 +107,16 @@ async def test_the_hub_scores_with_the_model_and_takes_no_more_than_a_batch_at_a
     assert (described.capacity, described.calls) == (4, 1)
 
 
-async def test_no_hostile_completion_is_more_than_text_to_the_model(directory: Path, tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-    completions = [text for text in [*DEADLY, *hostile(mark)] if len(text) < 200]
-    async with start_hub(env_of(directory, batch_size=64)) as hub:
-        (before,) = await hub.score([sample("132")])
-        for score in await hub.score([sample(completion) for completion in completions]):
-            assert score.status in ("SCORED", "INVALID")
-        (after,) = await hub.score([sample("132")])
-    assert before.reward == after.reward
-    assert not mark.exists()
-
-
-async def test_law_7_failure_is_not_zero_a_process_that_dies_interrupts_its_batch_and_comes_back(
+async def test_law_7_failure_is_not_zero_a_process_that_loads_dies_or_is_late_gives_no_reward_and_comes_back(
     directory: Path,
 ) -> None:
     environment = RewardModel("helpful", EnvConfig.model_validate(env_of(directory)["helpful"]))
+    environment.patience_s = 0.0  # a model that takes long
     await environment.start()
     try:
+        (early,) = await environment.score_batch([sample("132")])
+        assert (early.status, early.message) == ("NOT_STARTED", f"the model {directory} is being loaded")
+        await until(lambda: environment.problem() is None)
         process = environment._process._process
         assert process is not None
         process.send_signal(signal.SIGSTOP)  # SIGSTOP: it is at work when it is killed
@@ -131,38 +131,26 @@ async def test_law_7_failure_is_not_zero_a_process_that_dies_interrupts_its_batc
         await until(lambda: environment.problem() is None)
         (again,) = await environment.score_batch([sample("132")])
         assert again.status == "SCORED"
-    finally:
-        await environment.aclose()
-
-
-async def test_a_late_batch_ends_the_process_so_that_no_answer_is_taken_for_another(directory: Path) -> None:
-    environment = RewardModel("helpful", EnvConfig.model_validate(env_of(directory)["helpful"]))
-    await environment.start()
-    try:
         process = environment._process._process
         assert process is not None
         process.send_signal(signal.SIGSTOP)
-        scoring = asyncio.create_task(environment.score_batch([sample("132")]))
+        late = asyncio.create_task(environment.score_batch([sample("132")]))
         await asyncio.sleep(0)
-        scoring.cancel()
-        await asyncio.gather(scoring, return_exceptions=True)
-        assert process.returncode is not None
-        assert environment.problem() is not None
+        late.cancel()
+        await asyncio.gather(late, return_exceptions=True)
+        assert process.returncode is not None  # no answer of it is taken for that to another call
     finally:
         await environment.aclose()
 
 
 async def test_what_cannot_be_loaded_is_said_at_the_start(directory: Path, tmp_path: Path) -> None:
-    make_reward_model(tmp_path / "three", labels=3)
-    for place, said in (
-        (tmp_path / "nowhere", "nowhere"),
-        (tmp_path / "three", "it has 3 labels, and a reward is one number"),
+    with pytest.raises(ValueError, match="it has 3 labels, and a reward is one number; give a model with one"):
+        on_device(make_reward_model(tmp_path / "three", labels=3))
+    with pytest.raises(
+        ServiceError, match=r"process of a reward model can't start: env\.helpful\.model_name .*nowhere"
     ):
-        with pytest.raises(
-            ServiceError, match=rf"process of a reward model can't start: env\.helpful\.model_name .*{said}"
-        ):
-            async with start_hub(env_of(place)):
-                pass
+        async with start_hub(env_of(tmp_path / "nowhere")):
+            pass
 
 
 async def test_without_torch_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

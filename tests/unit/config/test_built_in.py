@@ -71,6 +71,10 @@ JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "judge"}
             r"env\.both\.timeout_s 60 is less than the 120 s that its parts have, the gate's before the others': raise it",
         ),
         ({"both": {"type": "combine", "parts": {"math": float("nan")}}, "math": {}}, r"finite number"),
+        (
+            {"both": {"type": "combine", "parts": {"math": 1}, "require_stop": True}, "math": {}},
+            r"env\.both\.require_stop true: give it to those of its parts",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(env: dict[str, Any], said: str) -> None:
