@@ -102,22 +102,20 @@ def _isolate() -> int:
     """
     user, group = os.geteuid(), os.getegid()
     readable = _readable()
-    if user == 0:
-        unshared, mapped = os.pipe(), os.pipe()
-        if child := os.fork():
-            os.close(unshared[1])
-            if os.read(unshared[0], 1):
+    unshared, mapped = os.pipe(), os.pipe()
+    if child := os.fork():  # without the threads that libraries may have started
+        os.close(unshared[1])
+        if os.read(unshared[0], 1):
+            if user == 0:
                 kernel.map_users(child, (0, _NOBODY))
-                os.write(mapped[1], b"x")
-            _end_with(child)
-        die_with_parent(signal.SIGKILL)
-        kernel.unshare_all()
-        os.write(unshared[1], b"x")
-        os.read(mapped[0], 1)
-        for end in (*unshared, *mapped):
-            os.close(end)
-    else:
-        kernel.unshare_all()
+            os.write(mapped[1], b"x")
+        _end_with(child)
+    die_with_parent(signal.SIGKILL)
+    kernel.unshare_all()
+    os.write(unshared[1], b"x")
+    os.read(mapped[0], 1)
+    for end in (*unshared, *mapped):
+        os.close(end)
     if child := os.fork():
         _end_with(child)
     die_with_parent(signal.SIGKILL)
