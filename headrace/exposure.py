@@ -11,6 +11,7 @@ from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from headrace.config import Config
+    from headrace.config.data import JudgeConfig
 
 _REMEDY = (
     "give security.tls_cert and security.tls_key (`headrace certs`) and security.credentials (`headrace credentials`), or "
@@ -49,6 +50,8 @@ def _problems(config: Config, service: str) -> Iterator[str]:
         for name, env in config.env.items():
             if env.address is not None and not target_is_local(env.address):
                 yield from _dialled(config, f"env.{name}.target", env.address)
+            for place, judge in enumerate(env.judges):
+                yield from _judged(f"env.{name}.judges.{place}.base_url", judge)
     else:
         yield from _redis(config, service)
 
@@ -61,6 +64,16 @@ def _dialled(config: Config, key: str, value: str) -> Iterator[str]:
             "(`headrace certs`) and security.credentials (`headrace credentials`), or security.insecure: true to go without in a network "
             "that you trust"
         )
+
+
+def _judged(key: str, judge: JudgeConfig) -> Iterator[str]:
+    url = urlsplit(judge.base_url)
+    if is_loopback(url.hostname or "") or (url.scheme == "https" and judge.api_key_file is not None):
+        return
+    yield (
+        f"{key} {judge.base_url}: no completion is sent beyond the loopback interface without TLS and a key; give an https address and "
+        "api_key_file, or security.insecure: true to go without in a network that you trust"
+    )
 
 
 def _redis(config: Config, service: str) -> Iterator[str]:

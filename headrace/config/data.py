@@ -15,7 +15,23 @@ from headrace.addresses import LOOPBACK, with_port
 from headrace.config.base import Section
 
 Generator = Literal["arithmetic", "reasoning_gym"]
-BuiltInName = Literal["math", "math_multi_reward", "reasoning_gym"]
+BuiltInName = Literal[
+    "math",
+    "math_multi_reward",
+    "reasoning_gym",
+    "regex",
+    "format",
+    "length",
+    "repetition",
+    "combine",
+    "code",
+    "llm_judge",
+    "reward_model",
+]
+BUILT_IN = get_args(BuiltInName)
+
+# What of a completion is the answer.
+Extract = Literal["none", "last_number", "boxed", "answer_tag", "answer_line", "choice"]
 # data sets of the hub that are read by name, as users of NeMo RL name them; what is where in them: services/trainer/data/sources.py
 HubName = Literal[
     "OpenMathInstruct-2",
@@ -243,6 +259,22 @@ class DataConfig(Section):
         return self
 
 
+class JudgeConfig(Section):
+    """A language model that judges completions, at any endpoint that speaks OpenAI's API."""
+
+    base_url: str = Field(
+        pattern=r"^https?://[^\s@?#]+$",
+        description="up to what stands before /chat/completions, as in https://judge.internal/v1",
+    )
+    model: str = Field(min_length=1)
+    api_key_file: str | None = Field(None, description="a file with the key alone, which is read for each request")
+    tls_ca: str | None = Field(
+        None, description="certificates (PEM) of the authority that signed the endpoint's; null takes the system's"
+    )
+    temperature: float = Field(0.0, ge=0)
+    max_tokens: int = Field(512, ge=16, description="of an answer: a reason and a score")
+
+
 class EnvConfig(Section):
     """One environment, by the name the data sets call it."""
 
@@ -274,15 +306,95 @@ class EnvConfig(Section):
     require_stop: bool = Field(
         False, description="a completion cut off before its end token earns 0 (built-in environments)"
     )
-    extract: Literal["none", "last_number", "answer_tag", "answer_line"] = Field(
+    extract: Extract = Field(
         "none",
-        description="math and reasoning_gym: what of the completion is the answer: all of it (of which math takes the boxed or else the "
-        "last expression), its last number, the last <answer>…</answer>, or what follows the last `Answer:` on its line in the last "
-        "300 characters",
+        description="math, reasoning_gym, regex and code: what of the completion is the answer: all of it (of which math takes the boxed "
+        "or else the last expression, code the last fenced block if there is one), its last number, what is in the last `\\boxed{…}`, "
+        "the last <answer>…</answer>, what follows the last `Answer:` on its line in the last 300 characters, or (math) the letter of a "
+        "multiple choice",
+    )
+    tolerance: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="math: a number that differs from the expected one by at most this share of it is right as well; null wants it equal",
     )
     threshold: float | None = Field(
         None,
-        description="reasoning_gym: a score of at least this earns 1 and a lesser one 0; null gives the score itself",
+        description="reasoning_gym, and each judge of llm_judge: a score (from 0 to 1) of at least this is 1 and a lesser one 0; null "
+        "gives the score itself",
+    )
+    pattern: str | None = Field(
+        None,
+        description="regex: a regular expression of Python that earns 1 where it is found in what `extract` takes, else 0",
+    )
+    tags: list[str] = Field(
+        ["think", "answer"],
+        min_length=1,
+        description="format: a completion that consists of these tags, each once and in this order, earns 1, else 0",
+    )
+    min_tokens: int = Field(0, ge=0, description="length: a completion of fewer tokens doesn't earn 1")
+    max_tokens: int | None = Field(None, ge=0, description="length: a completion of more tokens doesn't earn 1")
+    fade_tokens: int = Field(
+        0, ge=0, description="length: how many tokens below min_tokens or above max_tokens it takes to fall from 1 to 0"
+    )
+    ngram: int = Field(4, ge=1, description="repetition: the share of distinct runs of so many tokens is the reward")
+    runs_with: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="code: a program of /usr and its arguments, after which comes the file with the completion's program; null is this "
+        "Python, with the standard library alone",
+    )
+    cpu_s: int = Field(5, ge=1, description="code: seconds of a processor for a test")
+    wall_s: float = Field(10.0, gt=0, description="code: seconds for a test")
+    memory_mb: int = Field(512, ge=16, description="code: memory of a process of the program")
+    processes: int = Field(
+        1,
+        ge=1,
+        description="code: processes and threads that the program may have; with 1 it is one process of at most 64 threads",
+    )
+    partial_credit: bool = Field(
+        False, description="code: the share of tests that pass is the reward; else 1 if all do"
+    )
+    judges: list[JudgeConfig] = Field([], description="llm_judge: who judges each completion")
+    rubric: str | None = Field(None, min_length=1, description="llm_judge: what the judges go by")
+    scale: tuple[int, int] = Field(
+        (1, 10), description="llm_judge: the worst and the best score of a judge, which become 0 and 1"
+    )
+    vote: Literal["mean", "majority"] = Field(
+        "mean",
+        description="llm_judge: the reward is the mean of what the judges give, or 1 if more than half of them give 1",
+    )
+    budget: int | None = Field(
+        None,
+        ge=0,
+        description="llm_judge: requests that the run may send to the judges; when they are used up, its breaker opens. null: any number",
+    )
+    concurrency: int = Field(16, ge=1, description="llm_judge: completions that are judged at a time")
+    model_name: str | None = Field(
+        None, description="reward_model: directory or name on the hub of a model with one label, and its tokenizer"
+    )
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="reward_model: where it computes; auto: a GPU if there is one",
+    )
+    precision: Literal["float32", "bfloat16", "float16"] = Field("float32", description="reward_model: of its weights")
+    batch_size: int = Field(32, ge=1, description="reward_model: completions in one forward pass")
+    max_model_len: int | None = Field(
+        None,
+        ge=1,
+        description="reward_model: the most tokens of prompt and completion; null takes what the model can read",
+    )
+    parts: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
+        {}, description="combine: the environments that score each completion, by name, with their weights"
+    )
+    combine: Literal["sum", "product"] = Field(
+        "sum", description="combine: the reward is the weighted sum of the parts', or their product"
+    )
+    gate: str | None = Field(
+        None,
+        description="combine: the part that scores first; where it earns nothing above 0 the others are not asked, and the reward is 0",
     )
     timeout_s: float = Field(
         60.0,
@@ -322,6 +434,11 @@ class EnvConfig(Section):
                 f"port {self.port} is for an environment that `headrace up` starts (target: FILE.py:CLASS, or command); leave it out"
             )
         return self
+
+    def kind(self, name: str) -> str | None:
+        """Which built-in environment it is, under the name `name`; None of one that is served, or of none that there is."""
+        kind = self.type or name
+        return kind if kind in BUILT_IN and not self.is_served else None
 
     @property
     def is_served(self) -> bool:

@@ -57,6 +57,8 @@ _READ: tuple[Keys, ...] = (
     ("policy", "tokenizer", "name"),
     ("value", "model_name"),
     ("grpo", "adv_estimator", "teacher_model_name"),
+    ("env", "*", "model_name"),
+    *(("env", "*", "judges", key) for key in ("api_key_file", "tls_ca")),
 )
 # Every path. What a run saved of itself holds where the run was started.
 _PATHS = (

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
 from headrace.config.algorithm import AlgorithmConfig
 from headrace.config.base import Section
-from headrace.config.data import BuiltInName, DataConfig, EnvConfig
+from headrace.config.built_in import problems
+from headrace.config.data import BUILT_IN, DataConfig, EnvConfig
 from headrace.config.grpo import GRPOConfig
 from headrace.config.logger import LoggerConfig
 from headrace.config.loss import LossConfig, ValueLossConfig
@@ -77,9 +78,9 @@ class Config(Section):
                     f"data: env_name {source.env_name!r} is not one of the environments under env ({known})"
                 )
         for name, env in self.env.items():
-            if not env.is_served and env.type is None and name not in get_args(BuiltInName):
+            if not env.is_served and env.kind(name) is None:
                 raise ValueError(
-                    f"env.{name}: give `type` ({', '.join(get_args(BuiltInName))}), `target` (FILE.py:CLASS, or host:port of your "
+                    f"env.{name}: give `type` ({', '.join(BUILT_IN)}), `target` (FILE.py:CLASS, or host:port of your "
                     "environment), `command`, or `attached: true`"
                 )
             _check_environment(self, name, env)
@@ -183,6 +184,8 @@ class Config(Section):
 def _check_environment(config: Config, name: str, env: EnvConfig) -> None:
     if not _ENVIRONMENT_NAME.fullmatch(name):
         raise ValueError(f"env.{name}: an environment's name is 1 to 64 letters, digits and ._-; rename it")
+    for problem in problems(name, config.env):
+        raise ValueError(f"env.{name}{problem}")
     deadline = config.replay.scoring_deadline_s
     if env.timeout_s > deadline:
         raise ValueError(

@@ -108,6 +108,7 @@ class AttachedBackend:
     """
 
     kind = pb.EnvironmentStatus.KIND_ATTACHED
+    awaited = True
 
     def __init__(self, name: str, env: EnvConfig, hub: str) -> None:
         """`hub` is the address of the hub on its own machine."""

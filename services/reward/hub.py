@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Protocol
 
 import grpc
 import prometheus_client
@@ -43,6 +44,7 @@ class BuiltInBackend:
     """
 
     kind = pb.EnvironmentStatus.KIND_BUILT_IN
+    awaited = False
 
     def __init__(self, name: str, env: EnvConfig, pool: WorkerPool, workers: int) -> None:
         self._name = name
@@ -87,6 +89,7 @@ class RemoteBackend:
     """
 
     kind = pb.EnvironmentStatus.KIND_SERVED
+    awaited = True
 
     def __init__(
         self,
@@ -228,7 +231,33 @@ def _too_large(error: grpc.aio.AioRpcError) -> bool:
     return error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or "")
 
 
-EnvironmentBackend = BuiltInBackend | RemoteBackend | AttachedBackend
+class EnvironmentBackend(Protocol):
+    """What scores for the hub, wherever it runs; `BuiltInBackend` has what the methods promise."""
+
+    kind: pb.EnvironmentStatus.Kind.ValueType
+    # Whether the run waits for it while it can't score; else the hub is not ready then.
+    awaited: bool
+
+    async def score(
+        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
+    ) -> list[trajectory_pb2.Result]: ...
+
+    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]: ...
+
+
+async def metered(
+    name: str,
+    environment: EnvironmentBackend,
+    trajectories: Sequence[trajectory_pb2.Trajectory],
+    timeout_s: float | None,
+) -> list[trajectory_pb2.Result]:
+    """What `environment` gives for them, counted under `name`."""
+    started = time.monotonic()
+    results = await environment.score(trajectories, timeout_s)
+    SECONDS.labels(name).observe(time.monotonic() - started)
+    for result in results:
+        RESULTS.labels(name, trajectory_pb2.Status.Name(result.status).removeprefix("STATUS_")).inc()
+    return results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,13 +363,13 @@ class Hub(pb_grpc.RewardServiceServicer):
     async def problem(self) -> str | None:
         """Why the hub can't do its work; None if it can. An environment in a process of its own is waited for, and is no part of it."""
         reports = await self.reports()
-        found = {each.message for each in reports if not each.ready and not self._env[each.name].is_served}
+        found = {each.message for each in reports if not each.ready and not self._environments[each.name].awaited}
         return "; ".join(sorted(found)) or None
 
     async def waits_for(self) -> list[str]:
         """The environments in processes of their own that can't score now, and why."""
         reports = await self.reports()
-        away = (each for each in reports if not each.ready and self._env[each.name].is_served)
+        away = (each for each in reports if not each.ready and self._environments[each.name].awaited)
         return [f"environment {each.name}: {each.message}" for each in away]
 
     def _refusal(self, name: str, role: str | None) -> tuple[grpc.StatusCode, str] | None:
@@ -368,12 +397,7 @@ class Hub(pb_grpc.RewardServiceServicer):
             message = f"environment {name!r} is not one of this run's ({known}); add env.{name} to its configuration"
             refusal = trajectory_pb2.Result(status=trajectory_pb2.STATUS_INVALID, message=message)
             return [refusal] * len(trajectories)
-        started = time.monotonic()
-        results = await environment.score(trajectories, limit)
-        SECONDS.labels(name).observe(time.monotonic() - started)
-        for result in results:
-            RESULTS.labels(name, trajectory_pb2.Status.Name(result.status).removeprefix("STATUS_")).inc()
-        return results
+        return await metered(name, environment, trajectories, limit)
 
     async def _status(self, name: str) -> pb.EnvironmentStatus:
         environment, env = self._environments[name], self._env[name]

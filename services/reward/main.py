@@ -11,18 +11,25 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from headrace import rpc
 from headrace.addresses import reached, with_port
 from headrace.config import Config
+from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.credentials import credentials_of
 from headrace.errors import ConfigError
 from headrace.http_access import HttpAccess
 from headrace.service import bind, serve_http, stop_on_signals
 from headrace.v1 import reward_pb2_grpc
 from headrace_services.reward.attached import AttachedBackend
+from headrace_services.reward.combine import CombineBackend
+from headrace_services.reward.environments.llm_judge import Ledger, LLMJudge
+from headrace_services.reward.environments.reward_model import RewardModel
+from headrace_services.reward.hosted import Hosted, HostedBackend
 from headrace_services.reward.http import build_app
 from headrace_services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
 from headrace_services.reward.pool import WorkerPool
 
 _log = logging.getLogger("headrace.reward")
 _GRACE_S = 2.0
+# The built-in environments that score in no worker.
+HOSTED = ("llm_judge", "reward_model")
 _SERVICE = "headrace.v1.RewardService"
 # Who may call which method. A score is worth what the environments say: nobody but the scorer may ask for one.
 ROLES = {
@@ -74,12 +81,19 @@ async def running(config: Config) -> AsyncIterator[Running]:
         stack.callback(http.close)
 
         built_in = {name: env for name, env in config.env.items() if not env.is_served}
-        pool = WorkerPool(built_in, reward.workers, config.data.sources)
+        sandboxed = {name: env for name, env in built_in.items() if env.kind(name) not in ("combine", *HOSTED)}
+        pool = WorkerPool(sandboxed, reward.workers, sources_of_parts(config))
         await pool.start()
         stack.push_async_callback(pool.aclose)
         environments: dict[str, EnvironmentBackend] = {
-            name: BuiltInBackend(name, env, pool, reward.workers) for name, env in built_in.items()
+            name: BuiltInBackend(name, env, pool, reward.workers) for name, env in sandboxed.items()
         }
+        for name, env in built_in.items():
+            if env.kind(name) in HOSTED:
+                hosted = make_hosted(name, env, config)
+                stack.push_async_callback(hosted.aclose)
+                await hosted.start()
+                environments[name] = HostedBackend(env, hosted)
         for name in config.env.keys() - built_in.keys():
             if config.env[name].attached:
                 environments[name] = AttachedBackend(name, config.env[name], with_port(reached(reward.host), port))
@@ -87,6 +101,9 @@ async def running(config: Config) -> AsyncIterator[Running]:
             remote = RemoteBackend(name, config.env[name], reward.max_message_bytes, config.security, credentials)
             stack.push_async_callback(remote.aclose)
             environments[name] = remote
+        for name, env in built_in.items():
+            if env.kind(name) == "combine":
+                environments[name] = CombineBackend(name, env, environments)
 
         hub = Hub(environments, config.env, reward.max_message_bytes, rpc_access)
         reward_pb2_grpc.add_RewardServiceServicer_to_server(hub, server)
@@ -97,6 +114,24 @@ async def running(config: Config) -> AsyncIterator[Running]:
         stack.push_async_callback(health.enter_graceful_shutdown)
         await stack.enter_async_context(serve_http(build_app(hub), http, access))
         yield Running(port, http.getsockname()[1], pool.failure)
+
+
+def make_hosted(name: str, env: EnvConfig, config: Config) -> Hosted:
+    """Raises `ConfigError` for what it needs and can't use."""
+    if env.kind(name) == "reward_model":
+        return RewardModel(name, env)
+    folder = None if config.run.id is None else config.run_folder
+    return LLMJudge(name, env, Ledger(None if folder is None else folder / f"judge-{name}.sqlite"))
+
+
+def sources_of_parts(config: Config) -> list[DataSourceConfig]:
+    """The run's data sets, each also under every environment that scores it as a part of another."""
+    named = [(source, str(source.env_name)) for source in config.data.sources]
+    return [
+        source.model_copy(update={"env_name": name})
+        for source, whole in named
+        for name in (whole, *config.env[whole].parts)
+    ]
 
 
 def _check_started(config: Config) -> None:

@@ -19,11 +19,11 @@ from headrace.errors import ServiceError
 from headrace.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.wire import score_from_wire, score_to_wire
+from headrace_services.reward.frames import LENGTH
 from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level, SandboxDenied
-from headrace_services.reward.scoring_worker import LENGTH, TIMEOUT, Specification, Started
+from headrace_services.reward.scoring_worker import TIMEOUT, Specification, Started
 
 _log = logging.getLogger("headrace.reward")
-_START_TIMEOUT_S = 120.0
 _RESTART_PAUSE_S = 1.0
 _END_TIMEOUT_S = 5.0
 # A worker kills a child that is late itself; if it doesn't answer this much later, it is the worker that hangs.
@@ -137,8 +137,10 @@ class WorkerProcess:
 
     # What the interpreter runs; -P: the working directory is not for imports.
     program: Sequence[str] = ("-P", "-m", "headrace_services.reward.scoring_worker")
+    what = "a worker for the built-in environments"
+    start_timeout_s = 120.0
 
-    def __init__(self, specification: Specification) -> None:
+    def __init__(self, specification: msgspec.Struct) -> None:
         self._specification = specification
         self._process: asyncio.subprocess.Process | None = None
         self._usable = False
@@ -157,27 +159,33 @@ class WorkerProcess:
     def denials(self) -> list[str]:
         return self._started.denials
 
+    @property
+    def builds(self) -> dict[str, str]:
+        return self._started.builds
+
+    def environ(self) -> dict[str, str]:
+        """Nothing of the hub's surroundings is the scorers' business but where the interpreter finds its libraries."""
+        return {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ} | _ONE_THREAD
+
     async def start(self) -> None:
         """Raises `SandboxDenied`, or `ServiceError` if it can't score for another reason."""
-        # Nothing of the hub's surroundings is the scorers' business but where the interpreter finds its libraries.
-        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             *self.program,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=kept | _ONE_THREAD,
+            env=self.environ(),
         )
         try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                answer = await self._ask(msgspec.json.encode(self._specification))
+            async with asyncio.timeout(self.start_timeout_s):
+                answer = await self.ask(msgspec.json.encode(self._specification))
             started = msgspec.json.decode(answer, type=Started)
         except (TimeoutError, asyncio.IncompleteReadError, OSError, msgspec.DecodeError) as error:
-            started = Started(problem=await self._exit_reason(error))
+            started = Started(problem=await self.exit_reason(error))
         if started.problem or not started.builds:
             await self.kill()
             if started.problem:
-                raise ServiceError(f"a worker for the built-in environments can't start: {started.problem}")
+                raise ServiceError(f"{self.what} can't start: {started.problem}")
             raise SandboxDenied("; ".join(started.denials))
         self._started = started
         self._usable = True
@@ -198,7 +206,7 @@ class WorkerProcess:
         began = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s + _GRACE_S):
-                answer = await self._ask(TIMEOUT.pack(timeout_s) + trajectory)
+                answer = await self.ask(TIMEOUT.pack(timeout_s) + trajectory)
             return self._checked(environment, answer, time.monotonic() - began)
         except TimeoutError:
             self._usable = False
@@ -206,7 +214,7 @@ class WorkerProcess:
             return pb.Result(status=pb.STATUS_TIMED_OUT, message=late)
         except (asyncio.IncompleteReadError, OSError) as error:
             self._usable = False
-            reason = await self._exit_reason(error)
+            reason = await self.exit_reason(error)
             return pb.Result(status=pb.STATUS_FAILED, message=f"the worker died while scoring it: {reason}")
 
     def _checked(self, environment: str, answer: bytes, took_s: float) -> pb.Result:
@@ -231,7 +239,8 @@ class WorkerProcess:
             self._process.kill()
             await self._process.wait()
 
-    async def _ask(self, frame: bytes) -> bytes:
+    async def ask(self, frame: bytes) -> bytes:
+        """The answer to a frame. Raises `OSError` or `IncompleteReadError` if there is none, after which the process is of no use."""
         assert self._process
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin
@@ -243,11 +252,11 @@ class WorkerProcess:
             raise OSError(f"it answered {length} bytes, more than {MAX_RESULT_BYTES}")
         return await stdout.readexactly(length)
 
-    async def _exit_reason(self, error: Exception) -> str:
+    async def exit_reason(self, error: Exception) -> str:
         """How the process ended, given the `error` that replaced its answer."""
         assert self._process is not None
         if isinstance(error, TimeoutError):
-            return f"no sign of life within {_START_TIMEOUT_S:g} s"
+            return f"no sign of life within {self.start_timeout_s:g} s"
         try:
             async with asyncio.timeout(_END_TIMEOUT_S):
                 code = await self._process.wait()

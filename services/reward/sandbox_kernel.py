@@ -11,7 +11,7 @@ import os
 import platform
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # Numbers of system calls that have no name in the C library, (x86_64, aarch64).
@@ -78,6 +78,77 @@ _ALLOWED = {
     "exit": (60, 93),
     "exit_group": (231, 94),
 }
+# What a program that runs in namespaces of its own is denied all the same: what reaches the kernel's other users, or its processes from
+# outside. Sockets, since not every family of them has namespaces.
+_DENIED = {
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "socket": (41, 198),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "syslog": (103, 116),
+    "personality": (135, 92),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "setpriority": (141, 140),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "sched_setaffinity": (203, 122),
+    "ioprio_set": (251, 30),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "memfd_secret": (447, 447),
+}
+_NEW_PROCESS = {"fork": (57, None), "vfork": (58, None)}
+_CLONE3 = {"clone3": (435, 435)}
+_CLONE, _PRLIMIT = (56, 220), (302, 261)
+_CLONE_THREAD, _CLONE_NEW = 0x10000, 0x7E020000  # a thread; any new namespace
+_X32 = 0x40000000  # x86_64's other numbers of system calls
+
 # `open` asks whether what it opened is a terminal; it never is, and other questions to a device are refused likewise.
 _NOT_A_TERMINAL = {"ioctl": (16, 29)}
 
@@ -109,8 +180,15 @@ def map_user(user: int, group: int) -> None:
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
 
 
-def keep_only(readable: Sequence[Path]) -> None:
-    """A root that holds nothing but `readable`, read-only. Needs a mount namespace of its own."""
+def map_users(process: int, users: Sequence[int]) -> None:
+    """Give `process`, which has a new user namespace, these users and groups in it, as they are outside. Needs to be root."""
+    lines = "".join(f"{user} {user} 1\n" for user in users)
+    for name in ("uid_map", "gid_map"):
+        Path(f"/proc/{process}/{name}").write_text(lines, encoding="ascii")
+
+
+def keep_only(readable: Sequence[Path], empty: Sequence[Path] = ()) -> None:
+    """A root that holds nothing but `readable`, read-only, and `empty` folders. Needs a mount namespace of its own."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", _STAGE, "tmpfs", _MS_NOSUID | _MS_NODEV)
     for path in readable:
@@ -121,12 +199,24 @@ def keep_only(readable: Sequence[Path]) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.touch()
         _mount(str(path.resolve()), str(target), None, _MS_BIND | _MS_REC)
+    for path in empty:
+        Path(_STAGE + str(path)).mkdir(parents=True, exist_ok=True)
     attributes = struct.pack("=QQQQ", _MOUNT_ATTR_RDONLY_NOSUID_NODEV, 0, 0, 0)
     _call("mount_setattr", _MOUNT_SETATTR, _AT_FDCWD, _STAGE.encode(), _AT_RECURSIVE, attributes, len(attributes))
     os.chdir(_STAGE)
     _call("pivot_root", _PIVOT_ROOT, b".", b".")  # the old root now lies on top of the new one
     _check("umount2", _libc.umount2(b".", _MNT_DETACH))
     os.chdir("/")
+
+
+def mount_scratch(path: Path, user: int, size: int, files: int) -> None:
+    """An empty file system of `user` in memory at `path`, of at most this many bytes and files."""
+    options = f"size={size},nr_inodes={files},mode=0700,uid={user},gid={user}"
+    _mount("tmpfs", str(path), "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+
+
+def unmount(path: Path) -> None:
+    _check(f"umount2 {path}", _libc.umount2(str(path).encode(), _MNT_DETACH))
 
 
 def drop_privileges() -> None:
@@ -159,27 +249,72 @@ def landlock(readable: Sequence[Path]) -> None:
 def filter_system_calls() -> None:
     """From now on any system call but those of a computation ends the process with SIGSYS: no sockets, no new processes or
     threads, no exec, no signals, no ptrace, nothing that changes a file. Needs `drop_privileges`."""
-    program = _filter()
+    _install(_filter())
+
+
+def filter_program(*, processes: bool) -> None:
+    """From now on what a program has no business with (`_DENIED`) fails, and so does starting a process, threads aside, unless `processes`.
+    Needs `drop_privileges`, and namespaces of its own: this alone contains little."""
+    _install(_program_filter(processes))
+
+
+def _install(program: bytes) -> None:
     buffer = ctypes.create_string_buffer(program, len(program))
     sock_fprog = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
     _check("seccomp", _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, sock_fprog, 0, 0))
 
 
+# Instructions of classic BPF (LD|W|ABS, JMP|JEQ|K, JMP|JGE|K, JMP|JSET|K, RET|K), and what a filter answers.
+_LOAD, _EQUAL, _AT_LEAST, _ANY_OF, _GIVE = 0x20, 0x15, 0x35, 0x45, 0x06
+_KILL, _ALLOW, _FAIL = 0x80000000, 0x7FFF0000, 0x00050000
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # places in `struct seccomp_data`
+
+_Calls = Mapping[str, tuple[int, int | None]]
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """A `struct sock_filter`; `if_true` and `if_false` are steps to skip."""
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+def _start() -> list[bytes]:
+    """Load the number of the system call, of this processor's kind alone."""
+    architecture = _AUDIT_ARCH[_processor()]
+    return [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, architecture, 1, 0), _step(_GIVE, _KILL), _step(_LOAD, _NUMBER)]
+
+
+def _answer(calls: _Calls, action: int) -> list[bytes]:
+    numbers = (numbers[_processor()] for numbers in calls.values())
+    return [part for number in numbers if number is not None for part in _when(number, [_step(_GIVE, action)])]
+
+
+def _when(number: int, steps: Sequence[bytes]) -> list[bytes]:
+    """`steps`, which end in an answer, for this system call alone."""
+    return [_step(_EQUAL, number, 0, len(steps)), *steps]
+
+
 def _filter() -> bytes:
-    """The classic BPF program: `struct sock_filter[]`."""
-    load, jump_if_equal, give = 0x20, 0x15, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_RET|K
-    kill, allow, fail = 0x80000000, 0x7FFF0000, 0x00050000
+    """What may be called, and nothing else."""
+    allowed = _answer(_ALLOWED, _ALLOW) + _answer(_NOT_A_TERMINAL, _FAIL | errno.ENOTTY)
+    return b"".join([*_start(), *allowed, _step(_GIVE, _KILL)])
 
-    def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-        return struct.pack("=HBBI", code, if_true, if_false, value)
 
-    processor = _processor()
-    program = [step(load, 4), step(jump_if_equal, _AUDIT_ARCH[processor], 1, 0), step(give, kill), step(load, 0)]
-    for calls, action in ((_ALLOWED, allow), (_NOT_A_TERMINAL, fail | errno.ENOTTY)):
-        for number in (numbers[processor] for numbers in calls.values()):
-            if number is not None:
-                program += [step(jump_if_equal, number, 0, 1), step(give, action)]
-    return b"".join([*program, step(give, kill)])
+def _program_filter(processes: bool) -> bytes:
+    """What may not be called, and all else."""
+    processor, allow, deny = _processor(), _step(_GIVE, _ALLOW), _step(_GIVE, _FAIL | errno.EPERM)
+    argument = _step(_LOAD, _FIRST_ARGUMENT)
+    thread = [allow] if processes else [_step(_ANY_OF, _CLONE_THREAD, 0, 1), allow, deny]
+    steps = [
+        *_start(),
+        *(_step(_AT_LEAST, _X32, 0, 1), deny),
+        *_answer(_DENIED if processes else {**_DENIED, **_NEW_PROCESS}, _FAIL | errno.EPERM),
+        # its arguments lie in memory, where no filter can look; the C library then takes clone
+        *_answer(_CLONE3, _FAIL | errno.ENOSYS),
+        *_when(_CLONE[processor], [argument, _step(_ANY_OF, _CLONE_NEW, 0, 1), deny, *thread]),
+        *_when(_PRLIMIT[processor], [argument, _step(_EQUAL, 0, 0, 1), allow, deny]),  # its own limits alone
+        allow,
+    ]
+    return b"".join(steps)
 
 
 def _processor() -> int:
@@ -189,8 +324,9 @@ def _processor() -> int:
     return _PROCESSORS.index(machine)
 
 
-def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
-    done = _libc.mount(source.encode(), target.encode(), kind and kind.encode(), ctypes.c_ulong(flags), None)
+def _mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    names = (source.encode(), target.encode(), kind and kind.encode())
+    done = _libc.mount(*names, ctypes.c_ulong(flags), options.encode() or None)
     _check(f"mount {target}", done)
 
 

@@ -1,7 +1,7 @@
 """The worker process of built-in environments: `python -m headrace_services.reward.scoring_worker`.
 
 It loads the scorers, enters a sandbox, and forks a child for each trajectory: what a trajectory does, its child's end undoes.
-A frame on standard input or output is a 4-byte big-endian length and that many bytes. The first frame in is a `Specification` as
+Requests and replies are frames (`frames`) on standard input and output. The first frame in is a `Specification` as
 JSON, the answer to it `Started` as JSON. After that every frame in is 8 bytes of seconds (a big-endian double) and a
 `headrace.v1.Trajectory`; every frame out its `headrace.v1.Result`.
 """
@@ -13,9 +13,9 @@ import os
 import signal
 import struct
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -27,10 +27,12 @@ from headrace.trajectory import Score
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.wire import sample_from_wire, score_to_wire
 from headrace_services.reward.environments import BuiltInEnvironment, make
+from headrace_services.reward.environments.code import refusal
+from headrace_services.reward.frames import read_frame, write_frame
 from headrace_services.reward.sandbox import ChildFailed, Level, Sandbox, SandboxDenied
 
-LENGTH = struct.Struct(">I")
 TIMEOUT = struct.Struct(">d")
+_LEAST_S = 1.0  # for a judge, whatever came before it
 
 
 class Specification(msgspec.Struct):
@@ -59,7 +61,7 @@ def main(make: Callable[[str, EnvConfig], BuiltInEnvironment] = make) -> None:
     requests = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not end up between frames
-    if (first := _read(requests)) is None:
+    if (first := read_frame(requests)) is None:
         return
     specification = msgspec.json.decode(first, type=Specification)
     try:
@@ -69,19 +71,19 @@ def main(make: Callable[[str, EnvConfig], BuiltInEnvironment] = make) -> None:
         gc.freeze()  # a child that collects garbage would copy all that the scorers have loaded
         sandbox = Sandbox({*specification.levels})
     except ImportError as error:
-        _write(replies, msgspec.json.encode(Started(problem=f"{error}; pip install 'headrace[reward]'")))
+        write_frame(replies, msgspec.json.encode(Started(problem=f"{error}; pip install 'headrace[reward]'")))
         return
     except SandboxDenied as error:
-        _write(replies, msgspec.json.encode(Started(denials=[str(error)])))
+        write_frame(replies, msgspec.json.encode(Started(denials=[str(error)])))
         return
     except HeadraceError as error:
-        _write(replies, msgspec.json.encode(Started(problem=str(error))))
+        write_frame(replies, msgspec.json.encode(Started(problem=str(error))))
         return
     builds = {name: environment.build for name, environment in environments.items()}
-    _write(replies, msgspec.json.encode(Started(level=sandbox.level, denials=sandbox.denials, builds=builds)))
-    while (request := _read(requests)) is not None:
+    write_frame(replies, msgspec.json.encode(Started(level=sandbox.level, denials=sandbox.denials, builds=builds)))
+    while (request := read_frame(requests)) is not None:
         (timeout_s,) = TIMEOUT.unpack_from(request)
-        _write(replies, _result(sandbox, environments, request[TIMEOUT.size :], timeout_s))
+        write_frame(replies, _result(sandbox, environments, request[TIMEOUT.size :], timeout_s))
 
 
 def _load(
@@ -89,8 +91,11 @@ def _load(
 ) -> dict[str, BuiltInEnvironment]:
     sources = [DataSourceConfig.model_validate(source) for source in specification.sources]
     environments = {}
-    for name, env in specification.environments.items():
-        environments[name] = make(name, EnvConfig.model_validate(env))
+    for name, values in specification.environments.items():
+        env = EnvConfig.model_validate(values)
+        if env.kind(name) == "code" and Level.A not in specification.levels:
+            raise ServiceError(refusal(name, f"it may be {' or '.join(specification.levels)}"))
+        environments[name] = make(name, env)
         environments[name].prepare([source for source in sources if source.env_name == name])
     return environments
 
@@ -109,16 +114,21 @@ def _result(
 ) -> bytes:
     """The result as a child gave it, which the hub checks, or the reason why there is none; without a child where the score can be told
     at sight."""
+    deadline = time.monotonic() + timeout_s
     wire = pb.Trajectory.FromString(trajectory)
-    environment = environments[wire.environment]
-    if (found := environment.at_sight(sample_from_wire(wire))) is not None:
+    environment, sample = environments[wire.environment], sample_from_wire(wire)
+    try:
+        found = environment.at_sight(sample) or environment.observe(sample, deadline)
+    except Exception as error:  # noqa: BLE001  # as in `score_one`
+        return score_to_wire(failed(environment, error)).SerializeToString()
+    if found is not None:
         return score_to_wire(checked(environment, found)).SerializeToString()
 
     def work() -> bytes:
         return score_to_wire(score_one(environment, wire)).SerializeToString()
 
     try:
-        return sandbox.run(work, timeout_s)
+        return sandbox.run(work, max(_LEAST_S, deadline - time.monotonic()))
     except TimeoutError:
         late = f"not scored within {timeout_s:g} s; its process was killed"
         return pb.Result(status=pb.STATUS_TIMED_OUT, message=late).SerializeToString()
@@ -131,17 +141,6 @@ def score_one(environment: Environment, trajectory: pb.Trajectory) -> Score:
         return checked(environment, environment.score(sample_from_wire(trajectory)))
     except Exception as error:  # noqa: BLE001  # whatever a scorer raised reaches the caller as FAILED
         return failed(environment, error)
-
-
-def _read(stream: BinaryIO) -> bytes | None:
-    """The next frame, or None at the end of the stream."""
-    header = stream.read(LENGTH.size)
-    return stream.read(LENGTH.unpack(header)[0]) if len(header) == LENGTH.size else None
-
-
-def _write(stream: BinaryIO, frame: bytes) -> None:
-    stream.write(LENGTH.pack(len(frame)) + frame)
-    stream.flush()
 
 
 if __name__ == "__main__":

@@ -148,4 +148,17 @@ def _teacher(values: dict[str, Any], refuse: Refuse) -> Iterator[tuple[str, Any,
     yield "grpo.adv_estimator.teacher_model_name", models[0], key
 
 
-GATHERERS: tuple[Gatherer, ...] = (_megatron, _single_controller, _teacher)
+def _multiple_choice(values: dict[str, Any], refuse: Refuse) -> Iterator[tuple[str, Any, str]]:
+    """The verifier takes the place of `math_verify_impl`, which compares expressions."""
+    key = "env.math.verifier_type"
+    verifier = look(values, key)
+    if verifier == "english_multichoice":
+        yield "env.math.extract", "choice", key
+    elif verifier not in (None, "", "math"):
+        refuse(
+            key,
+            f"{verifier!r} is neither math nor english_multichoice; choose one, or serve an environment (env.math.target)",
+        )
+
+
+GATHERERS: tuple[Gatherer, ...] = (_megatron, _single_controller, _teacher, _multiple_choice)

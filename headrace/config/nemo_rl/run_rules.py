@@ -63,6 +63,10 @@ def _served(name: str) -> Any:
     return fine
 
 
+def _model_itself(value: Any, whole: Whole) -> bool:
+    return off(value, whole) or value == look(whole, "env.reward_model.model_name")
+
+
 def _custom_dataloader(value: Any, whole: Whole) -> bool:
     """The example there draws as Headrace does, and no other is called without several data loaders."""
     example = isinstance(value, str) and value.endswith(".example_custom_dataloader")
@@ -136,12 +140,15 @@ DATA = [
 
 ENV = [
     Rule("env.math.math_verify_impl", "renamed", to="env.math.extract", says=_VERIFY, convert=_extract),
-    *used("env.*", "type target"),
+    *used("env.*", "type target timeout_s max_batch_size failure_share give_up_after require_stop extract"),
+    *used("env.code", "runs_with cpu_s wall_s memory_mb processes partial_credit"),
     *replaced("reward.workers", "env.*.num_workers"),
-    *refused(
-        "multiple-choice answers are not supported; serve an environment and name it in env.<name>.target",
+    renamed(
         "env.math.verifier_type",
-        fine=only("math"),
+        "env.math.extract",
+        "english_multichoice is choice, which also takes a letter in a box, in a tag or alone, and the last one where there it is the "
+        "first; multilingual_multichoice is refused",
+        gathered=True,
     ),
     *refused(
         "math_multi_reward compares letter by letter, as hf_math_verify does there; leave it out",
@@ -149,20 +156,57 @@ ENV = [
         fine=only("hf_math_verify"),
     ),
     *refused(
-        "multiple-choice answers are not supported; serve an environment and name it in env.<name>.target",
+        "math_multi_reward compares letter by letter; for multiple choice take math",
         "env.math_multi_reward.verifier_type",
         fine=only("math"),
     ),
     *replaced("policy.generation.stop_strings", "env.math.stop_strings", "env.math_multi_reward.stop_strings"),
+    *used("env.reward_model", "model_name precision batch_size max_model_len"),
+    *replaced("a model that a data set names is started", "env.reward_model.enabled"),
+    *replaced(
+        "the model is on one device, in a process of its own: env.reward_model.device",
+        *names(
+            "env.reward_model",
+            "resources.** dtensor_cfg.** automodel_cfg.** megatron_cfg.** generation.** colocated.**",
+        ),
+    ),
+    *replaced("batch_size", "env.reward_model.logprob_batch_size"),
+    *replaced("nothing is trained here", "env.reward_model.max_grad_norm"),
+    *replaced(
+        "completions are batched by number, without packing",
+        *names("env.reward_model", "dynamic_batching.** sequence_packing.** make_sequence_length_divisible_by"),
+    ),
+    *refused(
+        "the tokenizer is the one beside the model; leave it out, or give it the name of the model",
+        "env.reward_model.tokenizer.name",
+        fine=_model_itself,
+    ),
+    *refused(
+        "the chat template is the one beside the model; leave it out",
+        "env.reward_model.tokenizer.chat_template",
+        "env.reward_model.tokenizer.chat_template_kwargs",
+    ),
+    *refused(
+        "checkpoints of NeMo RL are not read; give env.reward_model.model_name a Hugging Face model",
+        "env.reward_model.checkpoint_path",
+    ),
+    *refused(
+        "the reward is the one logit of the model, as bradley_terry gives it there",
+        "env.reward_model.reward_model_cfg.reward_model_type",
+        fine=only("bradley_terry"),
+    ),
+    *replaced("the model has one label", "env.reward_model.reward_model_cfg.enabled"),
+    *refused(
+        "an interpreter for several turns there, which gives no rewards; to test programs set env.code.type code and bring the tests "
+        "(docs/environments.md), or serve an environment: env.code.target",
+        "env.code",
+        "env.code.**",
+        fine=_served("code"),
+        once=True,
+    ),
     *(
         row
-        for name in (
-            "code",
-            "code_jaccard",
-            "reward_model",
-            "vlm",
-            "nemo_gym",
-        )
+        for name in ("code_jaccard", "vlm", "nemo_gym")
         for row in refused(
             f"not built in; write it (docs/environments.md) and set env.{name}.target (FILE.py:CLASS or host:port), or use another one",
             f"env.{name}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.environment import Sample
 from headrace.trajectory import Score
-from headrace_services.reward.environments import BuiltInEnvironment, extract_answer, shown
+from headrace_services.reward.environments import BuiltInEnvironment, choice, extract_answer, shown
 
 _EXPECTED = (LatexExtractionConfig(),)
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})")
@@ -22,7 +23,8 @@ _ANSWER = (ExprExtractionConfig(), LatexExtractionConfig())
 
 class Math(BuiltInEnvironment):
     """`extra_env_info` is `{"answer": …}`, a number or LaTeX. 1 if math-verify finds an equal expression in the completion
-    (a boxed one first, else the last; with `extract` in what that takes from it), else 0.
+    (a boxed one first, else the last; with `extract` in what that takes from it), else 0. With `tolerance` a number near the expected one
+    earns 1 too. With `extract: choice` the answer is a letter, and the same letter earns 1.
 
     math-verify's own deadlines are off: they would turn a hang into "not equal". The hub's deadline ends a hang, as TIMED_OUT.
     """
@@ -40,7 +42,8 @@ class Math(BuiltInEnvironment):
         expected, said = str(sample.extra_env_info.get("answer")), sample.completion
         if (found := super().at_sight(sample)) is not None:
             return found
-        if self.env.extract == "none" and _INTEGER.fullmatch(expected) and _INTEGER.fullmatch(said):
+        plain = self.env.extract == "none" and self.env.tolerance is None
+        if plain and _INTEGER.fullmatch(expected) and _INTEGER.fullmatch(said):
             return Score("SCORED", reward=float(int(said) == int(expected)), metadata={"answer": said})
         return None
 
@@ -51,6 +54,8 @@ class Math(BuiltInEnvironment):
                 "INVALID", message=f"extra_env_info.answer is {answer!r:.80}; math needs a number or LaTeX text"
             )
         text = str(answer)
+        if self.env.extract == "choice":
+            return _chosen(sample.completion, text)
         boxed = text if "\\boxed" in text else f"\\boxed{{{text}}}"
         expected = _parse(boxed, _EXPECTED)
         if not expected:
@@ -61,10 +66,38 @@ class Math(BuiltInEnvironment):
         if said is None:
             return Score("SCORED", reward=0.0, metadata={"rule": f"extract: {self.env.extract} finds no answer"})
         found = _parse(said, _ANSWER)
-        equal = _equal(expected, found)
+        equal = _equal(expected, found) or (
+            self.env.tolerance is not None and _near(expected, found, self.env.tolerance)
+        )
         # `found` ends with the text as it was written, where it could be told
         written = next((item for item in reversed(found) if isinstance(item, str)), None)
         return Score("SCORED", reward=float(equal), metadata={} if written is None else {"answer": shown(written)})
+
+
+def _chosen(completion: str, expected: str) -> Score:
+    letter = choice(expected)
+    if letter is None:
+        return Score(
+            "INVALID", message=f"extra_env_info.answer is {expected!r:.80}; extract choice needs a capital letter"
+        )
+    said = choice(completion)
+    return Score("SCORED", reward=float(said == letter), metadata={"answer": said})
+
+
+def _near(expected: Sequence[Any], found: Sequence[Any], tolerance: float) -> bool:
+    """Whether the first that is found is a number that differs from the expected one by at most this share of it."""
+    wanted, said = _number(expected), _number(found)
+    if wanted is None or said is None:
+        return False
+    return abs(said - wanted) <= tolerance * (abs(wanted) or 1.0)
+
+
+def _number(parsed: Sequence[Any]) -> float | None:
+    try:
+        number = float(parsed[0])
+    except (IndexError, TypeError, ValueError, OverflowError):  # no number: text, a set, an equation, a symbol in it
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _parse(text: str, extraction: Sequence[Any]) -> list[Any]:

@@ -330,7 +330,8 @@ def test_what_lies_beside_the_file_that_names_it_is_found_there(
     (project / "base.yaml").write_text(
         "policy: {model_name: ./model}\n"
         "data: {train: [{data_path: data/sums.jsonl, env_name: a}], validation: {data_path: mine.jsonl, env_name: a}}\n"
-        "env: {a: {type: math}}\n"
+        "env: {a: {type: math}, b: {type: reward_model, model_name: model},\n"
+        "  c: {type: llm_judge, rubric: x, judges: [{base_url: 'http://localhost:1/v1', model: m, api_key_file: data/sums.jsonl}]}}\n"
     )
     (project / "runs").mkdir()
     (project / "runs" / "run.yaml").write_text("defaults: ../base.yaml\n")
@@ -338,6 +339,8 @@ def test_what_lies_beside_the_file_that_names_it_is_found_there(
     config = load("../project/runs/run.yaml", environ={})
     assert config.data.train[0].data_path == "../project/data/sums.jsonl"
     assert config.policy.model_name == "../project/model"
+    assert config.env["b"].model_name == "../project/model"
+    assert config.env["c"].judges[0].api_key_file == "../project/data/sums.jsonl"
     # what isn't there, and what the command line names, is as seen from where the command runs
     assert config.data.validation[0].data_path == "mine.jsonl"
     given = load("../project/runs/run.yaml", ["data.train.0.data_path=data/sums.jsonl"], {})

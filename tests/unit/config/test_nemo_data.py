@@ -10,11 +10,23 @@ from tests.unit.config.nemo_cases import read, refusal
 
 
 def test_an_environment_that_is_not_built_in_has_to_be_served(tmp_path: Path) -> None:
+    text = "data: {default: {env_name: vlm}}\n"
+    (line,) = refusal(tmp_path, text + "env: {vlm: {num_workers: 8}}")
+    assert line.startswith("env.vlm: not built in; write it")
+    config, _ = read(tmp_path, text + "env: {vlm: {_override_: true, target: 'localhost:9'}}")
+    assert config.env["vlm"].target == "localhost:9"
+
+
+def test_the_interpreter_called_code_there_is_not_taken_for_the_tests_called_code_here(tmp_path: Path) -> None:
     text = "data: {default: {env_name: code}}\n"
     (line,) = refusal(tmp_path, text)
-    assert line.startswith("env.code: not built in; write it")
+    assert line.startswith(
+        "env.code: an interpreter for several turns there, which gives no rewards; to test programs set"
+    )
     config, _ = read(tmp_path, text + "env: {code: {_override_: true, target: 'localhost:9'}}")
     assert config.env["code"].target == "localhost:9"
+    config, _ = read(tmp_path, text + "env: {code: {_override_: true, type: code, cpu_s: 3, wall_s: 5, timeout_s: 9}}")
+    assert (config.env["code"].cpu_s, config.env["code"].timeout_s) == (3, 9)
 
 
 def test_a_data_set_that_is_not_read_says_how_to_bring_it(tmp_path: Path) -> None:
@@ -120,6 +132,53 @@ def test_dapos_verifier_is_an_answer_line(tmp_path: Path) -> None:
     assert config.env["math"].extract == "answer_line"
     assert ("env.math.math_verify_impl", "env.math.extract") in translation.renamed
     assert read(tmp_path)[0].env["math"].extract == "none"
+
+
+def test_multiple_choice_in_english_is_a_choice(tmp_path: Path) -> None:
+    config, translation = read(tmp_path, "env: {math: {verifier_type: english_multichoice}}")
+    assert config.env["math"].extract == "choice"
+    assert ("env.math.verifier_type", "env.math.extract") in translation.renamed
+    assert read(tmp_path, "env: {math: {verifier_type: math}}")[0].env["math"].extract == "none"
+    (line,) = refusal(tmp_path, "env: {math: {verifier_type: multilingual_multichoice}}")
+    assert line.startswith("env.math.verifier_type: 'multilingual_multichoice' is neither math nor english_multichoice")
+
+
+REWARD_MODEL = """
+data: {default: {env_name: reward_model}}
+env:
+  reward_model:
+    enabled: true
+    model_name: Skywork/Skywork-Reward-V2-Qwen3-0.6B
+    tokenizer: {name: "${env.reward_model.model_name}"}
+    precision: bfloat16
+    batch_size: ${policy.train_micro_batch_size}
+    checkpoint_path: null
+    max_model_len: 2048
+    resources: {gpus_per_node: 1, num_nodes: 1}
+    dtensor_cfg: {_v2: true, enabled: true, sequence_parallel: false, tensor_parallel_size: 1, custom_parallel_plan: null}
+"""
+
+
+def test_a_reward_model_is_the_built_in_one(tmp_path: Path) -> None:
+    config, translation = read(tmp_path, REWARD_MODEL)
+    env = config.env["reward_model"]
+    assert env.kind("reward_model") == "reward_model"
+    assert (env.model_name, env.precision) == ("Skywork/Skywork-Reward-V2-Qwen3-0.6B", "bfloat16")
+    assert (env.batch_size, env.max_model_len) == (config.policy.train_micro_batch_size, 2048)
+    told = {key: says for says, keys in translation.replaced.items() for key in keys}
+    assert "env.reward_model.device" in told["env.reward_model.dtensor_cfg.tensor_parallel_size"]
+    for more, said in (
+        (
+            "env.reward_model.tokenizer.name=other",
+            "env.reward_model.tokenizer.name: 'other' (command line): the tokenizer is the one beside",
+        ),
+        (
+            "env.reward_model.checkpoint_path=/x",
+            "env.reward_model.checkpoint_path: '/x' (command line): checkpoints of NeMo RL are not read",
+        ),
+    ):
+        (line,) = refusal(tmp_path, REWARD_MODEL, more)
+        assert line.startswith(said)
 
 
 def test_the_environment_of_several_rewards_is_built_in(tmp_path: Path) -> None:

@@ -82,7 +82,9 @@ KEYS = {
     "data.validation.0": SOURCE + " processor env_name",
     "data.default": SOURCE + " processor env_name",
     "env": "math.num_workers math.math_verify_impl math.verifier_type math_multi_reward.num_workers "
-    "math_multi_reward.math_verify_impl code code_jaccard reward_model vlm nemo_gym",
+    "math_multi_reward.math_verify_impl code code_jaccard vlm nemo_gym "
+    "reward_model.enabled reward_model.model_name reward_model.tokenizer.name reward_model.precision reward_model.batch_size "
+    "reward_model.checkpoint_path reward_model.max_model_len reward_model.resources.gpus_per_node reward_model.dtensor_cfg.enabled",
     "logger": "log_dir wandb_enabled tensorboard_enabled mlflow_enabled swanlab_enabled monitor_gpus num_val_samples_to_print "
     "wandb.project wandb.name swanlab.project mlflow.experiment_name mlflow.run_name gpu_monitoring.collection_interval "
     "gpu_monitoring.flush_interval",

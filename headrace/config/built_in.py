@@ -1,0 +1,150 @@
+"""Which option of `env` is for which built-in environment, and what must hold between the options of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from headrace.config.data import BuiltInName, EnvConfig
+
+# The environments that an option is for. An option that is not here is for all of them.
+_OPTIONS: Mapping[str, tuple[BuiltInName, ...]] = {
+    "extract": ("math", "reasoning_gym", "regex", "code"),
+    "threshold": ("reasoning_gym", "llm_judge"),
+    "tolerance": ("math",),
+    "pattern": ("regex",),
+    "tags": ("format",),
+    "min_tokens": ("length",),
+    "max_tokens": ("length",),
+    "fade_tokens": ("length",),
+    "ngram": ("repetition",),
+    "runs_with": ("code",),
+    "cpu_s": ("code",),
+    "wall_s": ("code",),
+    "memory_mb": ("code",),
+    "processes": ("code",),
+    "partial_credit": ("code",),
+    "judges": ("llm_judge",),
+    "rubric": ("llm_judge",),
+    "scale": ("llm_judge",),
+    "vote": ("llm_judge",),
+    "budget": ("llm_judge",),
+    "concurrency": ("llm_judge",),
+    "model_name": ("reward_model",),
+    "device": ("reward_model",),
+    "precision": ("reward_model",),
+    "batch_size": ("reward_model",),
+    "max_model_len": ("reward_model",),
+    "parts": ("combine",),
+    "combine": ("combine",),
+    "gate": ("combine",),
+}
+_TAG = re.compile(r"[A-Za-z_][\w.-]*")
+
+
+def problems(name: str, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
+    """What is wrong with the options of `environments[name]`: value and remedy, after the environment's key."""
+    env = environments[name]
+    kind = env.kind(name)
+    for option, owners in _OPTIONS.items():
+        value = getattr(env, option)
+        if value != type(env).model_fields[option].get_default(call_default_factory=True) and kind not in owners:
+            whose = "a custom environment" if kind is None else f"type {kind}"
+            yield f".{option} {value!r} is an option of {', '.join(owners)}, not of {whose}: leave it out"
+    if kind in _CHECKS:
+        yield from _CHECKS[kind](name, env, environments)
+
+
+def _math(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
+    if env.extract == "choice" and env.tolerance is not None:
+        yield f".tolerance {env.tolerance} with extract choice, which compares letters: leave one of them out"
+
+
+def _no_choice(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
+    if env.extract == "choice":
+        yield ".extract choice is for math, whose answer is then a letter: take answer_tag or answer_line"
+
+
+def _code(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
+    yield from _no_choice(name, env, environments)
+    if env.wall_s >= env.timeout_s:
+        yield f".wall_s {env.wall_s:g} is not less than timeout_s {env.timeout_s:g}, which all tests have: lower the one or raise the other"
+
+
+def _regex(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
+    if env.pattern is None:
+        yield ".pattern null: give the regular expression that earns 1 where it is found"
+        return
+    try:
+        re.compile(env.pattern)
+    except re.error as error:
+        yield f".pattern {env.pattern!r} is no regular expression ({error}): correct it"
+
+
+def _format(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
+    for tag in env.tags:
+        if not _TAG.fullmatch(tag):
+            yield f".tags {tag!r} is no name of a tag: give a name without < and >, as in think"
+    if len(set(env.tags)) != len(env.tags):
+        yield f".tags {env.tags} names a tag twice: each stands in a completion once"
+
+
+def _length(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
+    if env.min_tokens == 0 and env.max_tokens is None:
+        yield ".min_tokens 0 and max_tokens null bound nothing: give one of them"
+    if env.max_tokens is not None and env.max_tokens < env.min_tokens:
+        yield f".max_tokens {env.max_tokens} is less than min_tokens {env.min_tokens}: raise the one or lower the other"
+
+
+def _llm_judge(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
+    if not env.judges:
+        yield ".judges []: give one or more, each with base_url and model"
+    if env.rubric is None:
+        yield ".rubric null: say what the judges go by"
+    lowest, highest = env.scale
+    if lowest >= highest:
+        yield f".scale [{lowest}, {highest}]: the best score is not above the worst; give the worst first"
+    if env.vote == "majority" and env.threshold is None:
+        yield ".vote majority without threshold: give the score, from 0 to 1, from which on a judge's vote is yes"
+
+
+def _reward_model(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
+    if env.model_name is None:
+        yield ".model_name null: name the model, a directory or a name on the hub"
+
+
+def _combine(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
+    if not env.parts:
+        yield ".parts {}: name the environments that it combines, with their weights, as in {math: 1.0, brief: 0.2}"
+        return
+    for part, weight in env.parts.items():
+        if part not in environments or environments[part].kind(part) == "combine":
+            known = ", ".join(other for other in environments if environments[other].kind(other) != "combine") or "none"
+            yield f".parts.{part} is not another environment under env that is no combination itself ({known})"
+            return
+        if env.combine == "product" and weight != 1:
+            yield f".parts.{part} {weight:g} with combine product, which has no weights: give 1, or combine: sum"
+    if env.require_stop:
+        yield ".require_stop true: give it to those of its parts that want an end, or to its gate"
+    if env.gate is not None and env.gate not in env.parts:
+        yield f".gate {env.gate!r} is none of its parts ({', '.join(env.parts)}): name one of them"
+        return
+    others = [environments[part].timeout_s for part in env.parts if part != env.gate]
+    first = 0.0 if env.gate is None else environments[env.gate].timeout_s
+    longest = first + max(others, default=0.0)
+    if env.timeout_s < longest:
+        gate = "" if env.gate is None else ", the gate's before the others'"
+        yield f".timeout_s {env.timeout_s:g} is less than the {longest:g} s that its parts have{gate}: raise it or lower theirs"
+
+
+_CHECKS = {
+    "math": _math,
+    "reasoning_gym": _no_choice,
+    "regex": _regex,
+    "format": _format,
+    "length": _length,
+    "combine": _combine,
+    "code": _code,
+    "llm_judge": _llm_judge,
+    "reward_model": _reward_model,
+}

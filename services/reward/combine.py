@@ -1,0 +1,105 @@
+"""`combine`: one reward out of those of several environments, each of which scores, fails and is metered as if it were asked alone."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from headrace.config.data import EnvConfig
+from headrace.errors import CodecError
+from headrace.trajectory import Score, Status
+from headrace.v1 import environment_pb2, trajectory_pb2
+from headrace.v1 import reward_pb2 as pb
+from headrace.wire import score_from_wire, score_to_wire
+from headrace_services.reward.hub import EnvironmentBackend, metered
+
+# If parts failed in several ways the completion has failed in the first of these: what is for good before what may be tried again, and
+# what costs an attempt before what doesn't.
+_WORST: tuple[Status, ...] = ("INVALID", "FAILED", "TIMED_OUT", "INTERRUPTED", "NOT_STARTED")
+
+
+class CombineBackend:
+    """The parts score at the same time, but for a gate, which is first. Law 7: where one fails there is no reward, and its failure is the
+    result."""
+
+    kind = pb.EnvironmentStatus.KIND_BUILT_IN
+    awaited = True
+
+    def __init__(self, name: str, env: EnvConfig, environments: Mapping[str, EnvironmentBackend]) -> None:
+        """`environments` are all of the run's."""
+        self._name = name
+        self._env = env
+        self._parts = {part: environments[part] for part in env.parts}
+
+    async def score(
+        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
+    ) -> list[trajectory_pb2.Result]:
+        """As `BuiltInBackend.score`."""
+        deadline = time.monotonic() + min(self._env.timeout_s, timeout_s or math.inf)
+        scores: list[dict[str, Score]] = [{} for _ in trajectories]
+        gate = self._env.gate
+        if gate is not None:
+            await self._ask(gate, trajectories, scores, range(len(trajectories)), deadline)
+        passed = [place for place, found in enumerate(scores) if gate is None or (found[gate].reward or 0.0) > 0]
+        others = [part for part in self._parts if part != gate]
+        await asyncio.gather(*(self._ask(part, trajectories, scores, passed, deadline) for part in others))
+        return [score_to_wire(self._whole(found)) for found in scores]
+
+    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
+        """As `BuiltInBackend.describe`. It takes as many as its narrowest part. A part that can't score says so under its own name."""
+        answers = await asyncio.gather(*(backend.describe() for backend in self._parts.values()))
+        capacities = [description.capacity for description, _ in answers if description is not None]
+        if not capacities:
+            return None, None
+        parts = ", ".join(f"{part} {weight:g}" for part, weight in self._env.parts.items())
+        return environment_pb2.DescribeResponse(
+            name=self._name, description=f"{self._env.combine} of {parts}", capacity=min(capacities)
+        ), None
+
+    async def _ask(
+        self,
+        part: str,
+        trajectories: Sequence[trajectory_pb2.Trajectory],
+        scores: Sequence[dict[str, Score]],
+        places: Sequence[int],
+        deadline: float,
+    ) -> None:
+        """Put what `part` says of the trajectories at `places` under its name."""
+        if not places:
+            return
+        asked = []
+        for place in places:
+            mine = trajectory_pb2.Trajectory()
+            mine.CopyFrom(trajectories[place])
+            mine.environment = part
+            asked.append(mine)
+        results = await metered(part, self._parts[part], asked, max(0.0, deadline - time.monotonic()))
+        for place, result in zip(places, results, strict=True):
+            scores[place][part] = score_from_wire(result)
+
+    def _whole(self, scores: Mapping[str, Score]) -> Score:
+        """The score of one completion, of those that its parts gave; only a closed gate leaves some out, which then count as 0."""
+        failures = {part: score for part, score in scores.items() if score.status != "SCORED"}
+        if failures:
+            part, worst = min(failures.items(), key=lambda item: _WORST.index(item[1].status))
+            return Score(
+                worst.status, message=f"{part}: {worst.message}", metadata=worst.metadata, environment=self._name
+            )
+        components = {part: scores[part].reward or 0.0 if part in scores else 0.0 for part in self._parts}
+        weighted = [weight * components[part] for part, weight in self._env.parts.items()]
+        closed = self._env.gate is not None and not components[self._env.gate] > 0
+        reward = 0.0 if closed else math.prod(weighted) if self._env.combine == "product" else math.fsum(weighted)
+        try:
+            return Score(
+                "SCORED",
+                reward=reward,
+                components=components,
+                metadata={part: score.metadata for part, score in scores.items() if score.metadata},
+                environment=self._name,
+                build=", ".join(f"{part} {score.build}" for part, score in scores.items() if score.build),
+                timings={"environment": sum(score.timings.get("environment", 0.0) for score in scores.values())},
+            )
+        except CodecError as error:  # the sum of what is finite may not be
+            return Score("FAILED", message=str(error), environment=self._name)

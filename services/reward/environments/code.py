@@ -1,0 +1,214 @@
+"""`code`: does the completion's program pass its tests? It runs apart from what it is judged by: see `program_runner`."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.config.data import DataSourceConfig, EnvConfig
+from headrace.environment import Sample
+from headrace.errors import ServiceError
+from headrace.trajectory import Score
+from headrace_services.reward.environments import BuiltInEnvironment, extract_answer, shown
+from headrace_services.reward.frames import read_frame, write_frame
+from headrace_services.reward.program_runner import PYTHON, Outcome, Run
+
+# Reads what to call, and with what, from standard input; writes what that returns to standard output, which the program's own prints
+# don't reach.
+_CALL = """\
+import json, os, sys
+call = json.load(sys.stdin)
+answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+os.dup2(2, 1)
+names = {"__name__": "program"}
+exec(compile(open(sys.argv[1], encoding="utf-8").read(), "program", "exec"), names)
+function = names.get(call["function"]) or getattr(names["Solution"](), call["function"])
+answer.write(json.dumps(function(*call["arguments"])))
+answer.close()
+"""
+_FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+
+
+class Tests(msgspec.Struct):
+    """Of a problem: the input of each test, text or the arguments of `fn_name`, and the output that is expected."""
+
+    inputs: list[Any]
+    outputs: list[Any]
+    fn_name: str | None = None
+
+
+class Code(BuiltInEnvironment):
+    """`extra_env_info` is `{"inputs": […], "outputs": […]}`: what a program reads from standard input and is to write to standard output;
+    with `"fn_name"` the arguments of a Python function and what it is to return. 1 if all tests pass, else 0; with `partial_credit` the
+    share of those that do.
+
+    A program that fails, or runs out of time or memory, fails that test: it is its own fault. The runner never sees `outputs`, so that
+    there is nothing for a program to find.
+    """
+
+    def __init__(self, name: str, env: EnvConfig) -> None:
+        super().__init__(name, env)
+        self.build = f"Python {sys.version.split()[0]}" if env.runs_with is None else " ".join(env.runs_with)
+        self.description = "tests of a program, or of a Python function"
+        self._runner: subprocess.Popen[bytes] | None = None
+        self._outcomes: list[Outcome] = []
+
+    def prepare(self, sources: Sequence[DataSourceConfig]) -> None:
+        """Start the runner. Raises `ServiceError` if it denies to run programs, with the remedy."""
+        self._runner = subprocess.Popen(
+            [sys.executable, "-P", "-m", "headrace_services.reward.program_runner"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._runner.stdout is not None
+        denied = read_frame(self._runner.stdout)
+        if denied != b"":
+            raise ServiceError(refusal(self.name, (denied or b"the runner of programs ended").decode()))
+        if self.env.runs_with is not None and (problem := self._run("", b"").problem):
+            raise ServiceError(
+                f"env.{self.name}.runs_with can't be started ({problem}); of the system, programs see /usr, /bin and /lib alone: install "
+                "it there"
+            )
+
+    def observe(self, sample: Sample, deadline: float) -> Score | None:
+        """Run the program on each test's input, until it fails if that decides the reward."""
+        self._outcomes = []
+        problem = _problem(sample.extra_env_info, self.env)
+        if problem is not None:
+            return Score("INVALID", message=problem)
+        tests = msgspec.convert(sample.extra_env_info, Tests)
+        program = program_of(sample.completion, self.env)
+        if program is None:
+            return Score("SCORED", reward=0.0, metadata={"rule": f"extract: {self.env.extract} finds no program"})
+        for given in tests.inputs:
+            if time.monotonic() + self.env.wall_s > deadline:
+                return self._out_of_time(tests)
+            outcome = self._run(program, _input(tests.fn_name, given), tests.fn_name)
+            if outcome.problem:
+                raise ServiceError(f"a program could not be run: {outcome.problem}")
+            self._outcomes.append(outcome)
+            if outcome.failure and not self.env.partial_credit:
+                break  # what it wrote is for the child to read
+        return None
+
+    def judge(self, sample: Sample) -> float | Score:
+        tests = msgspec.convert(sample.extra_env_info, Tests)
+        passed = [
+            passes(outcome, expected, tests.fn_name)
+            for outcome, expected in zip(self._outcomes, tests.outputs, strict=False)
+        ]
+        share = sum(passed) / len(tests.outputs)
+        metadata: dict[str, Any] = {"passed": sum(passed), "tests": len(tests.outputs)}
+        if share < 1 and not all(passed):
+            place = passed.index(False)
+            outcome = self._outcomes[place]
+            metadata["first_failure"] = {
+                "test": place,
+                "why": outcome.failure or "it answered otherwise",
+                "error": shown(outcome.error[-300:]),
+            }
+        return Score("SCORED", reward=share if self.env.partial_credit else float(share == 1), metadata=metadata)
+
+    def _out_of_time(self, tests: Tests) -> Score | None:
+        """What comes of tests for which no time is left: if one ran out of its own, that is the program's fault, and they are failed.
+        Otherwise the program is not to blame."""
+        if any(outcome.late for outcome in self._outcomes):
+            return None
+        return Score(
+            "TIMED_OUT",
+            message=f"{len(self._outcomes)} of {len(tests.inputs)} tests took all of env.{self.name}.timeout_s {self.env.timeout_s:g} but "
+            f"the wall_s {self.env.wall_s:g} of one more, though none ran out of its time; raise timeout_s, or give fewer tests",
+        )
+
+    def _run(self, program: str, given: bytes, function: str | None = None) -> Outcome:
+        assert self._runner is not None
+        assert self._runner.stdin is not None
+        assert self._runner.stdout is not None
+        env = self.env
+        command = env.runs_with or ([*PYTHON, "-c", _CALL] if function else PYTHON)
+        run = Run(command, program, given, env.cpu_s, env.wall_s, env.memory_mb * 1024**2, env.processes)
+        write_frame(self._runner.stdin, msgspec.msgpack.encode(run))
+        answer = read_frame(self._runner.stdout)
+        if answer is None:
+            raise SystemExit(
+                f"env.{self.name}: the runner of programs ended"
+            )  # and so does the worker, to be started anew
+        return msgspec.msgpack.decode(answer, type=Outcome)
+
+
+def refusal(name: str, denied: str) -> str:
+    return (
+        f"env.{name} runs programs that the policy writes, which takes a sandbox of level A, and the machine grants none ({denied}); allow "
+        "unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; in "
+        "Docker, a seccomp profile for this container that allows unshare, clone and mount), or score it with an environment of your own "
+        f"in a container without network (env.{name}.target)"
+    )
+
+
+def program_of(completion: str, env: EnvConfig) -> str | None:
+    """What `extract` takes of the completion; of that the last fenced block, or all if there is none."""
+    said = extract_answer(completion, env.extract)
+    if said is None:
+        return None
+    blocks: list[str] = _FENCED.findall(said)
+    return blocks[-1] if blocks else said
+
+
+def passes(outcome: Outcome, expected: Any, function: str | None) -> bool:
+    """Whether a test's program ended well, with the expected output: text but for blanks at the ends of lines, or an equal JSON value."""
+    if outcome.failure:
+        return False
+    said = outcome.output.decode(errors="replace")
+    if function is None:
+        return _lines(said) == _lines(expected)
+    try:
+        return _equal(json.loads(said), expected)
+    except (ValueError, RecursionError):  # it wrote to the answer by itself
+        return False
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _equal(found: Any, expected: Any) -> bool:
+    """Of JSON values: numbers to within rounding, and true is no 1."""
+    if isinstance(found, bool) or isinstance(expected, bool):
+        return found is expected
+    if isinstance(found, int | float) and isinstance(expected, int | float):
+        exact = isinstance(found, int) and isinstance(expected, int)
+        return found == expected if exact else math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-9)
+    if isinstance(found, list) and isinstance(expected, list):
+        return len(found) == len(expected) and all(map(_equal, found, expected))
+    if isinstance(found, dict) and isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(_equal(found[key], expected[key]) for key in found)
+    return type(found) is type(expected) and bool(found == expected)
+
+
+def _input(function: str | None, given: Any) -> bytes:
+    return str(given).encode() if function is None else json.dumps({"function": function, "arguments": given}).encode()
+
+
+def _problem(info: dict[str, Any], env: EnvConfig) -> str | None:
+    """Why a problem has no tests that can be run, or None."""
+    try:
+        tests = msgspec.convert(info, Tests)
+    except msgspec.ValidationError as error:
+        return f"extra_env_info holds no tests ({error}); code needs the lists inputs and outputs, and fn_name for a function"
+    if not tests.inputs or len(tests.inputs) != len(tests.outputs):
+        return f"extra_env_info has {len(tests.inputs)} inputs and {len(tests.outputs)} outputs; give one or more, as many of each"
+    if tests.fn_name is None and not all(isinstance(text, str) for text in (*tests.inputs, *tests.outputs)):
+        return "extra_env_info has inputs or outputs that are no text; give text, or fn_name, the function that takes and returns values"
+    if tests.fn_name is not None and not all(isinstance(arguments, list) for arguments in tests.inputs):
+        return f"extra_env_info has inputs that are no lists; give the arguments of {tests.fn_name!r:.80} for each test"
+    if tests.fn_name is not None and env.runs_with is not None:
+        return f"extra_env_info.fn_name is {tests.fn_name!r:.80}, and runs_with {env.runs_with} runs whole programs; give text to read"
+    return None

@@ -1,0 +1,120 @@
+"""`reward_model`: what a sequence-classification model of transformers gives, in a process and on a device of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from headrace.config.data import EnvConfig
+from headrace.environment import Sample
+from headrace.errors import ServiceError
+from headrace.trajectory import Score
+from headrace_services.reward.environments import cut_off
+from headrace_services.reward.hosted import Hosted
+from headrace_services.reward.model_process import Answer, Conversation, ModelSpecification
+from headrace_services.reward.pool import WorkerProcess
+
+_ANSWERS = msgspec.msgpack.Decoder(list[Answer])
+
+
+class ModelProcess(WorkerProcess):
+    """The process of a model: it reads files of the model, and a device."""
+
+    what = "the process of a reward model"
+    program: Sequence[str] = ("-P", "-m", "headrace_services.reward.model_process")
+    start_timeout_s = 1800.0  # tens of gigabytes, over a network
+
+    def environ(self) -> dict[str, str]:
+        return dict(os.environ)
+
+
+class RewardModel(Hosted):
+    """The reward is the model's one logit for the prompt and the completion."""
+
+    concurrency = 1  # calls; a call is one forward pass
+    patience_s = 60.0  # for the model at the start; `headrace up` waits no longer than two minutes for a service
+
+    def __init__(self, name: str, env: EnvConfig) -> None:
+        assert env.model_name is not None
+        self.name = name
+        self.env = env
+        self.max_batch_size = env.batch_size
+        self.description = f"reward model {env.model_name}"
+        self._process = ModelProcess(
+            ModelSpecification(name, env.model_name, env.device, env.precision, env.max_model_len)
+        )
+        self._restart: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Load the model; one that takes long goes on loading. Raises `ServiceError` with the reason if it can't be loaded."""
+        loading = asyncio.create_task(self._process.start())
+        await asyncio.wait([loading], timeout=self.patience_s)
+        if loading.done():
+            loading.result()
+        else:
+            self._restart = asyncio.create_task(self._go_on(loading))
+
+    def problem(self) -> str | None:
+        if self._process.alive:
+            return None
+        return self._process.problem or f"the model {self.env.model_name} is being loaded"
+
+    async def score_batch(self, samples: Sequence[Sample]) -> list[Score]:
+        found = {
+            place: score for place, sample in enumerate(samples) if (score := cut_off(self.env, sample)) is not None
+        }
+        places = [place for place in range(len(samples)) if place not in found]
+        if places:
+            asked = [samples[place] for place in places]
+            found |= dict(zip(places, await self._scores(asked), strict=True))
+        return [found[place] for place in range(len(samples))]
+
+    async def _scores(self, samples: Sequence[Sample]) -> list[Score]:
+        if (problem := self.problem()) is not None:
+            self._start_again()
+            return [Score("NOT_STARTED", message=problem)] * len(samples)
+        asked = [Conversation(list(sample.messages), sample.completion) for sample in samples]
+        try:
+            answers = _ANSWERS.decode(await self._process.ask(msgspec.msgpack.encode(asked)))
+        except (asyncio.IncompleteReadError, OSError) as error:
+            reason = await self._process.exit_reason(error)
+            await self._process.kill()
+            self._start_again()
+            return [Score("INTERRUPTED", message=f"the process of the model died: {reason}")] * len(samples)
+        except asyncio.CancelledError:  # it is late: what it answers now would be taken for the answer to another call
+            await self._process.kill()
+            self._start_again()
+            raise
+        return [
+            Score("INVALID", message=f"prompt and completion have {answer}")
+            if isinstance(answer, str)
+            else _score(answer, self._process.builds[self.name])
+            for answer in answers
+        ]
+
+    async def aclose(self) -> None:
+        if self._restart is not None:
+            self._restart.cancel()
+            await asyncio.gather(self._restart, return_exceptions=True)
+        await self._process.kill()
+
+    async def _go_on(self, loading: asyncio.Task[None]) -> None:
+        with contextlib.suppress(ServiceError):
+            await loading
+        await self._process.restart()  # at once, if it is loaded
+
+    def _start_again(self) -> None:
+        if self._restart is None or self._restart.done():
+            self._restart = asyncio.create_task(self._process.restart())
+
+
+def _score(reward: float, build: str) -> Score:
+    """Law 7: what is not finite is no reward."""
+    if not math.isfinite(reward):
+        return Score("FAILED", message=f"the model gave {reward}, not a finite number")
+    return Score("SCORED", reward=reward, build=build)

@@ -1,0 +1,51 @@
+"""Built-in environments that no sandboxed worker can be: they call other machines, or have a model in a process of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from headrace.config.data import EnvConfig
+from headrace.environment import Environment
+from headrace.environment_server import BatchScorer
+from headrace.v1 import environment_pb2, trajectory_pb2
+from headrace.v1 import reward_pb2 as pb
+from headrace.wire import sample_from_wire, score_to_wire
+
+
+class Hosted(Environment):
+    """Scores in the hub's event loop. `score` and `score_batch` wait for what does the work, and do none of it."""
+
+    async def start(self) -> None:
+        """Return when it can score. Raises `ServiceError` with the reason if it never will."""
+
+    def problem(self) -> str | None:
+        """Why it can't score now; None if it can."""
+        return None
+
+    async def aclose(self) -> None:
+        """End what it has started."""
+
+
+class HostedBackend:
+    """A hosted environment, as the hub asks it."""
+
+    kind = pb.EnvironmentStatus.KIND_BUILT_IN
+    awaited = True
+
+    def __init__(self, env: EnvConfig, environment: Hosted) -> None:
+        self._env = env
+        self._environment = environment
+        self._scorer = BatchScorer(environment)
+
+    async def score(
+        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
+    ) -> list[trajectory_pb2.Result]:
+        """As `BuiltInBackend.score`."""
+        samples = [sample_from_wire(trajectory) for trajectory in trajectories]
+        scores = await self._scorer.score(samples, min(self._env.timeout_s, timeout_s or math.inf))
+        return [score_to_wire(score) for score in scores]
+
+    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
+        """As `BuiltInBackend.describe`."""
+        return self._scorer.description, self._environment.problem()

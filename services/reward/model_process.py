@@ -1,0 +1,143 @@
+"""The process of a reward model: `python -m headrace_services.reward.model_process`.
+
+Frames as in `scoring_worker`: the first one in is a `ModelSpecification` as JSON, the answer `Started`; then a list of `Conversation` in
+and a list of answers out, one each in order, in turn, both of msgpack. An answer is the reward, or why there can be none.
+
+The model reads what the policy wrote as text: whatever looks like a special token in it is split into ordinary ones, so that no completion
+can end its turn, or begin another's.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.service import die_with_parent
+from headrace_services.reward.frames import read_frame, write_frame
+from headrace_services.reward.scoring_worker import Started
+
+
+class ModelSpecification(msgspec.Struct):
+    """Which model, and where and how it computes."""
+
+    name: str  # of the environment
+    model_name: str
+    device: str
+    precision: str
+    max_model_len: int | None
+
+
+class Conversation(msgspec.Struct):
+    messages: list[dict[str, Any]]
+    completion: str
+
+
+Answer = float | str
+
+
+def main() -> None:
+    die_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    if (first := read_frame(requests)) is None:
+        return
+    specification = msgspec.json.decode(first, type=ModelSpecification)
+    try:
+        model = RewardModelOnDevice(specification)
+    except ImportError as error:
+        problem = f"{error}; pip install 'headrace[reward-model]'"
+    except Exception as error:  # noqa: BLE001  # what transformers raises for a model that it can't load is of every kind
+        problem = f"env.{specification.name}.model_name {specification.model_name}: {type(error).__name__}: {error}"
+    else:
+        builds = {specification.name: model.build}
+        write_frame(replies, msgspec.json.encode(Started(builds=builds)))
+        decoder = msgspec.msgpack.Decoder(list[Conversation])
+        while (request := read_frame(requests)) is not None:
+            write_frame(replies, msgspec.msgpack.encode(model.rewards(decoder.decode(request))))
+        return
+    write_frame(replies, msgspec.json.encode(Started(problem=problem)))
+
+
+class RewardModelOnDevice:
+    def __init__(self, specification: ModelSpecification) -> None:
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self._torch = torch
+        device = specification.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(device)
+        self._tokenizer = AutoTokenizer.from_pretrained(specification.model_name)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            specification.model_name, dtype=getattr(torch, specification.precision), use_safetensors=True
+        )
+        if model.config.num_labels != 1:
+            raise ValueError(
+                f"it has {model.config.num_labels} labels, and a reward is one number; give a model with one"
+            )
+        self._model = model.to(self._device).eval()
+        context = getattr(model.config, "max_position_embeddings", None)
+        lengths = [length for length in (specification.max_model_len, context) if length is not None]
+        self._longest = min(lengths, default=None)
+        self.build = f"{specification.model_name} {specification.precision} on {self._device}"
+
+    def rewards(self, conversations: Sequence[Conversation]) -> list[Answer]:
+        """One answer for each, of one forward pass over those that are not too long."""
+        found: list[Answer] = [""] * len(conversations)
+        rows, places = [], []
+        for place, conversation in enumerate(conversations):
+            row = self._tokens(conversation)
+            if self._longest is not None and len(row) > self._longest:
+                found[place] = (
+                    f"{len(row)} tokens, and the model reads {self._longest}; raise max_model_len if it can read more, or lower "
+                    "policy.max_total_sequence_length"
+                )
+                continue
+            rows.append(row)
+            places.append(place)
+        if rows:
+            for place, reward in zip(places, self._forward(rows), strict=True):
+                found[place] = reward
+        return found
+
+    def _tokens(self, conversation: Conversation) -> list[int]:
+        """Of the prompt and the completion, as the tokenizer's chat template writes them, or without one as a pair of texts."""
+        tokenizer = self._tokenizer
+        if tokenizer.chat_template is None:
+            prompt = "\n".join(str(message.get("content", "")) for message in conversation.messages)
+            return list(tokenizer(prompt, conversation.completion, split_special_tokens=True)["input_ids"])
+        mark = secrets.token_hex(16)
+        whole = tokenizer.apply_chat_template(
+            [*conversation.messages, {"role": "assistant", "content": mark}], tokenize=False
+        )
+        before, after = whole.split(mark)
+        ids: list[int] = []
+        for text, data in ((before, False), (conversation.completion, True), (after, False)):
+            ids += tokenizer(text, add_special_tokens=False, split_special_tokens=data)["input_ids"]
+        return ids
+
+    def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """A model that reads from left to right scores at the last token that is no padding, so padding must be a token that no row has."""
+        torch, model = self._torch, self._model
+        used, own = {token for row in rows for token in row}, self._tokenizer.pad_token_id
+        padding = own if own is not None and own not in used else next(n for n in range(len(used) + 1) if n not in used)
+        model.config.pad_token_id = padding
+        longest = max(map(len, rows))
+        ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=self._device)
+        lengths = torch.tensor([len(row) for row in rows], device=self._device)
+        mask = (torch.arange(longest, device=self._device) < lengths[:, None]).long()
+        with torch.inference_mode():
+            logits = model(input_ids=ids, attention_mask=mask).logits
+        return [float(value) for value in logits[:, 0].float().cpu()]
+
+
+if __name__ == "__main__":
+    main()

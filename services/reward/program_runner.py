@@ -1,0 +1,263 @@
+"""The process that runs programs of completions for one worker: `python -m headrace_services.reward.program_runner`.
+
+It enters namespaces of its own, whose root holds the system's programs and Python alone, read-only, and runs each program there: as a new
+process, in an empty folder in memory, with limits, and with nothing left of it afterwards. It gets programs and their input, and never
+what they are expected to answer.
+
+Frames on standard input and output are as in `scoring_worker`, of msgpack: the first one out is what the machine denies (empty: nothing),
+then a `Run` in and an `Outcome` out in turn. It ends with its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+import msgspec
+
+from headrace.service import die_with_parent
+from headrace_services.reward import sandbox_kernel as kernel
+from headrace_services.reward.frames import read_frame, write_frame
+
+PYTHON = [os.path.realpath(sys.executable), "-I", "-S", "-B"]  # with the standard library alone
+FOLDER = Path("/tmp")
+PROGRAM = FOLDER / "program"
+_INPUT = FOLDER / ".input"
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": str(FOLDER),
+    "TMPDIR": str(FOLDER),
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+}
+_NOBODY = 65534
+_THREADS, _OPEN_FILES, _FILES = 64, 64, 1024
+_SCRATCH_BYTES = 64 * 1024**2
+_ERROR_BYTES = 2000
+MAX_OUTPUT_BYTES = 1024**2
+
+
+class Run(msgspec.Struct):
+    """A program, as text, and what runs it: `command`, after which comes the name of its file. `processes` above 1 lets it start others;
+    each has `memory_bytes`."""
+
+    command: list[str]
+    program: str
+    input: bytes
+    cpu_s: int
+    wall_s: float
+    memory_bytes: int
+    processes: int
+
+
+class Outcome(msgspec.Struct):
+    """What a program wrote, and why that is no answer (empty: it ended by itself, well). `late`: it ran out of its time. `problem`: it
+    could not be run, for no fault of its own."""
+
+    output: bytes = b""
+    failure: str = ""
+    late: bool = False
+    error: str = ""  # the end of what it wrote to standard error
+    problem: str = ""
+
+
+def main() -> None:
+    die_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    try:
+        user = _isolate()
+        _run(Run(PYTHON, "", b"", 10, 10.0, 1 << 30, 1), user)
+    except OSError as error:
+        write_frame(replies, str(error).encode())
+        return
+    _serve(requests, replies, user)
+
+
+def _serve(requests: BinaryIO, replies: BinaryIO, user: int) -> None:
+    write_frame(replies, b"")
+    while (request := read_frame(requests)) is not None:
+        try:
+            outcome = _run(msgspec.msgpack.decode(request, type=Run), user)
+        except OSError as error:
+            outcome = Outcome(problem=str(error))
+        write_frame(replies, msgspec.msgpack.encode(outcome))
+
+
+def _isolate() -> int:
+    """Enter the namespaces; the user that programs run as. Raises `OSError` for what the machine denies.
+
+    The processes outside the new one wait for it and end as it does. A limit on processes binds no root, not even one without privileges:
+    root's programs are nobody's.
+    """
+    user, group = os.geteuid(), os.getegid()
+    readable = _readable()
+    unshared, mapped = os.pipe(), os.pipe()
+    if child := os.fork():  # without the threads that libraries may have started
+        os.close(unshared[1])
+        if os.read(unshared[0], 1):
+            if user == 0:
+                kernel.map_users(child, (0, _NOBODY))
+            os.write(mapped[1], b"x")
+        _end_with(child)
+    die_with_parent(signal.SIGKILL)
+    kernel.unshare_all()
+    os.write(unshared[1], b"x")
+    os.read(mapped[0], 1)
+    for end in (*unshared, *mapped):
+        os.close(end)
+    if child := os.fork():
+        _end_with(child)
+    die_with_parent(signal.SIGKILL)
+    if user != 0:
+        kernel.map_user(user, group)
+    kernel.keep_only(readable, [FOLDER])
+    return user or _NOBODY
+
+
+def _end_with(child: int) -> NoReturn:
+    die_with_parent(signal.SIGKILL)
+    os.waitpid(child, 0)
+    os._exit(0)
+
+
+def _readable() -> list[Path]:
+    """The system's programs and libraries, and Python's."""
+    places = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", sys.base_prefix]
+    paths = sorted({Path(place) for place in places if Path(place).exists()})
+    return [path for path in paths if not any(parent in path.parents for parent in paths)]
+
+
+def _run(run: Run, user: int) -> Outcome:
+    """Run a program to its end, or to that of its time. Every process that it started is gone when this returns."""
+    kernel.mount_scratch(FOLDER, user, _SCRATCH_BYTES, _FILES)
+    try:
+        PROGRAM.write_text(run.program, encoding="utf-8")
+        PROGRAM.chmod(0o755)
+        _INPUT.write_bytes(run.input)
+        return _watched(run, user)
+    finally:
+        kernel.unmount(FOLDER)
+
+
+def _watched(run: Run, user: int) -> Outcome:
+    given = os.open(_INPUT, os.O_RDONLY | os.O_CLOEXEC)
+    (out, out_end), (error, error_end), (broken, broken_end) = os.pipe(), os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        _become(run, user, given, out_end, error_end, broken_end)
+    for end in (given, out_end, error_end, broken_end):
+        os.close(end)
+    ended = os.pidfd_open(child)
+    written = {out: bytearray(), error: bytearray()}
+    try:
+        late = not _read_until(ended, written, out, time.monotonic() + run.wall_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)  # all but this process, the first of the namespace
+        _, status, usage = os.wait4(child, 0)
+        _reap()
+        _drain(written, out)
+        if problem := os.read(broken, 1000):
+            raise OSError(problem.decode(errors="replace"))
+    finally:
+        for end in (out, error, broken, ended):
+            os.close(end)
+    code = os.waitstatus_to_exitcode(status)
+    late = late or (code in (-signal.SIGXCPU, -signal.SIGKILL) and usage.ru_utime + usage.ru_stime >= run.cpu_s)
+    failure = ""
+    if len(written[out]) > MAX_OUTPUT_BYTES:
+        failure = f"it wrote more than {MAX_OUTPUT_BYTES} bytes"
+    elif late:
+        failure = f"it ran out of its time ({run.cpu_s} s of a processor, {run.wall_s:g} s in all)"
+    elif code:
+        failure = f"it ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with status {code}"
+    said = bytes(written[error][-_ERROR_BYTES:]).decode(errors="replace")
+    return Outcome(bytes(written[out][:MAX_OUTPUT_BYTES]), failure, late, said)
+
+
+def _read_until(ended: int, written: dict[int, bytearray], out: int, deadline: float) -> bool:
+    """Read until the process ends or has written too much; False if the deadline came first."""
+    poll = select.poll()
+    for source in (ended, *written):
+        poll.register(source, select.POLLIN)
+    while len(written[out]) <= MAX_OUTPUT_BYTES:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        for source, _ in poll.poll(math.ceil(1000 * left)):
+            if source == ended:
+                return True
+            if piece := os.read(source, 1 << 16):
+                _keep(written, source, piece, out)
+            else:
+                poll.unregister(source)
+    return True
+
+
+def _drain(written: dict[int, bytearray], out: int) -> None:
+    """Read what is left in the pipes, which nobody writes to any more."""
+    for source in written:
+        while piece := os.read(source, 1 << 16):
+            _keep(written, source, piece, out)
+
+
+def _keep(written: dict[int, bytearray], source: int, piece: bytes, out: int) -> None:
+    written[source] += piece
+    if source != out:
+        del written[source][:-_ERROR_BYTES]
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+
+
+def _become(run: Run, user: int, given: int, out: int, error: int, broken: int) -> NoReturn:
+    """In the child: give up everything, and run the program. What goes wrong before that is written to `broken`, which closes with it."""
+    try:
+        os.setsid()
+        for place, end in enumerate((given, out, error)):
+            os.dup2(end, place)
+        os.dup2(broken, 3, inheritable=False)
+        os.closerange(4, _OPEN_FILES)
+        os.chdir(FOLDER)
+        if os.geteuid() != user:
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+        _limit(run)
+        kernel.drop_privileges()
+        kernel.filter_program(processes=run.processes > 1)
+        os.execvpe(run.command[0], [*run.command, str(PROGRAM)], _ENVIRONMENT)
+    except BaseException as failure:  # noqa: BLE001  # the parent is told
+        os.write(3, f"{run.command[0]}: {failure}".encode()[:1000])
+    os._exit(127)
+
+
+def _limit(run: Run) -> None:
+    processes = run.processes if run.processes > 1 else _THREADS
+    limits: Sequence[tuple[int, int, int]] = (
+        (resource.RLIMIT_CPU, run.cpu_s, run.cpu_s + 1),
+        (resource.RLIMIT_AS, run.memory_bytes, run.memory_bytes),
+        (resource.RLIMIT_NPROC, processes, processes),
+        (resource.RLIMIT_FSIZE, _SCRATCH_BYTES, _SCRATCH_BYTES),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES, _OPEN_FILES),
+        (resource.RLIMIT_CORE, 0, 0),
+    )
+    for limit, soft, hard in limits:
+        resource.setrlimit(limit, (soft, hard))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""`code`: programs and functions against their tests, and programs that try to do anything else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from headrace import Sample
+from headrace.config.data import EnvConfig
+from headrace.errors import ServiceError
+from headrace_services.reward.environments.code import Code, refusal
+from headrace_services.reward.pool import WorkerPool
+from headrace_services.reward.sandbox import Level
+from tests.support.reward_hub import start_hub
+
+ENV = {"cpu_s": 2, "wall_s": 5.0, "memory_mb": 256, "timeout_s": 30.0}
+SECRET = "8423107"  # the expected output of what attacks
+SUMS = {"inputs": ["1 2\n", "40 2\n", "-1 1\n"], "outputs": ["3\n", "42\n", "0\n"]}
+SUM = "a, b = map(int, input().split())\nprint(a + b)"
+FUNCTION = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]]}
+UNREADABLE = {"fn_name": "f", "inputs": [[]], "outputs": [1]}
+
+
+def sample(program: str, info: dict[str, Any], environment: str = "code", **more: Any) -> Sample:
+    return Sample(program, info, environment=environment, **more)
+
+
+def fenced(program: str) -> str:
+    return f"First I thought of this:\n```python\nprint('no')\n```\nThen:\n```python\n{program}\n```\nThat is it."
+
+
+async def test_programs_and_functions_earn_what_their_tests_say() -> None:
+    wrong = "a, b = map(int, input().split())\nprint(a - b if a > 2 else a + b)"
+    env = {"code": ENV, "shares": {"type": "code", "partial_credit": True, **ENV}}
+    cases = [
+        (sample(SUM, SUMS), 1, None),
+        (sample(fenced(SUM), SUMS), 1, None),
+        (sample(SUM.replace("print(a + b)", "print(a + b, ' ')\nprint()"), SUMS), 1, None),
+        (sample(wrong, SUMS), 0, (1, "it answered otherwise")),
+        (sample(wrong, SUMS, "shares"), 2 / 3, (1, "it answered otherwise")),
+        (sample("print(", SUMS), 0, (0, "it ended with status 1")),
+        (sample("", SUMS), 0, (0, "it answered otherwise")),
+        (sample("def add(a, b):\n    print('so')\n    return a + b", FUNCTION), 1, None),
+        (sample("class Solution:\n    def add(self, a, b): return a + b", FUNCTION), 1, None),
+        (sample("def add(a, b): return 3", FUNCTION, "shares"), 0.5, (1, "it answered otherwise")),
+        (sample("def sub(a, b): return 3", FUNCTION), 0, (0, "it ended with status 1")),
+        (sample("def f(): return True", UNREADABLE), 0, (0, "it answered otherwise")),
+        (sample("def f(): return 1.0 + 1e-12", UNREADABLE), 1, None),
+        (sample("def f(): return {1}", UNREADABLE), 0, (0, "it ended with status 1")),
+        (sample("import os\ndef f(): os._exit(0)", UNREADABLE), 0, (0, "it answered otherwise")),
+    ]
+    async with start_hub(env, workers=2) as hub:
+        scores = await hub.score([case for case, _, _ in cases])
+    for (case, reward, failure), score in zip(cases, scores, strict=True):
+        assert score.reward == pytest.approx(reward), (case.completion, score)
+        found = score.metadata.get("first_failure")
+        assert (found and (found["test"], found["why"])) == failure, (case.completion, score)
+    assert scores[0].metadata == {"passed": 3, "tests": 3}
+    assert "SyntaxError" in scores[5].metadata["first_failure"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ({}, "holds no tests"),
+        ({"inputs": [], "outputs": []}, "has 0 inputs and 0 outputs"),
+        ({"inputs": ["1"], "outputs": []}, "has 1 inputs and 0 outputs"),
+        ({"inputs": [1], "outputs": ["1"]}, "that are no text"),
+        ({"inputs": ["1"], "outputs": [1]}, "that are no text"),
+        ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "inputs that are no lists"),
+    ],
+)
+async def test_a_problem_without_tests_is_invalid(info: dict[str, Any], said: str) -> None:
+    score = Code("code", EnvConfig()).observe(sample("x", info), 0.0)
+    assert score is not None
+    assert (score.status, score.reward) == ("INVALID", None)
+    assert said in score.message
+
+
+def attacks(tmp_path: Path, port: int) -> dict[str, str]:
+    """Programs by what they try; each would print the expected output, or leave a mark, if it could."""
+    mark, secret = tmp_path / "mark", tmp_path / "secret"
+    secret.write_text(SECRET)
+    answer = f"print({SECRET[:-1]!r} + {SECRET[-1]!r})"  # after what must not work
+    denied = "\nexcept OSError: raise SystemExit(1)\n"
+    return {
+        "shell": f"import os\nif os.system('touch {mark}') == 0: {answer}",
+        "subprocess": f"import subprocess; subprocess.run(['touch', {str(mark)!r}], check=True); {answer}",
+        "read a file": f"print(open({str(secret)!r}).read())",
+        "password file": f"open('/etc/passwd').read(); {answer}",
+        "list the folder of another": f"import os; os.listdir({str(tmp_path)!r}); {answer}",
+        "write a file": f"open({str(mark)!r}, 'w').write('x'); {answer}",
+        "write in the library": f"import os; open(os.__file__, 'a').write('#'); {answer}",
+        "symbolic link": f"import os; os.symlink({str(secret)!r}, 'link'); print(open('link').read())",
+        "hard link": f"import os; os.link({str(secret)!r}, 'link'); print(open('link').read())",
+        "TCP": f"import socket; socket.create_connection(('127.0.0.1', {port})); {answer}",
+        "a socket of any kind": f"import socket; socket.socket(socket.AF_UNIX); {answer}",
+        "fork": f"import os; os.fork(); {answer}",
+        "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        "thread bomb": f"import threading, time\nfor _ in range(9999): threading.Thread(target=time.sleep, args=(9,)).start()\n{answer}",
+        "memory bomb": "x = []\nwhile True: x.append(bytearray(1 << 24))",
+        "file bomb": f"import os\nfor n in range(9999): open(str(n), 'wb').write(bytes(1 << 20))\n{answer}",
+        "a flood of output": "while True: print('x' * 9999)",
+        "a flood of errors": "import sys\nwhile True: print('x' * 9999, file=sys.stderr)",
+        "kill the runner": f"import os, signal; os.kill(1, signal.SIGKILL); {answer}",
+        "stop everybody": f"import os, signal; os.kill(-1, signal.SIGSTOP); {answer}",
+        "kill the hub": f"import os, signal; os.kill({os.getpid()}, signal.SIGTERM); {answer}",
+        "limits of the runner": f"import resource; resource.prlimit(1, resource.RLIMIT_CPU, (1, 1)); {answer}",
+        "its own limits": f"import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40)); {answer}",
+        "priority of the runner": f"import os; os.setpriority(os.PRIO_PROCESS, 1, 19); {answer}",
+        "trace the runner": f"import ctypes\nif ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0: {answer}",
+        "memory of the runner": f"import ctypes\nif ctypes.CDLL(None).process_vm_readv(1, 0, 0, 0, 0, 0) >= 0: {answer}",
+        "new namespace": f"import ctypes\nif ctypes.CDLL(None).unshare(0x10000000) == 0: {answer}",
+        "mount": f"import ctypes\nif ctypes.CDLL(None).mount(b't', b'/tmp', b'tmpfs', 0, None) == 0: {answer}",
+        "keys": f"import ctypes\nif ctypes.CDLL(None).syscall(248, b'user', b'x', b'x', 1, -3) >= 0: {answer}",
+        "/proc": f"open('/proc/self/environ').read(); {answer}",
+        "the runner by /proc": f"open('/proc/1/mem', 'rb').read(1); {answer}",
+        "other open files": f"import os\ntry: [os.fstat(fd) for fd in range(3, 64)]{denied}{answer}",
+        "what it was started with": f"import os, sys\nif 'output' in str(os.environ) + str(sys.argv): {answer}",
+        "the expected output in memory": (
+            "import gc, sys\n"
+            f"found = [o for o in gc.get_objects() if {SECRET[:-1]!r} + {SECRET[-1]!r} in repr(o)[:999] and o is not globals()]\n"
+            "sys.exit(1)"
+        ),
+        "the expected output in a file": (
+            "import os\nfor folder, _, names in os.walk('/tmp'):\n    for name in names:\n"
+            "        text = open(os.path.join(folder, name), errors='replace').read()\n"
+            f"        if 'import os' not in text and {SECRET[:-1]!r} in text: print(text)"
+        ),
+        "endless": "while True: pass",
+        "asleep": "import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(9999)",
+        "deaf to the end of its time": "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
+        "a crash": "import ctypes; ctypes.string_at(0)",
+        "exits well with nothing": "raise SystemExit(0)",
+    }
+
+
+async def test_no_attack_of_a_program_succeeds_or_is_seen_by_the_next(tmp_path: Path) -> None:
+    info = {"inputs": [""], "outputs": [SECRET]}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        programs = attacks(tmp_path, server.getsockname()[1])
+        size = os.stat(os.__file__).st_size
+        async with start_hub({"code": ENV | {"cpu_s": 1, "wall_s": 2.0}}, workers=1) as hub:
+            for name, program in programs.items():
+                bad, good = await hub.score([sample(program, info), sample(f"print({SECRET})", info)])
+                assert (bad.status, bad.reward) == ("SCORED", 0), (name, bad)
+                assert good.reward == 1, (name, good)
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert not (tmp_path / "mark").exists()
+    assert (tmp_path / "secret").read_text() == SECRET
+    assert os.stat(os.__file__).st_size == size
+
+
+def holds(process: psutil.Process, text: bytes) -> bool:
+    """Whether `text` is anywhere in the memory of a process."""
+    with open(f"/proc/{process.pid}/maps", encoding="utf-8") as maps, open(f"/proc/{process.pid}/mem", "rb") as memory:
+        for line in maps:
+            place, rights, *_ = line.split()
+            start, end = (int(each, 16) for each in place.split("-"))
+            if "rw" in rights and not line.rstrip().endswith("[vvar]"):
+                memory.seek(start)
+                if text in memory.read(end - start):
+                    return True
+    return False
+
+
+def command_of(process: psutil.Process) -> str:
+    """Its last word; none of a process that is gone."""
+    try:
+        return " ".join(process.cmdline()[-1:])
+    except psutil.NoSuchProcess:
+        return ""
+
+
+async def test_what_is_expected_is_in_no_process_that_a_program_could_look_into() -> None:
+    expected = secrets.token_hex(20)
+    info = {"inputs": [""], "outputs": [expected]}
+    async with start_hub({"code": ENV}, workers=1) as hub:
+        scoring = asyncio.create_task(hub.score([sample("while True: pass", info)]))
+        processes = {"scoring_worker": [], "program_runner": [], "/tmp/program": []}
+        while not processes["/tmp/program"]:
+            await asyncio.sleep(0.01)
+            children = psutil.Process().children(recursive=True)
+            processes = {what: [each for each in children if what in command_of(each)] for what in processes}
+        found = {what: any(holds(each, expected.encode()) for each in those) for what, those in processes.items()}
+        assert (await scoring)[0].reward == 0
+    assert not psutil.wait_procs(processes["program_runner"], timeout=60)[1]  # they end with the worker
+    assert found == {"scoring_worker": True, "program_runner": False, "/tmp/program": False}
+
+
+async def test_nothing_of_a_program_is_left_for_the_next() -> None:
+    """Not a file, not a process, not what it was."""
+    leave = "open('left', 'w').write('x')\nimport threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()\nprint(1)"
+    look = "import os\nprint(sorted(os.listdir('.')) == ['.input', 'program'])"
+    async with start_hub({"code": ENV | {"wall_s": 1.0}}, workers=1) as hub:
+        first, second = await hub.score(
+            [
+                sample(leave, {"inputs": [""], "outputs": ["1"]}),
+                sample(look, {"inputs": [""], "outputs": ["True"]}),
+            ]
+        )
+    assert first.metadata["first_failure"]["why"].startswith("it ran out of its time")
+    assert second.reward == 1
+
+
+async def test_time_that_a_program_uses_up_fails_its_tests_and_time_that_runs_out_otherwise_is_no_zero() -> None:
+    three = {"inputs": ["", "", ""], "outputs": ["1", "1", "1"]}
+    env = ENV | {"type": "code", "partial_credit": True, "cpu_s": 9, "wall_s": 2.0, "timeout_s": 5.0}
+    slow = "import time; time.sleep(1.7); print(1)"
+    endless = "import os\nif os.path.exists('/nowhere'): print(1)\nwhile True: pass"
+    async with start_hub({"code": env}, workers=1) as hub:
+        (late,) = await hub.score([sample(endless, three)])
+        (unlucky,) = await hub.score([sample(slow, {"inputs": [""] * 9, "outputs": ["1"] * 9})])
+    assert (late.status, late.reward) == ("SCORED", 0)
+    assert (unlucky.status, unlucky.reward) == ("TIMED_OUT", None)
+    assert "none ran out of its time; raise timeout_s, or give fewer tests" in unlucky.message
+
+
+@pytest.mark.skipif(shutil.which("perl", path="/usr/bin") is None, reason="runs a program in Perl")
+async def test_another_language_has_a_command_of_its_own_and_a_limited_number_of_processes() -> None:
+    env = ENV | {"runs_with": ["perl"], "processes": 8}
+    sums = "my ($a, $b) = split ' ', <STDIN>; print $a + $b, qq{\\n};"
+    bomb = "while (1) { fork; } print 3;"
+    child = "my $n = fork; if ($n == 0) { exit 0; } wait; print qq{3\\n};"
+    three = {"inputs": [""], "outputs": ["3"]}
+    async with start_hub({"code": env}, workers=1) as hub:
+        right, forked, bombed, after = await hub.score(
+            [sample(sums, SUMS), sample(child, three), sample(bomb, three), sample(sums, SUMS)]
+        )
+        (function,) = await hub.score([sample(sums, FUNCTION)])
+    assert [right.reward, forked.reward, bombed.reward, after.reward] == [1, 1, 0, 1]
+    assert right.build == "perl"
+    assert function.status == "INVALID"
+
+
+async def test_level_b_alone_refuses_to_run_programs_with_the_remedy() -> None:
+    for levels in ([Level.B], [Level.B, Level.NONE]):
+        pool = WorkerPool({"solve": EnvConfig(type="code", unsafe_no_sandbox=True)}, 1, levels=levels)
+        with pytest.raises(
+            ServiceError, match=r"env\.solve runs programs .*level A.*user namespaces.*env\.solve\.target"
+        ):
+            await pool.start()
+    assert "EPERM" in refusal("solve", "unshare: EPERM")
+
+
+async def test_a_command_that_is_not_there_is_refused_at_the_start() -> None:
+    pool = WorkerPool({"code": EnvConfig(runs_with=["no-such-thing"])}, 1)
+    with pytest.raises(
+        ServiceError, match=r"env\.code\.runs_with can't be started \(no-such-thing: .*programs see /usr"
+    ):
+        await pool.start()

@@ -1,0 +1,63 @@
+"""The examples of docs/environments.md: each configuration of a built-in environment gives the rewards that stand below it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headrace import Sample
+from headrace.config import Config
+from headrace.config.data import BUILT_IN, EnvConfig
+from tests.support.judge_server import JudgeServer, said
+from tests.support.reward_hub import start_hub
+from tests.support.tiny_reward_model import make_reward_model
+
+PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
+_EXAMPLE = re.compile(r"^```yaml\n((?:(?!^```).)*)^```\n\n^```json\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def examples() -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    text = PAGE.read_text()
+    section = text[text.index("\n## Built-in environments") : text.index("\n## Another language")]
+    for configuration, lines in _EXAMPLE.findall(section):
+        yield yaml.safe_load(configuration), [json.loads(line) for line in lines.splitlines()]
+
+
+EXAMPLES = list(examples())
+
+
+def named(example: tuple[dict[str, Any], Any]) -> str:
+    return "-".join(example[0]["env"])
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=named)
+async def test_a_documented_environment_gives_the_documented_rewards(example: Any, tmp_path: Path) -> None:
+    configuration, lines = example
+    Config.model_validate(configuration)
+    rewards = [line.pop("reward") for line in lines]  # null: of a model that is made here
+    with JudgeServer(lambda _: said({"reason": "it is", "score": 4})) as server:
+        for env in configuration["env"].values():
+            if "model_name" in env:
+                env |= {"model_name": str(make_reward_model(tmp_path)), "device": "cpu"}
+            for judge in env.get("judges", []):  # those of the example are nowhere
+                judge |= {"base_url": server.base_url, "api_key_file": None, "tls_ca": None}
+        async with start_hub(configuration["env"], workers=1) as hub:
+            scores = await hub.score([Sample(**line) for line in lines])
+    assert {score.status for score in scores} == {"SCORED"}, scores
+    told = [score.reward for score, reward in zip(scores, rewards, strict=True) if reward is not None]
+    assert told == pytest.approx([reward for reward in rewards if reward is not None]), scores
+
+
+def test_every_built_in_environment_has_an_example() -> None:
+    shown = {
+        EnvConfig.model_validate(env).kind(name)
+        for configuration, _ in EXAMPLES
+        for name, env in configuration["env"].items()
+    }
+    assert shown == set(BUILT_IN)

@@ -1,0 +1,80 @@
+"""A server that speaks OpenAI's API, and whose model is a function of the test."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+# (status, body) for a request: its parsed body.
+Answers = Callable[[dict[str, Any]], tuple[int, bytes]]
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+class JudgeServer:
+    """Listens while the context is open, on a port of its own; over TLS with a server's `context`."""
+
+    def __init__(self, answers: Answers, context: ssl.SSLContext | None = None) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                assert self.path == "/v1/chat/completions"
+                outer.requests.append(body)
+                outer.headers.append(dict(self.headers))
+                status, answer = answers(body)
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(answer)))
+                self.send_header("Content-Type", "application/json")
+                if status in (301, 302, 307, 308):
+                    self.send_header("Location", f"http://127.0.0.1:{outer.port}/v1/elsewhere")
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = _Server(("127.0.0.1", 0), Handler)
+        scheme = "http"
+        if context is not None:
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+            scheme = "https"
+        self.port = self._server.server_address[1]
+        self.base_url = f"{scheme}://localhost:{self.port}/v1"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+
+    def __enter__(self) -> JudgeServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def said(content: object) -> tuple[int, bytes]:
+    """A chat completion with this text; of what is no text, its JSON."""
+    text = content if isinstance(content, str) else json.dumps(content)
+    return 200, json.dumps({"choices": [{"index": 0, "message": {"role": "assistant", "content": text}}]}).encode()
+
+
+def judged(request: dict[str, Any]) -> dict[str, Any]:
+    """What a request shows the judge between its marks."""
+    system, user = request["messages"]
+    first, data, last = user["content"].split("\n")
+    assert first == last
+    assert first in system["content"]
+    found = json.loads(data)
+    assert isinstance(found, dict)
+    return found

@@ -1,0 +1,92 @@
+"""The options of built-in environments: what doesn't go together is refused with the value and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from headrace.config import Config
+
+JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "judge"}
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"math": {"ngram": 3}}, r"env\.math\.ngram 3 is an option of repetition, not of type math: leave it out"),
+        (
+            {"x": {"target": "a.py:A", "pattern": "y"}},
+            r"env\.x\.pattern 'y' is an option of regex, not of a custom environ",
+        ),
+        ({"math": {"extract": "choice", "tolerance": 0.1}}, r"env\.math\.tolerance 0\.1 with extract choice"),
+        ({"math": {"tolerance": 0}}, r"greater than 0"),
+        ({"reasoning_gym": {"extract": "choice"}}, r"env\.reasoning_gym\.extract choice is for math"),
+        ({"regex": {}}, r"env\.regex\.pattern null: give the regular expression"),
+        ({"regex": {"pattern": "("}}, r"env\.regex\.pattern '\(' is no regular expression \(missing \)"),
+        ({"format": {"tags": ["<think>"]}}, r"env\.format\.tags '<think>' is no name of a tag: give a name without <"),
+        ({"format": {"tags": ["a", "a"]}}, r"names a tag twice"),
+        ({"length": {}}, r"env\.length\.min_tokens 0 and max_tokens null bound nothing"),
+        ({"length": {"min_tokens": 5, "max_tokens": 4}}, r"env\.length\.max_tokens 4 is less than min_tokens 5"),
+        ({"code": {"wall_s": 60}}, r"env\.code\.wall_s 60 is not less than timeout_s 60, which all tests have: lower"),
+        ({"code": {"extract": "choice"}}, r"env\.code\.extract choice is for math"),
+        ({"code": {"runs_with": []}}, r"at least 1 item"),
+        ({"llm_judge": {"rubric": "x"}}, r"env\.llm_judge\.judges \[\]: give one or more"),
+        ({"llm_judge": {"judges": [JUDGE]}}, r"env\.llm_judge\.rubric null: say what the judges go by"),
+        (
+            {"llm_judge": {"judges": [JUDGE], "rubric": "x", "scale": [5, 1]}},
+            r"env\.llm_judge\.scale \[5, 1\]: the best score",
+        ),
+        (
+            {"llm_judge": {"judges": [JUDGE], "rubric": "x", "vote": "majority"}},
+            r"vote majority without threshold: give",
+        ),
+        (
+            {"llm_judge": {"judges": [JUDGE | {"base_url": "https://me:secret@judge/v1"}], "rubric": "x"}},
+            r"match pattern",
+        ),
+        ({"reward_model": {}}, r"env\.reward_model\.model_name null: name the model"),
+        ({"reward_model": {"model_name": "x", "device": "tpu"}}, r"match pattern"),
+        ({"combine": {}}, r"env\.combine\.parts {}: name the environments"),
+        (
+            {"both": {"type": "combine", "parts": {"math": 1}}},
+            r"env\.both\.parts\.math is not another environment .*\(none\)",
+        ),
+        ({"both": {"type": "combine", "parts": {"both": 1}}}, r"env\.both\.parts\.both is not another environment"),
+        (
+            {"both": {"type": "combine", "combine": "product", "parts": {"math": 0.5}}, "math": {}},
+            r"env\.both\.parts\.math 0\.5 with combine product, which has no weights",
+        ),
+        (
+            {"both": {"type": "combine", "gate": "format", "parts": {"math": 1}}, "math": {}, "format": {}},
+            r"env\.both\.gate 'format' is none of its parts \(math\)",
+        ),
+        (
+            {
+                "both": {"type": "combine", "gate": "format", "parts": {"format": 0, "math": 1}},
+                "math": {},
+                "format": {},
+            },
+            r"env\.both\.timeout_s 60 is less than the 120 s that its parts have, the gate's before the others': raise it",
+        ),
+        ({"both": {"type": "combine", "parts": {"math": float("nan")}}, "math": {}}, r"finite number"),
+        (
+            {"both": {"type": "combine", "parts": {"math": 1}, "require_stop": True}, "math": {}},
+            r"env\.both\.require_stop true: give it to those of its parts",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(env: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        Config.model_validate({"env": env})
+
+
+def test_the_environments_of_one_reward_may_be_of_any_kind() -> None:
+    env = {
+        "both": {"type": "combine", "parts": {"math": 1, "brief": 0.2, "mine": 0.5}},
+        "math": {},
+        "brief": {"type": "length", "max_tokens": 9},
+        "mine": {"attached": True},
+    }
+    assert Config.model_validate({"env": env}).env["both"].parts == {"math": 1, "brief": 0.2, "mine": 0.5}
