@@ -1,4 +1,4 @@
-"""`headrace env token`: what a process on another machine needs in order to attach an environment."""
+"""`headrace env`: serve an environment, attach one to a run, and the token that this takes on another machine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,65 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli import runs
-from headrace.cli.common import RunOption
+import headrace
+from headrace import environment_file
+from headrace.addresses import LOOPBACK
+from headrace.cli import environment, runs
+from headrace.cli.common import RunOption, log_lines
 from headrace.credentials import Credentials
 from headrace.errors import ConfigError
 
-app = typer.Typer(help="Environments of a run.", no_args_is_help=True)
+app = typer.Typer(help="Environments: serve one, attach one to a run.", no_args_is_help=True)
+
+Target = Annotated[
+    str, typer.Argument(metavar="FILE.py:CLASS", help="A subclass of headrace.Environment.", show_default=False)
+]
 
 
-@app.callback()
-def environments() -> None:
-    """Environments of a run."""
+@app.command()
+def serve(
+    target: Target,
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            envvar=environment.PORT,
+            help="Where it listens; 0 takes a free one, and logs it.",
+            show_default=False,
+        ),
+    ],
+    host: Annotated[str, typer.Option(envvar=environment.HOST, help="Where it listens.")] = LOOPBACK,
+    token_file: Annotated[
+        str | None,
+        typer.Option(envvar=environment.TOKEN_FILE, help="Has a line `environment NAME TOKEN`.", show_default=False),
+    ] = None,
+    tls_cert: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
+    tls_key: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
+) -> None:
+    """Serve an environment over gRPC until SIGTERM or Ctrl-C, as headrace.serve does."""
+    log_lines()
+    headrace.serve(environment_file.load(target), port, host, token_file=token_file, tls_cert=tls_cert, tls_key=tls_key)
+
+
+@app.command()
+def attach(
+    target: Target,
+    hub: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The run's reward hub.", show_default=False)],
+    name: Annotated[
+        str | None, typer.Option(help="As env.NAME names it; otherwise its own name.", show_default=False)
+    ] = None,
+    capacity: Annotated[
+        int | None, typer.Option(min=1, help="Samples that it works on at a time.", show_default=False)
+    ] = None,
+    token_file: Annotated[
+        str | None, typer.Option(help="Has a line `environment NAME TOKEN`.", show_default=False)
+    ] = None,
+    tls_ca: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
+) -> None:
+    """Attach an environment to a run's reward hub until SIGTERM or Ctrl-C, as headrace.attach does. It listens nowhere."""
+    log_lines()
+    headrace.attach(hub, environment_file.load(target), name, capacity=capacity, token_file=token_file, tls_ca=tls_ca)
 
 
 @app.command()

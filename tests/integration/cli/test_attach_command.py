@@ -23,6 +23,7 @@ from tests.support.ports import free_port
 from tests.support.reward_hub import WAIT_S
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "attached_environment.py"
+ENV = [sys.executable, "-m", "headrace.cli", "env"]
 
 
 @pytest.fixture
@@ -62,10 +63,15 @@ async def scorer(config: Config, hub: str) -> AsyncIterator[reward_pb2_grpc.Rewa
         yield reward_pb2_grpc.RewardServiceStub(channel)
 
 
-async def test_the_example_attaches_to_a_local_run_without_being_given_a_token(config: Config, hub: str) -> None:
+@pytest.mark.parametrize(
+    "argv",
+    [[sys.executable, EXAMPLE], [*ENV, "attach", f"{EXAMPLE}:Exact", "--name", "exact"]],
+    ids=["script", "command"],
+)
+async def test_attaching_to_a_local_run_takes_no_token(config: Config, hub: str, argv: list[str]) -> None:
     sample = Sample(" 132\n", {"answer": "132"}, environment="exact")
     async with scorer(config, hub) as stub:
-        process = await asyncio.create_subprocess_exec(sys.executable, EXAMPLE, hub)
+        process = await asyncio.create_subprocess_exec(*argv, hub)
         try:
             async with asyncio.timeout(WAIT_S):
                 while True:
@@ -89,17 +95,7 @@ async def test_a_name_that_the_local_run_does_not_declare_is_refused_with_the_re
     file = tmp_path / "my_env.py"
     file.write_text(EXAMPLE.read_text())
     async with scorer(config, hub):
-        attach = [
-            sys.executable,
-            "-m",
-            "headrace.cli",
-            "environment",
-            f"{file}:Exact",
-            "--attach",
-            hub,
-            "--name",
-            "math",
-        ]
+        attach = [*ENV, "attach", f"{file}:Exact", hub, "--name", "math"]
         refused = await asyncio.to_thread(subprocess.run, attach, capture_output=True, text=True, timeout=WAIT_S)
     assert refused.returncode == 1
     assert f"the run at {hub} ({config.run_folder}) declares no environment 'math' that attaches" in refused.stderr
@@ -112,10 +108,3 @@ def test_the_token_for_another_machine_is_printed(config: Config) -> None:
     assert line == f"environment exact {Credentials(config.run_folder / 'credentials').token('environment exact')}\n"
     unknown = CliRunner().invoke(app, ["env", "token", "math", "--run", folder])
     assert "has no such environment in a process of its own (it has exact)" in str(unknown.exception)
-
-
-def test_an_environment_is_either_served_or_attached() -> None:
-    target = f"{EXAMPLE}:Exact"
-    for given in ([], ["--port", "0", "--attach", "127.0.0.1:1"]):
-        refused = CliRunner().invoke(app, ["environment", target, *given])
-        assert "give --port, to serve the environment, or --attach HOST:PORT" in str(refused.exception)
