@@ -183,7 +183,7 @@ def test_environments_are_started_waited_for_started_again_and_repaired_while_th
     misspelt, fine, port = tmp_path / "misspelt.py", tmp_path / "fine.py", free_port()
     misspelt.write_text(JUDGE.replace("answer", "anwser"))
     fine.write_text(JUDGE)
-    serve = [sys.executable, "-m", "headrace.cli", "environment", f"{fine}:Judge"]
+    serve = [sys.executable, "-m", "headrace.cli", "env", "serve", f"{fine}:Judge"]
     source = "{{dataset_name: arithmetic, size: 2000, seed: {}, env_name: {}}}"
     sources = ", ".join(source.format(seed, name) for seed, name in enumerate(("file", "program", "away")))
     run = up(
