@@ -350,6 +350,7 @@ class Offer(_message.Message):
     CAPACITY_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     capacity: _builtins.int
     """Trajectories (or turns) it can work on at a time, from 1 to 65536: the most credit it may have. It has none before the
     process grants it.
@@ -357,6 +358,10 @@ class Offer(_message.Message):
     name: _builtins.str
     """Name under which the run knows the environment (`env.<name>`)."""
     kind: Global___WorkKind.ValueType
+    age_ms: _builtins.int
+    """How long ago the process first offered it, on this stream or one before it. Of processes of several builds those of the
+    youngest offer's build get the work; the others wait until all of these have gone.
+    """
     @_builtins.property
     def environment(self) -> _environment_pb2.DescribeResponse: ...
     def __init__(
@@ -366,10 +371,11 @@ class Offer(_message.Message):
         capacity: _builtins.int = ...,
         name: _builtins.str = ...,
         kind: Global___WorkKind.ValueType = ...,
+        age_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "environment", b"environment", "kind", b"kind", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "capacity", b"capacity", "environment", b"environment", "kind", b"kind", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
