@@ -91,13 +91,13 @@ class Attachment:
         self._ask_to_stop()
         self._thread.join()
 
-    def wait(self) -> None:
-        """Return when it was stopped: by `stop`, Ctrl-C (in a notebook, by interrupting the cell) or SIGTERM. Meanwhile a line shows how it
-        fares. Raises `ServiceError` if the hub refuses it for good."""
+    def wait(self, until: Callable[[], bool] = lambda: False) -> bool:
+        """Return when it was stopped: by `stop`, Ctrl-C (in a notebook, by interrupting the cell) or SIGTERM; or True once `until` is true,
+        while it goes on. Meanwhile a line shows how it fares. Raises `ServiceError` if the hub refuses it for good."""
         live = sys.stdout.isatty() or "ipykernel" in sys.modules
-        shown = ""
+        shown, found = "", False
         with self._stopped_by_signals():
-            while self._thread.is_alive():
+            while self._thread.is_alive() and not (found := until()):
                 self._thread.join(_LINE_S)
                 if live and self.line != shown:
                     sys.stdout.write(f"\r{self.line.ljust(len(shown))}")
@@ -107,6 +107,7 @@ class Attachment:
             sys.stdout.write("\n")
         if self._error is not None:
             raise self._error
+        return found
 
     @contextlib.contextmanager
     def _stopped_by_signals(self) -> Iterator[None]:

@@ -75,8 +75,10 @@ def _module(target: str, path: Path) -> ModuleType:
     assert specification is not None
     module = importlib.util.module_from_spec(specification)
     # under its name, as pickle and tracebacks look it up, unless that would hide another module
-    sys.modules.setdefault(path.stem, module)
-    sys.path.append(str(path.absolute().parent))
+    if getattr(sys.modules.get(path.stem), "__file__", file) == file:
+        sys.modules[path.stem] = module
+    if (folder := str(path.absolute().parent)) not in sys.path:
+        sys.path.append(folder)
     try:
         source = path.read_bytes()
         code = compile(source, file, "exec", dont_inherit=True)  # what is read, and no bytecode of a moment ago

@@ -37,12 +37,14 @@ def source_build(environment: object, base: type) -> str:
 
 def _sources(made: type) -> Iterator[str]:
     """The text of what the class was defined in. IPython keeps a cell, and `environment_file` a file, as they were when they were run."""
-    module = sys.modules.get(made.__module__)
-    files = {getattr(module, "__file__", None) or ""}
-    for value in vars(made).values():
-        function = inspect.unwrap(getattr(value, "__func__", value))
-        if inspect.isfunction(function) and function.__module__ == made.__module__:
-            files.add(function.__code__.co_filename)
+    functions = [inspect.unwrap(getattr(value, "__func__", value)) for value in vars(made).values()]
+    files = {
+        each.__code__.co_filename
+        for each in functions
+        if inspect.isfunction(each) and each.__module__ == made.__module__
+    }
+    if not files:
+        files = {getattr(sys.modules.get(made.__module__), "__file__", None) or ""}
     yield from filter(None, ("".join(linecache.getlines(file)) for file in sorted(files)))
 
 

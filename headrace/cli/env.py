@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +16,8 @@ from headrace.cli import environment, runs
 from headrace.cli.common import RunOption, log_lines
 from headrace.credentials import Credentials
 from headrace.errors import ConfigError
+
+_log = logging.getLogger("headrace.environment")
 
 app = typer.Typer(help="Environments: serve one, attach one to a run.", no_args_is_help=True)
 
@@ -62,10 +66,40 @@ def attach(
         str | None, typer.Option(help="Has a line `environment NAME TOKEN`.", show_default=False)
     ] = None,
     tls_ca: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
+    reload: Annotated[
+        bool, typer.Option("--reload", help="Load the file again, and attach anew, when it changes.")
+    ] = False,
 ) -> None:
     """Attach an environment to a run's reward hub until SIGTERM or Ctrl-C, as headrace.attach does. It listens nowhere."""
     log_lines()
-    headrace.attach(hub, environment_file.load(target), name, capacity=capacity, token_file=token_file, tls_ca=tls_ca)
+    file, attached, changed = environment_file.path_of(target), None, True
+    while changed:
+        seen = _stamp(file)  # before it is read: what is written meanwhile is another change
+        try:
+            loaded = environment_file.load(target)
+            name = name or loaded.label
+            attached = headrace.attach(
+                hub, loaded, name, capacity=capacity, token_file=token_file, tls_ca=tls_ca, wait=False
+            )
+            _log.info("environment %s: %s, build %s", name, target, loaded.build)
+        except ConfigError as error:
+            if attached is None:
+                raise
+            _log.error("%s\nThe former one goes on until the file is repaired.", error)
+        changed = attached.wait(functools.partial(_differs, file, seen) if reload else lambda: False)
+
+
+def _differs(file: Path, seen: tuple[int, ...]) -> bool:
+    return _stamp(file) != seen
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """What changes with the file; nothing while it isn't there."""
+    try:
+        found = file.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 @app.command()

@@ -89,6 +89,48 @@ async def test_attaching_to_a_local_run_takes_no_token(config: Config, hub: str,
                 await process.wait()
 
 
+async def test_a_file_that_changes_is_attached_anew_and_a_broken_one_leaves_the_former(
+    config: Config, hub: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "my_env.py"
+    source = "import headrace\nclass Exact(headrace.Environment):\n    def score(self, sample):\n        return {}\n"
+    request = reward_pb2.ScoreRequest(trajectories=[sample_to_wire(Sample("x", environment="exact"))])
+
+    async def scores(stub: reward_pb2_grpc.RewardServiceStub, wanted: float) -> str:
+        """The build that gave this reward, once it does."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                (result,) = (await stub.Score(request, timeout=WAIT_S)).results
+                if result.reward == wanted:
+                    return result.build
+                await asyncio.sleep(0.05)
+
+    file.write_text(source.format(1.0))
+    argv = [*ENV, "attach", f"{file}:Exact", hub, "--name", "exact", "--reload"]
+    async with scorer(config, hub) as stub:
+        process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.PIPE)
+        assert process.stderr is not None
+        try:
+            builds = [await scores(stub, 1.0)]
+            file.write_text(source.format(2.0))
+            builds.append(await scores(stub, 2.0))
+            file.write_text("class Exact")
+            async with asyncio.timeout(WAIT_S):
+                while b"The former one goes on" not in await process.stderr.readline():
+                    pass
+            builds.append(await scores(stub, 2.0))
+            file.write_text(source.format(1.0))
+            builds.append(await scores(stub, 1.0))
+            assert builds == [builds[0], builds[1], builds[1], builds[0]]
+            assert len({*builds}) == 2
+            process.terminate()
+            assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.communicate()
+
+
 async def test_a_name_that_the_local_run_does_not_declare_is_refused_with_the_remedy(
     config: Config, hub: str, tmp_path: Path
 ) -> None:
