@@ -1,25 +1,38 @@
-"""`headrace env`: serve an environment, attach one to a run, and the token that this takes on another machine."""
+"""`headrace env`: serve an environment, attach one to a run, the token that this takes on another machine, and how those of a run fare."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import json
 import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import grpc
+import msgspec
 import typer
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.table import Table
 
 import headrace
-from headrace import environment_file
-from headrace.addresses import LOOPBACK
+from headrace import environment_file, rpc
+from headrace.addresses import LOOPBACK, reached, with_port
 from headrace.cli import environment, runs
-from headrace.cli.common import RunOption, log_lines
-from headrace.credentials import Credentials
-from headrace.errors import ConfigError
+from headrace.cli.common import WIDTH, RunArgument, RunOption, cell, log_lines, plain_table, say
+from headrace.cli.status import waits_for
+from headrace.config import Config
+from headrace.credentials import Credentials, credentials_of
+from headrace.errors import ConfigError, ServiceError
+from headrace.replay import EnvironmentState
+from headrace.v1 import reward_pb2, reward_pb2_grpc
 
+_HUB_S = 5.0
 _log = logging.getLogger("headrace.environment")
 
-app = typer.Typer(help="Environments: serve one, attach one to a run.", no_args_is_help=True)
+app = typer.Typer(help="Environments: serve one, attach one to a run, see how they fare.", no_args_is_help=True)
 
 Target = Annotated[
     str, typer.Argument(metavar="FILE.py:CLASS", help="A subclass of headrace.Environment.", show_default=False)
@@ -100,6 +113,63 @@ def _stamp(file: Path) -> tuple[int, ...]:
     except OSError:
         return ()
     return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+@app.command("list")
+def list_environments(
+    run: RunArgument, as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False
+) -> None:
+    """Show the environments of a running run as its hub sees them: who is attached and where, builds, work in hand, and how each fared in
+    the last minute; and which the run waits for."""
+    config = runs.with_credentials(runs.find(run))
+    hub, states = asyncio.run(_read(config))
+    if as_json:
+        found = MessageToDict(hub, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        typer.echo(json.dumps({**found, "breakers": msgspec.to_builtins(states)}, indent=2))
+        return
+    console = Console(width=WIDTH)
+    console.print(environment_table(hub.environments))
+    for title, line in waits_for(states):
+        say(console, f"{title:14}{line}")
+
+
+async def _read(config: Config) -> tuple[reward_pb2.ListEnvironmentsResponse, Sequence[EnvironmentState]]:
+    credentials, reward = credentials_of(config), config.reward
+    address = reward.address or with_port(reached(reward.host), reward.port)
+    token = None if credentials is None else credentials.presented("reader")
+    async with rpc.channel(address, security=config.security, token=token) as channel:
+        stub = reward_pb2_grpc.RewardServiceStub(channel)
+        try:
+            hub = await stub.ListEnvironments(reward_pb2.ListEnvironmentsRequest(), timeout=_HUB_S)
+        except grpc.aio.AioRpcError as error:
+            raise ServiceError(
+                f"the hub of run {config.run.id} at {address} doesn't answer ({error.code().name}: {error.details()}); is the run up?"
+            ) from error
+    async with runs.open_buffer(config) as replay:
+        return hub, await replay.environments()
+
+
+def environment_table(environments: Iterable[reward_pb2.EnvironmentStatus]) -> Table:
+    """A line for each environment, and below an attached one a line for each process."""
+    table = plain_table(
+        "environment", "kind", "where", "build", "in hand", "capacity", "scores/s", "p50", "p99", "failed", "state"
+    )
+    for each in environments:
+        kind = reward_pb2.EnvironmentStatus.Kind.Name(each.kind).removeprefix("KIND_").lower().replace("_", " ")
+        recent, described = each.recent, each.description
+        rate = recent.scored / (recent.window_ms / 1000) if recent.window_ms else 0.0
+        where = each.target or (f"{len(each.processes)} processes" if kind == "attached" else "hub")
+        counts = f"{each.in_hand}", f"{described.capacity or '-'}", f"{rate:.1f}"
+        took = (f"{each_ms:.0f} ms" if recent.scored else "-" for each_ms in (recent.p50_ms, recent.p99_ms))
+        state = "ready" if each.ready else each.message
+        texts = each.name, kind, where, described.build or "-", *counts, *took, f"{recent.failed}", state
+        table.add_row(*map(cell, texts))
+        for process in each.processes:
+            state = "at work" if process.works else "waits: a newer build has the work, or it leaves"
+            counts = f"{process.in_hand}", f"{process.capacity}", ""
+            texts = "", "", process.address, process.build or "-", *counts, "", "", "", state
+            table.add_row(*map(cell, texts))
+    return table
 
 
 @app.command()

@@ -29,7 +29,9 @@ class StreamEnded(HeadraceError):
 class AttachedStream:
     """One stream: what a process offers, and what it has been sent. Events that break the rules raise `CodecError`."""
 
-    def __init__(self, register: pb.Register, max_message_bytes: int) -> None:
+    def __init__(self, register: pb.Register, max_message_bytes: int, address: str = "") -> None:
+        """`address` is the process's."""
+        self.address = address
         self.process_id = register.process_id
         self.offers = _offers(register)
         self._registered = time.monotonic()
@@ -50,6 +52,10 @@ class AttachedStream:
 
     def build(self, name: str) -> str:
         return self.offers[name].environment.build
+
+    def held(self, name: str) -> int:
+        """Trajectories of environment `name` that it has not answered."""
+        return self._flows[name].held
 
     def room(self, name: str) -> int:
         """Trajectories of environment `name` that it may be sent now."""
@@ -170,6 +176,21 @@ class AttachedBackend:
         description.capacity = sum(offer.capacity for offer in offers)
         description.calls = sum(calls) if all(calls) else 0
         return description, None
+
+    def processes(self) -> list[pb.AttachedProcess]:
+        """Who is attached, the longest first."""
+        name, working, now = self._name, self._attached(), time.monotonic()
+        return [
+            pb.AttachedProcess(
+                address=stream.address,
+                build=stream.build(name),
+                capacity=stream.offers[name].capacity,
+                in_hand=stream.held(name),
+                age_ms=round(1000 * (now - stream.began(name))),
+                works=stream in working,
+            )
+            for stream in sorted(self._streams, key=lambda stream: stream.began(name))
+        ]
 
     def _attached(self) -> list[AttachedStream]:
         """Those of the newest build, the one that offered itself last at the end."""

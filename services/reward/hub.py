@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import time
+import urllib.parse
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import grpc
@@ -23,6 +25,7 @@ from headrace.wire import sample_from_wire
 from headrace_services.reward.answers import accepted, result_of
 from headrace_services.reward.attached import AttachedBackend, AttachedStream
 from headrace_services.reward.pool import WorkerPool
+from headrace_services.reward.recent import Recent
 
 _DESCRIBE_TIMEOUT_S = 1.0
 # Trajectories of a built-in environment for each worker, the one that it is at included.
@@ -256,6 +259,8 @@ class Hub(pb_grpc.RewardServiceServicer):
         self._max_message_bytes = max_message_bytes
         self._access = access
         self._streams: set[AttachedStream] = set()
+        self._in_hand: collections.Counter[str] = collections.Counter()
+        self._recent = {name: Recent(time.monotonic()) for name in environments}
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:
         """Score all trajectories, or none if one is malformed (`CodecError` becomes INVALID_ARGUMENT)."""
@@ -285,7 +290,7 @@ class Hub(pb_grpc.RewardServiceServicer):
         first = await anext(aiter(request_iterator), pb.AttachRequest())
         if first.WhichOneof("event") != "register":
             raise CodecError(f"event {first.WhichOneof('event') or 'nothing'}: send register first")
-        stream = AttachedStream(first.register, self._max_message_bytes)
+        stream = AttachedStream(first.register, self._max_message_bytes, _address(context.peer()))
         role = None if self._access is None else self._access.role(context.invocation_metadata())
         for name in stream.offers:
             if (refused := self._refusal(name, role)) is not None:
@@ -369,8 +374,14 @@ class Hub(pb_grpc.RewardServiceServicer):
             refusal = trajectory_pb2.Result(status=trajectory_pb2.STATUS_INVALID, message=message)
             return [refusal] * len(trajectories)
         started = time.monotonic()
-        results = await environment.score(trajectories, limit)
-        SECONDS.labels(name).observe(time.monotonic() - started)
+        self._in_hand[name] += len(trajectories)
+        try:
+            results = await environment.score(trajectories, limit)
+        finally:
+            self._in_hand[name] -= len(trajectories)
+        ended = time.monotonic()
+        SECONDS.labels(name).observe(ended - started)
+        self._recent[name].note(results, ended - started, ended)
         for result in results:
             RESULTS.labels(name, trajectory_pb2.Status.Name(result.status).removeprefix("STATUS_")).inc()
         return results
@@ -387,7 +398,15 @@ class Hub(pb_grpc.RewardServiceServicer):
             message=problem or "",
             timeout_ms=round(1000 * env.timeout_s),
             max_batch_size=env.max_batch_size,
+            in_hand=self._in_hand[name],
+            recent=self._recent[name].summary(time.monotonic()),
+            processes=environment.processes() if isinstance(environment, AttachedBackend) else [],
         )
+
+
+def _address(peer: str) -> str:
+    """host:port of gRPC's name of a peer."""
+    return urllib.parse.unquote(peer.partition(":")[2])
 
 
 async def _read(

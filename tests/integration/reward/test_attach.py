@@ -66,6 +66,20 @@ async def test_nobody_attached_is_not_started_and_named_and_then_it_is_scored() 
     assert (after.status, after.message) == ("NOT_STARTED", remedy)
 
 
+async def test_what_is_in_hand_and_how_the_last_minute_was_are_listed(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    async with start_hub(ATTACHED) as hub, attach_environment(ODD, hub):
+        await hub.attached("odd", 16)
+        await hub.score([odd("abc"), odd("abc"), odd("raise")])
+        call = asyncio.create_task(hub.score([odd("hang once", touch=str(seen))]))
+        await until(seen.exists)
+        listed = (await hub.environments())["odd"]
+        assert (listed.in_hand, [process.in_hand for process in listed.processes]) == (1, [1])
+        assert (listed.recent.scored, listed.recent.failed) == (2, 1)
+        assert 0 < listed.recent.p50_ms <= listed.recent.p99_ms
+        call.cancel()
+
+
 async def test_two_processes_share_the_load(tmp_path: Path) -> None:
     async with (
         start_hub(ATTACHED) as hub,
@@ -425,6 +439,10 @@ async def test_of_several_builds_the_newest_has_the_work_until_all_of_it_have_go
         assert (of(score), score.build) == (("SCORED", 2), "2")
         listed = (await hub.environments())["odd"].description
         assert (listed.build, listed.capacity) == ("2", 1)
+        first, second = (await hub.environments())["odd"].processes
+        assert [(one.build, one.capacity, one.works) for one in (first, second)] == [("1", 4, False), ("2", 1, True)]
+        assert first.age_ms >= 90_000 > second.age_ms >= 60_000
+        assert first.address.startswith("127.0.0.1:") != second.address
         await newer.done()
         await hub.attached("odd", 4)
         call = asyncio.create_task(hub.score([odd("a")]))
