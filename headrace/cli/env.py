@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import grpc
 import msgspec
@@ -19,7 +19,7 @@ from rich.table import Table
 
 import headrace
 from headrace import environment_file, rpc
-from headrace.addresses import LOOPBACK, reached, with_port
+from headrace.addresses import LOOPBACK
 from headrace.cli import environment, runs
 from headrace.cli.common import WIDTH, RunArgument, RunOption, cell, log_lines, plain_table, say
 from headrace.cli.status import waits_for
@@ -30,6 +30,7 @@ from headrace.replay import EnvironmentState
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 
 _HUB_S = 5.0
+_AS_JSON: dict[str, Any] = {"preserving_proto_field_name": True, "always_print_fields_with_no_presence": True}
 _log = logging.getLogger("headrace.environment")
 
 app = typer.Typer(help="Environments: serve one, attach one to a run, see how they fare.", no_args_is_help=True)
@@ -122,31 +123,37 @@ def list_environments(
     """Show the environments of a running run as its hub sees them: who is attached and where, builds, work in hand, and how each fared in
     the last minute; and which the run waits for."""
     config = runs.with_credentials(runs.find(run))
-    hub, states = asyncio.run(_read(config))
+    hubs, states = asyncio.run(_read(config))
     if as_json:
-        found = MessageToDict(hub, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-        typer.echo(json.dumps({**found, "breakers": msgspec.to_builtins(states)}, indent=2))
+        found = {address: MessageToDict(hub, **_AS_JSON)["environments"] for address, hub in hubs.items()}
+        typer.echo(json.dumps({"hubs": found, "breakers": msgspec.to_builtins(states)}, indent=2))
         return
     console = Console(width=WIDTH)
-    console.print(environment_table(hub.environments))
+    for address, hub in hubs.items():
+        if len(hubs) > 1:
+            say(console, f"hub {address}")
+        console.print(environment_table(hub.environments))
     for title, line in waits_for(states):
         say(console, f"{title:14}{line}")
 
 
-async def _read(config: Config) -> tuple[reward_pb2.ListEnvironmentsResponse, Sequence[EnvironmentState]]:
-    credentials, reward = credentials_of(config), config.reward
-    address = reward.address or with_port(reached(reward.host), reward.port)
+async def _read(config: Config) -> tuple[dict[str, reward_pb2.ListEnvironmentsResponse], Sequence[EnvironmentState]]:
+    """What each hub says, by its address, and the buffer."""
+    credentials = credentials_of(config)
     token = None if credentials is None else credentials.presented("reader")
-    async with rpc.channel(address, security=config.security, token=token) as channel:
-        stub = reward_pb2_grpc.RewardServiceStub(channel)
-        try:
-            hub = await stub.ListEnvironments(reward_pb2.ListEnvironmentsRequest(), timeout=_HUB_S)
-        except grpc.aio.AioRpcError as error:
-            raise ServiceError(
-                f"the hub of run {config.run.id} at {address} doesn't answer ({error.code().name}: {error.details()}); is the run up?"
-            ) from error
+    hubs = {}
+    for address in config.reward.addresses:
+        async with rpc.channel(address, security=config.security, token=token) as channel:
+            stub = reward_pb2_grpc.RewardServiceStub(channel)
+            try:
+                hubs[address] = await stub.ListEnvironments(reward_pb2.ListEnvironmentsRequest(), timeout=_HUB_S)
+            except grpc.aio.AioRpcError as error:
+                said = f"{error.code().name}: {error.details()}"
+                raise ServiceError(
+                    f"the hub of run {config.run.id} at {address} doesn't answer ({said}); is the run up?"
+                ) from error
     async with runs.open_buffer(config) as replay:
-        return hub, await replay.environments()
+        return hubs, await replay.environments()
 
 
 def environment_table(environments: Iterable[reward_pb2.EnvironmentStatus]) -> Table:

@@ -265,7 +265,7 @@ def listed(folder: Path, name: str) -> dict[str, Any]:
     assert name in subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     found = json.loads(subprocess.run([*argv, "--json"], capture_output=True, text=True, check=True).stdout)
     assert name in {breaker["name"] for breaker in found["breakers"]}
-    environment: dict[str, Any] = next(each for each in found["environments"] if each["name"] == name)
+    environment: dict[str, Any] = next(each for hub in found["hubs"].values() for each in hub if each["name"] == name)
     return environment
 
 
