@@ -13,6 +13,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class Attachment:
         self._scorer = BatchScorer(environment, capacity=capacity, on_free=self._grant)
         self._options = options
         self._process_id = secrets.token_hex(16)
+        self._began = time.monotonic()
         self._stream: _Stream | None = None  # while the hub knows it
         self._trouble = "connecting"
         self._error: BaseException | None = None
@@ -89,13 +91,13 @@ class Attachment:
         self._ask_to_stop()
         self._thread.join()
 
-    def wait(self) -> None:
-        """Return when it was stopped: by `stop`, Ctrl-C (in a notebook, by interrupting the cell) or SIGTERM. Meanwhile a line shows how it
-        fares. Raises `ServiceError` if the hub refuses it for good."""
+    def wait(self, until: Callable[[], bool] = lambda: False) -> bool:
+        """Return when it was stopped: by `stop`, Ctrl-C (in a notebook, by interrupting the cell) or SIGTERM; or True once `until` is true,
+        while it goes on. Meanwhile a line shows how it fares. Raises `ServiceError` if the hub refuses it for good."""
         live = sys.stdout.isatty() or "ipykernel" in sys.modules
-        shown = ""
+        shown, found = "", False
         with self._stopped_by_signals():
-            while self._thread.is_alive():
+            while self._thread.is_alive() and not (found := until()):
                 self._thread.join(_LINE_S)
                 if live and self.line != shown:
                     sys.stdout.write(f"\r{self.line.ljust(len(shown))}")
@@ -105,6 +107,7 @@ class Attachment:
             sys.stdout.write("\n")
         if self._error is not None:
             raise self._error
+        return found
 
     @contextlib.contextmanager
     def _stopped_by_signals(self) -> Iterator[None]:
@@ -164,7 +167,7 @@ class Attachment:
         """Work for the hub until the stream ends, or this is stopped."""
         stream = _Stream(self._scorer, self.name, self._count)
         call = stub.Attach(metadata=metadata)
-        writing = asyncio.create_task(_write(call, stream.requests(self._process_id)))
+        writing = asyncio.create_task(_write(call, stream.requests(self._process_id, time.monotonic() - self._began)))
         reading = asyncio.create_task(self._read(stream, call))
         stopping = asyncio.create_task(self._stopping.wait())
         try:
@@ -225,12 +228,13 @@ class _Stream:
         self._tasks: dict[str, asyncio.Task[list[trajectory_pb2.Result]]] = {}
         self._closed = False
 
-    async def requests(self, process_id: str) -> AsyncIterator[pb.AttachRequest]:
+    async def requests(self, process_id: str, age_s: float) -> AsyncIterator[pb.AttachRequest]:
         offer = pb.Offer(
             environment=self._scorer.description,
             capacity=self._scorer.capacity,
             name=self._name,
             kind=pb.WORK_KIND_SCORE,
+            age_ms=round(1000 * age_s),
         )
         register = pb.Register(process_id=process_id, offers=[offer], max_message_bytes=rpc.MAX_MESSAGE_BYTES)
         yield pb.AttachRequest(register=register)

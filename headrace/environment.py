@@ -12,6 +12,7 @@ It needs only `pip install headrace`. `docs/environments.md` has the whole contr
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 import traceback
@@ -20,6 +21,7 @@ from typing import Any, cast
 
 import msgspec
 
+from headrace.source_build import source_build
 from headrace.trajectory import FinishReason, Message, Score
 
 _LONGEST_MESSAGE = 2000
@@ -61,7 +63,6 @@ class Environment:
     """
 
     name: str = ""  # default: the name of the class
-    build: str = ""  # version of the environment's code, stored with every reward
     description: str = ""  # one line
     concurrency: int = 16
     max_batch_size: int = 64  # samples in one call of `score_batch`
@@ -73,6 +74,12 @@ class Environment:
     def score_batch(self, samples: Sequence[Sample]) -> Sequence[Scored] | Awaitable[Sequence[Scored]]:
         """The rewards of a batch, one for each sample, in order. If it is not overridden, every sample goes through `score`."""
         raise NotImplementedError
+
+    @functools.cached_property
+    def build(self) -> str:
+        """What tells two versions of it apart, stored with every reward: one build scores a group. A class may say it (`build = "1.0"`);
+        otherwise it is a digest of the source (`source_build`)."""
+        return source_build(self, Environment)
 
     @property
     def label(self) -> str:

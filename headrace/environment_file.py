@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import linecache
 import sys
 import traceback
 from collections.abc import Iterator
@@ -70,15 +71,22 @@ def _parts(target: str) -> tuple[Path, str]:
 
 def run_file(target: str, path: Path) -> ModuleType:
     """Run the file, which `target` named. Raises `ConfigError`, with the traceback of what it raised."""
-    specification = importlib.util.spec_from_file_location(path.stem, path.absolute())
+    file = str(path.absolute())
+    specification = importlib.util.spec_from_file_location(path.stem, file)
     assert specification is not None
-    assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     # under its name, as pickle and tracebacks look it up, unless that would hide another module
-    sys.modules.setdefault(path.stem, module)
-    sys.path.append(str(path.absolute().parent))
+    if getattr(sys.modules.get(path.stem), "__file__", file) == file:
+        sys.modules[path.stem] = module
+    if (folder := str(path.absolute().parent)) not in sys.path:
+        sys.path.append(folder)
     try:
-        specification.loader.exec_module(module)
+        source = path.read_bytes()
+        code = compile(source, file, "exec", dont_inherit=True)  # what is read, and no bytecode of a moment ago
+        text = importlib.util.decode_source(source)
+        # tracebacks and the build are of this text, though the file changes
+        linecache.cache[file] = len(source), None, text.splitlines(keepends=True), file
+        exec(code, module.__dict__)
     except Exception as error:
         raise ConfigError(
             f"{target}: {path} raised {type(error).__name__} when it was loaded\n{traceback.format_exc()}"

@@ -123,6 +123,7 @@ class BatchScorer:
         if environment.concurrency < 1:
             raise ValueError(f"{environment.label}.concurrency is {environment.concurrency}; it must be at least 1")
         self.environment = environment
+        environment.build  # noqa: B018  # what has none is refused before it is offered
         self.capacity = environment.capacity if capacity is None else capacity
         self._failures = FailureLog(environment, repeats or Repeats())
         self._in_slot = environment.max_batch_size if environment.scores_batches else 1

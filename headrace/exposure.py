@@ -41,10 +41,11 @@ def _problems(config: Config, service: str) -> Iterator[str]:
     if not is_loopback(host) and not guarded:
         yield f"{service}.host {host}: a service doesn't listen beyond the loopback interface without TLS and credentials; {_REMEDY}"
     if service == "replay":
-        address = config.reward.address
-        if address is not None and not target_is_local(address):
-            yield from _dialled(config, "reward.address", address)
-        elif address is None and not is_loopback(config.reward.host):
+        if config.reward.address is not None:
+            for address in config.reward.addresses:
+                if not target_is_local(address):
+                    yield from _dialled(config, "reward.address", address)
+        elif not is_loopback(config.reward.host):
             yield from _dialled(config, "reward.host", config.reward.host)
     if service == "reward":
         for name, env in config.env.items():

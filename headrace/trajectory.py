@@ -193,6 +193,8 @@ Status = Literal["SCORED", "FAILED", "TIMED_OUT", "INVALID", "NOT_STARTED", "INT
 
 # What a score may take in the buffer, encoded (score.lua); leases reserve it.
 SCORE_BYTES = 8192
+# What the name of an environment's build may take, in UTF-8 (score.lua).
+BUILD_BYTES = 256
 
 
 class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):

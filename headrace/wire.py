@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.environment import Sample
 from headrace.errors import CodecError
-from headrace.trajectory import Message, Score
+from headrace.trajectory import BUILD_BYTES, Message, Score
 from headrace.v1 import trajectory_pb2 as pb
 
 _FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
@@ -85,6 +85,9 @@ def score_from_wire(result: pb.Result) -> Score:
     try:
         if status == "SCORED" and not (result.HasField("reward") and math.isfinite(result.reward)):
             raise CodecError(f"the environment answered SCORED with reward {_reward(result)}, not a finite number")
+        for name, value in (("environment", result.environment), ("build", result.build)):
+            if len(value.encode()) > BUILD_BYTES:
+                raise CodecError(f"the environment answered {name} {value[:40]!r}…, more than {BUILD_BYTES} bytes")
         if not 0 <= result.took_ms < math.inf:
             raise CodecError(f"the environment answered took_ms {result.took_ms}, not a number of milliseconds")
         return Score(
@@ -98,7 +101,7 @@ def score_from_wire(result: pb.Result) -> Score:
             timings={"environment": result.took_ms / 1000} if result.HasField("took_ms") else {},
         )
     except CodecError as error:
-        return Score("FAILED", message=str(error), environment=result.environment, build=result.build)
+        return Score("FAILED", message=str(error), environment=result.environment[:40], build=result.build[:40])
 
 
 def _reward(result: pb.Result) -> str:

@@ -23,7 +23,6 @@ from headrace.cli import (
     credentials,
     data,
     env,
-    environment,
     evaluate,
     export,
     functions,
@@ -152,7 +151,6 @@ app.command()(serve.serve)
 app.command()(export.export)
 for service_name, service_help in SERVICES.items():
     app.command(name=service_name, help=service_help)(service_command(service_name))
-app.command()(environment.environment)
 app.add_typer(env.app, name="env")
 app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")

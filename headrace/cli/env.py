@@ -1,23 +1,182 @@
-"""`headrace env token`: what a process on another machine needs in order to attach an environment."""
+"""`headrace env`: serve an environment, attach one to a run, the token that this takes on another machine, and how those of a run fare."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import json
+import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import grpc
+import msgspec
 import typer
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.table import Table
 
-from headrace.cli import runs
-from headrace.cli.common import RunOption
-from headrace.credentials import Credentials
-from headrace.errors import ConfigError
+import headrace
+from headrace import environment_file, rpc
+from headrace.addresses import LOOPBACK
+from headrace.cli import environment, runs
+from headrace.cli.common import WIDTH, RunArgument, RunOption, cell, log_lines, plain_table, say
+from headrace.cli.status import waits_for
+from headrace.config import Config
+from headrace.credentials import Credentials, credentials_of
+from headrace.errors import ConfigError, ServiceError
+from headrace.replay import EnvironmentState
+from headrace.v1 import reward_pb2, reward_pb2_grpc
 
-app = typer.Typer(help="Environments of a run.", no_args_is_help=True)
+_HUB_S = 5.0
+_AS_JSON: dict[str, Any] = {"preserving_proto_field_name": True, "always_print_fields_with_no_presence": True}
+_log = logging.getLogger("headrace.environment")
+
+app = typer.Typer(help="Environments: serve one, attach one to a run, see how they fare.", no_args_is_help=True)
+
+Target = Annotated[
+    str, typer.Argument(metavar="FILE.py:CLASS", help="A subclass of headrace.Environment.", show_default=False)
+]
 
 
-@app.callback()
-def environments() -> None:
-    """Environments of a run."""
+@app.command()
+def serve(
+    target: Target,
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            envvar=environment.PORT,
+            help="Where it listens; 0 takes a free one, and logs it.",
+            show_default=False,
+        ),
+    ],
+    host: Annotated[str, typer.Option(envvar=environment.HOST, help="Where it listens.")] = LOOPBACK,
+    token_file: Annotated[
+        str | None,
+        typer.Option(envvar=environment.TOKEN_FILE, help="Has a line `environment NAME TOKEN`.", show_default=False),
+    ] = None,
+    tls_cert: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
+    tls_key: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
+) -> None:
+    """Serve an environment over gRPC until SIGTERM or Ctrl-C, as headrace.serve does."""
+    log_lines()
+    headrace.serve(environment_file.load(target), port, host, token_file=token_file, tls_cert=tls_cert, tls_key=tls_key)
+
+
+@app.command()
+def attach(
+    target: Target,
+    hub: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The run's reward hub.", show_default=False)],
+    name: Annotated[
+        str | None, typer.Option(help="As env.NAME names it; otherwise its own name.", show_default=False)
+    ] = None,
+    capacity: Annotated[
+        int | None, typer.Option(min=1, help="Samples that it works on at a time.", show_default=False)
+    ] = None,
+    token_file: Annotated[
+        str | None, typer.Option(help="Has a line `environment NAME TOKEN`.", show_default=False)
+    ] = None,
+    tls_ca: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
+    reload: Annotated[
+        bool, typer.Option("--reload", help="Load the file again, and attach anew, when it changes.")
+    ] = False,
+) -> None:
+    """Attach an environment to a run's reward hub until SIGTERM or Ctrl-C, as headrace.attach does. It listens nowhere."""
+    log_lines()
+    file, attached, changed = environment_file.path_of(target), None, True
+    while changed:
+        seen = _stamp(file)  # before it is read: what is written meanwhile is another change
+        try:
+            loaded = environment_file.load(target)
+            name = name or loaded.label
+            attached = headrace.attach(
+                hub, loaded, name, capacity=capacity, token_file=token_file, tls_ca=tls_ca, wait=False
+            )
+            _log.info("environment %s: %s, build %s", name, target, loaded.build)
+        except ConfigError as error:
+            if attached is None:
+                raise
+            _log.error("%s\nThe former one goes on until the file is repaired.", error)
+        changed = attached.wait(functools.partial(_differs, file, seen) if reload else lambda: False)
+
+
+def _differs(file: Path, seen: tuple[int, ...]) -> bool:
+    return _stamp(file) != seen
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """What changes with the file; nothing while it isn't there."""
+    try:
+        found = file.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+@app.command("list")
+def list_environments(
+    run: RunArgument, as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False
+) -> None:
+    """Show the environments of a running run as its hub sees them: who is attached and where, builds, work in hand, and how each fared in
+    the last minute; and which the run waits for."""
+    config = runs.with_credentials(runs.find(run))
+    hubs, states = asyncio.run(_read(config))
+    if as_json:
+        found = {address: MessageToDict(hub, **_AS_JSON)["environments"] for address, hub in hubs.items()}
+        typer.echo(json.dumps({"hubs": found, "breakers": msgspec.to_builtins(states)}, indent=2))
+        return
+    console = Console(width=WIDTH)
+    for address, hub in hubs.items():
+        if len(hubs) > 1:
+            say(console, f"hub {address}")
+        console.print(environment_table(hub.environments))
+    for title, line in waits_for(states):
+        say(console, f"{title:14}{line}")
+
+
+async def _read(config: Config) -> tuple[dict[str, reward_pb2.ListEnvironmentsResponse], Sequence[EnvironmentState]]:
+    """What each hub says, by its address, and the buffer."""
+    credentials = credentials_of(config)
+    token = None if credentials is None else credentials.presented("reader")
+    hubs = {}
+    for address in config.reward.addresses:
+        async with rpc.channel(address, security=config.security, token=token) as channel:
+            stub = reward_pb2_grpc.RewardServiceStub(channel)
+            try:
+                hubs[address] = await stub.ListEnvironments(reward_pb2.ListEnvironmentsRequest(), timeout=_HUB_S)
+            except grpc.aio.AioRpcError as error:
+                said = f"{error.code().name}: {error.details()}"
+                raise ServiceError(
+                    f"the hub of run {config.run.id} at {address} doesn't answer ({said}); is the run up?"
+                ) from error
+    async with runs.open_buffer(config) as replay:
+        return hubs, await replay.environments()
+
+
+def environment_table(environments: Iterable[reward_pb2.EnvironmentStatus]) -> Table:
+    """A line for each environment, and below an attached one a line for each process."""
+    table = plain_table(
+        "environment", "kind", "where", "build", "in hand", "capacity", "scores/s", "p50", "p99", "failed", "state"
+    )
+    for each in environments:
+        kind = reward_pb2.EnvironmentStatus.Kind.Name(each.kind).removeprefix("KIND_").lower().replace("_", " ")
+        recent, described = each.recent, each.description
+        rate = recent.scored / (recent.window_ms / 1000) if recent.window_ms else 0.0
+        where = each.target or (f"{len(each.processes)} processes" if kind == "attached" else "hub")
+        counts = f"{each.in_hand}", f"{described.capacity or '-'}", f"{rate:.1f}"
+        took = (f"{each_ms:.0f} ms" if recent.scored else "-" for each_ms in (recent.p50_ms, recent.p99_ms))
+        state = "ready" if each.ready else each.message
+        texts = each.name, kind, where, described.build or "-", *counts, *took, f"{recent.failed}", state
+        table.add_row(*map(cell, texts))
+        for process in each.processes:
+            state = "at work" if process.works else "waits: a newer build has the work, or it leaves"
+            counts = f"{process.in_hand}", f"{process.capacity}", ""
+            texts = "", "", process.address, process.build or "-", *counts, "", "", "", state
+            table.add_row(*map(cell, texts))
+    return table
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`headrace environment`: serve a custom environment. The environments that `headrace up` starts, and how it starts them."""
+"""The environments of a run that `headrace up` starts: whether it can, and how."""
 
 from __future__ import annotations
 
@@ -8,64 +8,16 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-import headrace
 from headrace import environment_file
 from headrace.addresses import LOOPBACK
-from headrace.cli.common import log_lines
 from headrace.cli.runs import token_file
 from headrace.cli.supervisor import Child, child_environ
 from headrace.config import Config
 from headrace.errors import ConfigError
 
 # How an environment that `headrace up` starts is told what to serve.
-_NAME, _HOST, _PORT, _TOKEN_FILE = (f"ENVIRONMENT_{what}" for what in ("NAME", "HOST", "PORT", "TOKEN_FILE"))
-
-
-def environment(
-    target: Annotated[
-        str, typer.Argument(metavar="FILE.py:CLASS", help="A subclass of headrace.Environment.", show_default=False)
-    ],
-    port: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            envvar=_PORT,
-            help="Where it listens; 0 takes a free one, and logs it.",
-            show_default=False,
-        ),
-    ] = None,
-    host: Annotated[str, typer.Option(envvar=_HOST, help="Where it listens.")] = LOOPBACK,
-    token_file: Annotated[
-        str | None,
-        typer.Option(envvar=_TOKEN_FILE, help="Has a line `environment NAME TOKEN`.", show_default=False),
-    ] = None,
-    tls_cert: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
-    tls_key: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
-    attach: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="Attach to this reward hub instead; it listens nowhere.", show_default=False
-        ),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(envvar=_NAME, help="With --attach: as env.NAME names it.", show_default=False)
-    ] = None,
-    tls_ca: Annotated[str | None, typer.Option(help="With --attach: PEM file.", show_default=False)] = None,
-) -> None:
-    """Serve a custom environment over gRPC until SIGTERM or Ctrl-C, as headrace.serve does; or attach it, as headrace.attach does."""
-    log_lines()
-    if (port is None) == (attach is None):
-        raise ConfigError("give --port, to serve the environment, or --attach HOST:PORT, to attach it to a hub")
-    if attach is not None:
-        headrace.attach(attach, environment_file.load(target), name, token_file=token_file, tls_ca=tls_ca)
-        return
-    assert port is not None
-    headrace.serve(environment_file.load(target), port, host, token_file=token_file, tls_cert=tls_cert, tls_key=tls_key)
+NAME, HOST, PORT, TOKEN_FILE = (f"ENVIRONMENT_{what}" for what in ("NAME", "HOST", "PORT", "TOKEN_FILE"))
 
 
 def check(config: Config) -> None:
@@ -104,7 +56,7 @@ def children(config: Config, logs: Path) -> dict[str, Child]:
     for name, env in config.env.items():
         if not env.is_started:
             continue
-        told = {_NAME: name, _HOST: LOOPBACK, _PORT: str(env.port), _TOKEN_FILE: str(token_file(config, name))}
+        told = {NAME: name, HOST: LOOPBACK, PORT: str(env.port), TOKEN_FILE: str(token_file(config, name))}
         own = child_environ(os.environ)
         if env.command is not None:
             argv = list(env.command)
@@ -113,7 +65,7 @@ def children(config: Config, logs: Path) -> dict[str, Child]:
             source = None
         else:
             source = environment_file.path_of(str(env.target))
-            argv = [sys.executable, "-m", "headrace.cli", "environment", str(env.target)]
+            argv = [sys.executable, "-m", "headrace.cli", "env", "serve", str(env.target)]
         label = f"environment-{name}"
         started[name] = Child(
             label, argv, logs / f"{label}.log", environ={**own, **told}, is_user_code=True, source=source

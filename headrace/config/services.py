@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from headrace.addresses import reached, with_port
 from headrace.config.base import Section
 
 Port = int
@@ -131,11 +132,27 @@ class RewardConfig(Section):
         50390, ge=0, le=65535, description="of the hub; 0, and `headrace up` unless this is given, takes a free one"
     )
     http_port: int = Field(0, ge=0, le=65535, description="health, readiness and metrics; 0 takes a free one")
-    address: str | None = Field(
-        None, description="host:port under which the replay service reaches the hub; null takes host:port"
+    address: str | list[str] | None = Field(
+        None,
+        description="host:port under which the replay service reaches the hub; a list of them if there are several, which share the work; "
+        "null takes host:port",
     )
     max_message_bytes: int = Field(64 * 1024**2, ge=1024)
     workers: int = Field(2, ge=1, description="processes that run built-in environments")
+
+    @field_validator("address")
+    @classmethod
+    def _names_a_hub(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if value == []:
+            raise ValueError("the list is empty; name a hub, or give null for host:port")
+        return value
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where the hubs are reached."""
+        if self.address is None:
+            return [with_port(reached(self.host), self.port)]
+        return [self.address] if isinstance(self.address, str) else self.address
 
 
 class TrainerConfig(Section):

@@ -191,8 +191,9 @@ class EnvironmentState(msgspec.Struct, frozen=True):
     """How an environment fares.
 
     Trajectories: `waiting` for it, of them `alone` to be sent alone because its process died with them; `taken` by a scorer; `failing`
-    among its last results. If its breaker is open (`broken`): `kind` is FAILING, or NOT_STARTED if it begins nothing; message and
-    traceback are of the failure that opened it or of the newest probe; `probes` failed in a row, and the next is due in `probe_in_s`.
+    among its last results. If its breaker is open (`broken`): `kind` is FAILING, NOT_STARTED if it begins nothing, or BUILDS if several
+    builds score its groups in turn; message and traceback are of the failure that opened it or of the newest probe; `probes` failed in a
+    row, and the next is due in `probe_in_s`.
     """
 
     name: str

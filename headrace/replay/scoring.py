@@ -80,9 +80,10 @@ class ScoringClient(BufferClient):
         await self._wakeups.wait("scoring", timeout_s)
 
     async def score(self, job: ScoringJob, score: Score) -> None:
-        """Write a score back. `SCORED` counts towards the group's completeness. Law 7: what failed is retried, after a pause, up to
-        `max_scoring_attempts` times, and then fails the group with the message, `INVALID` at once; unless it was the environment, whose
-        breaker then opens. `NOT_STARTED`, and `INTERRUPTED` if it was not alone, cost no attempt."""
+        """Write a score back. `SCORED` counts towards the group's completeness, with the others of its build: a score of a build whose
+        place another has taken is refused with `LeaseLost`, and the trajectory waits again (law 3). Law 7: what failed is retried, after a
+        pause, up to `max_scoring_attempts` times, and then fails the group with the message, `INVALID` at once; unless it was the
+        environment, whose breaker then opens. `NOT_STARTED`, and `INTERRUPTED` if it was not alone, cost no attempt."""
         (error,) = await self.score_many([(job, score)])
         if error is not None:
             raise error
@@ -101,7 +102,7 @@ class ScoringClient(BufferClient):
         for group_id, index, token, score in items:
             entry: dict[str, Any] = {"group": group_id, "index": index, "token": token, "status": score.status}
             if score.reward is not None:
-                entry["reward"] = float(score.reward)
+                entry |= {"reward": float(score.reward), "build": score.build}
             scores.append(entry)
         replies = await self._connection.call("score", *(score.encode() for *_, score in items), scores=scores)
         return [refusal(text.decode()) if text else None for text in replies]

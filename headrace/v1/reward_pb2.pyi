@@ -205,6 +205,9 @@ class EnvironmentStatus(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     MAX_BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    IN_HAND_FIELD_NUMBER: _builtins.int
+    RECENT_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name under which trajectories ask for it."""
     kind: Global___EnvironmentStatus.Kind.ValueType
@@ -216,9 +219,17 @@ class EnvironmentStatus(_message.Message):
     timeout_ms: _builtins.int
     """Time for one batch, and trajectories in one call, as configured."""
     max_batch_size: _builtins.int
+    in_hand: _builtins.int
+    """Trajectories of calls that the hub has not answered yet."""
     @_builtins.property
     def description(self) -> _environment_pb2.DescribeResponse:
         """What it says of itself. Absent if it can't be reached."""
+
+    @_builtins.property
+    def recent(self) -> Global___Recent: ...
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttachedProcess]:
+        """The processes of an attached one, in the order in which they first offered it."""
 
     def __init__(
         self,
@@ -231,14 +242,92 @@ class EnvironmentStatus(_message.Message):
         message: _builtins.str = ...,
         timeout_ms: _builtins.int = ...,
         max_batch_size: _builtins.int = ...,
+        in_hand: _builtins.int = ...,
+        recent: Global___Recent | None = ...,
+        processes: _abc.Iterable[Global___AttachedProcess] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "recent", b"recent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "kind", b"kind", "max_batch_size", b"max_batch_size", "message", b"message", "name", b"name", "ready", b"ready", "target", b"target", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "in_hand", b"in_hand", "kind", b"kind", "max_batch_size", b"max_batch_size", "message", b"message", "name", b"name", "processes", b"processes", "ready", b"ready", "recent", b"recent", "target", b"target", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EnvironmentStatus: _TypeAlias = EnvironmentStatus  # noqa: Y015
+
+@_typing.final
+class Recent(_message.Message):
+    """What an environment answered in the last minute."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_MS_FIELD_NUMBER: _builtins.int
+    SCORED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    P50_MS_FIELD_NUMBER: _builtins.int
+    P99_MS_FIELD_NUMBER: _builtins.int
+    window_ms: _builtins.int
+    """Less than a minute after the hub's start."""
+    scored: _builtins.int
+    failed: _builtins.int
+    """Begun, and without a reward."""
+    p50_ms: _builtins.float
+    """How long it was at work on those that it scored: half of them took no longer, and 99 of 100. 0 if there are none."""
+    p99_ms: _builtins.float
+    def __init__(
+        self,
+        *,
+        window_ms: _builtins.int = ...,
+        scored: _builtins.int = ...,
+        failed: _builtins.int = ...,
+        p50_ms: _builtins.float = ...,
+        p99_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "p50_ms", b"p50_ms", "p99_ms", b"p99_ms", "scored", b"scored", "window_ms", b"window_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Recent: _TypeAlias = Recent  # noqa: Y015
+
+@_typing.final
+class AttachedProcess(_message.Message):
+    """A process that dialled in."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    BUILD_FIELD_NUMBER: _builtins.int
+    CAPACITY_FIELD_NUMBER: _builtins.int
+    IN_HAND_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    WORKS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """Its end of the connection, as the hub sees it."""
+    build: _builtins.str
+    capacity: _builtins.int
+    in_hand: _builtins.int
+    age_ms: _builtins.int
+    """How long ago it first offered the environment."""
+    works: _builtins.bool
+    """It gets work: it doesn't drain, and its build is the newest."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        build: _builtins.str = ...,
+        capacity: _builtins.int = ...,
+        in_hand: _builtins.int = ...,
+        age_ms: _builtins.int = ...,
+        works: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "age_ms", b"age_ms", "build", b"build", "capacity", b"capacity", "in_hand", b"in_hand", "works", b"works"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachedProcess: _TypeAlias = AttachedProcess  # noqa: Y015
 
 @_typing.final
 class AttachRequest(_message.Message):
@@ -350,6 +439,7 @@ class Offer(_message.Message):
     CAPACITY_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     capacity: _builtins.int
     """Trajectories (or turns) it can work on at a time, from 1 to 65536: the most credit it may have. It has none before the
     process grants it.
@@ -357,6 +447,10 @@ class Offer(_message.Message):
     name: _builtins.str
     """Name under which the run knows the environment (`env.<name>`)."""
     kind: Global___WorkKind.ValueType
+    age_ms: _builtins.int
+    """How long ago the process first offered it, on this stream or one before it. Of processes of several builds those of the
+    youngest offer's build get the work; the others wait until all of these have gone.
+    """
     @_builtins.property
     def environment(self) -> _environment_pb2.DescribeResponse: ...
     def __init__(
@@ -366,10 +460,11 @@ class Offer(_message.Message):
         capacity: _builtins.int = ...,
         name: _builtins.str = ...,
         kind: Global___WorkKind.ValueType = ...,
+        age_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "environment", b"environment", "kind", b"kind", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "capacity", b"capacity", "environment", b"environment", "kind", b"kind", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

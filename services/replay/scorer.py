@@ -1,24 +1,26 @@
 """The scorer: sends pushed trajectories to the reward hub in batches, several in flight, and writes the scores back.
 
 Of each environment it takes only what may be sent at once (`InFlightLimit`), so that a slow one takes none of the others' places, and
-renews what it holds. Law 7: a failure of an environment is written as a failure, never as a number. A hub that can't be reached costs no
-scoring attempt: trajectories return to the line and are taken again when the hub answers.
+renews what it holds. Several hubs share nothing: each says what its environments may be sent, and work goes to the one with the most room
+(`routes`); when one is lost, what was with any of them is sent again. Law 7: a failure of an environment is written as a failure, never as
+a number. A hub that can't be reached costs no scoring attempt: trajectories return to the line and are taken again when a hub answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import grpc
 import msgspec
 import prometheus_client
 
 from headrace import rpc
-from headrace.addresses import reached, with_port
 from headrace.config import Config
 from headrace.credentials import credentials_of
 from headrace.environment import Sample
@@ -96,17 +98,31 @@ async def run_scorer(config: Config, client: ReplayClient, stop: asyncio.Event) 
         _log.info("what was being scored waits for its deadline: %s", error)
 
 
+class _Hub:
+    """A reward hub: how each of its environments fares, and what it may be sent. It is `there` once it has answered in this round."""
+
+    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+        self.address, self.channel = address, channel
+        self.stub = pb_grpc.RewardServiceStub(channel)
+        self.reset()
+
+    def reset(self) -> None:
+        self.there = False
+        self.limits: dict[str, InFlightLimit] = {}  # by environment
+        self.statuses: dict[str, pb.EnvironmentStatus] = {}
+
+
 class _Scorer:
     def __init__(self, config: Config, client: ReplayClient) -> None:
         reward = config.reward
         self._client = client
-        self._address = reward.address or with_port(reached(reward.host), reward.port)
+        self._addresses = reward.addresses
         self._max_message_bytes = reward.max_message_bytes
         self._renew_s = config.replay.scoring_deadline_s / _RENEWALS
         self._security = config.security
         credentials = credentials_of(config)
         self._token = None if credentials is None else credentials.presented("scorer")
-        self._limits: dict[str, InFlightLimit] = {}  # by environment
+        self._hubs: list[_Hub] = []
         # By token, group and index: a trajectory that the buffer took back meanwhile may be held again, under another token.
         self._held: dict[tuple[str, str, int], ScoringJob] = {}
         self._awake = asyncio.Event()  # something may be taken
@@ -119,40 +135,47 @@ class _Scorer:
     async def run(self) -> None:
         """Work in rounds: each ends when the hub or the buffer is lost, and returns the trajectories that it held."""
         retry = BufferRetry(last_pause_s=_LONGEST_PAUSE_S, errors=_LOSSES)
-        async with rpc.channel(
-            self._address, self._max_message_bytes, security=self._security, token=self._token
-        ) as channel:
+        async with contextlib.AsyncExitStack() as stack:
+            for address in self._addresses:
+                channel = rpc.channel(address, self._max_message_bytes, security=self._security, token=self._token)
+                self._hubs.append(_Hub(address, await stack.enter_async_context(channel)))
             while True:
-                await retry(lambda: self._round(channel))
+                await retry(self._round)
 
-    async def _reach(self, channel: grpc.aio.Channel) -> None:
+    async def _reach(self) -> None:
+        """Return when one hub can be reached."""
+        ready = [asyncio.ensure_future(hub.channel.channel_ready()) for hub in self._hubs]
         try:
-            async with asyncio.timeout(_LONGEST_PAUSE_S):
-                await channel.channel_ready()
-        except TimeoutError:
+            reached, _ = await asyncio.wait(ready, timeout=_LONGEST_PAUSE_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in ready:
+                each.cancel()
+        if not reached:
             UNREACHABLE.inc()
             raise _HubUnreachable(
-                f"the reward hub can't be reached at {self._address}; is `headrace reward` running, and is this "
+                f"the reward hub can't be reached at {', '.join(self._addresses)}; is `headrace reward` running, and is this "
                 "reward.address (or reward.host and reward.port)?"
-            ) from None
+            )
 
-    async def _round(self, channel: grpc.aio.Channel) -> None:
-        """Score until the hub or the buffer is lost: returns if that is after some scores, raises if it is before any."""
-        self._limits, self._held, self._progress = {}, {}, False
-        await self._reach(channel)
+    async def _round(self) -> None:
+        """Score until a hub or the buffer is lost: returns if that is after some scores, raises if it is before any."""
+        self._held, self._progress = {}, False
+        for hub in self._hubs:
+            hub.reset()
+        await self._reach()
         await self._client.release_scoring()
-        stub = pb_grpc.RewardServiceStub(channel)
-        await self._look(stub)
+        await self._look()
         try:
             async with asyncio.TaskGroup() as tasks:
-                for helper in (self._renew(), self._listen(), self._keep_looking(stub)):
+                for helper in (self._renew(), self._listen(), self._keep_looking()):
                     tasks.create_task(helper)
                 while True:
                     self._awake.clear()
                     jobs = await self._take()
-                    for batch in in_batches(await self._prepare(jobs), lambda name: self._limits[name].batch):
-                        self._begin(batch)
-                        tasks.create_task(self._batch(stub, batch))
+                    for hub, items in self._shared_out(await self._prepare(jobs)):
+                        for batch in in_batches(items, lambda name, hub=hub: hub.limits[name].batch):  # type: ignore[misc]
+                            self._begin(hub, batch)
+                            tasks.create_task(self._batch(hub, batch))
                     if not jobs:
                         await self._awake.wait()
         except ExceptionGroup as group:  # the first loss cancelled the others
@@ -164,32 +187,57 @@ class _Scorer:
     async def _take(self) -> Sequence[ScoringJob]:
         """What may be sent now."""
         most = _MOST_IN_FLIGHT - len(self._held)
-        free = {name: min(limit.free, most) for name, limit in self._limits.items() if min(limit.free, most) > 0}
+        names = {name for hub in self._hubs for name in hub.limits}
+        room = {name: min(most, sum(hub.limits[name].free for hub in self._routes(name))) for name in names}
+        free = {name: count for name, count in room.items() if count > 0}
         return await self._client.take_scoring(free) if free else []
 
-    async def _look(self, stub: pb_grpc.RewardServiceStub) -> None:
-        """Learn which environments there are, and what each can take. What is for one that only the buffer knows is sent as well: the hub
-        says what is wrong with it."""
+    def _routes(self, name: str) -> list[_Hub]:
+        """The hubs that are sent what is for this environment."""
+        there = [hub for hub in self._hubs if hub.there]
+        return [there[place] for place in routes([hub.statuses.get(name) for hub in there])]
+
+    def _shared_out(self, items: Sequence[Item]) -> Iterator[tuple[_Hub, list[Item]]]:
+        """Each to the hub that has the most room for it."""
+        shares: dict[_Hub, list[Item]] = {}
+        room: dict[str, dict[_Hub, int]] = {}
+        for item in items:
+            name = item[1].environment
+            left = room.setdefault(name, {hub: hub.limits[name].free for hub in self._routes(name)})
+            hub = max(left, key=lambda hub: left[hub])
+            left[hub] -= 1
+            shares.setdefault(hub, []).append(item)
+        yield from shares.items()
+
+    async def _look(self) -> None:
+        """Learn from each hub which environments there are, and what each can take. What is for one that only the buffer knows is sent as
+        well: the hub says what is wrong with it."""
+        known = [environment.name for environment in await self._client.environments()]
+        await asyncio.gather(*(self._look_at(hub, known) for hub in self._hubs))
+        self._awake.set()
+
+    async def _look_at(self, hub: _Hub, known: Iterable[str]) -> None:
+        """One that was not there yet may stay away."""
         try:
-            answer = await stub.ListEnvironments(pb.ListEnvironmentsRequest(), timeout=_MARGIN_S)
+            answer = await hub.stub.ListEnvironments(pb.ListEnvironmentsRequest(), timeout=_MARGIN_S)
         except grpc.aio.AioRpcError as error:
-            raise self._gone(error) from error
-        for name in {
-            *(known.name for known in await self._client.environments()),
-            *(e.name for e in answer.environments),
-        }:
-            self._limits.setdefault(name, InFlightLimit())
+            if hub.there or len(self._hubs) == 1:
+                raise self._gone(hub, error) from error
+            return
+        hub.there = True
+        hub.statuses = {each.name: each for each in answer.environments}
+        for name in {*known, *hub.statuses}:
+            hub.limits.setdefault(name, InFlightLimit())
         for each in answer.environments:
             if each.HasField("description"):
                 capacity, calls = each.description.capacity, each.description.calls
                 most = LARGEST_BATCH if each.kind == pb.EnvironmentStatus.KIND_BUILT_IN else each.max_batch_size
-                self._limits[each.name].state(capacity, calls, most, each.timeout_ms / 1000)
-        self._awake.set()
+                hub.limits[each.name].state(capacity, calls, most, each.timeout_ms / 1000)
 
-    async def _keep_looking(self, stub: pb_grpc.RewardServiceStub) -> None:
+    async def _keep_looking(self) -> None:
         while True:
             await asyncio.sleep(_POLL_S)
-            await self._look(stub)
+            await self._look()
 
     async def _listen(self) -> None:
         while True:
@@ -211,14 +259,14 @@ class _Scorer:
                 await self._write([(job, Score("UNSENDABLE", message=f"can't be sent for scoring: {error}"))])
         return items
 
-    def _begin(self, batch: Sequence[Item]) -> None:
-        self._limits[batch[0][1].environment].send(len(batch))
+    def _begin(self, hub: _Hub, batch: Sequence[Item]) -> None:
+        hub.limits[batch[0][1].environment].send(len(batch))
         self._held |= {_place(job): job for job, _ in batch}
         IN_FLIGHT.set(len(self._held))
 
-    async def _batch(self, stub: pb_grpc.RewardServiceStub, batch: Sequence[Item]) -> None:
-        limit = self._limits[batch[0][1].environment]
-        scores = await self._score(stub, batch, limit.timeout_s + _MARGIN_S)
+    async def _batch(self, hub: _Hub, batch: Sequence[Item]) -> None:
+        limit = hub.limits[batch[0][1].environment]
+        scores = await self._score(hub, batch, limit.timeout_s + _MARGIN_S)
         limit.done(len(batch))
         limit.hear(score.status for _, score in scores)
         await self._write(scores)
@@ -227,21 +275,19 @@ class _Scorer:
         IN_FLIGHT.set(len(self._held))
         self._awake.set()
 
-    async def _score(
-        self, stub: pb_grpc.RewardServiceStub, batch: Sequence[Item], timeout_s: float
-    ) -> list[tuple[ScoringJob, Score]]:
+    async def _score(self, hub: _Hub, batch: Sequence[Item], timeout_s: float) -> list[tuple[ScoringJob, Score]]:
         started = time.monotonic()
         request = pb.ScoreRequest(trajectories=[trajectory for _, trajectory in batch])
         try:
-            response = await stub.Score(request, timeout=timeout_s)
+            response = await hub.stub.Score(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             if error.code() in _GONE:
-                raise self._gone(error) from error
+                raise self._gone(hub, error) from error
             if error.code() in _TOO_LARGE_OR_MALFORMED and len(batch) > 1:  # one of them is: find it, score the others
                 half = len(batch) // 2
                 return [
-                    *await self._score(stub, batch[:half], timeout_s),
-                    *await self._score(stub, batch[half:], timeout_s),
+                    *await self._score(hub, batch[:half], timeout_s),
+                    *await self._score(hub, batch[half:], timeout_s),
                 ]
             return [(job, self._refused(error)) for job, _ in batch]
         SECONDS.observe(time.monotonic() - started)
@@ -262,9 +308,9 @@ class _Scorer:
             message += f"; raise reward.max_message_bytes ({self._max_message_bytes})"
         return Score("UNSENDABLE" if error.code() in _TOO_LARGE_OR_MALFORMED else "NOT_STARTED", message=message)
 
-    def _gone(self, error: grpc.aio.AioRpcError) -> _HubUnreachable:
+    def _gone(self, hub: _Hub, error: grpc.aio.AioRpcError) -> _HubUnreachable:
         UNREACHABLE.inc()
-        return _HubUnreachable(f"the reward hub at {self._address} is gone ({error.code().name}: {error.details()})")
+        return _HubUnreachable(f"the reward hub at {hub.address} is gone ({error.code().name}: {error.details()})")
 
     async def _write(self, scores: Sequence[tuple[ScoringJob, Score]]) -> None:
         scores = [(job, storable(score)) for job, score in scores]
@@ -319,6 +365,25 @@ class _Scorer:
             # The tokens are part of the key: after a rewind another attempt may have the same number.
             idempotency_key=f"{self._client.run_id}/{group.id}/{trajectory.attempt}/{trajectory.index}/{digest}",
         )
+
+
+def routes(statuses: Sequence[pb.EnvironmentStatus | None]) -> list[int]:
+    """Which of the hubs where one environment fares so are sent work of it: where it can score, of those where it is of the build that was
+    attached last, so that builds don't take turns. Where it can score nowhere, the first, which says why."""
+    ready = [place for place, status in enumerate(statuses) if status is not None and status.ready]
+    if not ready:
+        return [0] if statuses else []
+
+    def age(place: int) -> float:
+        status = statuses[place]
+        return min((each.age_ms for each in (status.processes if status else ()) if each.works), default=math.inf)
+
+    def build(place: int) -> str:
+        status = statuses[place]
+        return status.description.build if status else ""
+
+    newest = build(min(ready, key=age))
+    return [place for place in ready if build(place) == newest]
 
 
 def _place(job: ScoringJob) -> tuple[str, str, int]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from headrace.config.data import EnvConfig
 from headrace.errors import CodecError, HeadraceError
 from headrace.flow import Flow
+from headrace.trajectory import BUILD_BYTES
 from headrace.v1 import environment_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.answers import accepted, result_of
@@ -27,9 +29,12 @@ class StreamEnded(HeadraceError):
 class AttachedStream:
     """One stream: what a process offers, and what it has been sent. Events that break the rules raise `CodecError`."""
 
-    def __init__(self, register: pb.Register, max_message_bytes: int) -> None:
+    def __init__(self, register: pb.Register, max_message_bytes: int, address: str = "") -> None:
+        """`address` is the process's."""
+        self.address = address
         self.process_id = register.process_id
         self.offers = _offers(register)
+        self._registered = time.monotonic()
         self.max_message_bytes = min(register.max_message_bytes or max_message_bytes, max_message_bytes)
         self.ended: str | None = None  # why
         self._draining = False
@@ -40,6 +45,17 @@ class AttachedStream:
     @property
     def takes_work(self) -> bool:
         return self.ended is None and not self._draining
+
+    def began(self, name: str) -> float:
+        """When its process first offered environment `name`, by the monotonic clock."""
+        return self._registered - self.offers[name].age_ms / 1000
+
+    def build(self, name: str) -> str:
+        return self.offers[name].environment.build
+
+    def held(self, name: str) -> int:
+        """Trajectories of environment `name` that it has not answered."""
+        return self._flows[name].held
 
     def room(self, name: str) -> int:
         """Trajectories of environment `name` that it may be sent now."""
@@ -104,6 +120,9 @@ class AttachedStream:
 class AttachedBackend:
     """An environment in processes that dial in. Several share its load: each piece of work goes to the one with the most credit.
 
+    Of several builds the newest has the work: that of the process which offered itself last. The others wait until all of that build
+    have gone, so that an edit takes the place of what is still attached elsewhere, and builds don't take turns.
+
     What a process held when its stream ended goes to another one, once: it may be what ended it.
     """
 
@@ -147,7 +166,7 @@ class AttachedBackend:
         return await self._spread(trajectories, asyncio.get_running_loop().time() + limit, full, is_second=False)
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """As `BuiltInBackend.describe`: of the process that came last, with the capacity of all."""
+        """As `BuiltInBackend.describe`: of the newest build, with the capacity of all processes that are of it."""
         problem = self._problem()
         if problem is not None:
             return None, problem
@@ -159,8 +178,28 @@ class AttachedBackend:
         description.calls = sum(calls) if all(calls) else 0
         return description, None
 
+    def processes(self) -> list[pb.AttachedProcess]:
+        """Who is attached, the longest first."""
+        name, working, now = self._name, self._attached(), time.monotonic()
+        return [
+            pb.AttachedProcess(
+                address=stream.address,
+                build=stream.build(name),
+                capacity=stream.offers[name].capacity,
+                in_hand=stream.held(name),
+                age_ms=round(1000 * (now - stream.began(name))),
+                works=stream in working,
+            )
+            for stream in sorted(self._streams, key=lambda stream: stream.began(name))
+        ]
+
     def _attached(self) -> list[AttachedStream]:
-        return [stream for stream in self._streams if stream.takes_work]
+        """Those of the newest build, the one that offered itself last at the end."""
+        name = self._name
+        takers = sorted(
+            (stream for stream in self._streams if stream.takes_work), key=lambda stream: stream.began(name)
+        )
+        return [stream for stream in takers if stream.build(name) == takers[-1].build(name)]
 
     def _problem(self) -> str | None:
         if self._attached():
@@ -219,7 +258,10 @@ class AttachedBackend:
         """The answer to a piece of work, by the deadline."""
         try:
             async with asyncio.timeout_at(deadline):
-                return accepted(await answer, piece, "an attached process", self._name)
+                results = accepted(await answer, piece, "an attached process", self._name)
+            for result in results:
+                result.build = result.build or stream.build(self._name)
+            return results
         except TimeoutError:
             stream.withdraw(work_id, "its deadline has passed")
             late = "the attached process that had it gave no answer in time"
@@ -254,6 +296,8 @@ def _offers(register: pb.Register) -> dict[str, pb.Offer]:
     """By name. Raises `CodecError` for offers that can't be taken."""
     offers: dict[str, pb.Offer] = {}
     for offer in register.offers:
+        if len(offer.environment.build.encode()) > BUILD_BYTES:
+            raise CodecError(f"offer of {offer.name!r}: its build has more than {BUILD_BYTES} bytes")
         if offer.kind != pb.WORK_KIND_SCORE:
             raise CodecError(f"offer of {offer.name!r}: its kind is {offer.kind}; this hub sends WORK_KIND_SCORE alone")
         if not 1 <= offer.capacity <= _LARGEST_CAPACITY:

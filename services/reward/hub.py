@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import time
+import urllib.parse
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
@@ -24,6 +26,7 @@ from headrace.wire import sample_from_wire
 from headrace_services.reward.answers import accepted, result_of
 from headrace_services.reward.attached import AttachedBackend, AttachedStream
 from headrace_services.reward.pool import WorkerPool
+from headrace_services.reward.recent import Recent
 
 _DESCRIBE_TIMEOUT_S = 1.0
 # Trajectories of a built-in environment for each worker, the one that it is at included.
@@ -285,6 +288,8 @@ class Hub(pb_grpc.RewardServiceServicer):
         self._max_message_bytes = max_message_bytes
         self._access = access
         self._streams: set[AttachedStream] = set()
+        self._in_hand: collections.Counter[str] = collections.Counter()
+        self._recent = {name: Recent(time.monotonic()) for name in environments}
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:
         """Score all trajectories, or none if one is malformed (`CodecError` becomes INVALID_ARGUMENT)."""
@@ -314,7 +319,7 @@ class Hub(pb_grpc.RewardServiceServicer):
         first = await anext(aiter(request_iterator), pb.AttachRequest())
         if first.WhichOneof("event") != "register":
             raise CodecError(f"event {first.WhichOneof('event') or 'nothing'}: send register first")
-        stream = AttachedStream(first.register, self._max_message_bytes)
+        stream = AttachedStream(first.register, self._max_message_bytes, _address(context.peer()))
         role = None if self._access is None else self._access.role(context.invocation_metadata())
         for name in stream.offers:
             if (refused := self._refusal(name, role)) is not None:
@@ -397,7 +402,15 @@ class Hub(pb_grpc.RewardServiceServicer):
             message = f"environment {name!r} is not one of this run's ({known}); add env.{name} to its configuration"
             refusal = trajectory_pb2.Result(status=trajectory_pb2.STATUS_INVALID, message=message)
             return [refusal] * len(trajectories)
-        return await metered(name, environment, trajectories, limit)
+        started = time.monotonic()
+        self._in_hand[name] += len(trajectories)
+        try:
+            results = await metered(name, environment, trajectories, limit)
+        finally:
+            self._in_hand[name] -= len(trajectories)
+        ended = time.monotonic()
+        self._recent[name].note(results, ended - started, ended)
+        return results
 
     async def _status(self, name: str) -> pb.EnvironmentStatus:
         environment, env = self._environments[name], self._env[name]
@@ -411,7 +424,15 @@ class Hub(pb_grpc.RewardServiceServicer):
             message=problem or "",
             timeout_ms=round(1000 * env.timeout_s),
             max_batch_size=env.max_batch_size,
+            in_hand=self._in_hand[name],
+            recent=self._recent[name].summary(time.monotonic()),
+            processes=environment.processes() if isinstance(environment, AttachedBackend) else [],
         )
+
+
+def _address(peer: str) -> str:
+    """host:port of gRPC's name of a peer."""
+    return urllib.parse.unquote(peer.partition(":")[2])
 
 
 async def _read(

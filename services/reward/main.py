@@ -139,7 +139,7 @@ def _check_started(config: Config) -> None:
     for name, env in config.env.items():
         if env.is_started and not env.port:
             given = f"target {env.target}" if env.command is None else f"command {' '.join(env.command)}"
-            start = f"`headrace environment {env.target} --port 50400`" if env.command is None else "the program"
+            start = f"`headrace env serve {env.target} --port 50400`" if env.command is None else "the program"
             raise ConfigError(
                 f"env.{name}.{given}: only `headrace up` starts environments. Start {start} yourself, as a service beside this one, and "
                 f"give its address: env.{name}.target=HOST:50400" + (f" env.{name}.command=null" if env.command else "")

@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from headrace_services.replay import library
 from tests.properties.model import COHORTS, SWEEP
-from tests.properties.scoring import FIRST, WINDOW
+from tests.properties.scoring import FIRST, MOST_RESCORED, WINDOW
 
 CLOCK = "clock"
 # How the functions ask the server for the time (_run.lua), and what they ask here.
@@ -19,6 +19,7 @@ _LOOKS = "local info = redis.call('INFO', 'memory')"
 _SAYS = f"local left = redis.call('GET', '{MEMORY}')\n  if left then return tonumber(left) end\n  local info = ''"
 _SWEEPS = "local SWEEP = 64"
 _WINDOWS = "local WINDOW, FIRST = 32, 8"
+_RESCORED = "local MOST_RESCORED = 8"
 _COHORTS = "local COHORTS = 8"
 # A time of day, so that sums are of the size they have in earnest.
 START_MS = 1_800_000_000_000
@@ -34,8 +35,10 @@ def for_test(source: str) -> str:
     )
     assert source.count(_SWEEPS) == 1, "the functions bound their sweeps in another way: see _due.lua"
     assert source.count(_WINDOWS) == 1, "the functions judge an environment in another way: see _scoring.lua"
+    assert source.count(_RESCORED) == 1, "the functions bound changes of the build in another way: see _scoring.lua"
     assert source.count(_COHORTS) == 1, "the functions make cohorts of suspects in another way: see _group.lua"
     source = source.replace(_WINDOWS, f"local WINDOW, FIRST = {WINDOW}, {FIRST}")
+    source = source.replace(_RESCORED, f"local MOST_RESCORED = {MOST_RESCORED}")
     source = source.replace(_SWEEPS, f"local SWEEP = {SWEEP}").replace(_COHORTS, f"local COHORTS = {COHORTS}")
     return source.replace(_ASKS, _READS).replace(_LOOKS, _SAYS)
 

@@ -15,7 +15,7 @@ from headrace.replay import End, Waiting
 from headrace.trajectory import Score
 from tests.properties.caller import deliveries
 from tests.properties.rollout_rules import RolloutRules
-from tests.properties.scorer_rules import ScorerRules, Status, rewards, statuses
+from tests.properties.scorer_rules import Said, ScorerRules, Status, said
 from tests.properties.setting import Setting, settings_of_runs
 from tests.properties.trainer_rules import TrainerRules
 
@@ -130,8 +130,8 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
                 self.leases += self.call("lease", self.replica(0), 2) or []
         self.slow = set()
 
-    @rule(groups=st.integers(1, 4), said=st.lists(st.tuples(statuses, rewards), min_size=2, max_size=8), how=deliveries)
-    def a_round_is_scored(self, groups: int, said: Sequence[tuple[Status, float]], how: str) -> None:
+    @rule(groups=st.integers(1, 4), said=st.lists(said, min_size=2, max_size=8), how=deliveries)
+    def a_round_is_scored(self, groups: int, said: Sequence[Said], how: str) -> None:
         """By a scorer that also fails."""
         self.a_round(groups, "plain", True, "taken")
         if self.jobs:

@@ -75,6 +75,11 @@ class Held:
     step: int | None = None  # reserved or trained for it, or kept for it by a rewind
     evicted: bool = False
     metered: bool = False  # as trained
+    build: tuple[int, str] = (
+        -1,
+        "",
+    )  # of the environment that its scores are of, and when the newest of these was taken
+    rescored: int = 0  # times that another build took over
 
     @property
     def id(self) -> str:
@@ -114,6 +119,7 @@ class Held:
         """Nothing of this attempt is kept."""
         self.token, self.step, self.evicted, self.surplus, self.metered = None, None, False, False, False
         self.pieces, self.dropped, self.saved, self.replica, self.cohort = {}, set(), {}, "", None
+        self.rescored = 0
 
     @property
     def oldest(self) -> int:

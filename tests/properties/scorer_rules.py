@@ -14,6 +14,9 @@ from tests.properties.caller import Caller, deliveries, new_each_time
 FAILURES: tuple[Status, ...] = ("FAILED", "TIMED_OUT", "INVALID", "INTERRUPTED", "NOT_STARTED", "UNSENDABLE")
 statuses: st.SearchStrategy[Status] = st.sampled_from(("SCORED",) * 9 + FAILURES)
 rewards = st.sampled_from([1.0, 0.0, 0.5, 2.0, -1.0])
+builds = st.sampled_from(("first",) * 4 + ("second",))
+Said = tuple[Status, float, str]
+said = st.tuples(statuses, rewards, builds)
 
 
 class ScorerRules(Caller):
@@ -26,12 +29,13 @@ class ScorerRules(Caller):
         self.jobs += self.call("take_scoring", dict.fromkeys(self.all_environments, most), how=how) or []
 
     @precondition(lambda self: self.jobs)
-    @rule(said=st.lists(st.tuples(statuses, rewards), min_size=1, max_size=6), skip=st.integers(0, 3), how=deliveries)
-    def score(self, said: Sequence[tuple[Status, float]], skip: int, how: str) -> None:
+    @rule(said=st.lists(said, min_size=1, max_size=6), skip=st.integers(0, 3), how=deliveries)
+    def score(self, said: Sequence[Said], skip: int, how: str) -> None:
         """Some of the newest, together; whether a trajectory was scored or failed is said of each."""
         jobs = self.jobs[: len(self.jobs) - skip][-len(said) :]
         scores = [
-            Score("SCORED", reward) if status == "SCORED" else Score(status, message="no") for status, reward in said
+            Score("SCORED", reward, build=build) if status == "SCORED" else Score(status, message="no")
+            for status, reward, build in said
         ]
         if jobs:
             self.call("score_many", list(zip(jobs, scores, strict=False)), how=how)

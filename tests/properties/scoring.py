@@ -14,6 +14,7 @@ from tests.properties.records import EnvironmentModel, Held, Piece
 # Of the last results, and the first that tell; the functions under test have the same (clock.py).
 WINDOW, FIRST = 6, 3
 NOTHING_BEGUN = 3
+MOST_RESCORED = 1
 FAILED_PROBES = 3
 Place = tuple[str, int]
 
@@ -150,9 +151,18 @@ class Scoring(Core):
                 accepted.append(place)
         scored = {place for place in accepted if items[place][1].status == "SCORED"}
         members: dict[str, list[Place]] = {}
-        for place in sorted(scored, key=lambda place: self._turn(items, place)):
-            answers[place] = self._reward(*items[place], members)
+        turns: dict[str, list[Place]] = {}
+        for group in dict.fromkeys(job.group.id for job, _ in items):
+            mine = [place for place in sorted(scored) if items[place][0].group.id == group]
+            others, too_often = self._settle_build([items[place] for place in mine])
+            for place in mine:
+                if items[place][0].trajectory.index in others:
+                    answers[place] = self.refusal(LeaseLost(""))
+                else:
+                    answers[place] = self._reward(*items[place], turns if too_often else members)
         before = {name: self._count_scored(name, places) for name, places in members.items()}
+        for name, places in turns.items():
+            self._take_turns(name, places)
         rest = [place for place in accepted if place not in scored]
         for name in dict.fromkeys(items[place][0].group.env_name for place in rest):
             mine = [place for place in rest if items[place][0].group.env_name == name]
@@ -165,7 +175,9 @@ class Scoring(Core):
             for place in idle:
                 answers[place] = None if place in still else self.refusal(LeaseLost(""))
             if still:
-                self._not_started(name, [items[place][0] for place in still], bool(begun) or name in before)
+                self._not_started(
+                    name, [items[place][0] for place in still], bool(begun) or name in before or name in turns
+                )
         return [answers[place] for place in range(len(items))]
 
     def _turn(self, items: Sequence[tuple[ScoringJob, Score]], place: int) -> tuple[int, int]:
@@ -184,6 +196,35 @@ class Scoring(Core):
     def _objection_to(self, job: ScoringJob) -> ReplayError | None:
         piece = self._piece(job)
         return self.refusal(LeaseLost("")) if piece is None or piece.overdue(self.now) else None
+
+    def _settle_build(self, items: Sequence[tuple[ScoringJob, Score]]) -> tuple[set[int], bool]:
+        """Of scores of one group: the indices of those that are not of the build that scores it; and whether that has changed too often.
+        It is the build of what was taken last."""
+        if not items:
+            return set(), False
+        held = self.groups[items[0][0].group.id]
+        taken, build = before = held.build if held.scored else (-1, "")
+        for job, score in items:
+            number = int(job.token.split("/")[0].rpartition("-")[2])
+            if number >= taken:
+                taken, build = number, score.build
+        others = {job.trajectory.index for job, score in items if score.build != build}
+        for index in others:
+            self.void(held, index)
+        changes = bool(held.scored) and build != before[1]
+        if changes:
+            for index, piece in held.scored.items():
+                piece.reward = None
+                self.void(held, index)
+            held.rescored += 1
+        held.build = taken, build
+        return others, changes and held.rescored > MOST_RESCORED
+
+    def _take_turns(self, name: str, places: Sequence[Place]) -> None:
+        if self.environment(name).broken is None:
+            self._break(name, "BUILDS")
+        elif self.environment(name).sent_alone in places:
+            self._renew_breaker(name)
 
     def _reward(self, job: ScoringJob, score: Score, members: dict[str, list[Place]]) -> ReplayError | None:
         piece = self._piece(job)

@@ -13,9 +13,11 @@ from typing import Any
 from headrace import Sample, rpc
 from headrace.config import Config
 from headrace.credentials import Credentials
+from headrace.replay import ReplayClient
 from headrace.trajectory import Score
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 from headrace.wire import sample_to_wire, score_from_wire
+from headrace_services.replay.scorer import run_scorer
 from headrace_services.reward.main import Running, running
 
 WAIT_S = 60.0
@@ -53,6 +55,22 @@ async def start_hub(env: dict[str, Any], credentials: Path | None = None, **rewa
     token = None if credentials is None else Credentials(credentials).presented("scorer")
     async with running(config) as service, rpc.channel(f"127.0.0.1:{service.port}", token=token) as channel:
         yield Hub(service, channel)
+
+
+@contextlib.asynccontextmanager
+async def scoring(
+    replay: ReplayClient, port: int, folder: Path | None = None, **reward: Any
+) -> AsyncIterator[asyncio.Task[None]]:
+    """A scorer between the buffer and the hub at `port`. `folder` is that of the runs; without it no completion is kept."""
+    run = {"run": {"id": "run", "dir": str(folder)}, "logger": {"keep_step_data": None if folder else 0}}
+    config = Config.model_validate({"reward": {"address": f"127.0.0.1:{port}", **reward}, **run})
+    stop = asyncio.Event()
+    task = asyncio.create_task(run_scorer(config, replay, stop))
+    try:
+        yield task
+    finally:
+        stop.set()
+        await asyncio.wait_for(task, WAIT_S)
 
 
 class Process:

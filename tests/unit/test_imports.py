@@ -24,7 +24,14 @@ NOT_FOR_ENVIRONMENTS = {
     "omegaconf",
     "yaml",
 }
-SDK = {"headrace", "headrace.codec", "headrace.environment", "headrace.errors", "headrace.trajectory"}
+SDK = {
+    "headrace",
+    "headrace.codec",
+    "headrace.environment",
+    "headrace.errors",
+    "headrace.source_build",
+    "headrace.trajectory",
+}
 SERVED = """
 import asyncio, headrace
 from headrace.environment_server import serving

@@ -6,7 +6,8 @@
 -- dropped (those of them that failed for good). For each trajectory i: p<i> = `<nonce> <length> <oldest> <newest> <ms from lease to push>`, w<i> =
 -- `<scoring attempts> <token>` (no token: nobody has it), f<i> (see _scoring.lua), r<i> = reward; x<i> = why it was dropped,
 -- q<i> = `<nonce> <length> <oldest> <newest>` of what is saved of it unfinished (`saves`: how many there are). cohort: of a suspect, with how
--- many others at most, itself included, it is leased.
+-- many others at most, itself included, it is leased. build: `<number> <build>`, the environment's build that its scores are of, after the number of
+-- the newest take_scoring that led to one; rescored: how often another build's scores took their place.
 --
 -- The first n that are scored are the group (law 3); which indices they have is for chance to say, so that readers go by p<i>.
 -- uses: _args, _fields, _meter, _run
@@ -229,7 +230,7 @@ local function requeue(run, group, cause, counted, reason)
   discard(run, group)
   redis.call('HSET', group.key, 'state', 'queued', 'token', '', 'failures', failures, 'reason', words(reason),
     'held', 0, 'pushed', 0, 'scored', 0, 'actual', 0)
-  redis.call('HDEL', group.key, 'oldest', 'newest', 'step', 'lost', 'count', 'dropped', 'metered')
+  redis.call('HDEL', group.key, 'oldest', 'newest', 'step', 'lost', 'count', 'dropped', 'metered', 'rescored')
   redis.call('ZADD', queue_of(run, group.lane), group.order, group.id)
   move(run, group.lane, group.state, 'queued')
   event(run, 'requeued', 'group', group.id, 'cause', cause, 'reason', words(reason))

@@ -20,7 +20,8 @@
 --
 -- The breaker keeps a broken environment from using up what is generated. It opens when more than the failure share of the last WINDOW
 -- trajectories failed (of fewer than FIRST only before one of them fails for good), when one would fail for good, others of another group fail
--- and none was scored since they began to (a run that has few in flight), or when it began nothing of NOTHING_BEGUN calls in a row.
+-- and none was scored since they began to (a run that has few in flight), when it began nothing of NOTHING_BEGUN calls in a row, or when a group
+-- was scored anew MOST_RESCORED times, because its builds take turns (score.lua): then it holds until a probe changes no build.
 -- Opening gives the attempts back. While it is open, one trajectory at a time goes out as a probe, and nothing is charged. It is a lease: it
 -- holds until `probe_at`, and each probe that fails renews it, for longer; without a scorer it lapses, and the next scorer may probe at once.
 -- A probe that is scored closes it.
@@ -36,6 +37,8 @@ local WINDOW, FIRST = 32, 8
 local NOTHING_BEGUN = 3
 -- Probes that fail in a row before a new group is leased to be the next.
 local FAILED_PROBES = 3
+-- Times that a group is scored anew because of another build.
+local MOST_RESCORED = 8
 local FIRST_PAUSE_MS, LONGEST_PAUSE_MS = 500, 10000
 
 local function environment_key(run, env)
@@ -150,6 +153,23 @@ local function count_scored(run, env, members)
   redis.call('HINCRBY', key, 'results', #members)
   redis.call('HDEL', key, 'not_started')
   return scored - #members
+end
+
+-- The group is scored anew. Returns whether that has been too often for edits of the environment.
+local function rescored_too_often(run, group)
+  return redis.call('HINCRBY', group.key, 'rescored', 1) > MOST_RESCORED
+end
+
+-- `members` changed the build of their group once more, the last one as `builds` says.
+local function builds_take_turns(run, env, members, builds)
+  local entry = {
+    message = 'groups are scored by several builds in turn, the last two ' .. show(builds[1]) .. ' and ' .. show(builds[2]) ..
+      ', and one build has to score a group; attach or serve one build, or set `build` to what tells two rewards apart',
+  }
+  if not is_broken(run, env) then return open_breaker(run, env, 'BUILDS', entry) end
+  for _, member in ipairs(members) do
+    if taken_alone_from(run, env, member) then renew_breaker(run, env, entry) end
+  end
 end
 
 -- Whether a trajectory of another group than `id` fails as well, and the environment has scored none since either began to: a prompt that

@@ -1,12 +1,16 @@
 -- score: what the environment said comes back. The last score makes the group ready, or filtered (validation: evaluated).
 -- KEYS     the run
--- ARGV     scores: of each group (its id), index, token, status, and reward if SCORED; then for each its record (msgpack), with a message
---          unless SCORED, and the traceback among its metadata
+-- ARGV     scores: of each group (its id), index, token, status, and if SCORED reward and build (of the environment); then for each its record
+--          (msgpack), with a message unless SCORED, and the traceback among its metadata
 -- Returns  for each trajectory '' or `<code> <message>`
 -- Errors   HR_INVALID (malformed). Of entries: HR_LEASE_LOST
 --
 -- Law 3: the first n that are scored are the group. It is ready with them: the lease ends, what is still generated or waits for a score is
 -- surplus and goes, and its scores are refused.
+--
+-- Law 3 too: one build scores a group, so that no advantage compares the rewards of two. Where two have scored of it, the one whose trajectory
+-- was taken later has: what the other brought is void, at no cost of an attempt, and waits to be scored again. So an edit costs a group one
+-- change, and what comes late from the former build changes nothing. Builds that take turns for ever open the breaker (_scoring.lua).
 --
 -- Law 7: only SCORED carries a reward. FAILED, TIMED_OUT, INVALID and INTERRUPTED (its environment died with it alone) are tried again until
 -- the attempts are used up or the environment's breaker opens (_scoring.lua); then the trajectory is dropped, at once if it is UNSENDABLE,
@@ -22,6 +26,9 @@
 -- SCORE_BYTES in headrace/trajectory.py: what leases reserve for a score.
 local MOST_BYTES = 8192
 
+-- BUILD_BYTES in headrace/trajectory.py.
+local MOST_BUILD_BYTES = 256
+
 local STATUS = one_of({'SCORED', 'FAILED', 'TIMED_OUT', 'INVALID', 'INTERRUPTED', 'NOT_STARTED', 'UNSENDABLE'})
 
 -- `at` as in _payload.lua.
@@ -36,12 +43,17 @@ local function parse(by_components, place, given, record)
   end
   if entry.status == 'SCORED' then
     finite(entry.reward, 'reward')
+    entry.build = text(given.build, 'build')
+    if #entry.build > MOST_BUILD_BYTES then
+      refuse('HR_INVALID', 'build ' .. show(entry.build) .. ' has ' .. #entry.build .. ' bytes, more than ' .. MOST_BUILD_BYTES)
+    end
     if by_components and not score_field(record, 'components', 'table') then
       refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' is not one, and groups are filtered by its components')
     end
   else
-    if entry.reward ~= nil then
-      refuse('HR_INVALID', 'status ' .. entry.status .. ' with reward ' .. show(entry.reward) .. '; only SCORED has one')
+    if entry.reward ~= nil or given.build ~= nil then
+      refuse('HR_INVALID', 'status ' .. entry.status .. ' with reward ' .. show(entry.reward) .. ' and build ' .. show(given.build) ..
+        '; only SCORED has them')
     end
     entry.message = score_field(record, 'message', 'string')
     if not entry.message then refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' says not what went wrong') end
@@ -54,7 +66,7 @@ end
 
 -- The group with who has these entries (`w<i>`), their rewards (`r<i>`) and payloads (`p<i>`), under those names.
 local function load(run, entries_of_group)
-  local fields = {'state', 'lane', 'env', 'n', 'count', 'scored', 'ticket'}
+  local fields = {'state', 'lane', 'env', 'n', 'count', 'scored', 'ticket', 'build'}
   local at = #fields
   for _, entry in ipairs(entries_of_group) do
     fields[at + 1], fields[at + 2], fields[at + 3] = 'w' .. entry.at, 'r' .. entry.at, 'p' .. entry.at
@@ -157,6 +169,46 @@ local function sift(run, group, entries_of_group, reply)
   return scored, failed
 end
 
+-- What was scored before is void, and waits again.
+local function score_again(run, group)
+  local records, fields = {}, {}
+  local pushed = redis.call('HMGET', group.key, unpack(field_names_of(group, 'p')))
+  for i, reward in ipairs(redis.call('HMGET', group.key, unpack(field_names_of(group, 'r')))) do
+    if reward then
+      records[#records + 1], fields[#fields + 1] = run.base .. 's:' .. string.match(pushed[i], '^%S+'), 'r' .. i - 1
+      void_token(run, environment_of(run, group), group.id .. ':' .. i - 1)
+    end
+  end
+  redis.call('UNLINK', unpack(records))
+  redis.call('HDEL', group.key, unpack(fields))
+  group.scored = 0
+end
+
+-- Law 3: those of `scored` that are of the build that scores the group; the others wait again. Returned second: if another build did before,
+-- which two.
+local function of_one_build(run, group, scored, reply)
+  local newest, before = string.match(group.scored > 0 and (group.build or '-1 ') or '', '^(%S+) (.*)$')
+  local build = before
+  newest = tonumber(newest or -1)
+  for _, entry in ipairs(scored) do
+    local taken = tonumber(string.match(entry.token, '%-(%d+)/') or 0)  -- as take_scoring numbers what it gives out
+    if taken >= newest then newest, build = taken, entry.build end
+  end
+  local kept = {}
+  for _, entry in ipairs(scored) do
+    if entry.build == build then
+      kept[#kept + 1] = entry
+    else
+      void_token(run, environment_of(run, group), entry.id .. ':' .. entry.at)
+      reply[entry.place] = refuse_entry(run, 'HR_LEASE_LOST', 'group ' .. entry.id .. ' is scored by build ' .. show(build) .. ', not ' .. show(entry.build))
+    end
+  end
+  local changed = group.scored > 0 and build ~= before and {before, build} or nil
+  if changed then score_again(run, group) end
+  group.build = string.format('%d %s', newest, build)
+  return kept, changed
+end
+
 -- The members that were scored.
 local function write(run, group, scored, reply)
   local fields, records, members = {}, {}, {}
@@ -172,15 +224,16 @@ local function write(run, group, scored, reply)
   end
   local count = group.scored + #scored
   redis.call('MSET', unpack(records))
-  redis.call('HSET', group.key, 'scored', count, unpack(fields))
+  redis.call('HSET', group.key, 'scored', count, 'build', group.build, unpack(fields))
   redis.call('ZREM', place_of(run, 'taken', environment_of(run, group)), unpack(members))
   if count == group.n then all_scored(run, group) end
   return members
 end
 
--- Those of one environment in this call, by its name: `scored` members, `failed` and `idle` (not begun) entries with their groups.
+-- Those of one environment in this call, by its name: `scored` members; members that changed the build of their group too often (`turns`);
+-- `failed` and `idle` (not begun) entries.
 local function of_environment(environments, env)
-  environments[env] = environments[env] or {scored = {}, failed = {}, idle = {}}
+  environments[env] = environments[env] or {scored = {}, turns = {}, failed = {}, idle = {}}
   return environments[env]
 end
 
@@ -194,6 +247,7 @@ end
 
 local function judge(run, env, results, reply)
   local scored_before = #results.scored > 0 and count_scored(run, env, results.scored) or nil
+  if #results.turns > 0 then builds_take_turns(run, env, results.turns, results.builds) end
   for _, entry in ipairs(results.failed) do
     local group = still_held(run, entry, reply)
     if group and entry.status == 'UNSENDABLE' then
@@ -206,7 +260,7 @@ local function judge(run, env, results, reply)
   for _, entry in ipairs(results.idle) do
     if still_held(run, entry, reply) then idle[#idle + 1] = {member = entry.id .. ':' .. entry.at, entry = entry} end
   end
-  if #idle > 0 then not_started(run, env, idle, #results.scored + #results.failed > 0) end
+  if #idle > 0 then not_started(run, env, idle, #results.scored + #results.turns + #results.failed > 0) end
 end
 
 register('score', {scores = list_of(map, BATCH)}, function(run, call, args)
@@ -219,9 +273,12 @@ register('score', {scores = list_of(map, BATCH)}, function(run, call, args)
     local scored, failed = sift(run, group, of_group, reply)
     if #scored + #failed > 0 then
       local results = of_environment(environments, environment_of(run, group))
-      for _, member in ipairs(#scored > 0 and write(run, group, scored, reply) or {}) do
-        results.scored[#results.scored + 1] = member
-      end
+      local changed
+      if #scored > 0 then scored, changed = of_one_build(run, group, scored, reply) end
+      local takes_turns = changed and rescored_too_often(run, group)
+      if takes_turns then results.builds = changed end
+      local members = takes_turns and results.turns or results.scored
+      for _, member in ipairs(#scored > 0 and write(run, group, scored, reply) or {}) do members[#members + 1] = member end
       for _, entry in ipairs(failed) do
         local kind = entry.status == 'NOT_STARTED' and results.idle or results.failed
         kind[#kind + 1] = entry

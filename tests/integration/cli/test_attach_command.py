@@ -23,6 +23,7 @@ from tests.support.ports import free_port
 from tests.support.reward_hub import WAIT_S
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "attached_environment.py"
+ENV = [sys.executable, "-m", "headrace.cli", "env"]
 
 
 @pytest.fixture
@@ -62,10 +63,15 @@ async def scorer(config: Config, hub: str) -> AsyncIterator[reward_pb2_grpc.Rewa
         yield reward_pb2_grpc.RewardServiceStub(channel)
 
 
-async def test_the_example_attaches_to_a_local_run_without_being_given_a_token(config: Config, hub: str) -> None:
+@pytest.mark.parametrize(
+    "argv",
+    [[sys.executable, EXAMPLE], [*ENV, "attach", f"{EXAMPLE}:Exact", "--name", "exact"]],
+    ids=["script", "command"],
+)
+async def test_attaching_to_a_local_run_takes_no_token(config: Config, hub: str, argv: list[str]) -> None:
     sample = Sample(" 132\n", {"answer": "132"}, environment="exact")
     async with scorer(config, hub) as stub:
-        process = await asyncio.create_subprocess_exec(sys.executable, EXAMPLE, hub)
+        process = await asyncio.create_subprocess_exec(*argv, hub)
         try:
             async with asyncio.timeout(WAIT_S):
                 while True:
@@ -83,23 +89,55 @@ async def test_the_example_attaches_to_a_local_run_without_being_given_a_token(c
                 await process.wait()
 
 
+async def test_a_file_that_changes_is_attached_anew_and_a_broken_one_leaves_the_former(
+    config: Config, hub: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "my_env.py"
+    source = "import headrace\nclass Exact(headrace.Environment):\n    def score(self, sample):\n        return {}\n"
+    request = reward_pb2.ScoreRequest(trajectories=[sample_to_wire(Sample("x", environment="exact"))])
+
+    async def scores(stub: reward_pb2_grpc.RewardServiceStub, wanted: float) -> str:
+        """The build that gave this reward, once it does."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                (result,) = (await stub.Score(request, timeout=WAIT_S)).results
+                if result.reward == wanted:
+                    return result.build
+                await asyncio.sleep(0.05)
+
+    file.write_text(source.format(1.0))
+    argv = [*ENV, "attach", f"{file}:Exact", hub, "--name", "exact", "--reload"]
+    async with scorer(config, hub) as stub:
+        process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.PIPE)
+        assert process.stderr is not None
+        try:
+            builds = [await scores(stub, 1.0)]
+            file.write_text(source.format(2.0))
+            builds.append(await scores(stub, 2.0))
+            file.write_text("class Exact")
+            async with asyncio.timeout(WAIT_S):
+                while b"The former one goes on" not in await process.stderr.readline():
+                    pass
+            builds.append(await scores(stub, 2.0))
+            file.write_text(source.format(1.0))
+            builds.append(await scores(stub, 1.0))
+            assert builds == [builds[0], builds[1], builds[1], builds[0]]
+            assert len({*builds}) == 2
+            process.terminate()
+            assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.communicate()
+
+
 async def test_a_name_that_the_local_run_does_not_declare_is_refused_with_the_remedy(
     config: Config, hub: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "my_env.py"
     file.write_text(EXAMPLE.read_text())
     async with scorer(config, hub):
-        attach = [
-            sys.executable,
-            "-m",
-            "headrace.cli",
-            "environment",
-            f"{file}:Exact",
-            "--attach",
-            hub,
-            "--name",
-            "math",
-        ]
+        attach = [*ENV, "attach", f"{file}:Exact", hub, "--name", "math"]
         refused = await asyncio.to_thread(subprocess.run, attach, capture_output=True, text=True, timeout=WAIT_S)
     assert refused.returncode == 1
     assert f"the run at {hub} ({config.run_folder}) declares no environment 'math' that attaches" in refused.stderr
@@ -112,10 +150,3 @@ def test_the_token_for_another_machine_is_printed(config: Config) -> None:
     assert line == f"environment exact {Credentials(config.run_folder / 'credentials').token('environment exact')}\n"
     unknown = CliRunner().invoke(app, ["env", "token", "math", "--run", folder])
     assert "has no such environment in a process of its own (it has exact)" in str(unknown.exception)
-
-
-def test_an_environment_is_either_served_or_attached() -> None:
-    target = f"{EXAMPLE}:Exact"
-    for given in ([], ["--port", "0", "--attach", "127.0.0.1:1"]):
-        refused = CliRunner().invoke(app, ["environment", target, *given])
-        assert "give --port, to serve the environment, or --attach HOST:PORT" in str(refused.exception)

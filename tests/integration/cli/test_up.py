@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -183,7 +184,7 @@ def test_environments_are_started_waited_for_started_again_and_repaired_while_th
     misspelt, fine, port = tmp_path / "misspelt.py", tmp_path / "fine.py", free_port()
     misspelt.write_text(JUDGE.replace("answer", "anwser"))
     fine.write_text(JUDGE)
-    serve = [sys.executable, "-m", "headrace.cli", "environment", f"{fine}:Judge"]
+    serve = [sys.executable, "-m", "headrace.cli", "env", "serve", f"{fine}:Judge"]
     source = "{{dataset_name: arithmetic, size: 2000, seed: {}, env_name: {}}}"
     sources = ", ".join(source.format(seed, name) for seed, name in enumerate(("file", "program", "away")))
     run = up(
@@ -248,10 +249,24 @@ def test_a_run_waits_for_somebody_to_attach_and_then_trains(up: Start, folder: P
         attached = subprocess.Popen([sys.executable, script, f"127.0.0.1:{port}"])
         try:
             trains()
+            mine = listed(folder, "mine")
+            assert (mine["kind"], mine["ready"]) == ("KIND_ATTACHED", True)
+            assert [process["works"] for process in mine["processes"]] == [True]
+            assert mine["recent"]["scored"] > 0
         finally:
             attached.kill()
             attached.wait()
     assert run.stop(signal.SIGTERM) == []
+
+
+def listed(folder: Path, name: str) -> dict[str, Any]:
+    """What `headrace env list` says of an environment."""
+    argv = [sys.executable, "-m", "headrace.cli", "env", "list", str(folder)]
+    assert name in subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    found = json.loads(subprocess.run([*argv, "--json"], capture_output=True, text=True, check=True).stdout)
+    assert name in {breaker["name"] for breaker in found["breakers"]}
+    environment: dict[str, Any] = next(each for hub in found["hubs"].values() for each in hub if each["name"] == name)
+    return environment
 
 
 def test_an_environment_that_can_not_be_started_ends_the_run_before_a_model_is_loaded(

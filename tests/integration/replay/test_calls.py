@@ -294,7 +294,7 @@ async def test_a_malformed_entry_refuses_the_call_and_changes_nothing(replay: Re
     for bad, said in (
         ({"status": "SCORED"}, 'reward is "nil", not a finite number'),
         ({"status": "SCORED", "reward": float("nan")}, "not a finite number"),
-        ({"reward": 0.0}, 'status FAILED with reward "0"; only SCORED has one'),
+        ({"reward": 0.0}, 'status FAILED with reward "0" and build "nil"; only SCORED has them'),
         ({"status": "LOST"}, 'status is "LOST", not one of SCORED, FAILED'),
     ):
         with pytest.raises(InvalidCall, match=re.escape(said)):

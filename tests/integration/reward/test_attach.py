@@ -66,6 +66,20 @@ async def test_nobody_attached_is_not_started_and_named_and_then_it_is_scored() 
     assert (after.status, after.message) == ("NOT_STARTED", remedy)
 
 
+async def test_what_is_in_hand_and_how_the_last_minute_was_are_listed(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    async with start_hub(ATTACHED) as hub, attach_environment(ODD, hub):
+        await hub.attached("odd", 16)
+        await hub.score([odd("abc"), odd("abc"), odd("raise")])
+        call = asyncio.create_task(hub.score([odd("hang once", touch=str(seen))]))
+        await until(seen.exists)
+        listed = (await hub.environments())["odd"]
+        assert (listed.in_hand, [process.in_hand for process in listed.processes]) == (1, [1])
+        assert (listed.recent.scored, listed.recent.failed) == (2, 1)
+        assert 0 < listed.recent.p50_ms <= listed.recent.p99_ms
+        call.cancel()
+
+
 async def test_two_processes_share_the_load(tmp_path: Path) -> None:
     async with (
         start_hub(ATTACHED) as hub,
@@ -279,7 +293,8 @@ class Peer:
 
     async def register(self, capacity: int, process_id: str = "p", **more: Any) -> None:
         environment = more.pop("environment", environment_pb2.DescribeResponse(name="mine"))
-        offer = reward_pb2.Offer(environment=environment, capacity=capacity, name="odd", kind=SCORE)
+        age_ms = more.pop("age_ms", 0)
+        offer = reward_pb2.Offer(environment=environment, capacity=capacity, name="odd", kind=SCORE, age_ms=age_ms)
         await self.send(register=reward_pb2.Register(process_id=process_id, offers=[offer], **more))
         assert (await self.read()).WhichOneof("event") == "registered"
 
@@ -405,6 +420,35 @@ async def test_a_process_that_drains_gets_no_more_and_what_it_leaves_goes_on() -
         assert [of(score) for score in await call] == [("SCORED", 1), ("SCORED", 2)]
         assert (await leaving.ends())[0] == grpc.StatusCode.OK
         assert first.score.trajectories[0] == held.score.trajectories[0]
+
+
+def of_build(build: str) -> environment_pb2.DescribeResponse:
+    return environment_pb2.DescribeResponse(name="mine", build=build)
+
+
+async def test_of_several_builds_the_newest_has_the_work_until_all_of_it_have_gone() -> None:
+    """Also where a process of the older one comes back later."""
+    async with start_hub(ATTACHED) as hub, peer(hub) as newer, peer(hub) as older:
+        await newer.register(1, "newer", environment=of_build("2"), age_ms=60_000)
+        await newer.grant(1)
+        await older.register(4, "older", environment=of_build("1"), age_ms=90_000)
+        await older.grant(4)
+        call = asyncio.create_task(hub.score([odd("a")]))
+        await newer.answer((await newer.work()).work_id, 2.0)
+        (score,) = await call
+        assert (of(score), score.build) == (("SCORED", 2), "2")
+        listed = (await hub.environments())["odd"].description
+        assert (listed.build, listed.capacity) == ("2", 1)
+        first, second = (await hub.environments())["odd"].processes
+        assert [(one.build, one.capacity, one.works) for one in (first, second)] == [("1", 4, False), ("2", 1, True)]
+        assert first.age_ms >= 90_000 > second.age_ms >= 60_000
+        assert first.address.startswith("127.0.0.1:") != second.address
+        await newer.done()
+        await hub.attached("odd", 4)
+        call = asyncio.create_task(hub.score([odd("a")]))
+        await older.answer((await older.work()).work_id, 1.0)
+        (score,) = await call
+        assert (of(score), score.build) == (("SCORED", 1), "1")
 
 
 async def test_a_newer_stream_of_a_process_takes_over() -> None:

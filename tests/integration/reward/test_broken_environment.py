@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,13 @@ import msgspec
 import pytest
 
 from headrace import Environment, Sample
-from headrace.config import Config
 from headrace.environment_server import serving
 from headrace.errors import EnvironmentBroken
 from headrace.replay import EnvironmentLimits, EnvironmentState, Limits, ReplayClient, Reservation
 from headrace.trajectory import Group, Score
-from headrace_services.replay.scorer import run_scorer
 from tests.support.buffer import eventually, healthy_replica, make_group, make_trajectory, refit
 from tests.support.ports import free_port
-from tests.support.reward_hub import WAIT_S, start_environment, start_hub
+from tests.support.reward_hub import WAIT_S, scoring, start_environment, start_hub
 
 GROUPS, N, STEPS = 4, 4, 3
 ODD = Path(__file__).parents[2] / "support" / "odd_environment.py"
@@ -73,19 +70,6 @@ class Silent(Environment):
 def group(order: int, env_name: str = "told", **info: Any) -> Group:
     base = make_group(order, n=N, env_name=env_name)
     return msgspec.structs.replace(base, extra_env_info={**base.extra_env_info, **info})
-
-
-@contextlib.asynccontextmanager
-async def scoring(replay: ReplayClient, port: int) -> AsyncIterator[None]:
-    reward = {"address": f"127.0.0.1:{port}"}
-    config = Config.model_validate({"run": {"id": "run"}, "reward": reward, "logger": {"keep_step_data": 0}})
-    stop = asyncio.Event()
-    task = asyncio.create_task(run_scorer(config, replay, stop))
-    try:
-        yield
-    finally:
-        stop.set()
-        await asyncio.wait_for(task, WAIT_S)
 
 
 async def enqueue(replay: ReplayClient, groups: list[Group]) -> None:

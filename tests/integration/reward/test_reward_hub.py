@@ -170,7 +170,7 @@ async def test_an_environment_that_is_not_running_has_not_started_and_is_named()
             {"target": "my_env.py:Exact"},
             [
                 r"env\.mine\.target my_env\.py:Exact: only `headrace up` starts",
-                "headrace environment my_env.py:Exact --port",
+                "headrace env serve my_env.py:Exact --port",
             ],
         ),
         ({"command": ["./judge", "-v"]}, [r"env\.mine\.command \./judge -v: only", r"env\.mine\.command=null"]),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,15 @@ import msgspec
 import pytest
 
 from headrace import Environment, Sample
-from headrace.config import Config
 from headrace.environment_server import serving
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient, Reservation
 from headrace.samples import SampleFiles
 from headrace.service import bind
 from headrace.trajectory import Group, Score
 from headrace.wire import sample_to_wire
-from headrace_services.replay.scorer import in_batches, run_scorer
+from headrace_services.replay.scorer import in_batches
 from tests.support.buffer import healthy_replica, make_group, make_trajectory
-from tests.support.reward_hub import WAIT_S, start_hub
+from tests.support.reward_hub import WAIT_S, scoring, start_hub
 
 GROUPS, N = 4, 2
 
@@ -36,6 +34,8 @@ def limits(limits: Limits) -> Limits:
 
 class Told(Environment):
     """Does what the problem says, and notes which samples it saw."""
+
+    build = "1"
 
     def __init__(self) -> None:
         self.seen: list[Sample] = []
@@ -78,22 +78,6 @@ async def push(replay: ReplayClient, groups: list[Group], text: Callable[[Group]
             await replay.push(lease, msgspec.structs.replace(trajectory, text=text(lease.group)))
 
 
-@contextlib.asynccontextmanager
-async def scoring(
-    replay: ReplayClient, port: int, folder: Path | None = None, **reward: Any
-) -> AsyncIterator[asyncio.Task[None]]:
-    """`folder` is that of the runs; without it no completion is kept."""
-    run = {"run": {"id": "run", "dir": str(folder)}, "logger": {"keep_step_data": None if folder else 0}}
-    config = Config.model_validate({"reward": {"address": f"127.0.0.1:{port}", **reward}, **run})
-    stop = asyncio.Event()
-    task = asyncio.create_task(run_scorer(config, replay, stop))
-    try:
-        yield task
-    finally:
-        stop.set()
-        await asyncio.wait_for(task, WAIT_S)
-
-
 async def counts(replay: ReplayClient, **wanted: int) -> None:
     """Return when the training lane holds `wanted` groups by state."""
     found: dict[str, int] = {}
@@ -125,7 +109,7 @@ async def test_every_pushed_trajectory_comes_back_scored(replay: ReplayClient) -
     assert [trajectory.reward for trajectory in batch.trajectories] == [0, 1] * GROUPS
     trajectory, score = (await replay.read([batch.trajectories[1].key]))[0]
     assert msgspec.structs.replace(score, timings={}) == Score(
-        "SCORED", 1.0, {"half": 0.5}, {"id": 2**63}, environment="Told"
+        "SCORED", 1.0, {"half": 0.5}, {"id": 2**63}, environment="Told", build="1"
     )
     assert score.timings.keys() == {"waiting", "environment"}
     assert all(seconds > 0 for seconds in score.timings.values())
