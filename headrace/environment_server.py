@@ -122,6 +122,11 @@ class BatchScorer:
     ) -> None:
         if environment.concurrency < 1:
             raise ValueError(f"{environment.label}.concurrency is {environment.concurrency}; it must be at least 1")
+        least, most = environment.reward_min, environment.reward_max
+        if least is not None and most is not None and not least <= most:
+            raise ValueError(
+                f"{environment.label}.reward_min is {least} and its reward_max {most}: no reward is between them"
+            )
         self.environment = environment
         self.capacity = environment.capacity if capacity is None else capacity
         self._failures = FailureLog(environment, repeats or Repeats())
@@ -142,6 +147,9 @@ class BatchScorer:
             description=self.environment.description,
             capacity=self.capacity,
             calls=self._concurrency if self.environment.scores_batches else 0,
+            deterministic=self.environment.deterministic,
+            reward_min=self.environment.reward_min,
+            reward_max=self.environment.reward_max,
         )
 
     @property

@@ -10,6 +10,7 @@ from headrace.environment import Sample
 from headrace.errors import CodecError
 from headrace.trajectory import Message, Score
 from headrace.v1 import trajectory_pb2 as pb
+from headrace.v1.environment_pb2 import DescribeResponse
 
 _FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 _STATUS = {
@@ -99,6 +100,14 @@ def score_from_wire(result: pb.Result) -> Score:
         )
     except CodecError as error:
         return Score("FAILED", message=str(error), environment=result.environment, build=result.build)
+
+
+def bounds(description: DescribeResponse) -> tuple[float | None, float | None]:
+    """The least and the largest reward that the environment says it gives."""
+    return (
+        description.reward_min if description.HasField("reward_min") else None,
+        description.reward_max if description.HasField("reward_max") else None,
+    )
 
 
 def _reward(result: pb.Result) -> str:

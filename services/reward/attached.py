@@ -218,7 +218,8 @@ class AttachedBackend:
         """The answer to a piece of work, by the deadline."""
         try:
             async with asyncio.timeout_at(deadline):
-                return accepted(await answer, piece, "an attached process", self._name)
+                description = stream.offers[self._name].environment
+                return accepted(await answer, piece, "an attached process", self._name, description)
         except TimeoutError:
             stream.withdraw(work_id, "its deadline has passed")
             late = "the attached process that had it gave no answer in time"
