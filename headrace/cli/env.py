@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli import runs
+from headrace.cli import env_check, runs
 from headrace.cli.common import RunOption
 from headrace.credentials import Credentials
 from headrace.errors import ConfigError
@@ -18,6 +18,9 @@ app = typer.Typer(help="Environments of a run.", no_args_is_help=True)
 @app.callback()
 def environments() -> None:
     """Environments of a run."""
+
+
+app.command()(env_check.check)
 
 
 @app.command()
