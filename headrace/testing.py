@@ -22,7 +22,7 @@ from headrace.addresses import LOOPBACK
 from headrace.conformance import Finding
 from headrace.environment import Environment, Sample
 from headrace.environment_server import serving
-from headrace.example_samples import ODD_COMPLETIONS, GoldenSample, sample
+from headrace.example_samples import ODD_COMPLETIONS, GoldenSample, read_samples, sample
 from headrace.trajectory import Score
 from headrace.v1 import environment_pb2, environment_pb2_grpc
 from headrace.wire import sample_to_wire, score_from_wire
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 TIMEOUT_S = 60.0
 
-__all__ = ["ODD_COMPLETIONS", "GoldenSample", "Served", "sample", "served"]
+__all__ = ["ODD_COMPLETIONS", "GoldenSample", "Served", "read_samples", "sample", "served"]
 
 
 class Served:

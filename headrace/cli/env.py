@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli import env_check, runs
+from headrace.cli import env_check, env_new, runs
 from headrace.cli.common import RunOption
 from headrace.credentials import Credentials
 from headrace.errors import ConfigError
@@ -20,6 +20,7 @@ def environments() -> None:
     """Environments of a run."""
 
 
+app.command()(env_new.new)
 app.command()(env_check.check)
 
 
