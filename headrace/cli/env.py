@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli import env_check, env_new, runs
+from headrace.cli import env_check, env_new, env_try, runs
 from headrace.cli.common import RunOption
 from headrace.credentials import Credentials
 from headrace.errors import ConfigError
@@ -22,6 +22,7 @@ def environments() -> None:
 
 app.command()(env_new.new)
 app.command()(env_check.check)
+app.command(name="try")(env_try.try_)
 
 
 @app.command()

@@ -16,7 +16,7 @@ from headrace import conformance, environment_file, rpc
 from headrace.addresses import target_is_local
 from headrace.attachment import DialOptions
 from headrace.cli.common import cell, plain_table, say
-from headrace.cli.served_file import served_file
+from headrace.cli.served_file import environment_at, served_file
 from headrace.conformance import Finding, Verdict
 from headrace.credentials import Credentials
 from headrace.errors import ConfigError, ServiceError
@@ -101,11 +101,12 @@ async def _examine(
     target: str, samples: Sequence[GoldenSample], timeout_s: float, options: DialOptions
 ) -> list[Finding]:
     async with contextlib.AsyncExitStack() as stack:
-        address, renew = target, None
-        if environment_file.is_file(target):
-            served = await stack.enter_async_context(served_file(target))
+        environment = environment_at(target)
+        address, renew = environment.address, None
+        if environment.is_started:
+            served = await stack.enter_async_context(served_file(str(environment.target)))
             address, renew = served.address, served.renew
-        channel = await stack.enter_async_context(rpc.channel(address, security=options, token=options.token))
+        channel = await stack.enter_async_context(rpc.channel(str(address), security=options, token=options.token))
         metadata = [] if options.token is None else [rpc.bearer(options.token())]
         try:
             return await conformance.examine(channel, samples, timeout_s, renew, metadata)

@@ -155,7 +155,7 @@ def new(
         "  pytest\n"
         f"  headrace env check {name}.py --samples golden.jsonl\n"
         "  headrace model tiny models/tiny\n"
-        f"  headrace config check {name}.yaml\n"
+        f"  headrace env try {name}.py --prompts problems.jsonl --model models/tiny --config {name}.yaml\n"
         f"  headrace up {name}.yaml"
     )
 

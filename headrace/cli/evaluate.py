@@ -102,7 +102,7 @@ def evaluate(
     )
     refuse_ignored(overrides or (), asked, evaluation)
     check(evaluation)
-    _ask(evaluation, found)
+    ask(evaluation, found)
     files = SampleFiles(evaluation.log_folder, evaluation.logger.keep_step_data)
     reports = report(files.read("val", 0), files.read("val_failed", 0), threshold)
     results = {
@@ -267,7 +267,7 @@ def _absolute(model: str) -> str:
 # -- asking
 
 
-def _ask(config: Config, found: NamedModel) -> None:
+def ask(config: Config, found: NamedModel) -> None:
     """Run the pipeline until every prompt has ended. Raises `typer.Exit` after a signal."""
     console = Console()
 

@@ -17,7 +17,7 @@ from headrace import environment_file, rpc
 from headrace.addresses import LOOPBACK, target_is_local, with_port
 from headrace.cli import runs
 from headrace.cli.common import RunArgument, cell, load_entry_point, plain_table, say
-from headrace.cli.served_file import served_file
+from headrace.cli.served_file import environment_at, served_file
 from headrace.config import Config
 from headrace.config.data import EnvConfig
 from headrace.credentials import credentials_of
@@ -110,10 +110,8 @@ def _environment(config: Config, env: str) -> tuple[str, EnvConfig]:
     """The environment that `--env` means, and its name. Raises `ConfigError`."""
     if env in config.env:
         name, found = env, config.env[env]
-    elif environment_file.is_file(env):
-        name, found = "rescored", EnvConfig(target=environment_file.completed(env))
-    elif ":" in env:
-        name, found = "rescored", EnvConfig(target=env)
+    elif environment_file.is_file(env) or ":" in env:
+        name, found = "rescored", environment_at(env)
     else:
         known = ", ".join(config.env) or "none"
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The class of a file, served on this machine while a command asks it."""
+"""Environments that a command is given by their target; the class of a file is served while the command asks it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from headrace import environment_file
 from headrace.addresses import LOOPBACK, with_port
 from headrace.cli import guard
 from headrace.cli.supervisor import child_environ
+from headrace.config.data import EnvConfig
 from headrace.errors import ConfigError
 from headrace.service import bind
 
@@ -21,6 +24,16 @@ _LOOK_S = 0.05
 _GRACE_S = 3.0
 # Of the end of what it wrote.
 _SHOWN = 2000
+
+
+def environment_at(target: str) -> EnvConfig:
+    """The environment that a configuration with this `target` has; of a file without a class, its only one. Raises `ConfigError`."""
+    try:
+        return EnvConfig(target=environment_file.completed(target))
+    except ValidationError as error:
+        raise ConfigError(
+            f"{target}: neither FILE.py nor the host:port of a process that serves an environment"
+        ) from error
 
 
 class ServedFile:
@@ -70,8 +83,7 @@ class ServedFile:
 
 @asynccontextmanager
 async def served_file(target: str) -> AsyncIterator[ServedFile]:
-    """Serve `FILE.py:CLASS`, or the one environment of `FILE.py`, while the context is open. Raises `ConfigError`."""
-    target = environment_file.completed(target)
+    """Serve `FILE.py:CLASS` while the context is open. Raises `ConfigError`."""
     environment_file.check(target)
     with tempfile.TemporaryDirectory() as folder:
         served = ServedFile(target, Path(folder) / "log")

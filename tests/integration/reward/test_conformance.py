@@ -148,7 +148,7 @@ async def test_fault_9_it_ignores_the_deadline(heeds: bool) -> None:
         for place, each in enumerate(request.trajectories):
             if heeds and context.time_remaining() < 0.6:
                 break
-            await asyncio.sleep(0.3 if len(request.trajectories) == 4 else 0)
+            await asyncio.sleep(0.5 if len(request.trajectories) == 4 else 0)
             results[place] = scored(worth(each.completion))
         return results
 
@@ -269,4 +269,5 @@ def test_what_can_not_be_checked_is_refused(tmp_path: Path) -> None:
     assert done.stderr.startswith(
         f"error: {file}:Mine ended before it served anything:\n{file}:Mine: Mine() raised TypeError"
     )
+    assert "nowhere: neither FILE.py nor the host:port" in error_of(headrace("env", "check", "nowhere"))
     assert "give --name NAME" in error_of(headrace("env", "check", "127.0.0.1:1", "--token-file", file))
