@@ -17,7 +17,7 @@ from headrace.cli.env_check import TargetArgument
 from headrace.cli.pipeline import check
 from headrace.cli.samples import draw_group
 from headrace.cli.served_file import environment_at
-from headrace.config import Config, load
+from headrace.config import Config
 from headrace.config.data import EnvConfig
 from headrace.errors import ConfigError, ServiceError
 from headrace.rescoring import rewards
@@ -44,7 +44,12 @@ def try_(
     first: Annotated[int, typer.Option(min=1, help="How many prompts, from the first line on.")] = 8,
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", help="A YAML with the sampling and the sizes to use.", show_default=False),
+        typer.Option(
+            "--config",
+            "-c",
+            help="A YAML with the sampling and the sizes to use, else the run's own.",
+            show_default=False,
+        ),
     ] = None,
     overrides: Annotated[
         list[str] | None,
@@ -67,11 +72,13 @@ def try_(
     with tempfile.TemporaryDirectory() as folder:
         asked = Path(folder) / "prompts.jsonl"
         asked.write_text("".join(_first(prompts, first)), encoding="utf-8")
-        given = load(_written(config, Path(folder)), overrides or ())
-        evaluation = _evaluation(given, found, environment, asked, samples, overrides or ())
-        check(evaluation)
-        evaluate.ask(evaluation, found)
-    files = SampleFiles(evaluation.log_folder, evaluation.logger.keep_step_data)
+        if config is None and found.run is None:
+            config = Path(folder) / "config.yaml"
+            config.write_text("{}\n", encoding="utf-8")  # what is not set has its default
+        made = evaluation(config, found, environment, asked, samples, overrides or ())
+        check(made)
+        evaluate.ask(made, found)
+    files = SampleFiles(made.log_folder, made.logger.keep_step_data)
     groups = by_group(files.samples("val", 0))
     facts = [*summary(groups), *failures(files.read("val_failed", 0))]
     console = Console()
@@ -83,7 +90,7 @@ def try_(
         write = load_entry_point("headrace.tools", "groups-page", extra="trainer")
         write(page, f"{target} on what {found.name} writes", facts, groups)
     if not groups:
-        raise ServiceError(f"no prompt got rewards; {evaluation.run_folder} holds the logs")
+        raise ServiceError(f"no prompt got rewards; {made.run_folder} holds the logs")
 
 
 def summary(groups: Sequence[SampleGroup]) -> Iterator[str]:
@@ -121,17 +128,8 @@ def _first(prompts: Path, count: int) -> list[str]:
     return found
 
 
-def _written(config: Path | None, folder: Path) -> Path:
-    """The file of the configuration; without one, an empty one."""
-    if config is not None:
-        return config
-    empty = folder / "config.yaml"
-    empty.write_text("{}\n", encoding="utf-8")
-    return empty
-
-
-def _evaluation(
-    given: Config,
+def evaluation(
+    config: Path | None,
     found: weights.NamedModel,
     environment: EnvConfig,
     prompts: Path,
@@ -139,18 +137,26 @@ def _evaluation(
     overrides: Sequence[str],
 ) -> Config:
     """The configuration of the run that asks these prompts, with this environment alone. Raises `ConfigError`."""
+    given, place = evaluate.configuration(found, config, overrides)
     sets = evaluate.data_sets([str(prompts)], given, overrides)
     alone = given.model_copy(
-        update={"env": {_NAME: environment}, "data": given.data.model_copy(update={"train": [], "validation": []})}
+        update={
+            "env": {_NAME: environment},
+            "data": given.data.model_copy(update={"train": [], "validation": []}),
+            # a run's own get no token of this environment
+            "security": given.security
+            if found.run is None
+            else given.security.model_copy(update={"credentials": None}),
+        }
     )
-    evaluation = evaluate.evaluation_config(
+    made = evaluate.evaluation_config(
         alone,
         found,
         {name: {**(source or {}), "env_name": _NAME} for name, source in sets.items()},
         samples=samples,
-        temperature=None,
-        place=Path(given.run.dir) / evaluate.FOLDER,
+        temperature=given.policy.generation.temperature,  # as in training
+        place=place,
         now=datetime.datetime.now(),
     )
-    evaluate.refuse_ignored(overrides, alone, evaluation)
-    return evaluation
+    evaluate.refuse_ignored(overrides, alone, made)
+    return made

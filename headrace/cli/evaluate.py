@@ -90,7 +90,7 @@ def evaluate(
     found = weights.find(model)
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigError(f"--json {output}: there is no folder {output.absolute().parent}")
-    asked, place = _configuration(found, config, overrides or ())
+    asked, place = configuration(found, config, overrides or ())
     evaluation = evaluation_config(
         asked,
         found,
@@ -126,7 +126,7 @@ def evaluate(
         )
 
 
-def _configuration(found: NamedModel, given: Path | None, overrides: Sequence[str]) -> tuple[Config, Path]:
+def configuration(found: NamedModel, given: Path | None, overrides: Sequence[str]) -> tuple[Config, Path]:
     """The configuration under which is evaluated, and where the evaluation's folder is made."""
     if found.run is not None:
         folder = found.run.config.run_folder

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.env_try import summary
+from headrace.cli import runs, weights
+from headrace.cli.env_try import evaluation, summary
+from headrace.cli.served_file import environment_at
+from headrace.config import load
 from headrace.samples import by_group
 from tests.support.command import refused
 from tests.support.light_services import instead_of
@@ -64,6 +67,34 @@ def test_what_can_not_be_tried_is_refused_before_anything_starts(tmp_path: Path,
     assert "an evaluation sets grpo.val_period itself" in said(file, prompts, tiny_model, "--set", "grpo.val_period=3")
     prompts.write_text("\n")
     assert "has no problem" in said()
+
+
+def test_a_runs_checkpoint_is_tried_as_the_run_samples_in_training_and_gets_no_new_token(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    file, prompts, config = tmp_path / "mine.py", tmp_path / "prompts.jsonl", tmp_path / "run.yaml"
+    file.write_text(REWARD)
+    prompts.write_text('{"input": "1+1", "output": "2"}\n')
+    generation = {"temperature": 0.8, "val_temperature": 0, "max_new_tokens": 4}
+    values = {
+        "run": {"id": "adder", "dir": str(tmp_path)},
+        "policy": {"model_name": str(tiny_model), "max_total_sequence_length": 64, "generation": generation},
+        "data": {"train": {"dataset_name": "arithmetic", "env_name": "math", "system_prompt": "Add."}},
+        "env": {"math": {}},
+        "security": {"credentials": str(tmp_path / "credentials")},
+    }
+    config.write_text(json.dumps(values))
+    run = runs.save(load(config, environ={})).parent
+    found = weights.find(f"{run}@0")
+    made = evaluation(None, found, environment_at(str(file)), prompts, 8, [])
+    assert made.policy.generation.val_temperature == 0.8
+    assert made.policy.generation.max_new_tokens == 4
+    assert made.run_folder.parent == run / "evals"
+    assert made.security.credentials == str(made.run_folder.absolute() / "credentials")
+    assert set(made.env) == {"tried"}
+    (asked,) = (made.data.evaluate or {}).values()
+    assert asked is not None
+    assert (asked.env_name, asked.system_prompt) == ("tried", "Add.")
 
 
 @pytest.mark.slow
