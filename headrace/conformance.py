@@ -217,9 +217,8 @@ class _Examination:
                 elif code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
                     remedy = "give its token: --token-file FILE --name NAME"
                 raise ServiceError(f"no environment answers ({answered}); {remedy}") from error
-            self._say(
-                "description", "note", "it doesn't answer Describe: the hub knows neither its build nor its capacity"
-            )
+            self._say("start", "note", "it has no Describe")
+            self._say("description", "note", "the hub knows neither its build nor its capacity")
             return
         self._say("start", "right", f"answered Describe after {time.monotonic() - began:.2f} s")
         said = self._description
@@ -282,15 +281,12 @@ class _Examination:
             self._say("golden samples", "note", "none were given (--samples FILE)")
 
     async def _equal_keys(self) -> None:
-        sample, score, _ = self._ordinary[0]
-        sent = [sample, sample]
-        twice = [await self._alone("equal keys", each) for each in sent]
-        for each in twice:
-            if each.status != "SCORED" or (self._description.deterministic and not same(each, score)):
-                self._fault(
-                    "equal keys", f"{_shown(sample.completion)} was {_outcome(score)}, and sent again {_outcome(each)}"
-                )
-        equal = all(same(each, score) for each in twice)
+        sample = self._ordinary[0][0]
+        first, again = [await self._alone("equal keys", each) for each in (sample, sample)]
+        equal = same(first, again)
+        if again.status != "SCORED" or (self._description.deterministic and not equal):
+            said = f"{_shown(sample.completion)} was {_outcome(first)}, and sent again {_outcome(again)}"
+            self._fault("equal keys", said)
         self._say("equal keys", "right", "sent again it earned " + ("the same" if equal else "another reward"))
 
     async def _samples_apart(self) -> None:
@@ -315,36 +311,38 @@ class _Examination:
         self._say("samples apart", "right", "what comes before a sample doesn't matter")
 
     async def _batches(self) -> None:
+        """The samples in one call, in both orders."""
         size = self._batch_size
         expected = self._ordinary[:size]
-        forward = [(_renamed(sample), score) for sample, score, _ in expected]
-        differing = None
-        for batch in (forward, forward[::-1]):
-            answer = await self._ask([sample for sample, _ in batch])
-            self._blame("batches", "a batch", answer)
-            repeated = await self._ask([sample for sample, _ in batch])
-            pairs = list(zip(answer.scores, (score for _, score in batch), strict=False))
-            if not all(same(*pair) for pair in pairs):
-                stays = all(map(same, answer.scores, repeated.scores))
-                differing = (stays, [score for score, _ in pairs], [score for _, score in pairs])
-                break
-        await self._full_batch(size)
-        if differing is not None:
-            stays, got, alone = differing
-            rewards = [" ".join(map(_outcome, scores)) for scores in (got, alone)]
-            permuted = sorted(rewards[0].split()) == sorted(rewards[1].split())
-            said = f"together they earn {rewards[0]}; alone {rewards[1]}" + (", in another order" if permuted else "")
-            if self._settled and stays:
-                self._fault("batches", said)
-            elif self._description.deterministic:
-                self._fault("deterministic", said)
+        if len({score.reward for _, score, _ in expected}) < 2:
+            said = "all samples earn the same, so the order can't be told; give --samples that differ"
             self._say("batches", "note", said)
-        elif len({score.reward for _, score, _ in expected}) < 2:
-            self._say(
-                "batches", "note", "all samples earn the same, so the order can't be told; give --samples that differ"
-            )
         else:
             self._say("batches", "right", f"{len(expected)} samples in one call earn what they earn alone, in order")
+        for batch in (expected, expected[::-1]):
+            alone = [score for _, score, _ in batch]
+            together = await self._together([sample for sample, _, _ in batch])
+            if not all(map(same, together, alone)):
+                again = await self._together([sample for sample, _, _ in batch])
+                self._judge_batch(alone, together, stays=all(map(same, together, again)))
+                break
+        await self._full_batch(size)
+
+    async def _together(self, samples: Sequence[Sample]) -> Sequence[Score]:
+        answer = await self._ask(list(map(_renamed, samples)))
+        self._blame("batches", f"a call of {len(samples)} samples", answer)
+        return answer.scores
+
+    def _judge_batch(self, alone: Sequence[Score], together: Sequence[Score], *, stays: bool) -> None:
+        """Samples are worth something else in one call. `stays`: they were the same a second time."""
+        one, other = list(map(_outcome, together)), list(map(_outcome, alone))
+        order = ", in another order" if sorted(one) == sorted(other) else ""
+        said = f"together they are worth {', '.join(one)}, and alone {', '.join(other)}{order}"
+        self._say("batches", "note", said)
+        if self._settled and stays:
+            self._fault("batches", said)
+        elif self._description.deterministic:
+            self._fault("deterministic", said)
 
     async def _full_batch(self, size: int) -> None:
         """As many as one call has at most; meanwhile it must say that it is there."""

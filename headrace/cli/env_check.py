@@ -59,7 +59,7 @@ def check(
 ) -> None:
     """Drive an environment through what a run does to it, and say what is right, what is wrong, and how to mend it.
 
-    Some 300 samples are scored. Exits with 1 if anything is wrong.
+    It scores 100 to 300 samples. Exits with 1 if anything is wrong.
     """
     golden = [] if samples is None else read_samples(samples)
     options = _options(target, token_file, name, tls_ca, insecure)

@@ -15,7 +15,7 @@ from headrace.conformance import REMEDIES, Finding, examine
 from headrace.environment_server import serving
 from headrace.errors import ServiceError
 from headrace.example_samples import GoldenSample
-from headrace.v1 import trajectory_pb2
+from headrace.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 from tests.support.command import error_of, headrace
 from tests.support.raw_environment import Answer, Request, raw_environment, scored
 
@@ -235,6 +235,38 @@ async def test_golden_samples_are_compared_and_ordinary() -> None:
     assert lacking["one by one"].verdict == "wrong"
     assert "KeyError: 'wanted'" in lacking["one by one"].said
     assert lacking["batches"].verdict == "not looked at"
+
+
+async def test_a_sample_that_is_refused_the_second_time() -> None:
+    seen: set[str] = set()
+
+    def score(each: trajectory_pb2.Trajectory) -> trajectory_pb2.Result:
+        if each.idempotency_key in seen:
+            return trajectory_pb2.Result(status=trajectory_pb2.STATUS_INVALID, message="seen before")
+        seen.add(each.idempotency_key)
+        return scored(worth(each.completion))
+
+    wrong = await blamed(each_by_itself(score))
+    assert wrong == {"equal keys": "'4' was 0.01, and sent again INVALID (seen before)"}
+
+
+async def test_what_need_not_be_there_is_noted_alone() -> None:
+    class Bare(environment_pb2_grpc.EnvironmentServiceServicer):
+        async def Score(self, request: Request, context: Any) -> environment_pb2.EnvironmentServiceScoreResponse:
+            results = [scored(worth(each.completion)) for each in request.trajectories]
+            return environment_pb2.EnvironmentServiceScoreResponse(results=results)
+
+    server = rpc.server()
+    environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(Bare(), server)
+    port = rpc.listen(server, "127.0.0.1", 0, "port")
+    await server.start()
+    try:
+        findings = await found(f"127.0.0.1:{port}")
+    finally:
+        await server.stop(0)
+    assert {each.verdict for each in findings.values()} == {"right", "note"}
+    assert findings["start"].said == "it has no Describe"
+    assert findings["health and reflection"].said == "no health checking and no reflection"
 
 
 async def test_an_address_where_nobody_answers_is_one_clear_error() -> None:
