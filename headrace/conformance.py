@@ -18,6 +18,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from headrace.asking import ask
 from headrace.environment import Sample, ranged
 from headrace.errors import CodecError, ServiceError
 from headrace.example_samples import ODD_COMPLETIONS, ORDINARY, GoldenSample, close
@@ -514,27 +515,17 @@ class _Examination:
         return answer.scores[0] if answer.scores else Score("FAILED", message=answer.failure)
 
     async def _ask(self, samples: Sequence[Sample], timeout_s: float | None = None) -> _Answer:
-        """Score these in one call. What it did not start on it is asked for again, until the time is up."""
+        """Score these in one call, and what it has no room for in another."""
         began, timeout_s = time.monotonic(), timeout_s or self._timeout_s
-        scores: dict[int, Score] = {}
-        left = list(range(len(samples)))
         try:
-            while left:
-                remaining = timeout_s - (time.monotonic() - began)
-                results = await self._call([samples[place] for place in left], max(remaining, 0.001))
-                if len(results) != len(left):
-                    return _Answer(failure=f"{len(results)} results for {len(left)} trajectories")
-                scores |= dict(zip(left, map(score_from_wire, results), strict=True))
-                left = [place for place in left if scores[place].status == "NOT_STARTED"]
-                if left and time.monotonic() - began + _PAUSE_S >= timeout_s:
-                    break
-                await asyncio.sleep(_PAUSE_S if left else 0)
+            scores = await ask(self._call, samples, timeout_s)
+        except CodecError as error:
+            return _Answer(failure=str(error))
         except grpc.aio.AioRpcError as error:
             late = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
             said = f"no answer within {timeout_s:.1f} s" if late else f"{error.code().name}: {error.details()}"
             return _Answer(failure=said, hung=late, lost=error.code() in _LOST)
-        ordered = tuple(scores[place] for place in range(len(samples)))
-        return _Answer(ordered, took_s=time.monotonic() - began)
+        return _Answer(tuple(scores), took_s=time.monotonic() - began)
 
     async def _call(self, samples: Sequence[Sample], timeout_s: float) -> Sequence[trajectory_pb2.Result]:
         request = pb.EnvironmentServiceScoreRequest(trajectories=map(sample_to_wire, samples))

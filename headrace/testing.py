@@ -19,13 +19,14 @@ from typing import Any, TypeVar
 
 from headrace import conformance, rpc
 from headrace.addresses import LOOPBACK
+from headrace.asking import ask
 from headrace.conformance import Finding
 from headrace.environment import Environment, Sample
 from headrace.environment_server import serving
 from headrace.example_samples import ODD_COMPLETIONS, GoldenSample, read_samples, sample
 from headrace.trajectory import Score
-from headrace.v1 import environment_pb2, environment_pb2_grpc
-from headrace.wire import sample_to_wire, score_from_wire
+from headrace.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
+from headrace.wire import sample_to_wire
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ class Served:
         self._loop = loop
 
     def score(self, *samples: Sample, timeout_s: float = TIMEOUT_S) -> list[Score]:
-        """The scores of these samples in one call. A failure is a score too: its `status` and its `message` say what became of it."""
+        """The scores of these samples, in order. A failure is a score too: its `status` and its `message` say what became of it."""
         return self._run(self._score(samples, timeout_s))
 
     def reward(self, sample: Sample, timeout_s: float = TIMEOUT_S) -> float:
@@ -60,10 +61,15 @@ class Served:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _score(self, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
-        request = environment_pb2.EnvironmentServiceScoreRequest(trajectories=map(sample_to_wire, samples))
         async with rpc.channel(self.target) as channel:
-            response = await environment_pb2_grpc.EnvironmentServiceStub(channel).Score(request, timeout=timeout_s)
-        return [score_from_wire(result) for result in response.results]
+            stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
+
+            async def send(some: Sequence[Sample], within_s: float) -> Sequence[trajectory_pb2.Result]:
+                request = environment_pb2.EnvironmentServiceScoreRequest(trajectories=map(sample_to_wire, some))
+                results: Sequence[trajectory_pb2.Result] = (await stub.Score(request, timeout=within_s)).results
+                return results
+
+            return await ask(send, samples, timeout_s)
 
     async def _check(self, samples: Sequence[GoldenSample], timeout_s: float) -> list[Finding]:
         async with rpc.channel(self.target) as channel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -15,18 +16,20 @@ from rich.table import Table
 
 from headrace import environment_file, rpc
 from headrace.addresses import LOOPBACK, target_is_local, with_port
+from headrace.asking import ask
 from headrace.cli import runs
 from headrace.cli.common import RunArgument, cell, load_entry_point, plain_table, say
 from headrace.cli.served_file import environment_at, served_file
 from headrace.config import Config
 from headrace.config.data import EnvConfig
 from headrace.credentials import credentials_of
+from headrace.environment import Sample
 from headrace.errors import ConfigError, HeadraceError, ServiceError
 from headrace.replay import HeldGroup
 from headrace.rescoring import Comparison, Rescored, compare
 from headrace.trajectory import Group, Score, Trajectory
-from headrace.v1 import reward_pb2, reward_pb2_grpc
-from headrace.wire import sample_to_wire, score_from_wire, scoring_sample
+from headrace.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2
+from headrace.wire import sample_to_wire, scoring_sample
 
 # States of groups that may have scores.
 _STATES = ("open", "scoring", "ready", "reserved", "trained", "evaluated")
@@ -199,28 +202,28 @@ async def _capacity(stub: Any) -> int:
 
 
 async def _score(stub: Any, name: str, environment: EnvConfig, stored: Sequence[Scored], size: int) -> list[Rescored]:
-    """In the order of `stored`, `size` at a time; what was not started on is asked for again."""
+    """In the order of `stored`, `size` at a time. Raises `ServiceError` if the environment begins on none of them in its time."""
+
+    async def send(samples: Sequence[Sample], within_s: float) -> Sequence[trajectory_pb2.Result]:
+        request = reward_pb2.ScoreRequest(trajectories=map(sample_to_wire, samples))
+        results: Sequence[trajectory_pb2.Result] = (await stub.Score(request, timeout=within_s)).results
+        return results
+
     scope = (
         f"rescore-{secrets.token_hex(8)}"  # under keys of its own: an environment may remember what it answered the run
     )
-    wires = [sample_to_wire(scoring_sample(group, trajectory, scope)) for group, trajectory, _ in stored]
-    for wire in wires:
-        wire.environment = name
+    samples = [
+        dataclasses.replace(scoring_sample(group, trajectory, scope), environment=name)
+        for group, trajectory, _ in stored
+    ]
     scores: dict[int, Score] = {}
     left = list(range(len(stored)))
-    progress = time.monotonic()
     while left:
-        asked = left[:size]
-        request = reward_pb2.ScoreRequest(trajectories=[wires[place] for place in asked])
-        response = await stub.Score(request, timeout=environment.timeout_s + _MARGIN_S)
-        scores |= dict(zip(asked, map(score_from_wire, response.results), strict=True))
-        refused = {place for place in asked if scores[place].status == "NOT_STARTED"}
-        left = [place for place in left if place not in scores or place in refused]
-        if len(refused) < len(asked):
-            progress = time.monotonic()
-        elif time.monotonic() - progress > environment.timeout_s + _START_S:
-            raise ServiceError(f"{name} scores no more: {scores[asked[0]].message}")
-        await asyncio.sleep(_PAUSE_S if refused else 0)
-    return [
-        Rescored(group, trajectory, reward, scores[place]) for place, (group, trajectory, reward) in enumerate(stored)
-    ]
+        part = left[:size]
+        answered = await ask(send, [samples[place] for place in part], environment.timeout_s + _MARGIN_S)
+        begun = {place: score for place, score in zip(part, answered, strict=True) if score.status != "NOT_STARTED"}
+        if not begun:
+            raise ServiceError(f"{name} scores no more: {answered[0].message}")
+        scores |= begun
+        left = [place for place in left if place not in scores]
+    return [Rescored(*each, scores[place]) for place, each in enumerate(stored)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from headrace.cli import env_new
 from tests.support.command import headrace_process, refused, said
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -65,6 +68,17 @@ def test_names_that_would_not_do_are_refused(
     (tmp_path / "there").mkdir()
     assert words in refused("env", "new", name)
     assert os.listdir(tmp_path) == ["there"]
+
+
+def test_the_tests_that_the_page_shows_pass_for_the_reward_that_it_shows(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "environments.md").read_text()
+    for section, file in (("Your first environment", "my_env.py"), ("Testing an environment", "test_my_env.py")):
+        text = page.split(f"\n## {section}\n")[1].split("\n## ")[0]
+        (tmp_path / file).write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    passed = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+    assert passed.returncode == 0, passed.stdout
+    assert "3 passed" in passed.stdout
 
 
 def test_it_is_the_same_each_time() -> None:

@@ -250,6 +250,23 @@ async def test_a_sample_that_is_refused_the_second_time() -> None:
     assert wrong == {"equal keys": "'4' was 0.01, and sent again INVALID (seen before)"}
 
 
+async def test_room_that_a_cancelled_call_never_gives_back() -> None:
+    is_busy = False
+
+    async def answer(request: Request, _: Any) -> list[trajectory_pb2.Result]:
+        nonlocal is_busy
+        if is_busy:
+            full = trajectory_pb2.Result(status=trajectory_pb2.STATUS_NOT_STARTED, message="no room")
+            return [full] * len(request.trajectories)
+        is_busy = True
+        await asyncio.sleep(0.2 if len(request.trajectories) == 4 else 0)
+        is_busy = False
+        return [scored(worth(each.completion)) for each in request.trajectories]
+
+    wrong = await blamed(answer, timeout_s=3.0, capacity=4)
+    assert wrong == {"cancelled calls": "after a call that was given up it scores no more: NOT_STARTED (no room)"}
+
+
 async def test_what_need_not_be_there_is_noted_alone() -> None:
     class Bare(environment_pb2_grpc.EnvironmentServiceServicer):
         async def Score(self, request: Request, context: Any) -> environment_pb2.EnvironmentServiceScoreResponse:

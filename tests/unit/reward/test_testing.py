@@ -62,9 +62,11 @@ def test_it_says_what_the_check_finds_wrong() -> None:
         assert exact.faults() == []
 
 
-def test_odd_completions_can_be_sent() -> None:
+def test_more_samples_than_it_has_room_for_are_scored_all_the_same() -> None:
+    assert len(ODD_COMPLETIONS) > Exact.concurrency
     with served(Exact()) as exact:
-        assert {exact.reward(sample(text)) for text in ODD_COMPLETIONS.values()} == {0}
+        scores = exact.score(*map(sample, ODD_COMPLETIONS.values()), sample("4"))
+    assert [score.reward for score in scores] == [0.0] * len(ODD_COMPLETIONS) + [1.0]
 
 
 @pytest.mark.parametrize(
