@@ -18,6 +18,7 @@ import msgspec
 from headrace import rpc
 from headrace.credentials import Credentials
 from headrace.environment import Environment, Sample, checked, failed, place_of
+from headrace.errors import ConfigError
 from headrace.printable import printable
 from headrace.repeats import Repeats, alike
 from headrace.service import stop_on_signals
@@ -124,7 +125,7 @@ class BatchScorer:
             raise ValueError(f"{environment.label}.concurrency is {environment.concurrency}; it must be at least 1")
         least, most = environment.reward_min, environment.reward_max
         if least is not None and most is not None and not least <= most:
-            raise ValueError(
+            raise ConfigError(
                 f"{environment.label}.reward_min is {least} and its reward_max {most}: no reward is between them"
             )
         self.environment = environment

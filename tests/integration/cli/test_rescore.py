@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from headrace.history import RUN_LOCK
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from tests.support.buffer import contents, enqueue, generate, healthy_replica
+from tests.support.buffer import contents, enqueue, generate, healthy_replica, reserve
 from tests.support.command import error_of, headrace, refused, said
 from tests.support.kept_run import kept_run
 
@@ -87,6 +88,26 @@ def test_a_built_in_environment_scores_as_in_the_run(tmp_path: Path, limits: Lim
     with kept_run(tmp_path, "kept", limits, fill) as (folder, _):
         text = said("rescore", folder, "--env", "math", "--set", "reward.workers=1", columns=200)
     assert "scored again by math: 4 rewards differ" in text
+
+
+async def train(replay: ReplayClient) -> None:
+    """What `fill` made is trained, and a checkpoint contains it."""
+    await fill(replay)
+    await reserve(replay, 0)
+    await replay.commit(1, (await replay.state()).timeline)
+
+
+@pytest.mark.parametrize("retained", [0, 1])
+def test_of_trained_steps_those_that_were_retained_are_scored(tmp_path: Path, limits: Limits, retained: int) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(REWARD.format(otherwise="0.0"))
+    limits = dataclasses.replace(limits, retain_steps=retained)
+    with kept_run(tmp_path, "kept", limits, train) as (folder, _):
+        done = headrace("rescore", folder, "--env", file)
+    if retained:
+        assert "mine.py: 3 rewards differ" in done.stdout
+    else:
+        assert "holds no scored trajectory; replay.retain_steps=N" in error_of(done)
 
 
 async def nothing(replay: ReplayClient) -> None:

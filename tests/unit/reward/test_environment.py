@@ -13,6 +13,7 @@ import pytest
 
 from headrace import Environment, Sample, Score
 from headrace.environment_server import BatchScorer
+from headrace.errors import ConfigError
 from headrace.repeats import Repeats
 
 WAIT_S = 30.0
@@ -87,7 +88,7 @@ def test_the_ends_of_the_range_are_in_it_and_what_is_no_reward_has_none() -> Non
 
 
 def test_a_range_that_holds_no_number_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Mine\.reward_min is 1 and its reward_max 0: no reward is between them"):
+    with pytest.raises(ConfigError, match=r"Mine\.reward_min is 1 and its reward_max 0: no reward is between them"):
         BatchScorer(environment(lambda _: 1.0, reward_min=1, reward_max=0))
 
 
