@@ -356,6 +356,11 @@ class _Examination:
             )
         answer = await call
         self._blame("batches", f"a batch of {size}", answer)
+        for score in answer.scores:
+            if score.status != "SCORED":
+                self._fault(
+                    "batches", f"of a batch of {size}, as many as it says that it takes, one was {_outcome(score)}"
+                )
         self._took_s = answer.took_s
 
     async def _is_there(self) -> bool:
@@ -472,9 +477,7 @@ class _Examination:
         between = [_renamed(each) for each in odd[: self._batch_size - 2]]
         answer = await self._ask([_renamed(ordinary[0][0]), *between, _renamed(ordinary[1][0])])
         self._blame("mixed batches", "a call of ordinary and odd completions", answer)
-        for (sample, score, _), got in zip(
-            ordinary, (answer.scores[:1] + answer.scores[-1:]), strict=bool(answer.scores)
-        ):
+        for (sample, score, _), got in zip(ordinary, (*answer.scores[:1], *answer.scores[-1:]), strict=False):
             if got.status != "SCORED" or (self._settled and not same(got, score)):
                 said = (
                     f"{_shown(sample.completion)} is {_outcome(score)} alone, and {_outcome(got)} among odd completions"
@@ -557,11 +560,10 @@ class _Examination:
 
     def _blame(self, check: str, what: str, answer: _Answer) -> None:
         """Note a call that failed. Raises `_Stop` if the process seems to be gone, or hangs on what is ordinary."""
-        if answer.failure and (answer.hung or answer.lost):
-            self._fault(check, f"{what}: {answer.failure}")
-            raise _Stop
         if answer.failure:
             self._fault(check, f"{what}: {answer.failure}")
+        if answer.hung or answer.lost:
+            raise _Stop
 
     # -- saying
 

@@ -187,6 +187,17 @@ async def test_what_a_sample_earns_must_not_depend_on_its_call() -> None:
     assert set(await blamed(answer)) == {"batches", "mixed batches"}
 
 
+async def test_more_capacity_than_there_is() -> None:
+    async def answer(request: Request, _: Any) -> list[trajectory_pb2.Result]:
+        late = trajectory_pb2.Result(status=trajectory_pb2.STATUS_TIMED_OUT, message="late")
+        results = [scored(worth(each.completion)) for each in request.trajectories]
+        return [*results[:32], *[late] * len(results[32:])]
+
+    wrong = await blamed(answer)
+    assert set(wrong) == {"batches"}
+    assert wrong["batches"].endswith("one was TIMED_OUT (late) (and 31 more of the kind)")
+
+
 async def test_a_reward_with_a_failure_and_metadata_that_are_no_json() -> None:
     def score(each: trajectory_pb2.Trajectory) -> trajectory_pb2.Result:
         if each.completion == "nan":
