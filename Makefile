@@ -19,6 +19,9 @@ WORKERS ?= 3
 FAULTS ?= 100
 SEED ?= $(or $(HEADRACE_TEST_SEED),$(shell date +%Y%m%d))
 
+# The contract as processes in other languages may have it. At a release: buf build --exclude-source-info -o $(RELEASED)
+RELEASED := proto/released.binpb
+
 # One thread each: the engine and the trainer work side by side, and a second thread on a busy core makes both slower.
 export OMP_NUM_THREADS ?= 1
 
@@ -69,6 +72,7 @@ style: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint
+	$(BIN)/buf breaking --against $(RELEASED)
 	$(BIN)/yamllint --strict deploy examples .yamllint.yaml buf.yaml
 	$(BIN)/hadolint deploy/Dockerfile
 

@@ -58,7 +58,7 @@ class Environment:
 
     A plain `score` runs in a thread, an `async` one in the event loop, at most `concurrency` at a time: set it to 1 if yours is
     not thread-safe. No more is sent to the environment than it can begin on at once, which is `capacity`.
-    An exception becomes FAILED with its message; so does a reward that is not a finite number.
+    An exception becomes FAILED with its message; so does a reward that is not a finite number, or beyond `reward_min` or `reward_max`.
     Return `Score("INVALID", message=…)` for a sample that can never be scored.
     """
 
@@ -66,6 +66,9 @@ class Environment:
     description: str = ""  # one line
     concurrency: int = 16
     max_batch_size: int = 64  # samples in one call of `score_batch`
+    deterministic: bool = False  # equal samples get equal rewards, whatever is scored before or beside them
+    reward_min: float | None = None  # no reward is below; one that is becomes FAILED. None: no bound
+    reward_max: float | None = None
 
     def score(self, sample: Sample) -> Scored | Awaitable[Scored]:
         """The reward of one completion: a number, or a `Score` with named components and metadata."""
@@ -96,15 +99,31 @@ class Environment:
 
 
 def checked(environment: Environment, value: object) -> Score:
-    """Turn what `score` returned into a `Score` that names the environment. Law 7: anything but a finite number is FAILED."""
+    """Turn what `score` returned into a `Score` that names the environment. Law 7: anything but a finite number in its range is FAILED."""
     if isinstance(value, Score):
-        return msgspec.structs.replace(value, environment=environment.label, build=value.build or environment.build)
+        score = msgspec.structs.replace(value, environment=environment.label, build=value.build or environment.build)
+        return ranged(score, environment.reward_min, environment.reward_max)
     if not hasattr(value, "__float__"):
         return failed(environment, f"score returned {value!r:.80} ({type(value).__name__}), not a number or a Score")
     reward = float(cast(float, value))
     if not math.isfinite(reward):
         return failed(environment, f"score returned {reward}, not a finite number")
-    return Score("SCORED", reward=reward, environment=environment.label, build=environment.build)
+    score = Score("SCORED", reward=reward, environment=environment.label, build=environment.build)
+    return ranged(score, environment.reward_min, environment.reward_max)
+
+
+def ranged(score: Score, least: float | None, most: float | None) -> Score:
+    """The score, if its reward is between what the environment says are its least and its largest; else FAILED. It is never clipped."""
+    if score.reward is None or (-math.inf if least is None else least) <= score.reward <= (
+        math.inf if most is None else most
+    ):
+        return score
+    said = f"reward {score.reward:g} is not between the environment's reward_min {_bound(least)} and reward_max {_bound(most)}"
+    return Score("FAILED", message=said, environment=score.environment, build=score.build, timings=score.timings)
+
+
+def _bound(value: float | None) -> str:
+    return "(none)" if value is None else f"{value:g}"
 
 
 def failed(environment: Environment, reason: object) -> Score:

@@ -1,18 +1,53 @@
-"""`FILE.py:CLASS`: an environment by the file that holds its class. `check` looks at the text; `load` runs it."""
+"""`FILE.py:CLASS`: an environment by the file that holds its class. `check` looks at the text; `load` runs it.
+
+`python -m headrace.environment_file FILE.py:CLASS PORT` serves it for as long as the process that started it lives.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import linecache
+import re
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import headrace
 from headrace.environment import Environment
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
+from headrace.service import die_with_parent
+
+
+def is_file(target: str) -> bool:
+    """Whether it names a file, with or without a class, and no address."""
+    return re.fullmatch(r".+\.py(:[A-Za-z_][A-Za-z0-9_]*)?", target) is not None
+
+
+def completed(target: str) -> str:
+    """`FILE.py:CLASS` for a `FILE.py` that has one environment: a class that derives from `Environment`, and from which no other there
+    does. Raises `ConfigError` for none or several. Nothing of the file runs."""
+    if not target.endswith(".py"):
+        return target
+    bases = {
+        node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+        for node in _parsed(target, Path(target)).body
+        if isinstance(node, ast.ClassDef)
+    }
+    derived = {"Environment"}
+    for name, of_class in bases.items():  # a class comes after its bases
+        derived |= {name} if of_class & derived else set()
+    found = [name for name in bases if name in derived and not any(name in of_class for of_class in bases.values())]
+    if len(found) != 1:
+        has = (
+            ", ".join(found)
+            if found
+            else f"no class that derives from headrace.Environment ({', '.join(bases) or 'no class'})"
+        )
+        raise ConfigError(f"{target}: which environment? it has {has}; name one: {target}:CLASS")
+    return f"{target}:{found[0]}"
 
 
 def check(target: str) -> None:
@@ -21,14 +56,7 @@ def check(target: str) -> None:
     Raises `ConfigError`. Nothing of the file runs.
     """
     path, name = _parts(target)
-    try:
-        module = ast.parse(path.read_bytes(), str(path))
-    except OSError as error:
-        raise ConfigError(
-            f"{target}: {path.absolute()} can't be read ({error.strerror}); give the file as seen from this folder"
-        ) from error
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{target}: {path} is no Python: {error}") from error
+    module = _parsed(target, path)
     for line in _serving(module):
         raise ConfigError(
             f"{target}: line {line} of {path} serves an environment as soon as the file is loaded; delete the line, or put it under "
@@ -67,6 +95,17 @@ def path_of(target: str) -> Path:
 def _parts(target: str) -> tuple[Path, str]:
     file, _, name = target.rpartition(":")
     return Path(file), name
+
+
+def _parsed(target: str, path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(
+            f"{target}: {path.absolute()} can't be read ({error.strerror}); give the file as seen from this folder"
+        ) from error
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{target}: {path} is no Python: {error}") from error
 
 
 def run_file(target: str, path: Path) -> ModuleType:
@@ -117,3 +156,15 @@ def _serving(module: ast.Module) -> Iterator[int]:
         match statement:
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="headrace"), attr="serve"))):
                 yield statement.lineno
+
+
+def _serve(target: str, port: str) -> None:
+    die_with_parent()
+    try:
+        headrace.serve(load(target), int(port))
+    except HeadraceError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])

@@ -18,6 +18,7 @@ import msgspec
 from headrace import rpc
 from headrace.credentials import Credentials
 from headrace.environment import Environment, Sample, checked, failed, place_of
+from headrace.errors import ConfigError
 from headrace.printable import printable
 from headrace.repeats import Repeats, alike
 from headrace.service import stop_on_signals
@@ -122,6 +123,11 @@ class BatchScorer:
     ) -> None:
         if environment.concurrency < 1:
             raise ValueError(f"{environment.label}.concurrency is {environment.concurrency}; it must be at least 1")
+        least, most = environment.reward_min, environment.reward_max
+        if least is not None and most is not None and not least <= most:
+            raise ConfigError(
+                f"{environment.label}.reward_min is {least} and its reward_max {most}: no reward is between them"
+            )
         self.environment = environment
         environment.build  # noqa: B018  # what has none is refused before it is offered
         self.capacity = environment.capacity if capacity is None else capacity
@@ -143,6 +149,9 @@ class BatchScorer:
             description=self.environment.description,
             capacity=self.capacity,
             calls=self._concurrency if self.environment.scores_batches else 0,
+            deterministic=self.environment.deterministic,
+            reward_min=self.environment.reward_min,
+            reward_max=self.environment.reward_max,
         )
 
     @property

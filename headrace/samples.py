@@ -112,8 +112,19 @@ class SampleGroup:
     @property
     def mean_reward(self) -> float | None:
         """Of its completions; None if there is none, or one without a reward."""
+        rewards = self._rewards
+        return None if rewards is None else sum(rewards) / len(rewards)
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation of their rewards, as `mean_reward`: 0 if they are all equal, so that nothing is learnt from them."""
+        rewards = self._rewards
+        return None if rewards is None else float(np.std(rewards))
+
+    @property
+    def _rewards(self) -> list[float] | None:
         rewards = [sample.reward for sample in self.samples if sample.reward is not None]
-        return sum(rewards) / len(rewards) if rewards and len(rewards) == len(self.samples) else None
+        return rewards if rewards and len(rewards) == len(self.samples) else None
 
 
 # -- which samples are shown

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from typing import Any
 
 from headrace.environment import Sample
 from headrace.errors import CodecError
-from headrace.trajectory import BUILD_BYTES, Message, Score
+from headrace.trajectory import BUILD_BYTES, Group, Message, Score, Trajectory
 from headrace.v1 import trajectory_pb2 as pb
+from headrace.v1.environment_pb2 import DescribeResponse
 
 _FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 _STATUS = {
@@ -22,6 +24,25 @@ _STATUS = {
 }
 _FINISH_NAMES = {value: name for name, value in _FINISH.items()}
 _STATUS_NAMES = {value: name for name, value in _STATUS.items()}
+
+
+def scoring_sample(group: Group, trajectory: Trajectory, scope: str) -> Sample:
+    """A trajectory as its environment receives it. Its idempotency key is the same each time that it is made in `scope`: a run, or less."""
+    tokens = trajectory.completion_token_ids
+    digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()
+    return Sample(
+        completion=trajectory.text,
+        extra_env_info=group.extra_env_info,
+        messages=group.messages,
+        completion_token_ids=tuple(tokens.tolist()),
+        finish_reason=trajectory.finish_reason,
+        environment=group.env_name,
+        task_name=group.task_name,
+        group_id=group.id,
+        index=trajectory.index,
+        # The tokens are part of the key: after a rewind another attempt may have the same number.
+        idempotency_key=f"{scope}/{group.id}/{trajectory.attempt}/{trajectory.index}/{digest}",
+    )
 
 
 def sample_to_wire(sample: Sample) -> pb.Trajectory:
@@ -102,6 +123,14 @@ def score_from_wire(result: pb.Result) -> Score:
         )
     except CodecError as error:
         return Score("FAILED", message=str(error), environment=result.environment[:40], build=result.build[:40])
+
+
+def bounds(description: DescribeResponse) -> tuple[float | None, float | None]:
+    """The least and the largest reward that the environment says it gives."""
+    return (
+        description.reward_min if description.HasField("reward_min") else None,
+        description.reward_max if description.HasField("reward_max") else None,
+    )
 
 
 def _reward(result: pb.Result) -> str:

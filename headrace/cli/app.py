@@ -28,6 +28,7 @@ from headrace.cli import (
     functions,
     groups,
     page,
+    rescore,
     rewind,
     run_list,
     runs,
@@ -146,6 +147,7 @@ app.command()(up.up)
 app.command()(status.status)
 app.command()(samples.samples)
 app.command()(rewind.rewind)
+app.command()(rescore.rescore)
 app.command(name="eval")(evaluate.evaluate)
 app.command()(serve.serve)
 app.command()(export.export)

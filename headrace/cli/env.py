@@ -20,7 +20,7 @@ from rich.table import Table
 import headrace
 from headrace import environment_file, rpc
 from headrace.addresses import LOOPBACK
-from headrace.cli import environment, runs
+from headrace.cli import env_check, env_new, env_try, environment, runs
 from headrace.cli.common import WIDTH, RunArgument, RunOption, cell, log_lines, plain_table, say
 from headrace.cli.status import waits_for
 from headrace.config import Config
@@ -177,6 +177,11 @@ def environment_table(environments: Iterable[reward_pb2.EnvironmentStatus]) -> T
             texts = "", "", process.address, process.build or "-", *counts, "", "", "", state
             table.add_row(*map(cell, texts))
     return table
+
+
+app.command()(env_new.new)
+app.command()(env_check.check)
+app.command(name="try")(env_try.try_)
 
 
 @app.command()

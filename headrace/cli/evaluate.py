@@ -91,7 +91,7 @@ def evaluate(
     found = weights.find(model)
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigError(f"--json {output}: there is no folder {output.absolute().parent}")
-    asked, place = _configuration(found, config, overrides or ())
+    asked, place = configuration(found, config, overrides or ())
     evaluation = evaluation_config(
         asked,
         found,
@@ -103,7 +103,7 @@ def evaluate(
     )
     refuse_ignored(overrides or (), asked, evaluation)
     check(evaluation)
-    _ask(evaluation, found)
+    ask(evaluation, found)
     files = SampleFiles(evaluation.log_folder, evaluation.logger.keep_step_data)
     reports = report(files.read("val", 0), files.read("val_failed", 0), threshold)
     results = {
@@ -127,7 +127,7 @@ def evaluate(
         )
 
 
-def _configuration(found: NamedModel, given: Path | None, overrides: Sequence[str]) -> tuple[Config, Path]:
+def configuration(found: NamedModel, given: Path | None, overrides: Sequence[str]) -> tuple[Config, Path]:
     """The configuration under which is evaluated, and where the evaluation's folder is made."""
     if found.run is not None:
         folder = found.run.config.run_folder
@@ -269,7 +269,7 @@ def _absolute(model: str) -> str:
 # -- asking
 
 
-def _ask(config: Config, found: NamedModel) -> None:
+def ask(config: Config, found: NamedModel) -> None:
     """Run the pipeline until every prompt has ended. Raises `typer.Exit` after a signal."""
     console = Console()
 

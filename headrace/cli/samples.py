@@ -129,6 +129,8 @@ def draw_group(group: SampleGroup, title: str, width: int, text_of: TokenText | 
     heading = [printable(group.id), printable(group.task), title]
     if mean is not None:
         heading.append(f"mean reward {mean:.3g} of {len(group.samples)}")
+    if group.spread is not None:
+        heading.append(f"spread {group.spread:.3g}")
     parts: list[RenderableType] = [Rule(Text(", ".join(heading)), align="left"), _text(group.prompt, "dim")]
     if group.expected is not None:
         parts.append(Text.assemble(("expected: ", "bold"), _text(group.expected)))

@@ -65,7 +65,7 @@ class ReplayConfig(Section):
     retain_steps: int = Field(
         0,
         ge=0,
-        description="newest trained steps whose trajectories stay after their checkpoint, for `headrace replay-step`",
+        description="newest trained steps whose trajectories stay after their checkpoint, for `headrace replay-step` and `rescore`",
     )
     bias_warning: float | None = Field(
         0.2,

@@ -44,6 +44,9 @@ class DescribeResponse(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     CAPACITY_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
+    REWARD_MIN_FIELD_NUMBER: _builtins.int
+    REWARD_MAX_FIELD_NUMBER: _builtins.int
     SANDBOX_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The environment's own name."""
@@ -59,6 +62,15 @@ class DescribeResponse(_message.Message):
     """Score calls it works on at a time, if it scores a call as a whole; 0: as many as its capacity allows. A call then has
     at most capacity / calls trajectories.
     """
+    deterministic: _builtins.bool
+    """Equal trajectories get equal rewards and components, whatever else is scored before or beside them. (The idempotency key
+    is no part of a trajectory in this.)
+    """
+    reward_min: _builtins.float
+    """The least and the largest reward that it gives. A reward beyond one of them is a failure (STATUS_FAILED), never clipped.
+    Absent: no bound.
+    """
+    reward_max: _builtins.float
     sandbox: _builtins.str
     """The sandbox that it scores in: "A" (namespaces, Landlock, a filter of system calls), "B" (without namespaces), "none", or
     empty if it doesn't say.
@@ -72,13 +84,23 @@ class DescribeResponse(_message.Message):
         steps: _builtins.bool = ...,
         capacity: _builtins.int = ...,
         calls: _builtins.int = ...,
+        deterministic: _builtins.bool = ...,
+        reward_min: _builtins.float | None = ...,
+        reward_max: _builtins.float | None = ...,
         sandbox: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward_max", b"_reward_max", "_reward_min", b"_reward_min", "reward_max", b"reward_max", "reward_min", b"reward_min"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "calls", b"calls", "capacity", b"capacity", "description", b"description", "name", b"name", "sandbox", b"sandbox", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward_max", b"_reward_max", "_reward_min", b"_reward_min", "build", b"build", "calls", b"calls", "capacity", b"capacity", "description", b"description", "deterministic", b"deterministic", "name", b"name", "reward_max", b"reward_max", "reward_min", b"reward_min", "sandbox", b"sandbox", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__reward_max: _TypeAlias = _typing.Literal["reward_max"]  # noqa: Y015
+    _WhichOneofArgType__reward_max: _TypeAlias = _typing.Literal["_reward_max", b"_reward_max"]  # noqa: Y015
+    _WhichOneofReturnType__reward_min: _TypeAlias = _typing.Literal["reward_min"]  # noqa: Y015
+    _WhichOneofArgType__reward_min: _TypeAlias = _typing.Literal["_reward_min", b"_reward_min"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward_max) -> _WhichOneofReturnType__reward_max | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward_min) -> _WhichOneofReturnType__reward_min | None: ...
 
 Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import math
 import time
@@ -23,7 +22,6 @@ import prometheus_client
 from headrace import rpc
 from headrace.config import Config
 from headrace.credentials import credentials_of
-from headrace.environment import Sample
 from headrace.errors import CodecError, HeadraceError, LeaseLost, ReplayUnavailable, ServiceError
 from headrace.repeats import Repeats, alike
 from headrace.replay import BufferRetry, ReplayClient, ScoringJob
@@ -32,7 +30,7 @@ from headrace.trajectory import Score
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
 from headrace.v1.trajectory_pb2 import Trajectory
-from headrace.wire import sample_to_wire, score_from_wire
+from headrace.wire import sample_to_wire, score_from_wire, scoring_sample
 from headrace_services.replay.in_flight import LARGEST_BATCH, InFlightLimit
 
 _log = logging.getLogger("headrace.scorer")
@@ -254,7 +252,8 @@ class _Scorer:
         items: list[Item] = []
         for job in jobs:
             try:
-                items.append((job, sample_to_wire(self._sample(job))))
+                sample = scoring_sample(job.group, job.trajectory, self._client.run_id)
+                items.append((job, sample_to_wire(sample)))
             except (CodecError, ValueError) as error:
                 await self._write([(job, Score("UNSENDABLE", message=f"can't be sent for scoring: {error}"))])
         return items
@@ -347,24 +346,6 @@ class _Scorer:
                 if str(error) != self._unkept:
                     _log.warning("%s", error)
                 self._unkept = str(error)
-
-    def _sample(self, job: ScoringJob) -> Sample:
-        group, trajectory = job.group, job.trajectory
-        tokens = trajectory.completion_token_ids
-        digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()
-        return Sample(
-            completion=trajectory.text,
-            extra_env_info=group.extra_env_info,
-            messages=group.messages,
-            completion_token_ids=tuple(tokens.tolist()),
-            finish_reason=trajectory.finish_reason,
-            environment=group.env_name,
-            task_name=group.task_name,
-            group_id=group.id,
-            index=trajectory.index,
-            # The tokens are part of the key: after a rewind another attempt may have the same number.
-            idempotency_key=f"{self._client.run_id}/{group.id}/{trajectory.attempt}/{trajectory.index}/{digest}",
-        )
 
 
 def routes(statuses: Sequence[pb.EnvironmentStatus | None]) -> list[int]:

@@ -258,9 +258,10 @@ class AttachedBackend:
         """The answer to a piece of work, by the deadline."""
         try:
             async with asyncio.timeout_at(deadline):
-                results = accepted(await answer, piece, "an attached process", self._name)
+                description = stream.offers[self._name].environment
+                results = accepted(await answer, piece, "an attached process", self._name, description)
             for result in results:
-                result.build = result.build or stream.build(self._name)
+                result.build = result.build or description.build
             return results
         except TimeoutError:
             stream.withdraw(work_id, "its deadline has passed")

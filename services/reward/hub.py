@@ -126,8 +126,10 @@ class RemoteBackend:
         problem = await self._unreachable()
         if problem is not None:
             return [self._result(trajectory_pb2.STATUS_NOT_STARTED, problem)] * len(trajectories)
-        batches = self._admitted(trajectories)
-        answers = await asyncio.gather(*(self._call(batch, limit) for batch in batches))
+        assert self._description is not None
+        description = self._described(self._description)
+        batches = self._admitted(trajectories, description)
+        answers = await asyncio.gather(*(self._call(batch, limit, description) for batch in batches))
         results = [result for answer in answers for result in answer]
         full = f"{self._target} has all that its capacity allows, or it was more than it takes in one call"
         return [
@@ -171,10 +173,10 @@ class RemoteBackend:
             return (await self.describe())[1]
         return None
 
-    def _admitted(self, trajectories: Sequence[trajectory_pb2.Trajectory]) -> list[Sequence[trajectory_pb2.Trajectory]]:
+    def _admitted(
+        self, trajectories: Sequence[trajectory_pb2.Trajectory], description: environment_pb2.DescribeResponse
+    ) -> list[Sequence[trajectory_pb2.Trajectory]]:
         """Batches of the first of `trajectories`, as many as it has room for. They count as sent until `_call` is done with them."""
-        assert self._description is not None
-        description = self._described(self._description)
         size = self._env.max_batch_size
         if description.calls:
             size = max(1, min(size, description.capacity // description.calls))
@@ -190,23 +192,36 @@ class RemoteBackend:
             start += len(batch)
         return batches
 
-    async def _call(self, batch: Sequence[trajectory_pb2.Trajectory], limit: float) -> list[trajectory_pb2.Result]:
+    async def _call(
+        self,
+        batch: Sequence[trajectory_pb2.Trajectory],
+        limit: float,
+        description: environment_pb2.DescribeResponse,
+    ) -> list[trajectory_pb2.Result]:
         try:
-            return await self._score(batch, limit)
+            return await self._score(batch, limit, description)
         finally:
             self._sent -= len(batch)
             self._calls -= 1
 
-    async def _score(self, batch: Sequence[trajectory_pb2.Trajectory], limit: float) -> list[trajectory_pb2.Result]:
+    async def _score(
+        self,
+        batch: Sequence[trajectory_pb2.Trajectory],
+        limit: float,
+        description: environment_pb2.DescribeResponse,
+    ) -> list[trajectory_pb2.Result]:
         request = environment_pb2.EnvironmentServiceScoreRequest(trajectories=batch)
         try:
             response = await self._stub.Score(request, timeout=limit)
         except grpc.aio.AioRpcError as error:
             if _too_large(error) and len(batch) > 1:  # one of them may be: find it, score the others
                 half = len(batch) // 2
-                return [*await self._score(batch[:half], limit), *await self._score(batch[half:], limit)]
+                return [
+                    *await self._score(batch[:half], limit, description),
+                    *await self._score(batch[half:], limit, description),
+                ]
             return [self._failure(error, limit)] * len(batch)
-        return accepted(response.results, batch, self._target, self._name)
+        return accepted(response.results, batch, self._target, self._name, description)
 
     def _failure(self, error: grpc.aio.AioRpcError, limit: float) -> trajectory_pb2.Result:
         code, details = error.code(), error.details()

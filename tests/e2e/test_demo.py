@@ -185,6 +185,41 @@ def test_its_checkpoint_is_exported_evaluated_and_served(demo: Demo, tmp_path: P
     assert not leftovers(demo.folder)
 
 
+@pytest.mark.nightly  # `headrace eval`, above, goes the same road
+def test_another_reward_is_tried_on_what_its_checkpoint_writes(demo: Demo, tmp_path: Path) -> None:
+    file, sums, page = tmp_path / "first_digit.py", tmp_path / "sums.jsonl", tmp_path / "tried.html"
+    file.write_text(
+        "import headrace\n\nclass FirstDigit(headrace.Environment):\n    def score(self, sample):\n"
+        "        return float(sample.completion[:1] == sample.extra_env_info['answer'][:1])\n"
+    )
+    sums.write_text("".join(json.dumps({"input": f"4{i}+3", "output": str(43 + i)}) + "\n" for i in range(8)))
+    before = {path: path.read_bytes() for path in demo.folder.iterdir() if path.is_file()}
+    tried = headrace_process(
+        *(
+            "env",
+            "try",
+            file,
+            "--prompts",
+            sums,
+            "--model",
+            f"{demo.folder}@best",
+            "-n",
+            4,
+            "--first",
+            3,
+            "--html",
+            page,
+        ),
+        timeout_s=500,
+        cwd=demo.folder.parent,
+    )
+    assert tried.returncode == 0, tried.stderr
+    assert "3 prompts, 12 completions: mean reward" in tried.stdout
+    assert page.read_text().count("<article") == 12
+    assert {path: path.read_bytes() for path in before} == before, "the run itself is as it was"
+    assert not leftovers(demo.folder)
+
+
 @contextlib.contextmanager
 def served(run: Path, log: Path) -> Iterator[tuple[str, str]]:
     """`headrace serve` of the run's best checkpoint: its address, and the only model there is."""

@@ -68,12 +68,24 @@ def test_importing_headrace_loads_the_environment_sdk_alone() -> None:
     assert not top_level(loaded) & (HEAVY | NOT_FOR_ENVIRONMENTS | {"asyncio", "grpc"})
 
 
-@pytest.mark.parametrize("code", [SERVED, "import headrace.attachment"])
-def test_serving_or_attaching_an_environment_loads_no_service_supervisor_client_or_configuration(code: str) -> None:
+@pytest.mark.parametrize("code", [SERVED, "import headrace.attachment", "import headrace.testing"])
+def test_serving_attaching_or_testing_an_environment_loads_no_service_supervisor_client_or_configuration(
+    code: str,
+) -> None:
     loaded = modules_after(code)
     assert "headrace.environment_server" in loaded
     assert not top_level(loaded) & (HEAVY | NOT_FOR_ENVIRONMENTS)
     assert not {"headrace.cli", "headrace.config", "headrace.replay", "headrace.weights"} & loaded
+
+
+def test_checking_an_environment_needs_the_base_package_alone() -> None:
+    loaded = modules_after("import headrace.cli.env_check")
+    assert not top_level(loaded) & (HEAVY | {"fastapi", "uvicorn", "prometheus_client", "httpx"})
+
+
+def test_what_pytest_loads_of_us_in_every_session_is_the_sdk() -> None:
+    loaded = modules_after("import headrace.pytest_plugin")
+    assert {module for module in loaded if module.startswith("headrace")} <= SDK | {"headrace.pytest_plugin"}
 
 
 def test_the_import_contracts_hold() -> None:

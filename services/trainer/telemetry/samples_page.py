@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
+from headrace.files import atomic_write
 from headrace.printable import printable
 from headrace.samples import Kind, SampleFiles, SampleGroup, StoredSample, by_group, choose_groups, failed_groups
 from headrace_services.trainer.telemetry.plots import STYLE
@@ -61,6 +63,17 @@ def render_samples(files: SampleFiles, title: str, of: str, order: Order, text: 
     )
 
 
+def write_groups(path: Path, title: str, facts: Sequence[str], groups: Iterable[SampleGroup]) -> None:
+    """Write one HTML file with these groups, below lines of what is to be said of them."""
+    said = "".join(f"<p>{_safe(fact)}</p>" for fact in facts)
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_safe(title)}</title><style>{STYLE}{_STYLE}</style></head>'
+        f"<body><h1>{_safe(title)}</h1>{said}<main>{''.join(map(_section, groups))}</main></body></html>\n"
+    )
+    with atomic_write(path) as unfinished:
+        unfinished.write_text(page, encoding="utf-8")
+
+
 def _select(name: str, choices: Iterable[tuple[str, str]], chosen: str) -> str:
     options = (
         f'<option value="{_safe(value)}"{" selected" if value == chosen else ""}>{_safe(label)}</option>'
@@ -72,6 +85,7 @@ def _select(name: str, choices: Iterable[tuple[str, str]], chosen: str) -> str:
 def _section(group: SampleGroup) -> str:
     mean = group.mean_reward
     note = group.task + ("" if mean is None else f", mean reward {mean:.3g} of {len(group.samples)}")
+    note += "" if group.spread is None else f", spread {group.spread:.3g}"
     expected = "" if group.expected is None else f"<pre><b>expected:</b> {_safe(group.expected)}</pre>"
     reason = f'<pre class="failed"><b>failed:</b> {_safe(group.reason)}</pre>' if group.reason else ""
     return (

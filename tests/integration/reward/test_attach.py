@@ -402,6 +402,18 @@ async def test_one_that_scores_calls_as_a_whole_gets_no_more_calls_than_it_takes
         assert [score.reward for score in await call] == [1, 1]
 
 
+async def test_law_7_failure_is_not_zero_nor_clipped_a_reward_out_of_the_declared_range_is_failed() -> None:
+    async with start_hub(ATTACHED) as hub, peer(hub) as mine:
+        await mine.register(2, environment=environment_pb2.DescribeResponse(name="mine", reward_max=1.0))
+        await mine.grant(2)
+        call = asyncio.create_task(hub.score([odd("a")] * 2))
+        await mine.answer((await mine.work()).work_id, 1.0, 1.5)
+        fine, over = await call
+        assert of(fine) == ("SCORED", 1)
+        assert of(over) == ("FAILED", None)
+        assert "reward 1.5 is not between" in over.message
+
+
 async def test_a_process_that_drains_gets_no_more_and_what_it_leaves_goes_on() -> None:
     async with start_hub(ATTACHED) as hub, peer(hub) as leaving, peer(hub) as staying:
         await leaving.register(2, "leaving")

@@ -24,10 +24,11 @@ from headrace.config.data import EnvConfig
 from headrace.environment_server import serving
 from headrace.errors import ConfigError, ServiceError
 from headrace.service import bind
-from headrace.v1 import environment_pb2, environment_pb2_grpc, reward_pb2, trajectory_pb2
+from headrace.v1 import reward_pb2, trajectory_pb2
 from headrace.wire import sample_to_wire
 from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.sandbox import Level
+from tests.support.raw_environment import Request, raw_environment, scored
 from tests.support.reward_hub import WAIT_S, start_environment, start_hub, until
 
 ODD = Path(__file__).parents[2] / "support" / "odd_environment.py"
@@ -188,27 +189,29 @@ async def test_a_hub_without_headrace_up_says_who_has_to_start_an_environment(
 
 
 async def test_an_environment_that_breaks_the_contract_is_failed() -> None:
-    class Short(environment_pb2_grpc.EnvironmentServiceServicer):
-        async def Score(
-            self, request: environment_pb2.EnvironmentServiceScoreRequest, context: grpc.aio.ServicerContext
-        ) -> environment_pb2.EnvironmentServiceScoreResponse:
-            result = trajectory_pb2.Result(status=trajectory_pb2.STATUS_SCORED)
-            return environment_pb2.EnvironmentServiceScoreResponse(results=[result] * min(1, len(request.trajectories)))
+    async def short(request: Request, _: Any) -> list[trajectory_pb2.Result]:
+        return [trajectory_pb2.Result(status=trajectory_pb2.STATUS_SCORED)] * min(1, len(request.trajectories))
 
-    server = rpc.server()
-    environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(Short(), server)
-    port = rpc.listen(server, "127.0.0.1", 0, "port")
-    await server.start()
-    try:
-        async with start_hub({"short": {"target": f"127.0.0.1:{port}"}}) as hub:
-            sample = Sample("x", environment="short")
-            two, one = await hub.score([sample, sample]), await hub.score([sample])
-    finally:
-        await server.stop(0)
+    async with raw_environment(short) as target, start_hub({"short": {"target": target}}) as hub:
+        sample = Sample("x", environment="short")
+        two, one = await hub.score([sample, sample]), await hub.score([sample])
     assert [score.status for score in two] == ["FAILED", "FAILED"]
     assert "answered 1 results for 2 trajectories" in two[0].message
     assert (one[0].status, one[0].reward) == ("FAILED", None)
     assert "reward absent" in one[0].message
+
+
+async def test_law_7_failure_is_not_zero_nor_clipped_a_reward_out_of_the_declared_range_is_failed() -> None:
+    async def lengths(request: Request, _: Any) -> list[trajectory_pb2.Result]:
+        return [scored(len(each.completion)) for each in request.trajectories]
+
+    async with raw_environment(lengths, reward_max=2.0) as target, start_hub({"raw": {"target": target}}) as hub:
+        listed = (await hub.environments())["raw"]
+        assert (listed.description.reward_max, listed.description.HasField("reward_min")) == (2, False)
+        fine, over = await hub.score([Sample("ab", environment="raw"), Sample("abc", environment="raw")])
+    assert fine.reward == 2
+    assert (over.status, over.reward) == ("FAILED", None)
+    assert over.message == "reward 3 is not between the environment's reward_min (none) and reward_max 2"
 
 
 async def test_law_6_liveness_a_hanging_scorer_is_killed_and_the_others_keep_their_rewards() -> None:

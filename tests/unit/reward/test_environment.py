@@ -13,6 +13,7 @@ import pytest
 
 from headrace import Environment, Sample, Score
 from headrace.environment_server import BatchScorer
+from headrace.errors import ConfigError
 from headrace.repeats import Repeats
 
 WAIT_S = 30.0
@@ -61,6 +62,42 @@ def test_law_7_failure_is_not_zero_what_is_no_reward_is_failed(value: object, wo
     (score,) = scorer(environment(lambda _: value), "x")
     assert (score.status, score.reward, score.environment) == ("FAILED", None, "Mine")
     assert words in score.message
+
+
+@pytest.mark.parametrize(
+    ("reward", "least", "most", "said"),
+    [
+        (1.5, 0.0, 1.0, "reward 1.5 is not between the environment's reward_min 0 and reward_max 1"),
+        (-0.5, 0.0, None, "reward -0.5 is not between the environment's reward_min 0 and reward_max (none)"),
+        (2.0, None, 1.0, "reward_min (none) and reward_max 1"),
+    ],
+)
+def test_law_7_failure_is_not_zero_nor_clipped_a_reward_out_of_its_range_is_failed(
+    reward: float, least: float | None, most: float | None, said: str
+) -> None:
+    for value in (reward, Score("SCORED", reward, {"part": 1.0})):
+        (score,) = scorer(environment(lambda _, value=value: value, reward_min=least, reward_max=most), "x")
+        assert (score.status, score.reward, score.components) == ("FAILED", None, {})
+        assert said in score.message
+
+
+def test_the_ends_of_the_range_are_in_it_and_what_is_no_reward_has_none() -> None:
+    for value, status in ((0, "SCORED"), (1, "SCORED"), (Score("INVALID", message="no answer"), "INVALID")):
+        (score,) = scorer(environment(lambda _, value=value: value, reward_min=0.0, reward_max=1.0), "x")
+        assert score.status == status
+
+
+def test_a_range_that_holds_no_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Mine\.reward_min is 1 and its reward_max 0: no reward is between them"):
+        BatchScorer(environment(lambda _: 1.0, reward_min=1, reward_max=0))
+
+
+def test_what_it_promises_is_described() -> None:
+    silent = BatchScorer(environment(lambda _: 1.0)).description
+    assert (silent.deterministic, silent.HasField("reward_min"), silent.HasField("reward_max")) == (False,) * 3
+    bounded = BatchScorer(environment(lambda _: 1.0, deterministic=True, reward_min=0)).description
+    assert (bounded.deterministic, bounded.reward_min, bounded.HasField("reward_min")) == (True, 0, True)
+    assert not bounded.HasField("reward_max")
 
 
 def test_law_7_failure_is_not_zero_an_exception_is_failed_and_the_others_keep_their_rewards() -> None:

@@ -80,6 +80,40 @@ def test_names_that_are_imported_or_made_are_there_too(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (FINE, "Exact"),
+        ("class Base(Environment): ...\nclass Mine(Base): ...", "Mine"),
+        ("from headrace import Environment\nclass Other: ...\nclass Mine(Other, Environment): ...", "Mine"),
+    ],
+)
+def test_the_one_environment_of_a_file_needs_no_name(file: Path, text: str, named: str) -> None:
+    file.write_text(text)
+    assert environment_file.completed(str(file)) == f"{file}:{named}"
+    assert environment_file.completed(f"{file}:Given") == f"{file}:Given"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("class A(Environment): ...\nclass B(headrace.Environment): ...", "it has A, B; name one"),
+        ("class A: ...", "no class that derives from headrace.Environment (A)"),
+        ("", "no class that derives from headrace.Environment (no class)"),
+    ],
+)
+def test_of_none_or_several_the_user_names_one(file: Path, text: str, said: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        environment_file.completed(str(file))
+    assert said in str(refused.value)
+
+
+def test_a_file_is_told_from_an_address() -> None:
+    assert all(map(environment_file.is_file, ("a.py", "b/a.py:Mine")))
+    assert not any(map(environment_file.is_file, ("host:50400", "host.py.org:5", "unix:/tmp/a", "a.pyc")))
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("Exact = 3", "Exact is 3, not a subclass of headrace.Environment"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,3 +24,16 @@ def test_buf_finds_nothing_to_mend() -> None:
     assert lint.returncode == 0, lint.stdout
     form = subprocess.run([BUF, "format", "--diff", "--exit-code"], cwd=ROOT, capture_output=True, text=True)
     assert form.returncode == 0, form.stdout
+
+
+def test_what_was_released_can_still_be_read(tmp_path: Path) -> None:
+    """`buf breaking`: fields and methods are added, never changed or removed."""
+    breaking = [BUF, "breaking", "--against", str(ROOT / "proto" / "released.binpb")]
+    kept = subprocess.run(breaking, cwd=ROOT, capture_output=True, text=True)
+    assert kept.returncode == 0, kept.stdout
+    shutil.copytree(ROOT / "proto", tmp_path / "proto")
+    shutil.copy(ROOT / "buf.yaml", tmp_path)
+    changed = tmp_path / "proto" / "headrace" / "v1" / "environment.proto"
+    changed.write_text(changed.read_text().replace("uint32 capacity = 5;", "string capacity = 5;"))
+    broken = subprocess.run(breaking, cwd=tmp_path, capture_output=True, text=True)
+    assert "changed type from" in broken.stdout

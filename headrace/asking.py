@@ -1,0 +1,46 @@
+"""Has samples scored by whoever is not the run: what has no room for them at once is asked again, as the run does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+import grpc
+
+from headrace.environment import Sample
+from headrace.errors import CodecError
+from headrace.trajectory import Score
+from headrace.v1 import trajectory_pb2
+from headrace.wire import score_from_wire
+
+_PAUSE_S = 0.05
+
+# One call, with the seconds that it may take.
+Send = Callable[[Sequence[Sample], float], Awaitable[Sequence[trajectory_pb2.Result]]]
+
+
+async def ask(send: Send, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
+    """Their scores, in order. What was not started on is sent again after a pause, until `timeout_s` have passed; then it is NOT_STARTED.
+
+    Raises `CodecError` for too few or too many results, and what `send` raises.
+    """
+    until = time.monotonic() + timeout_s
+    scores: dict[int, Score] = {}
+    left = list(range(len(samples)))
+    while left:
+        remaining_s = max(until - time.monotonic(), 0.001)
+        try:
+            results = await send([samples[place] for place in left], remaining_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and len(scores) == len(samples):
+                break  # it has answered before, and little time was left to ask again
+            raise
+        if len(results) != len(left):
+            raise CodecError(f"{len(results)} results for {len(left)} trajectories")
+        scores |= dict(zip(left, map(score_from_wire, results), strict=True))
+        left = [place for place in left if scores[place].status == "NOT_STARTED"]
+        if until - time.monotonic() <= _PAUSE_S:
+            break
+        await asyncio.sleep(_PAUSE_S if left else 0)
+    return [scores[place] for place in range(len(samples))]

@@ -1,0 +1,114 @@
+"""`headrace env check`: what is right and what is wrong with an environment, before a run relies on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from headrace import conformance, environment_file, rpc
+from headrace.addresses import target_is_local
+from headrace.attachment import DialOptions
+from headrace.cli.common import cell, plain_table, say
+from headrace.cli.served_file import environment_at, served_file
+from headrace.conformance import Finding, Verdict
+from headrace.credentials import Credentials
+from headrace.errors import ConfigError, ServiceError
+from headrace.example_samples import GoldenSample, read_samples
+
+_STYLES: dict[Verdict, str] = {"right": "green", "note": "yellow", "wrong": "bold red", "not looked at": "dim"}
+
+TargetArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET|FILE.py[:CLASS]",
+        help="The host:port of an environment that is served, in any language; or a file with a subclass of headrace.Environment.",
+        show_default=False,
+    ),
+]
+
+
+def check(
+    target: TargetArgument,
+    samples: Annotated[
+        Path | None,
+        typer.Option(
+            "--samples",
+            metavar="FILE.jsonl",
+            help="Samples of yours, and what they earn, one a line: completion, extra_env_info, prompt, reward, components, status.",
+            show_default=False,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that one call may take: env.NAME.timeout_s.")
+    ] = conformance.TIMEOUT_S,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Has a line `environment NAME TOKEN`.", show_default=False)
+    ] = None,
+    name: Annotated[str, typer.Option(help="With --token-file: the NAME.", show_default=False)] = "",
+    tls_ca: Annotated[
+        str | None, typer.Option(help="PEM file of the authority of its certificate.", show_default=False)
+    ] = None,
+    insecure: Annotated[bool, typer.Option(help="Without TLS to another machine.")] = False,
+) -> None:
+    """Drive an environment through what a run does to it, and say what is right, what is wrong, and how to mend it.
+
+    It scores 100 to 300 samples. Exits with 1 if anything is wrong.
+    """
+    golden = [] if samples is None else read_samples(samples)
+    options = _options(target, token_file, name, tls_ca, insecure)
+    findings = asyncio.run(_examine(target, golden, timeout, options))
+    console = Console()
+    console.print(table(findings))
+    wrong = [each for each in findings if each.verdict == "wrong"]
+    for each in wrong:
+        say(console, f"to mend {each.check}: {each.remedy}")
+    skipped = sum(each.verdict == "not looked at" for each in findings)
+    total = f"{len(wrong)} of {len(findings)} wrong" if wrong else "nothing is wrong"
+    say(console, f"{target}: {total}" + (f", {skipped} not looked at" if skipped else ""))
+    raise typer.Exit(1 if wrong or skipped else 0)
+
+
+def table(findings: Sequence[Finding]) -> Table:
+    """A row for each."""
+    made = plain_table("verdict", "check", show_header=False)
+    made.add_column("said", overflow="fold")
+    for each in findings:
+        made.add_row(cell(each.verdict, _STYLES[each.verdict]), cell(each.check), cell(each.said))
+    return made
+
+
+def _options(target: str, token_file: Path | None, name: str, tls_ca: str | None, insecure: bool) -> DialOptions:
+    """How the environment is dialled. Raises `ConfigError`."""
+    if token_file is not None and not name:
+        raise ConfigError(
+            f"--token-file {token_file}: which of its tokens? give --name NAME, for the line `environment NAME TOKEN`"
+        )
+    tls = tls_ca is not None or not (insecure or environment_file.is_file(target) or target_is_local(target))
+    if token_file is None:
+        return DialOptions(tls, tls_ca)
+    token = Credentials(token_file).token(f"environment {name}")
+    return DialOptions(tls, tls_ca, lambda: token)
+
+
+async def _examine(
+    target: str, samples: Sequence[GoldenSample], timeout_s: float, options: DialOptions
+) -> list[Finding]:
+    async with contextlib.AsyncExitStack() as stack:
+        environment = environment_at(target)
+        address, renew = environment.address, None
+        if environment.is_started:
+            served = await stack.enter_async_context(served_file(str(environment.target)))
+            address, renew = served.address, served.renew
+        channel = await stack.enter_async_context(rpc.channel(str(address), security=options, token=options.token))
+        metadata = [] if options.token is None else [rpc.bearer(options.token())]
+        try:
+            return await conformance.examine(channel, samples, timeout_s, renew, metadata)
+        except ServiceError as error:
+            raise ServiceError(f"{target}: {error}") from error

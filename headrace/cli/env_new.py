@@ -1,0 +1,193 @@
+"""`headrace env new`: the folder that an environment of one's own begins with."""
+
+from __future__ import annotations
+
+import json
+import keyword
+import random
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from string import Template
+from typing import Annotated
+
+import typer
+
+from headrace.errors import ConfigError, ServiceError
+
+_PROBLEMS = 1000
+_ENVIRONMENT = Template('''\
+"""The reward of $name: 1 for the expected number, and nothing else. Change it; docs/environments.md has the whole contract."""
+
+import headrace
+
+
+class $class_name(headrace.Environment):
+    build = "1"  # kept with every reward: change it with the code
+    deterministic = True
+    reward_min, reward_max = 0.0, 1.0
+
+    def score(self, sample: headrace.Sample) -> headrace.Score:
+        if "answer" not in sample.extra_env_info:
+            return headrace.Score("INVALID", message="extra_env_info has no answer")
+        correct = float(sample.completion.strip() == sample.extra_env_info["answer"])
+        stopped = float(sample.finish_reason == "stop")  # not cut off at the longest length
+        return headrace.Score("SCORED", correct * stopped, components={"correct": correct, "stopped": stopped})
+''')
+_TEST = Template('''\
+"""`pytest` runs these without a run: `serve_environment` is a fixture of headrace."""
+
+from pathlib import Path
+
+import pytest
+from $name import $class_name
+
+from headrace.testing import read_samples, sample
+
+
+@pytest.fixture
+def $name(serve_environment):
+    return serve_environment($class_name())
+
+
+def test_the_expected_number_earns_one($name):
+    assert $name.reward(sample("132", {"answer": "132"})) == 1
+
+
+@pytest.mark.parametrize("completion", ["131", "", "132 or 133"])
+def test_anything_else_earns_nothing($name, completion):
+    assert $name.reward(sample(completion, {"answer": "132"})) == 0
+
+
+def test_a_completion_that_was_cut_off_earns_nothing($name):
+    assert $name.reward(sample("132", {"answer": "132"}, finish_reason="length")) == 0
+
+
+def test_a_problem_without_an_answer_can_not_be_scored($name):
+    (score,) = $name.score(sample("132", {}))
+    assert score.status == "INVALID"
+
+
+def test_it_holds_under_all_that_a_run_does($name):
+    """As `headrace env check $name.py --samples golden.jsonl`."""
+    assert not $name.faults(read_samples(Path(__file__).with_name("golden.jsonl")))
+''')
+_CONFIG = Template("""\
+# Trains on the reward of $name.py, on two CPU cores. In this folder:
+#
+#   headrace model tiny models/tiny        once: makes a small model that adds, and often forgets to carry
+#   headrace up $name.yaml
+
+grpo:
+  num_prompts_per_step: 32
+  num_generations_per_prompt: 16
+  max_num_steps: 30
+  val_period: 5
+  val_at_end: true
+  async_grpo:
+    enabled: true
+    max_trajectory_age_steps: 2
+    in_flight_weight_updates: true
+
+loss_fn:
+  reference_policy_kl_penalty: 0
+
+policy:
+  model_name: models/tiny
+  precision: float32
+  max_total_sequence_length: 64
+  optimizer:
+    kwargs: {lr: 1.0e-4, weight_decay: 0.0}
+  generation:
+    max_new_tokens: 6
+    vllm_cfg:
+      kv_cache_memory_bytes: 67108864
+
+data:
+  train:
+    data_path: problems.jsonl    # `input` is asked; all other fields are the environment's extra_env_info, `output` as `answer`
+    env_name: $name
+    split_validation_size: 0.2
+
+env:
+  $name:
+    target: $name.py:$class_name    # `headrace up` serves it
+    timeout_s: 30
+
+replay:
+  retain_steps: 5    # `headrace rescore` scores what these steps were trained on with another reward
+
+trainer:
+  num_threads: 1
+""")
+_GOLDEN = (
+    {"completion": "132", "extra_env_info": {"answer": "132"}, "reward": 1.0},
+    {"completion": " 132\n", "extra_env_info": {"answer": "132"}, "reward": 1.0},
+    {"completion": "131", "extra_env_info": {"answer": "132"}, "reward": 0.0},
+    {
+        "completion": "132",
+        "extra_env_info": {"answer": "132"},
+        "finish_reason": "length",
+        "reward": 0.0,
+        "components": {"correct": 1.0},
+    },
+    {"completion": "132", "extra_env_info": {}, "status": "INVALID"},
+)
+
+
+def new(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Of the environment, its file and its folder.", show_default=False)
+    ],
+) -> None:
+    """Make a folder with an environment, its test, golden samples, problems, and a configuration that trains on them."""
+    folder = Path(name)
+    _check(folder)
+    try:
+        folder.mkdir()
+        for file, text in files(name).items():
+            (folder / file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ServiceError(f"{folder.absolute()}: can't be written ({error.strerror})") from error
+    typer.echo(
+        f"{folder}/ has {name}.py, its test, golden.jsonl, problems.jsonl and {name}.yaml. There:\n"
+        "  pytest\n"
+        f"  headrace env check {name}.py --samples golden.jsonl\n"
+        "  headrace model tiny models/tiny\n"
+        f"  headrace env try {name}.py --prompts problems.jsonl --model models/tiny --config {name}.yaml\n"
+        f"  headrace up {name}.yaml"
+    )
+
+
+def files(name: str) -> dict[str, str]:
+    """What is in the folder of a new environment."""
+    names = {"name": name, "class_name": "".join(word.capitalize() for word in name.split("_"))}
+    drawn = random.Random(name)
+    pairs = dict.fromkeys((drawn.randrange(100), drawn.randrange(100)) for _ in range(_PROBLEMS))
+    return {
+        f"{name}.py": _ENVIRONMENT.substitute(names),
+        f"test_{name}.py": _TEST.substitute(names),
+        f"{name}.yaml": _CONFIG.substitute(names),
+        "golden.jsonl": _lines(_GOLDEN),
+        "problems.jsonl": _lines({"input": f"{a}+{b}", "output": str(a + b)} for a, b in pairs),
+    }
+
+
+def _lines(records: Iterable[Mapping[str, object]]) -> str:
+    return "".join(f"{json.dumps(record)}\n" for record in records)
+
+
+def _check(folder: Path) -> None:
+    """Raise `ConfigError` for a name that can't be that of a module, a class and an environment, and for a folder that is there."""
+    name = folder.name
+    if str(folder) != name or not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
+        raise ConfigError(
+            f"{folder}: give a name of small letters, digits and single underscores, which begins with a letter"
+        )
+    if name in sys.stdlib_module_names or name in ("headrace", "pytest"):
+        raise ConfigError(
+            f"{name}: its file would hide Python's module {name}; give another name, {name}_reward perhaps"
+        )
+    if folder.exists():
+        raise ConfigError(f"{name}: {folder.absolute()} is there already; give another name, or remove it")

@@ -1,0 +1,162 @@
+"""`headrace env try`: what a model writes, and what a reward makes of it, before anything is trained on it."""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from headrace.cli import evaluate, weights
+from headrace.cli.common import load_entry_point, say
+from headrace.cli.env_check import TargetArgument
+from headrace.cli.pipeline import check
+from headrace.cli.samples import draw_group
+from headrace.cli.served_file import environment_at
+from headrace.config import Config
+from headrace.config.data import EnvConfig
+from headrace.errors import ConfigError, ServiceError
+from headrace.rescoring import rewards
+from headrace.samples import SampleFiles, SampleGroup, by_group
+
+# As the configuration names the environment.
+_NAME = "tried"
+
+
+def try_(
+    target: TargetArgument,
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Problems, one a line: `input` is asked, `output` is the answer, and all other fields are for the environment.",
+            show_default=False,
+        ),
+    ],
+    model: Annotated[
+        str, typer.Option(metavar="RUN[@STEP]|DIR|MODEL", help="What writes, as for headrace eval.", show_default=False)
+    ],
+    samples: Annotated[int, typer.Option("-n", min=1, help="Completions of each prompt.")] = 8,
+    first: Annotated[int, typer.Option(min=1, help="How many prompts, from the first line on.")] = 8,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            "-c",
+            help="A YAML with the sampling and the sizes to use, else the run's own.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="key=value", help="Override a key of it; may be given several times.", show_default=False
+        ),
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write them as a page.", show_default=False)
+    ] = None,
+) -> None:
+    """Sample a few completions of some prompts, and show them with rewards, components and spread, and how many groups would teach nothing.
+
+    Every service starts as for `headrace eval`, and stops in the end or on Ctrl-C.
+    """
+    found = weights.find(model)
+    if page is not None and not page.absolute().parent.is_dir():
+        raise ConfigError(f"--html {page}: there is no folder {page.absolute().parent}")
+    environment = environment_at(target)
+    with tempfile.TemporaryDirectory() as folder:
+        asked = Path(folder) / "prompts.jsonl"
+        asked.write_text("".join(_first(prompts, first)), encoding="utf-8")
+        if config is None and found.run is None:
+            config = Path(folder) / "config.yaml"
+            config.write_text("{}\n", encoding="utf-8")  # what is not set has its default
+        made = evaluation(config, found, environment, asked, samples, overrides or ())
+        check(made)
+        evaluate.ask(made, found)
+    files = SampleFiles(made.log_folder, made.logger.keep_step_data)
+    groups = by_group(files.samples("val", 0))
+    facts = [*summary(groups), *failures(files.read("val_failed", 0))]
+    console = Console()
+    for group in groups:
+        console.print(draw_group(group, target, console.width))
+    for fact in facts:
+        say(console, fact)
+    if page is not None:
+        write = load_entry_point("headrace.tools", "groups-page", extra="trainer")
+        write(page, f"{target} on what {found.name} writes", facts, groups)
+    if not groups:
+        raise ServiceError(f"no prompt got rewards; {made.run_folder} holds the logs")
+
+
+def summary(groups: Sequence[SampleGroup]) -> Iterator[str]:
+    """What the rewards of these groups say, a line each."""
+    each = [[sample.reward for sample in group.samples if sample.reward is not None] for group in groups]
+    found = rewards([group for group in each if group])
+    if found is None:
+        return
+    yield (
+        f"{len(groups)} prompts, {sum(map(len, each))} completions: mean reward {found.mean:.3f}, deviation {found.deviation:.3f}, "
+        f"spread in a group {found.spread:.3f}"
+    )
+    flat = sum(group.spread == 0 for group in groups)
+    yield f"{flat} of {len(groups)} groups ({found.flat:.0%}) would teach nothing: all their rewards are equal"
+    truncated = [sample.truncated for group in groups for sample in group.samples]
+    if any(truncated):
+        yield f"{sum(truncated)} of {len(truncated)} completions were cut off (policy.generation.max_new_tokens)"
+
+
+def failures(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line for each prompt that failed."""
+    for record in records:
+        yield f"{record['group']} failed: {record['reason']}"
+
+
+def _first(prompts: Path, count: int) -> list[str]:
+    """The first problems of a file of JSON lines. Raises `ConfigError` if there are none."""
+    try:
+        lines = prompts.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--prompts {prompts}: can't be read ({error}); give a file of JSON lines") from error
+    found = [line for line in lines if line.strip()][:count]
+    if not found:
+        raise ConfigError(f"--prompts {prompts}: has no problem; each line is one, as JSON")
+    return found
+
+
+def evaluation(
+    config: Path | None,
+    found: weights.NamedModel,
+    environment: EnvConfig,
+    prompts: Path,
+    samples: int,
+    overrides: Sequence[str],
+) -> Config:
+    """The configuration of the run that asks these prompts, with this environment alone. Raises `ConfigError`."""
+    given, place = evaluate.configuration(found, config, overrides)
+    sets = evaluate.data_sets([str(prompts)], given, overrides)
+    alone = given.model_copy(
+        update={
+            "env": {_NAME: environment},
+            "data": given.data.model_copy(update={"train": [], "validation": []}),
+            # a run's own get no token of this environment
+            "security": given.security
+            if found.run is None
+            else given.security.model_copy(update={"credentials": None}),
+        }
+    )
+    made = evaluate.evaluation_config(
+        alone,
+        found,
+        {name: {**(source or {}), "env_name": _NAME} for name, source in sets.items()},
+        samples=samples,
+        temperature=given.policy.generation.temperature,  # as in training
+        place=place,
+        now=datetime.datetime.now(),
+    )
+    evaluate.refuse_ignored(overrides, alone, made)
+    return made

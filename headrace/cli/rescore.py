@@ -1,0 +1,229 @@
+"""`headrace rescore`: trajectories that a run keeps, scored again by another environment or another build of one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from headrace import environment_file, rpc
+from headrace.addresses import LOOPBACK, target_is_local, with_port
+from headrace.asking import ask
+from headrace.cli import runs
+from headrace.cli.common import RunArgument, cell, load_entry_point, plain_table, say
+from headrace.cli.served_file import environment_at, served_file
+from headrace.config import Config
+from headrace.config.data import EnvConfig
+from headrace.credentials import credentials_of
+from headrace.environment import Sample
+from headrace.errors import ConfigError, HeadraceError, ServiceError
+from headrace.replay import HeldGroup
+from headrace.rescoring import Comparison, Rescored, compare
+from headrace.trajectory import Group, Score, Trajectory
+from headrace.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2
+from headrace.wire import sample_to_wire, scoring_sample
+
+# States of groups that may have scores.
+_STATES = ("open", "scoring", "ready", "reserved", "trained", "evaluated")
+_PAUSE_S = 0.1
+# What the hub has beyond the environment's time.
+_MARGIN_S = 5.0
+_START_S = 10.0
+
+Scored = tuple[Group, Trajectory, float]
+
+
+def rescore(
+    run: RunArgument,
+    env: Annotated[
+        str,
+        typer.Option(
+            "--env",
+            metavar="NAME|FILE.py[:CLASS]|HOST:PORT",
+            help="What scores: an environment of the run's configuration, as it is now; a file; or a process that serves one.",
+            show_default=False,
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="key=value",
+            help="Override a key of the run's configuration, env.NAME.threshold perhaps; may be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    of: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Only groups that this environment scored, by env.NAME.", show_default=False),
+    ] = None,
+    count: Annotated[int, typer.Option("-n", min=0, help="How many of those that differ most are shown.")] = 10,
+) -> None:
+    """Score the groups that a run keeps (replay.retain_steps) with another reward, and show what differs. The run is left as it is."""
+    config = runs.find(run, overrides or ())
+    name, environment = _environment(config, env)
+    rescored = asyncio.run(_rescore(config, name, environment, of))
+    found = compare(rescored)
+    console = Console()
+    say(console, f"{found.trajectories} trajectories, scored again by {env}: {found.differing} rewards differ")
+    if found.before is not None:
+        console.print(table(found))
+    for reason, times in found.failures.items():
+        say(console, f"{times} got no reward, and count nowhere, nor do their groups: {reason}")
+    most = sorted((each for each in rescored if each.differs), key=lambda each: -abs(each.change))[:count]
+    if most:
+        console.print(differing(most))
+    if found.before is None:
+        raise ServiceError(f"{env} scored no group whole")
+
+
+def table(found: Comparison) -> Table:
+    """The rewards before and after, over the groups that were scored whole."""
+    made = plain_table(
+        f"{found.groups} groups", "mean reward", "deviation", "spread in a group", "groups that teach nothing"
+    )
+    for name, rewards in (("as stored", found.before), ("now", found.after)):
+        assert rewards is not None
+        made.add_row(
+            name,
+            *(f"{value:.3f}" for value in (rewards.mean, rewards.deviation, rewards.spread)),
+            f"{rewards.flat:.0%}",
+        )
+    return made
+
+
+def differing(rescored: Sequence[Rescored]) -> Table:
+    made = plain_table("group", "index", "stored", "now")
+    made.add_column("completion", overflow="ellipsis", no_wrap=True)
+    for each in rescored:
+        numbers = str(each.trajectory.index), f"{each.before:g}", f"{each.after.reward:g}"
+        made.add_row(cell(each.group.id), *numbers, cell(each.trajectory.text[:200]))
+    return made
+
+
+def _environment(config: Config, env: str) -> tuple[str, EnvConfig]:
+    """The environment that `--env` means, and its name. Raises `ConfigError`."""
+    if env in config.env:
+        name, found = env, config.env[env]
+    elif environment_file.is_file(env) or ":" in env:
+        name, found = "rescored", environment_at(env)
+    else:
+        known = ", ".join(config.env) or "none"
+        raise ConfigError(
+            f"--env {env}: the run has no such environment ({known}), and it is neither FILE.py nor HOST:PORT"
+        )
+    if found.attached or found.command is not None:
+        raise ConfigError(
+            f"--env {env}: only the run itself reaches env.{env}; name its file, or the address of a process that serves it"
+        )
+    target, security = found.target, config.security
+    is_far = target is not None and not (found.is_started or target_is_local(target))
+    if is_far and security.tls and security.tls_ca is None:
+        # the hub of this process has no certificate, and without either it would dial in plain text
+        raise ConfigError(
+            f"--env {env}: {target} is on another machine; name the authority of its certificate: --set security.tls_ca=FILE"
+        )
+    return name, found
+
+
+async def _rescore(config: Config, name: str, environment: EnvConfig, of: str | None) -> list[Rescored]:
+    stored = [each for each in await _stored(config) if of in (None, each[0].env_name)]
+    if not stored:
+        which = "" if of is None else f" of environment {of}"
+        raise HeadraceError(
+            f"the buffer of {config.run_folder} holds no scored trajectory{which}; replay.retain_steps=N keeps those of the newest N steps "
+            f"that were trained (it is {config.replay.retain_steps})"
+        )
+    async with _hub(config, name, environment) as (stub, size):
+        return await _score(stub, name, environment, stored, size)
+
+
+async def _stored(config: Config) -> list[Scored]:
+    """What the buffer holds that has a reward."""
+    async with runs.open_buffer(config) as replay:
+        groups = [group_id async for group_id, _ in replay.groups(_STATES)]
+        held = [await replay.held(group_id) for group_id in dict.fromkeys(groups)]
+    return [scored for group in held if group is not None for scored in _scored(group)]
+
+
+def _scored(held: HeldGroup) -> list[Scored]:
+    return [
+        (held.group, trajectory, score.reward)
+        for trajectory, score in held.trajectories
+        if score is not None and score.reward is not None
+    ]
+
+
+@contextlib.asynccontextmanager
+async def _hub(config: Config, name: str, environment: EnvConfig) -> AsyncIterator[tuple[Any, int]]:
+    """A reward hub of this process with that environment alone; yields its stub, and how many trajectories it can be at work on."""
+    running = load_entry_point("headrace.tools", "hub", extra="reward")
+    async with contextlib.AsyncExitStack() as stack:
+        if environment.is_started:
+            served = await stack.enter_async_context(served_file(str(environment.target)))
+            environment = environment.model_copy(update={"target": served.address})
+        here = {"host": LOOPBACK, "port": 0, "http_port": 0, "address": None}
+        alone = config.model_copy(
+            update={
+                "run": config.run.model_copy(update={"id": None}),
+                "env": {name: environment},
+                "reward": config.reward.model_copy(update=here),
+                # what is for this process alone needs no certificate
+                "security": config.security.model_copy(update={"tls_cert": None, "tls_key": None}),
+            }
+        )
+        hub = await stack.enter_async_context(running(alone))
+        credentials = credentials_of(alone)
+        token = None if credentials is None else credentials.presented("scorer")
+        channel = rpc.channel(with_port(LOOPBACK, hub.port), config.reward.max_message_bytes, token=token)
+        stub = reward_pb2_grpc.RewardServiceStub(await stack.enter_async_context(channel))
+        yield stub, await _capacity(stub)
+
+
+async def _capacity(stub: Any) -> int:
+    """Of the hub's only environment. Raises `ServiceError` if it can't score."""
+    until = time.monotonic() + _START_S
+    while True:
+        listed = await stub.ListEnvironments(reward_pb2.ListEnvironmentsRequest(), timeout=_MARGIN_S)
+        (status,) = listed.environments
+        if status.ready:
+            return int(status.description.capacity)
+        if time.monotonic() > until:
+            raise ServiceError(status.message)
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _score(stub: Any, name: str, environment: EnvConfig, stored: Sequence[Scored], size: int) -> list[Rescored]:
+    """In the order of `stored`, `size` at a time. Raises `ServiceError` if the environment begins on none of them in its time."""
+
+    async def send(samples: Sequence[Sample], within_s: float) -> Sequence[trajectory_pb2.Result]:
+        request = reward_pb2.ScoreRequest(trajectories=map(sample_to_wire, samples))
+        results: Sequence[trajectory_pb2.Result] = (await stub.Score(request, timeout=within_s)).results
+        return results
+
+    scope = (
+        f"rescore-{secrets.token_hex(8)}"  # under keys of its own: an environment may remember what it answered the run
+    )
+    samples = [
+        dataclasses.replace(scoring_sample(group, trajectory, scope), environment=name)
+        for group, trajectory, _ in stored
+    ]
+    scores: dict[int, Score] = {}
+    left = list(range(len(stored)))
+    while left:
+        part = left[:size]
+        answered = await ask(send, [samples[place] for place in part], environment.timeout_s + _MARGIN_S)
+        begun = {place: score for place, score in zip(part, answered, strict=True) if score.status != "NOT_STARTED"}
+        if not begun:
+            raise ServiceError(f"{name} scores no more: {answered[0].message}")
+        scores |= begun
+        left = [place for place in left if place not in scores]
+    return [Rescored(*each, scores[place]) for place, each in enumerate(stored)]

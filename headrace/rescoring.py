@@ -1,0 +1,84 @@
+"""What another environment, or another build of it, makes of trajectories that have been scored."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from headrace.example_samples import close
+from headrace.trajectory import Group, Score, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Rescored:
+    """A trajectory with the reward that it has, and what it gets now."""
+
+    group: Group
+    trajectory: Trajectory
+    before: float
+    after: Score
+
+    @property
+    def change(self) -> float:
+        """Of its reward; 0 if it gets none."""
+        return 0.0 if self.after.reward is None else self.after.reward - self.before
+
+    @property
+    def differs(self) -> bool:
+        return self.after.reward is not None and not close(self.after.reward, self.before)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewards:
+    """Of groups: mean and standard deviation of the rewards. `spread`: the mean of the standard deviations within a group. `flat`: the
+    share of groups whose rewards are all equal, from which nothing is learnt."""
+
+    mean: float
+    deviation: float
+    spread: float
+    flat: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """`before` and `after` are over the groups of which every trajectory gets a reward now: `groups` of them. `failures`: how many
+    trajectories get none, for which reason."""
+
+    groups: int
+    trajectories: int
+    differing: int
+    before: Rewards | None
+    after: Rewards | None
+    failures: Mapping[str, int]
+
+
+def compare(rescored: Sequence[Rescored]) -> Comparison:
+    by_group: dict[str, list[Rescored]] = {}
+    for each in rescored:
+        by_group.setdefault(each.group.id, []).append(each)
+    whole = [group for group in by_group.values() if all(each.after.reward is not None for each in group)]
+    failures = Counter(f"{each.after.status}: {each.after.message}" for each in rescored if each.after.reward is None)
+    return Comparison(
+        groups=len(whole),
+        trajectories=len(rescored),
+        differing=sum(each.differs for each in rescored),
+        before=rewards([[each.before for each in group] for group in whole]),
+        after=rewards([[float(each.after.reward or 0.0) for each in group] for group in whole]),
+        failures=dict(failures.most_common()),
+    )
+
+
+def rewards(groups: Sequence[Sequence[float]]) -> Rewards | None:
+    """Of these groups' rewards; None if there is no group."""
+    if not groups:
+        return None
+    every = np.concatenate([np.asarray(group, np.float64) for group in groups])
+    return Rewards(
+        mean=float(every.mean()),
+        deviation=float(every.std()),
+        spread=float(np.mean([np.std(group) for group in groups])),
+        flat=float(np.mean([max(group) == min(group) for group in groups])),
+    )

@@ -1,0 +1,95 @@
+"""Tests an environment without a run: samples, and a server that scores them as a run has them scored.
+
+    from headrace.testing import sample
+
+    def test_the_right_answer_earns_one(serve_environment):
+        exact = serve_environment(Exact())
+        assert exact.reward(sample("4", {"answer": "4"})) == 1
+
+`serve_environment` is a fixture that pytest finds by itself. Elsewhere `with headrace.testing.served(Exact()) as exact:` does the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
+
+from headrace import conformance, rpc
+from headrace.addresses import LOOPBACK
+from headrace.asking import ask
+from headrace.conformance import Finding
+from headrace.environment import Environment, Sample
+from headrace.environment_server import serving
+from headrace.example_samples import ODD_COMPLETIONS, GoldenSample, read_samples, sample
+from headrace.trajectory import Score
+from headrace.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
+from headrace.wire import sample_to_wire
+
+T = TypeVar("T")
+
+TIMEOUT_S = 60.0
+
+__all__ = ["ODD_COMPLETIONS", "GoldenSample", "Served", "read_samples", "sample", "served"]
+
+
+class Served:
+    """An environment that is served, as the hub sees it. `target` is its host:port."""
+
+    def __init__(self, target: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.target = target
+        self._loop = loop
+
+    def score(self, *samples: Sample, timeout_s: float = TIMEOUT_S) -> list[Score]:
+        """The scores of these samples, in order. A failure is a score too: its `status` and its `message` say what became of it."""
+        return self._run(self._score(samples, timeout_s))
+
+    def reward(self, sample: Sample, timeout_s: float = TIMEOUT_S) -> float:
+        """The reward of a sample. Raises `AssertionError`, with the message and the traceback of the environment, if it has none."""
+        (score,) = self.score(sample, timeout_s=timeout_s)
+        traceback = score.metadata.get("traceback", "")
+        assert score.reward is not None, f"{score.status}: {score.message}\n{traceback}"
+        return score.reward
+
+    def faults(self, samples: Sequence[GoldenSample] = (), timeout_s: float = conformance.TIMEOUT_S) -> list[Finding]:
+        """What `headrace env check` finds wrong with it."""
+        return [finding for finding in self._run(self._check(samples, timeout_s)) if finding.verdict == "wrong"]
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _score(self, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
+        async with rpc.channel(self.target) as channel:
+            stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
+
+            async def send(some: Sequence[Sample], within_s: float) -> Sequence[trajectory_pb2.Result]:
+                request = environment_pb2.EnvironmentServiceScoreRequest(trajectories=map(sample_to_wire, some))
+                results: Sequence[trajectory_pb2.Result] = (await stub.Score(request, timeout=within_s)).results
+                return results
+
+            return await ask(send, samples, timeout_s)
+
+    async def _check(self, samples: Sequence[GoldenSample], timeout_s: float) -> list[Finding]:
+        async with rpc.channel(self.target) as channel:
+            return await conformance.examine(channel, samples, timeout_s)
+
+
+@contextlib.contextmanager
+def served(environment: Environment) -> Iterator[Served]:
+    """Serve `environment` on a free port of this machine, from a thread of its own, while the context is open."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True, name="headrace-testing")
+    thread.start()
+    server = serving(environment, LOOPBACK)
+    try:
+        port = asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result()
+        try:
+            yield Served(f"{LOOPBACK}:{port}", loop)
+        finally:
+            asyncio.run_coroutine_threadsafe(server.__aexit__(None, None, None), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -1,0 +1,85 @@
+"""`headrace env new`: what it makes works as it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import env_new
+from tests.support.command import headrace_process, refused, said
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    assert "word_count/ has word_count.py, its test" in said("env", "new", "word_count")
+    return tmp_path / "word_count"
+
+
+def test_its_test_passes_and_fails_once_the_reward_is_another(made: Path) -> None:
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    passed = subprocess.run(run, cwd=made, capture_output=True, text=True)
+    assert passed.returncode == 0, passed.stdout
+    assert "7 passed" in passed.stdout
+    file = made / "word_count.py"
+    file.write_text(file.read_text().replace("correct * stopped", "correct + stopped"))
+    failed = subprocess.run(run, cwd=made, capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert "reward 2 is not between the environment's reward_min 0 and reward_max 1" in failed.stdout
+
+
+def test_it_has_no_fault(made: Path) -> None:
+    checked = headrace_process("env", "check", "word_count.py", "--samples", "golden.jsonl", cwd=made)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "word_count.py: nothing is wrong" in checked.stdout
+
+
+def test_its_configuration_is_accepted(made: Path, tiny_model: Path) -> None:
+    (made / "models").mkdir()
+    (made / "models" / "tiny").symlink_to(tiny_model)
+    checked = headrace_process("config", "check", "word_count.yaml", cwd=made, timeout_s=280)
+    assert checked.returncode == 0, checked.stderr
+    assert checked.stderr == ""
+    assert "environment word_count: `headrace up` serves word_count.py:WordCount" in checked.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Word", "small letters, digits and single underscores"),
+        ("a/b", "small letters, digits and single underscores"),
+        ("class", "small letters, digits and single underscores"),
+        ("math", "would hide Python's module math; give another name, math_reward perhaps"),
+        ("headrace", "would hide Python's module headrace"),
+        ("there", "is there already; give another name"),
+    ],
+)
+def test_names_that_would_not_do_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    assert words in refused("env", "new", name)
+    assert os.listdir(tmp_path) == ["there"]
+
+
+def test_the_tests_that_the_page_shows_pass_for_the_reward_that_it_shows(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "environments.md").read_text()
+    for section, file in (("Your first environment", "my_env.py"), ("Testing an environment", "test_my_env.py")):
+        text = page.split(f"\n## {section}\n")[1].split("\n## ")[0]
+        (tmp_path / file).write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    passed = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+    assert passed.returncode == 0, passed.stdout
+    assert "3 passed" in passed.stdout
+
+
+def test_it_is_the_same_each_time() -> None:
+    assert env_new.files("mine") == env_new.files("mine")
