@@ -21,7 +21,9 @@ ROOT = Path(__file__).parents[3]
 FILES = ROOT / "examples" / "environments" / "node"
 ATTACHED = {"exact": {"attached": True}}
 # of a registry that can't be reached from here, as npm names them
-UNREACHABLE = re.compile(r"\b(ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ENETUNREACH|EHOSTUNREACH|ETIMEDOUT)\b")
+UNREACHABLE = re.compile(
+    r"network timeout|\bE(NOTFOUND|AI_AGAIN|CONNREFUSED|CONNRESET|NETUNREACH|HOSTUNREACH|TIMEDOUT|\w*TIMEOUT)\b"
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +33,9 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"{' and '.join(lacking)} not installed here: apt-get install nodejs npm")
     folder = tmp_path_factory.mktemp("node") / "environment"
     shutil.copytree(FILES, folder, ignore=shutil.ignore_patterns("node_modules"))
-    install = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline", "--fetch-retries=1"]
-    done = subprocess.run(install, cwd=folder, capture_output=True, text=True, timeout=300)
+    install = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline"]
+    patience = ["--fetch-retries=1", "--fetch-timeout=30000"]
+    done = subprocess.run([*install, *patience], cwd=folder, capture_output=True, text=True, timeout=600)
     if done.returncode and (unreachable := UNREACHABLE.search(done.stderr)):
         pytest.skip(
             f"the npm registry can't be reached from here ({unreachable[0]}), and npm's cache lacks the packages"
