@@ -165,6 +165,14 @@ async def test_served_it_answers_who_has_its_token_alone(
         assert ("UNAUTHENTICATED" in score.message) == (token == "foreign")
 
 
+async def test_beyond_this_machine_it_serves_nothing_without_tls(node: Path) -> None:
+    argv = ["node", str(node / "served.js"), "--host", "0.0.0.0", "--port", "0"]
+    process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.PIPE)
+    _, stderr = await asyncio.wait_for(process.communicate(), WAIT_S)
+    assert process.returncode == 2
+    assert "0.0.0.0:0 is not on the loopback interface" in stderr.decode()
+
+
 async def test_attached_it_presents_its_token(node: Path, tmp_path: Path) -> None:
     tokens, mine = tmp_path / "credentials", tmp_path / "mine"
     tokens.write_text("scorer judge\noperator boss\nenvironment exact own\n")
