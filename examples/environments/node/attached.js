@@ -10,7 +10,7 @@ const crypto = require('node:crypto');
 const fs = require('node:fs');
 const { setTimeout: pause } = require('node:timers/promises');
 const { parseArgs } = require('node:util');
-const { DESCRIPTION, grpc, score, tokenIn, v1 } = require('./environment.js');
+const { DESCRIPTION, grpc, isHere, score, tokenIn, v1 } = require('./environment.js');
 
 const { values: options } = parseArgs({
   options: {
@@ -65,9 +65,9 @@ async function main() {
 }
 
 function dial() {
-  const here = /^(127\.\d+\.\d+\.\d+|localhost|\[::1\]):\d+$/.test(options.attach);
   const authority = options['tls-ca'] && fs.readFileSync(options['tls-ca']);
-  return new v1.RewardService(options.attach, here ? grpc.credentials.createInsecure() : grpc.credentials.createSsl(authority), {
+  const credentials = isHere(options.attach) ? grpc.credentials.createInsecure() : grpc.credentials.createSsl(authority);
+  return new v1.RewardService(options.attach, credentials, {
     'grpc.keepalive_time_ms': 10_000, // a hub that is gone without a word is noticed
     'grpc.keepalive_timeout_ms': 10_000,
     'grpc.max_receive_message_length': -1,

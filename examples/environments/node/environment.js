@@ -77,4 +77,9 @@ function tokenIn(file) {
   return fs.readFileSync(file, 'utf8').trim().split(/\s+/).pop();
 }
 
-module.exports = { DESCRIPTION, grpc, score, tokenIn, v1 };
+/** Whether an address is on this machine. Nothing leaves it without TLS. */
+function isHere(address) {
+  return /^(127\.\d+\.\d+\.\d+|localhost|\[::1\]):\d+$/.test(address);
+}
+
+module.exports = { DESCRIPTION, grpc, isHere, score, tokenIn, v1 };

@@ -9,7 +9,7 @@
 
 const crypto = require('node:crypto');
 const { parseArgs } = require('node:util');
-const { DESCRIPTION, grpc, score, tokenIn, v1 } = require('./environment.js');
+const { DESCRIPTION, grpc, isHere, score, tokenIn, v1 } = require('./environment.js');
 
 const { values: options } = parseArgs({
   options: {
@@ -53,11 +53,16 @@ async function scoreBatch(call, callback) {
   callback(null, { results: [...results, ...rest] });
 }
 
+const address = `${options.host}:${options.port}`;
+if (!isHere(address)) {
+  console.error(`${address} is not on the loopback interface: for another machine, use grpc.ServerCredentials.createSsl`);
+  process.exit(2);
+}
 const server = new grpc.Server({ 'grpc.max_receive_message_length': -1, 'grpc.max_send_message_length': -1 });
 server.addService(v1.EnvironmentService.service, { Describe: guarded(describe), Score: guarded(scoreBatch) });
-server.bindAsync(`${options.host}:${options.port}`, grpc.ServerCredentials.createInsecure(), (error, port) => {
+server.bindAsync(address, grpc.ServerCredentials.createInsecure(), (error, port) => {
   if (error) {
-    console.error(`${options.host}:${options.port}: ${error.message}`);
+    console.error(`${address}: ${error.message}`);
     process.exit(1);
   }
   console.error(`environment ${DESCRIPTION.name} listens on ${options.host}:${port}`);

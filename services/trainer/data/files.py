@@ -15,15 +15,13 @@ from headrace.errors import ConfigError
 _LONGEST_LINE = 64 << 20
 
 
-def rows(path: Path, key: str) -> Iterator[tuple[str, Any]]:
+def rows(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each row of `path`, which `key` gave, after its place. Raises `ConfigError` naming file and line."""
     try:
-        if path.suffix == ".parquet":
-            yield from _parquet(path, key)
-        elif path.suffix == ".json" and _is_list(path):
-            yield from _json_list(path, key)
-        else:
-            yield from _jsonl(path, key)
+        for where, row in _read(path, key):
+            if not isinstance(row, dict):
+                raise bad_row(where, f"a JSON {type(row).__name__}, not an object", key)
+            yield where, row
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{key}.data_path {path}: can't be read ({error}); give a JSONL file in UTF-8, a JSON list, or a Parquet file"
@@ -46,6 +44,14 @@ def check_carried(fields: dict[str, Any]) -> None:
             raise ValueError(
                 f"field {name!r} holds what can't be carried ({error}); write it as text, or leave it out"
             ) from error
+
+
+def _read(path: Path, key: str) -> Iterator[tuple[str, Any]]:
+    if path.suffix == ".parquet":
+        return _parquet(path, key)
+    if path.suffix == ".json" and _is_list(path):
+        return _json_list(path, key)
+    return _jsonl(path, key)
 
 
 def _jsonl(path: Path, key: str) -> Iterator[tuple[str, Any]]:

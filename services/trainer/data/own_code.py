@@ -35,15 +35,21 @@ def processor(name: str, key: str) -> Callable[[Row, str], Row]:
     return process
 
 
-def rows(name: str, arguments: dict[str, Any], key: str) -> Iterator[tuple[str, Any]]:
+def rows(name: str, arguments: dict[str, Any], key: str) -> Iterator[tuple[str, Row]]:
     """The rows of the data set that `name` makes of `arguments`, each after its place: what a call returns, or its attribute `dataset`."""
     made = _load(name, key)
     number = 0
     try:
         returned = made(**arguments)
         for row in getattr(returned, "dataset", returned):
+            if not isinstance(row, dict):
+                raise ConfigError(
+                    f"{key} {name}, row {number}: it is {row!r:.80}, not a mapping of fields; yield one for each problem"
+                )
             yield f"{key}: row {number} of {name}", row
             number += 1
+    except ConfigError:
+        raise
     except Exception as error:  # whatever the user's code raises is shown to them
         raise _raised(f"{key} {name}, row {number}", error) from error
 

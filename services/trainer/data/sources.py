@@ -177,17 +177,15 @@ def _own(source: DataSourceConfig, key: str) -> Iterator[Problem]:
             raise ConfigError(f"{where}: {error}; correct the code that makes it") from error
 
 
-def _processor(source: DataSourceConfig, key: str) -> Callable[[Any, str], Any]:
+def _processor(source: DataSourceConfig, key: str) -> Callable[[dict[str, Any], str], dict[str, Any]]:
     """What makes a row of a row, given its place."""
     if source.processor is None:
         return lambda row, where: row
     return shapes.PROCESSORS.get(source.processor) or own_code.processor(source.processor, f"{key}.processor")
 
 
-def _problem_of_row(row: Any, source: DataSourceConfig, task_name: str) -> Problem:
+def _problem_of_row(row: dict[str, Any], source: DataSourceConfig, task_name: str) -> Problem:
     """Raises `ValueError` saying what is wrong with the row."""
-    if not isinstance(row, dict):
-        raise ValueError(f"a JSON {type(row).__name__}, not an object")
     question, info = _field(row, source.input_key, "input_key"), dict(row)
     info.pop(source.input_key, None)
     if source.output_key is None:

@@ -21,7 +21,9 @@ ROOT = Path(__file__).parents[3]
 FILES = ROOT / "examples" / "environments" / "node"
 ATTACHED = {"exact": {"attached": True}}
 # of a registry that can't be reached from here, as npm names them
-UNREACHABLE = re.compile(r"\b(ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ENETUNREACH|EHOSTUNREACH|ETIMEDOUT)\b")
+UNREACHABLE = re.compile(
+    r"network timeout|\bE(NOTFOUND|AI_AGAIN|CONNREFUSED|CONNRESET|NETUNREACH|HOSTUNREACH|TIMEDOUT|\w*TIMEOUT)\b"
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +33,9 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"{' and '.join(lacking)} not installed here: apt-get install nodejs npm")
     folder = tmp_path_factory.mktemp("node") / "environment"
     shutil.copytree(FILES, folder, ignore=shutil.ignore_patterns("node_modules"))
-    install = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline", "--fetch-retries=1"]
-    done = subprocess.run(install, cwd=folder, capture_output=True, text=True, timeout=300)
+    install = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline"]
+    patience = ["--fetch-retries=1", "--fetch-timeout=30000"]
+    done = subprocess.run([*install, *patience], cwd=folder, capture_output=True, text=True, timeout=600)
     if done.returncode and (unreachable := UNREACHABLE.search(done.stderr)):
         pytest.skip(
             f"the npm registry can't be reached from here ({unreachable[0]}), and npm's cache lacks the packages"
@@ -160,6 +163,14 @@ async def test_served_it_answers_who_has_its_token_alone(
         (score,) = await hub.score([exact("132")])
         assert score.status == status
         assert ("UNAUTHENTICATED" in score.message) == (token == "foreign")
+
+
+async def test_beyond_this_machine_it_serves_nothing_without_tls(node: Path) -> None:
+    argv = ["node", str(node / "served.js"), "--host", "0.0.0.0", "--port", "0"]
+    process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.PIPE)
+    _, stderr = await asyncio.wait_for(process.communicate(), WAIT_S)
+    assert process.returncode == 2
+    assert "0.0.0.0:0 is not on the loopback interface" in stderr.decode()
 
 
 async def test_attached_it_presents_its_token(node: Path, tmp_path: Path) -> None:

@@ -45,6 +45,10 @@ def nothing(row):
     return None
 
 
+def words():
+    return ["1+1"]
+
+
 here = 7
 '''
 
@@ -150,6 +154,7 @@ def test_what_goes_wrong_in_a_processor_names_the_row_and_the_line_of_code(
             {"dataset_name": ":numbers", "task_config": {"size": 2}},
             r"raised TypeError: .*unexpected keyword argument 'size'",
         ),
+        ({"dataset_name": ":words"}, r"mine\.py:words, row 0: it is '1\+1', not a mapping of fields"),
         ({"dataset_name": ":ask"}, r"raised TypeError: .*missing 1 required positional argument"),
         ({"dataset_name": ":numbers", "output_key": "a"}, r"row 0 of .*mine\.py:numbers: no field 'a' \(output_key\)"),
         ({"dataset_name": "no.such.module.f"}, r"no\.such\.module can't be imported; install it, .*FILE\.py:f"),
@@ -176,6 +181,12 @@ def test_a_check_before_the_run_finds_it_too(mine: Path, rows: Path) -> None:
     ((keys, message),) = look_at(config)
     assert keys == ("data", "train", "0", "processor")
     assert "mine.py:20 raised KeyError" in message
+
+
+def test_what_is_no_row_gets_to_no_processor(mine: Path, rows: Path) -> None:
+    rows.write_text("[1]\n")
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: a JSON list, not an object; correct or remove the line"):
+        read({"data_path": str(rows), "processor": f"{mine}:ask"})
 
 
 def test_files_are_found_beside_the_yaml_that_names_them(mine: Path, rows: Path) -> None:
