@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -135,12 +136,12 @@ class Code(BuiltInEnvironment):
         env = self.env
         command = env.runs_with or ([*PYTHON, "-c", _CALL] if function else PYTHON)
         run = Run(command, program, given, env.cpu_s, env.wall_s, env.memory_mb * 1024**2, env.processes)
-        write_frame(self._runner.stdin, msgspec.msgpack.encode(run))
-        answer = read_frame(self._runner.stdout)
-        if answer is None:
-            raise SystemExit(
-                f"env.{self.name}: the runner of programs ended"
-            )  # and so does the worker, to be started anew
+        answer = None
+        with contextlib.suppress(BrokenPipeError):
+            write_frame(self._runner.stdin, msgspec.msgpack.encode(run))
+            answer = read_frame(self._runner.stdout)
+        if answer is None:  # the worker ends as well, to be started anew with another
+            raise SystemExit(f"env.{self.name}: the runner of programs ended")
         return msgspec.msgpack.decode(answer, type=Outcome)
 
 

@@ -17,6 +17,7 @@ from headrace.errors import EnvironmentBroken
 from headrace.replay import EnvironmentLimits, EnvironmentState, Limits, ReplayClient, Reservation
 from headrace.trajectory import Group, Score
 from tests.support.buffer import eventually, healthy_replica, make_group, make_trajectory, refit
+from tests.support.judge_server import JudgeServer, said
 from tests.support.ports import free_port
 from tests.support.reward_hub import WAIT_S, scoring, start_environment, start_hub
 
@@ -276,3 +277,17 @@ async def test_give_up_after_ends_the_run_with_the_reason(replay: ReplayClient, 
         await broken(replay)
         with pytest.raises(EnvironmentBroken, match=r"environment told .*give_up_after.*KeyError: 'anwser'"):
             await replay.reserve(0, (await replay.state()).timeline)
+
+
+async def test_a_judge_whose_budget_is_used_up_pauses_the_run_and_fails_no_group(replay: ReplayClient) -> None:
+    verdict = said({"reason": "", "score": 9})
+    with JudgeServer(lambda _: verdict) as server:
+        judge = {"base_url": server.base_url, "model": "judge"}
+        env = {"type": "llm_judge", "judges": [judge], "rubric": "Is it polite?", "budget": 2}
+        await enqueue(replay, [group(order) for order in range(GROUPS)])
+        async with start_hub({"told": env}) as hub, scoring(replay, hub.port):
+            await generate(replay, await healthy_replica(replay), lambda group, index: f"{group.id} {index}")
+            await broken(replay, said="env.told.budget 2: the run has sent so many requests")
+            counts = (await replay.state()).counts
+        assert (counts.get("failed", 0), counts["scoring"]) == (0, GROUPS)
+        assert len(server.requests) == 2

@@ -198,6 +198,19 @@ async def test_what_is_expected_is_in_no_process_that_a_program_could_look_into(
     assert found == {"scoring_worker": True, "program_runner": False, "/tmp/program": False}
 
 
+async def test_law_7_failure_is_not_zero_a_runner_that_dies_fails_what_it_ran_and_is_started_again() -> None:
+    info = {"inputs": [""], "outputs": ["1"]}
+    async with start_hub({"code": ENV}, workers=1) as hub:
+        for process in psutil.Process().children(recursive=True):
+            if "program_runner" in command_of(process):
+                process.kill()
+        (failed,) = await hub.score([sample("print(1)", info)])
+        (again,) = await hub.score([sample("print(1)", info)])
+    assert (failed.status, failed.reward) == ("FAILED", None)
+    assert "the worker died while scoring it" in failed.message
+    assert again.reward == 1
+
+
 async def test_nothing_of_a_program_is_left_for_the_next() -> None:
     """Not a file, not a process, not what it was."""
     leave = "open('left', 'w').write('x')\nimport threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()\nprint(1)"
