@@ -9,11 +9,12 @@ a number. A hub that can't be reached costs no scoring attempt: trajectories ret
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 import msgspec
@@ -106,7 +107,7 @@ class _Hub:
 
     def reset(self) -> None:
         self.there = False
-        self.limits: dict[str, InFlightLimit] = {}  # by environment
+        self.limits = collections.defaultdict[str, InFlightLimit](InFlightLimit)  # by environment
         self.statuses: dict[str, pb.EnvironmentStatus] = {}
 
 
@@ -121,6 +122,7 @@ class _Scorer:
         credentials = credentials_of(config)
         self._token = None if credentials is None else credentials.presented("scorer")
         self._hubs: list[_Hub] = []
+        self._enqueued: list[str] = []  # the environments that the buffer knows
         # By token, group and index: a trajectory that the buffer took back meanwhile may be held again, under another token.
         self._held: dict[tuple[str, str, int], ScoringJob] = {}
         self._awake = asyncio.Event()  # something may be taken
@@ -185,7 +187,7 @@ class _Scorer:
     async def _take(self) -> Sequence[ScoringJob]:
         """What may be sent now."""
         most = _MOST_IN_FLIGHT - len(self._held)
-        names = {name for hub in self._hubs for name in hub.limits}
+        names = {*self._enqueued, *(name for hub in self._hubs for name in hub.statuses)}
         room = {name: min(most, sum(hub.limits[name].free for hub in self._routes(name))) for name in names}
         free = {name: count for name, count in room.items() if count > 0}
         return await self._client.take_scoring(free) if free else []
@@ -210,11 +212,11 @@ class _Scorer:
     async def _look(self) -> None:
         """Learn from each hub which environments there are, and what each can take. What is for one that only the buffer knows is sent as
         well: the hub says what is wrong with it."""
-        known = [environment.name for environment in await self._client.environments()]
-        await asyncio.gather(*(self._look_at(hub, known) for hub in self._hubs))
+        await asyncio.gather(*map(self._look_at, self._hubs))
+        self._enqueued = [environment.name for environment in await self._client.environments()]
         self._awake.set()
 
-    async def _look_at(self, hub: _Hub, known: Iterable[str]) -> None:
+    async def _look_at(self, hub: _Hub) -> None:
         """One that was not there yet may stay away."""
         try:
             answer = await hub.stub.ListEnvironments(pb.ListEnvironmentsRequest(), timeout=_MARGIN_S)
@@ -224,8 +226,6 @@ class _Scorer:
             return
         hub.there = True
         hub.statuses = {each.name: each for each in answer.environments}
-        for name in {*known, *hub.statuses}:
-            hub.limits.setdefault(name, InFlightLimit())
         for each in answer.environments:
             if each.HasField("description"):
                 capacity, calls = each.description.capacity, each.description.calls

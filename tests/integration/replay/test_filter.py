@@ -137,6 +137,7 @@ async def test_by_components_a_record_that_is_none_is_refused_and_changes_nothin
         "token": job.token,
         "status": "SCORED",
         "reward": 1.0,
+        "build": "",
     }
     for record in (b"\xc1", b"", b"\x01", b"\x80"):
         with pytest.raises(InvalidCall, match="groups are filtered by its components"):
