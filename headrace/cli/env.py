@@ -36,7 +36,12 @@ _log = logging.getLogger("headrace.environment")
 app = typer.Typer(help="Environments: serve one, attach one to a run, see how they fare.", no_args_is_help=True)
 
 Target = Annotated[
-    str, typer.Argument(metavar="FILE.py:CLASS", help="A subclass of headrace.Environment.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="FILE.py[:CLASS]",
+        help="A subclass of headrace.Environment; FILE.py alone if it has just one.",
+        show_default=False,
+    ),
 ]
 
 
@@ -63,7 +68,8 @@ def serve(
 ) -> None:
     """Serve an environment over gRPC until SIGTERM or Ctrl-C, as headrace.serve does."""
     log_lines()
-    headrace.serve(environment_file.load(target), port, host, token_file=token_file, tls_cert=tls_cert, tls_key=tls_key)
+    loaded = environment_file.load(environment_file.completed(target))
+    headrace.serve(loaded, port, host, token_file=token_file, tls_cert=tls_cert, tls_key=tls_key)
 
 
 @app.command()
@@ -86,6 +92,7 @@ def attach(
 ) -> None:
     """Attach an environment to a run's reward hub until SIGTERM or Ctrl-C, as headrace.attach does. It listens nowhere."""
     log_lines()
+    target = environment_file.completed(target)
     file, attached, changed = environment_file.path_of(target), None, True
     while changed:
         seen = _stamp(file)  # before it is read: what is written meanwhile is another change

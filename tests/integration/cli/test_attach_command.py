@@ -65,7 +65,7 @@ async def scorer(config: Config, hub: str) -> AsyncIterator[reward_pb2_grpc.Rewa
 
 @pytest.mark.parametrize(
     "argv",
-    [[sys.executable, EXAMPLE], [*ENV, "attach", f"{EXAMPLE}:Exact", "--name", "exact"]],
+    [[sys.executable, EXAMPLE], [*ENV, "attach", str(EXAMPLE), "--name", "exact"]],
     ids=["script", "command"],
 )
 async def test_attaching_to_a_local_run_takes_no_token(config: Config, hub: str, argv: list[str]) -> None:
