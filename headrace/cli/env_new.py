@@ -24,7 +24,6 @@ import headrace
 
 
 class $class_name(headrace.Environment):
-    build = "1"  # kept with every reward: change it with the code
     deterministic = True
     reward_min, reward_max = 0.0, 1.0
 
