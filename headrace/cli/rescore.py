@@ -174,7 +174,7 @@ async def _hub(config: Config, name: str, environment: EnvConfig) -> AsyncIterat
         alone = config.model_copy(
             update={
                 "run": config.run.model_copy(update={"id": None}),
-                "env": {name: environment},
+                "env": {name: environment, **{part: config.env[part] for part in environment.parts}},
                 "reward": config.reward.model_copy(update=here),
                 # what is for this process alone needs no certificate
                 "security": config.security.model_copy(update={"tls_cert": None, "tls_key": None}),
@@ -185,15 +185,15 @@ async def _hub(config: Config, name: str, environment: EnvConfig) -> AsyncIterat
         token = None if credentials is None else credentials.presented("scorer")
         channel = rpc.channel(with_port(LOOPBACK, hub.port), config.reward.max_message_bytes, token=token)
         stub = reward_pb2_grpc.RewardServiceStub(await stack.enter_async_context(channel))
-        yield stub, await _capacity(stub)
+        yield stub, await _capacity(stub, name)
 
 
-async def _capacity(stub: Any) -> int:
-    """Of the hub's only environment. Raises `ServiceError` if it can't score."""
+async def _capacity(stub: Any, name: str) -> int:
+    """Of the environment. Raises `ServiceError` if it can't score."""
     until = time.monotonic() + _START_S
     while True:
         listed = await stub.ListEnvironments(reward_pb2.ListEnvironmentsRequest(), timeout=_MARGIN_S)
-        (status,) = listed.environments
+        (status,) = (each for each in listed.environments if each.name == name)
         if status.ready:
             return int(status.description.capacity)
         if time.monotonic() > until:

@@ -130,7 +130,7 @@ def sources_of_parts(config: Config) -> list[DataSourceConfig]:
     return [
         source.model_copy(update={"env_name": name})
         for source, whole in named
-        for name in (whole, *config.env[whole].parts)
+        for name in (whole, *(config.env[whole].parts if whole in config.env else ()))
     ]
 
 

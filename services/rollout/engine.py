@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -131,12 +132,17 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
     if on_cpu and config.policy.generation.vllm_cfg.enforce_eager:
         # vLLM's helper functions are compiled on their first use, even when the model is not: 15 s inside the first request
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        # a forked process inherits what torch, which is imported by now, has read of that
+        import torch._dynamo
+
+        torch._dynamo.config.disable = os.environ["TORCH_COMPILE_DISABLE"] == "1"
     try:
         arguments = engine_arguments(config, on_cpu=on_cpu) | weight_receiver.engine_arguments(config) | dict(overrides)
         with importing():
             vllm_config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
-        if arguments.get("distributed_executor_backend") == _ONE_PROCESS:
-            # On a CPU vLLM asks for a new interpreter, which would import all of this again: 6 s of a core.
+        if arguments.get("distributed_executor_backend") == _ONE_PROCESS and threading.active_count() == 1:
+            # On a CPU vLLM asks for a new interpreter, which would import all of this again: 8 s of a core. A fork is as good, unless
+            # another thread holds a lock that it would leave closed for ever.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=arguments["disable_log_stats"])
     except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:

@@ -24,7 +24,7 @@ _EXAMPLE = re.compile(r"^```yaml\n((?:(?!^```).)*)^```\n\n^```json\n(.*?)^```$",
 
 def examples() -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
     text = PAGE.read_text()
-    section = text[text.index("\n## Built-in environments") : text.index("\n## Another language")]
+    section = text[text.index("\n## Built-in environments") : text.index("\n## In another language")]
     for configuration, lines in _EXAMPLE.findall(section):
         yield yaml.safe_load(configuration), [json.loads(line) for line in lines.splitlines()]
 
