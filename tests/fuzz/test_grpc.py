@@ -68,6 +68,8 @@ OFFER = reward_pb2.Offer(
 )
 REGISTER = reward_pb2.AttachRequest(register=reward_pb2.Register(process_id="a", offers=[OFFER]))
 AT_ONCE = 20
+# More: a round takes a second, in which work waits for somebody who has room.
+STREAMS_AT_ONCE = 500
 
 
 class Exact(Environment):
@@ -198,10 +200,11 @@ async def test_malformed_streams(messages: int, session_seed: int) -> None:
         reward_pb2.AttachRequest(drain=reward_pb2.Drain()),
     ]
     sample = Sample("132", environment="mine")
+    together = min(messages, STREAMS_AT_ONCE)
     async with start_hub({"mine": {"attached": True}}, max_message_bytes=LARGEST) as running:
-        for _ in range(0, messages, AT_ONCE):
+        for _ in range(0, messages, together):
             streams = []
-            for _ in range(AT_ONCE):
+            for _ in range(together):
                 chosen = mutator.random.choices(events, k=mutator.random.randint(1, 4))
                 rest = [event.SerializeToString() for event in chosen]
                 rest[-1] = mutator.bytes(rest[-1])
