@@ -273,8 +273,8 @@ async def metered(
     started = time.monotonic()
     results = await environment.score(trajectories, timeout_s)
     SECONDS.labels(name).observe(time.monotonic() - started)
-    for result in results:
-        RESULTS.labels(name, trajectory_pb2.Status.Name(result.status).removeprefix("STATUS_")).inc()
+    for status, count in collections.Counter(result.status for result in results).items():
+        RESULTS.labels(name, trajectory_pb2.Status.Name(status).removeprefix("STATUS_")).inc(count)
     return results
 
 
