@@ -78,7 +78,7 @@ def sample_from_wire(trajectory: pb.Trajectory) -> Sample:
 
 
 def check_trajectory(trajectory: pb.Trajectory) -> None:
-    """Raises `CodecError` if `sample_from_wire` would. It takes less time, which grows with the tokens there."""
+    """Raises `CodecError` if `sample_from_wire` would, and reads no token for it: most of the time of a long one goes there."""
     _checked(trajectory)
 
 
