@@ -116,6 +116,7 @@ properties: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) -m benchmarks.replay
+	$(PY) -m benchmarks.reward
 	$(PY) -m benchmarks.refit
 	$(PY) -m benchmarks.end_to_end
 	$(PY) -m benchmarks.train_step

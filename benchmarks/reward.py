@@ -1,6 +1,7 @@
-"""Scores a second of one worker, in the sandboxes that the machine grants, without one, and without a process for each score.
+"""Scores a second of one worker, in the sandboxes that the machine grants, without one, and without a process for each score; then attached
+environments (`benchmarks.attached`).
 
-    python -m benchmarks.reward [--scores N] [--rounds N]
+    python -m benchmarks.reward [--scores N] [--rounds N] [--batches N]
 
 Every trajectory gets a child of its own, forked from a worker that has loaded the scorers. What that costs is beside the same
 scores in the process that asks, which is the limit, and in a child without a sandbox. Rounds alternate, so that a busy machine
@@ -20,6 +21,7 @@ import reasoning_gym
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import attached
 from headrace import Sample
 from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.errors import ServiceError
@@ -41,8 +43,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scores", type=int, default=100, help="trajectories a round, for each environment")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batches", type=int, default=20, help="of each size a round, for attached environments")
     arguments = parser.parse_args()
     asyncio.run(_measure(arguments.scores, arguments.rounds))
+    asyncio.run(attached.measure(arguments.rounds, arguments.batches, arguments.scores))
 
 
 async def _measure(scores: int, rounds: int) -> None:

@@ -28,9 +28,9 @@ from headrace.environment_server import GRACE_S, BatchScorer
 from headrace.errors import CodecError, ConfigError, ServiceError
 from headrace.flow import Flow
 from headrace.trajectory import Score
-from headrace.v1 import environment_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
+from headrace.v1 import trajectory_pb2
 from headrace.wire import sample_from_wire, score_to_wire
 
 _log = logging.getLogger("headrace.environment")
@@ -297,7 +297,7 @@ class _Stream:
         if not task.cancelled():
             results = task.result()
             self._count(results)
-            answer.score.CopyFrom(environment_pb2.EnvironmentServiceScoreResponse(results=results))
+            answer.score.results.extend(results)
         self._outgoing.put_nowait(pb.AttachRequest(answer=answer))
         self._flow.answer(work_id)
         self.grant()

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.environment import Sample
 from headrace.errors import CodecError
-from headrace.trajectory import BUILD_BYTES, Group, Message, Score, Trajectory
+from headrace.trajectory import BUILD_BYTES, FinishReason, Group, Message, Score, Trajectory
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.v1.environment_pb2 import DescribeResponse
 
@@ -62,17 +62,12 @@ def sample_to_wire(sample: Sample) -> pb.Trajectory:
 
 
 def sample_from_wire(trajectory: pb.Trajectory) -> Sample:
-    where = f"trajectory {trajectory.group_id!r}[{trajectory.index}]"
-    finish_reason: Any = _FINISH_NAMES.get(trajectory.finish_reason)
-    if finish_reason is None:
-        raise CodecError(f"{where}: finish_reason is {trajectory.finish_reason}; send FINISH_REASON_STOP or _LENGTH")
-    if not trajectory.environment:
-        raise CodecError(f"{where}: environment is empty; send the name of the environment that scores it")
+    finish_reason, extra_env_info, messages = _checked(trajectory)
     return Sample(
         completion=trajectory.completion,
-        extra_env_info=_load(trajectory.extra_env_info_json, f"{where}: extra_env_info_json"),
-        messages=tuple(_message_from_wire(message, where) for message in trajectory.messages),
-        completion_token_ids=tuple(trajectory.completion_token_ids),
+        extra_env_info=extra_env_info,
+        messages=messages,
+        completion_token_ids=tuple(trajectory.completion_token_ids[:]),  # a slice is read at once, not number by number
         finish_reason=finish_reason,
         environment=trajectory.environment,
         task_name=trajectory.task_name,
@@ -80,6 +75,11 @@ def sample_from_wire(trajectory: pb.Trajectory) -> Sample:
         index=trajectory.index,
         idempotency_key=trajectory.idempotency_key,
     )
+
+
+def check_trajectory(trajectory: pb.Trajectory) -> None:
+    """Raises `CodecError` if `sample_from_wire` would, and reads no token for it: most of the time of a long one goes there."""
+    _checked(trajectory)
 
 
 def score_to_wire(score: Score) -> pb.Result:
@@ -135,6 +135,18 @@ def bounds(description: DescribeResponse) -> tuple[float | None, float | None]:
 
 def _reward(result: pb.Result) -> str:
     return str(result.reward) if result.HasField("reward") else "absent"
+
+
+def _checked(trajectory: pb.Trajectory) -> tuple[FinishReason, dict[str, Any], tuple[Message, ...]]:
+    """What of a sample may be malformed: why it ended, the information about its problem, and its messages."""
+    where = f"trajectory {trajectory.group_id!r}[{trajectory.index}]"
+    finish_reason: Any = _FINISH_NAMES.get(trajectory.finish_reason)
+    if finish_reason is None:
+        raise CodecError(f"{where}: finish_reason is {trajectory.finish_reason}; send FINISH_REASON_STOP or _LENGTH")
+    if not trajectory.environment:
+        raise CodecError(f"{where}: environment is empty; send the name of the environment that scores it")
+    extra_env_info = _load(trajectory.extra_env_info_json, f"{where}: extra_env_info_json")
+    return finish_reason, extra_env_info, tuple(_message_from_wire(message, where) for message in trajectory.messages)
 
 
 def _message_to_wire(message: Message) -> pb.ChatMessage:

@@ -68,9 +68,10 @@ class AttachedStream:
         """(its work id; the answer to come, or `StreamEnded`)."""
         work_id = secrets.token_hex(8)
         self._flows[name].send(work_id, len(batch))
-        score = environment_pb2.EnvironmentServiceScoreRequest(trajectories=batch)
-        work = pb.Work(work_id=work_id, name=name, deadline_ms=round(1000 * timeout_s), score=score)
-        self._events.put_nowait(pb.AttachResponse(work=work))
+        event = pb.AttachResponse(work=pb.Work(work_id=work_id, name=name, deadline_ms=round(1000 * timeout_s)))
+        for trajectory in batch:  # copied once; a message that is given to another's constructor is copied again
+            event.work.score.trajectories.add().CopyFrom(trajectory)
+        self._events.put_nowait(event)
         answer: asyncio.Future[Sequence[trajectory_pb2.Result]] = asyncio.get_running_loop().create_future()
         self._work[work_id] = name, answer
         return work_id, answer
@@ -134,7 +135,7 @@ class AttachedBackend:
         self._name = name
         self._env = env
         self._hub = hub
-        self._streams: list[AttachedStream] = []
+        self._streams: list[AttachedStream] = []  # in the order in which their processes began
         self._changed = asyncio.Event()
 
     def join(self, stream: AttachedStream) -> None:
@@ -143,6 +144,7 @@ class AttachedBackend:
             if other.process_id == stream.process_id:
                 other.end("its process has opened another stream")
         self._streams.append(stream)
+        self._streams.sort(key=lambda stream: stream.began(self._name))
         self.wake()
 
     def leave(self, stream: AttachedStream) -> None:
@@ -190,16 +192,15 @@ class AttachedBackend:
                 age_ms=round(1000 * (now - stream.began(name))),
                 works=stream in working,
             )
-            for stream in sorted(self._streams, key=lambda stream: stream.began(name))
+            for stream in self._streams
         ]
 
     def _attached(self) -> list[AttachedStream]:
         """Those of the newest build, the one that offered itself last at the end."""
         name = self._name
-        takers = sorted(
-            (stream for stream in self._streams if stream.takes_work), key=lambda stream: stream.began(name)
-        )
-        return [stream for stream in takers if stream.build(name) == takers[-1].build(name)]
+        takers = [stream for stream in self._streams if stream.takes_work]
+        newest = takers[-1].build(name) if takers else ""
+        return [stream for stream in takers if stream.build(name) == newest]
 
     def _problem(self) -> str | None:
         if self._attached():

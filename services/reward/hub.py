@@ -22,7 +22,7 @@ from headrace.errors import CodecError
 from headrace.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
-from headrace.wire import sample_from_wire
+from headrace.wire import check_trajectory
 from headrace_services.reward.answers import accepted, result_of
 from headrace_services.reward.attached import AttachedBackend, AttachedStream
 from headrace_services.reward.pool import WorkerPool
@@ -273,8 +273,8 @@ async def metered(
     started = time.monotonic()
     results = await environment.score(trajectories, timeout_s)
     SECONDS.labels(name).observe(time.monotonic() - started)
-    for result in results:
-        RESULTS.labels(name, trajectory_pb2.Status.Name(result.status).removeprefix("STATUS_")).inc()
+    for status, count in collections.Counter(result.status for result in results).items():
+        RESULTS.labels(name, trajectory_pb2.Status.Name(status).removeprefix("STATUS_")).inc(count)
     return results
 
 
@@ -310,7 +310,7 @@ class Hub(pb_grpc.RewardServiceServicer):
         """Score all trajectories, or none if one is malformed (`CodecError` becomes INVALID_ARGUMENT)."""
         by_name: dict[str, list[int]] = {}
         for place, trajectory in enumerate(request.trajectories):
-            sample_from_wire(trajectory)
+            check_trajectory(trajectory)
             by_name.setdefault(trajectory.environment, []).append(place)
         limit = rpc.time_to_answer(context)
         parts = [[request.trajectories[place] for place in places] for places in by_name.values()]

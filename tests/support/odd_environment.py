@@ -49,6 +49,8 @@ class Odd(headrace.Environment):
                 (folder / str(os.getpid())).touch()
                 while len(list(folder.iterdir())) < 2:
                     time.sleep(0.01)
+            case "huge":
+                return headrace.Score("SCORED", 1.0, metadata={"said": "x" * 100_000_000})
             case "modules":
                 heavy = sorted({*BEYOND_THE_BASE} & sys.modules.keys())
                 return headrace.Score("SCORED", 1.0, metadata={"heavy": heavy})
@@ -61,9 +63,11 @@ if __name__ == "__main__":
     parser.add_argument("--attach", help="host:port of a hub")
     parser.add_argument("--capacity", type=int)
     parser.add_argument("--token")
+    parser.add_argument("--insecure", action="store_true")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     if arguments.attach is None:
         headrace.serve(Odd(), port=arguments.port)
     else:
-        headrace.attach(arguments.attach, Odd(), "odd", capacity=arguments.capacity, token=arguments.token)
+        given = {"capacity": arguments.capacity, "token": arguments.token, "insecure": arguments.insecure}
+        headrace.attach(arguments.attach, Odd(), "odd", **given)

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from headrace import Sample
 from headrace.errors import ConfigError
 from headrace.trajectory import Score
 from headrace.v1 import environment_pb2, reward_pb2, trajectory_pb2
+from tests.chaos import runs
 from tests.support.reward_hub import WAIT_S, Hub, attach_environment, start_hub, until
 
 ODD = Path(__file__).parents[2] / "support" / "odd_environment.py"
@@ -151,6 +154,15 @@ async def test_a_frozen_process_loses_its_work_after_missed_pings_and_comes_back
             os.kill(frozen, signal.SIGCONT)
         await hub.attached("odd", 32)
         assert await scored(hub) - before == 1
+
+
+@pytest.mark.slow
+def test_a_process_that_is_cut_off_loses_its_work_to_another_and_comes_back_with_the_network(tmp_path: Path) -> None:
+    if lacks := runs.missing():
+        pytest.skip(lacks)
+    script = [*runs.NAMESPACES, sys.executable, "-m", "tests.support.cut_off", str(tmp_path)]
+    done = subprocess.run(script, cwd=runs.ROOT, capture_output=True, text=True, timeout=4 * WAIT_S)
+    assert done.returncode == 0, done.stderr
 
 
 async def test_a_hub_that_was_restarted_under_load_is_found_again(tmp_path: Path) -> None:
@@ -388,6 +400,76 @@ async def test_a_batch_is_split_to_fit_and_what_never_fits_is_invalid() -> None:
             ("SCORED", 10),
         ]
         assert "more than the attached process takes (4096)" in scores[3].message
+
+
+async def test_a_score_of_100_mb_is_failed_and_those_beside_it_keep_their_reward() -> None:
+    async with start_hub(ATTACHED) as hub, attach_environment(ODD, hub):
+        await hub.attached("odd", 16)
+        fine, huge = await hub.score([odd("abc"), odd("huge")])
+        assert (of(fine), of(huge)) == (("SCORED", 3), ("FAILED", None))
+        assert "a score of 1000000" in huge.message
+        assert "is more than its share of a message to the hub" in huge.message
+        assert of((await hub.score([odd("abc")]))[0]) == ("SCORED", 3)
+
+
+HUGE = """
+import asyncio, sys
+from headrace import rpc
+from headrace.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2
+from tests.integration.reward.test_attach import Peer
+
+async def main():
+    async with rpc.channel(f"127.0.0.1:{sys.argv[1]}", 200_000_000) as channel:  # it would send as much
+        mine = Peer(reward_pb2_grpc.RewardServiceStub(channel).Attach())
+        await mine.register(1)
+        await mine.grant(1)
+        work = await mine.work()
+        print("has it", flush=True)
+        answer = reward_pb2.Answer(work_id=work.work_id)
+        answer.score.results.add(status=trajectory_pb2.STATUS_SCORED, reward=1, message="x" * 100_000_000)
+        await mine.send(answer=answer)
+        code, details = await mine.ends()
+        print(code.name, details)
+
+asyncio.run(main())
+"""
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """Of this process's memory since then."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+async def test_an_answer_of_100_mb_ends_the_stream_unread_and_its_work_goes_to_another() -> None:
+    script = sys.executable, "-c", HUGE
+    async with start_hub(ATTACHED) as hub, peer(hub) as staying:
+        huge = await asyncio.create_subprocess_exec(
+            *script, str(hub.port), stdout=asyncio.subprocess.PIPE, cwd=runs.ROOT
+        )
+        try:
+            await hub.attached("odd", 1)
+            await staying.register(1, "staying")
+            forget_peak()
+            before = peak_bytes()
+            call = asyncio.create_task(hub.score([odd("a")]))
+            assert huge.stdout is not None
+            assert await asyncio.wait_for(huge.stdout.readline(), WAIT_S) == b"has it\n"
+            await staying.grant(1)
+            await staying.answer((await staying.work()).work_id, 1.0)
+            assert of((await call)[0]) == ("SCORED", 1)
+            grown = peak_bytes() - before
+            said, _ = await asyncio.wait_for(huge.communicate(), WAIT_S)
+        finally:
+            if huge.returncode is None:
+                huge.kill()
+                await huge.wait()
+    assert said.decode().startswith("RESOURCE_EXHAUSTED SERVER: Received message larger than max")
+    assert grown < 50_000_000
 
 
 async def test_one_that_scores_calls_as_a_whole_gets_no_more_calls_than_it_takes() -> None:

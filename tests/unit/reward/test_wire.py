@@ -12,7 +12,7 @@ from headrace import Sample, Score
 from headrace.errors import CodecError
 from headrace.trajectory import Status
 from headrace.v1 import trajectory_pb2 as pb
-from headrace.wire import sample_from_wire, sample_to_wire, score_from_wire, score_to_wire
+from headrace.wire import check_trajectory, sample_from_wire, sample_to_wire, score_from_wire, score_to_wire
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text("ab é"),
@@ -101,9 +101,10 @@ def _trajectory(**changes: object) -> pb.Trajectory:
     ],
 )
 def test_a_malformed_trajectory_is_refused_by_name(trajectory: pb.Trajectory, words: str) -> None:
-    with pytest.raises(CodecError, match=r"trajectory 'g'\[1\]") as refusal:
-        sample_from_wire(trajectory)
-    assert words in str(refusal.value)
+    for refuses in (sample_from_wire, check_trajectory):
+        with pytest.raises(CodecError, match=r"trajectory 'g'\[1\]") as refusal:
+            refuses(trajectory)
+        assert words in str(refusal.value)
 
 
 @pytest.mark.parametrize("info", [{"x": float("nan")}, {"x": object()}])
