@@ -55,6 +55,8 @@ def check(target: str) -> None:
 
     Raises `ConfigError`. Nothing of the file runs.
     """
+    if not is_file(target):
+        raise ConfigError(f"{target}: this is no Python file; give FILE.py, or FILE.py:CLASS")
     path, name = _parts(target)
     module = _parsed(target, path)
     for line in _serving(module):

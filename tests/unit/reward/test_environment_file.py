@@ -108,6 +108,12 @@ def test_of_none_or_several_the_user_names_one(file: Path, text: str, said: str)
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize("target", ["golden.jsonl", "my_env", "my_env.py:", ":Exact", "127.0.0.1:50400"])
+def test_what_names_no_python_file_is_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{target}: this is no Python file; give FILE.py, or FILE.py:CLASS"):
+        environment_file.load(environment_file.completed(target))
+
+
 def test_a_file_is_told_from_an_address() -> None:
     assert all(map(environment_file.is_file, ("a.py", "b/a.py:Mine")))
     assert not any(map(environment_file.is_file, ("host:50400", "host.py.org:5", "unix:/tmp/a", "a.pyc")))
