@@ -19,7 +19,7 @@ from headrace.service import bind, serve_http, stop_on_signals
 from headrace.v1 import reward_pb2_grpc
 from headrace_services.reward.attached import AttachedBackend
 from headrace_services.reward.combine import CombineBackend
-from headrace_services.reward.environments.llm_judge import Ledger, LLMJudge
+from headrace_services.reward.environments.llm_judge import LLMJudge, VerdictStore
 from headrace_services.reward.environments.reward_model import RewardModel
 from headrace_services.reward.hosted import Hosted, HostedBackend
 from headrace_services.reward.http import build_app
@@ -121,7 +121,7 @@ def make_hosted(name: str, env: EnvConfig, config: Config) -> Hosted:
     if env.kind(name) == "reward_model":
         return RewardModel(name, env)
     folder = None if config.run.id is None else config.run_folder
-    return LLMJudge(name, env, Ledger(None if folder is None else folder / f"judge-{name}.sqlite"))
+    return LLMJudge(name, env, VerdictStore(None if folder is None else folder / f"judge-{name}.sqlite"))
 
 
 def sources_of_parts(config: Config) -> list[DataSourceConfig]:

@@ -71,7 +71,7 @@ class _NoVerdict(Exception):
     """The judge answered, but no verdict."""
 
 
-class Ledger:
+class VerdictStore:
     """What the judges of an environment have said, by the content of what they were asked, and how often they were asked: by the run, in
     whatever process. In memory without a file."""
 
@@ -118,15 +118,17 @@ class LLMJudge(Hosted):
     their mean, or under `vote: majority` 1 if more than half of them are 1. Law 7: without a verdict of every judge there is no reward.
     """
 
-    def __init__(self, name: str, env: EnvConfig, ledger: Ledger) -> None:
+    def __init__(self, name: str, env: EnvConfig, store: VerdictStore) -> None:
         """Raises `ConfigError` for a file of a judge that can't be used."""
         self.name = name
         self.env = env
         self.concurrency = env.concurrency
-        assert env.rubric is not None
-        self.build = hashlib.sha256(env.rubric.encode()).hexdigest()[:12]
+        # all that decides what a completion is worth: one build scores a group
+        judges = [(judge.base_url, judge.model, judge.temperature, judge.max_tokens) for judge in env.judges]
+        decisive = judges, env.rubric, env.scale, env.vote, env.threshold, env.require_stop
+        self.build = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:12]
         self.description = f"{len(env.judges)} judges: {', '.join(judge.model for judge in env.judges)}"
-        self._ledger = ledger
+        self._store = store
         self._asking: dict[str, asyncio.Task[Verdict]] = {}  # by the key of what is asked
         self._clients = [
             httpx.AsyncClient(
@@ -168,7 +170,7 @@ class LLMJudge(Hosted):
         await asyncio.gather(*self._asking.values(), return_exceptions=True)
         for client in self._clients:
             await client.aclose()
-        self._ledger.close()
+        self._store.close()
 
     def _told(self, place: int, error: Exception) -> str:
         judge = self.env.judges[place]
@@ -178,15 +180,15 @@ class LLMJudge(Hosted):
         """Of one judge: what it has said before of the same, or is being asked, or says now. A request goes on if nobody waits for it any
         more: it is paid for."""
         key = self._key(self.env.judges[place], content)
-        if (known := self._ledger.verdict(key)) is not None:
+        if (known := self._store.verdict(key)) is not None:
             return known
         if key not in self._asking:
-            if self.env.budget is not None and self._ledger.sent >= self.env.budget:
+            if self.env.budget is not None and self._store.sent >= self.env.budget:
                 raise _NotNow(
                     f"env.{self.name}.budget {self.env.budget}: the run has sent so many requests to its judges; raise it and start the "
                     "reward service again"
                 )
-            self._ledger.send()
+            self._store.send()
             self._asking[key] = asyncio.create_task(self._ask(place, key, content))
             self._asking[key].add_done_callback(lambda task: self._done(key, task))
         return await asyncio.shield(self._asking[key])
@@ -225,7 +227,7 @@ class LLMJudge(Hosted):
         if response.status_code != httpx.codes.OK:
             raise _NoVerdict(f"answered {response.status_code}: {_excerpt(body)}")
         verdict = verdict_in(body, self.env.scale)
-        self._ledger.keep(key, verdict)
+        self._store.keep(key, verdict)
         return verdict
 
 

@@ -18,7 +18,7 @@ from headrace.config.data import EnvConfig
 from headrace.errors import ConfigError
 from headrace.exposure import check
 from headrace.trajectory import Score
-from headrace_services.reward.environments.llm_judge import Ledger, LLMJudge, question
+from headrace_services.reward.environments.llm_judge import LLMJudge, VerdictStore, question
 from tests.support.hostile import DEADLY, hostile
 from tests.support.judge_server import Answers, JudgeServer, judged, said
 from tests.support.reward_hub import start_hub
@@ -179,13 +179,13 @@ async def test_equal_completions_are_judged_once_also_at_the_same_time_and_in_th
     path = tmp_path / "run" / "judge.sqlite"
     with JudgeServer(good) as server:
         for _ in range(2):
-            judge = LLMJudge("polite", EnvConfig.model_validate(env_of(server)), Ledger(path))
+            judge = LLMJudge("polite", EnvConfig.model_validate(env_of(server)), VerdictStore(path))
             scores = await asyncio.gather(*(judge.score(sample(text)) for text in ("please", "please", "no", "please")))
             assert [score.reward for score in scores if isinstance(score, Score)] == [1, 1, 0, 1]
             await judge.aclose()
         assert len(server.requests) == 2
         other = EnvConfig.model_validate(env_of(server, rubric="Something else"))
-        judge = LLMJudge("polite", other, Ledger(path))
+        judge = LLMJudge("polite", other, VerdictStore(path))
         await judge.score(sample("please"))
         await judge.aclose()
     assert len(server.requests) == 3
@@ -205,10 +205,10 @@ async def test_the_budget_is_the_runs_and_exhausted_it_begins_nothing(tmp_path: 
     path = tmp_path / "judge.sqlite"
     with JudgeServer(good) as server:
         env = EnvConfig.model_validate(env_of(server, budget=2))
-        first = LLMJudge("polite", env, Ledger(path))
+        first = LLMJudge("polite", env, VerdictStore(path))
         assert [await first.score(sample(text)) for text in ("a",)]
         await first.aclose()
-        judge = LLMJudge("polite", env, Ledger(path))
+        judge = LLMJudge("polite", env, VerdictStore(path))
         scores = [await judge.score(sample(text)) for text in ("b", "c", "a", "b")]
         await judge.aclose()
     statuses = [score.status if isinstance(score, Score) else None for score in scores]
@@ -234,7 +234,7 @@ async def test_the_key_comes_from_a_file_which_may_be_replaced(tmp_path: Path) -
     assert [headers["Authorization"] for headers in server.headers] == ["Bearer first", "Bearer second"]
     assert without.status == "FAILED"
     with pytest.raises(ConfigError, match=r"judges\.api_key_file .*can't be read"):
-        LLMJudge("polite", EnvConfig.model_validate(env), Ledger(None))
+        LLMJudge("polite", EnvConfig.model_validate(env), VerdictStore(None))
 
 
 async def test_over_tls_the_endpoint_has_to_show_who_it_is(tmp_path: Path) -> None:
@@ -284,3 +284,26 @@ def test_a_request_can_be_read_as_json_with_any_text() -> None:
         assert "\n" not in asked
         assert asked.isascii()
         assert json.loads(asked)["completion"] == text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rubric": "Is it short?"},
+        {"scale": [1, 3]},
+        {"threshold": 0.5},
+        {"judges": [{"base_url": "http://127.0.0.1:1/v1", "model": "other"}]},
+    ],
+)
+async def test_law_3_one_build_what_decides_a_reward_is_in_the_build(change: dict[str, Any]) -> None:
+    env = {
+        "type": "llm_judge",
+        "rubric": "Is it polite?",
+        "judges": [{"base_url": "http://127.0.0.1:1/v1", "model": "small"}],
+    }
+    builds = set()
+    for options in (env, env, env | change):
+        judge = LLMJudge("polite", EnvConfig.model_validate(options), VerdictStore(None))
+        builds.add(judge.build)
+        await judge.aclose()
+    assert len(builds) == 2
