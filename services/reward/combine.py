@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
 
 from headrace.config.data import EnvConfig
 from headrace.errors import CodecError
-from headrace.trajectory import Score, Status
+from headrace.trajectory import BUILD_BYTES, Score, Status
 from headrace.v1 import environment_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace.wire import score_from_wire, score_to_wire
@@ -32,6 +33,7 @@ class CombineBackend:
         self._name = name
         self._env = env
         self._parts = {part: environments[part] for part in env.parts}
+        self._builds = dict.fromkeys(env.parts, "")  # as each part last said it
 
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
@@ -77,7 +79,18 @@ class CombineBackend:
             asked.append(mine)
         results = await metered(part, self._parts[part], asked, max(0.0, deadline - time.monotonic()))
         for place, result in zip(places, results, strict=True):
-            scores[place][part] = score_from_wire(result)
+            score = scores[place][part] = score_from_wire(result)
+            if score.status == "SCORED":
+                self._builds[part] = score.build
+
+    def _build(self, scores: Mapping[str, Score]) -> str:
+        """Law 3: one build scores a group, so it is the same whether the gate was open or not. A part that was not asked has the build
+        that it had last."""
+        builds = {part: scores[part].build if part in scores else build for part, build in self._builds.items()}
+        gate = "" if self._env.gate is None else f" gated by {self._env.gate}"
+        parts = ", ".join(f"{weight:g} {part} {builds[part]}".rstrip() for part, weight in self._env.parts.items())
+        said = f"{self._env.combine}{gate} of {parts}"
+        return said if len(said.encode()) <= BUILD_BYTES else hashlib.sha256(said.encode()).hexdigest()
 
     def _whole(self, scores: Mapping[str, Score]) -> Score:
         """The score of one completion, of those that its parts gave; only a closed gate leaves some out, which then count as 0."""
@@ -98,7 +111,7 @@ class CombineBackend:
                 components=components,
                 metadata={part: score.metadata for part, score in scores.items() if score.metadata},
                 environment=self._name,
-                build=", ".join(f"{part} {score.build}" for part, score in scores.items() if score.build),
+                build=self._build(scores),
                 timings={"environment": sum(score.timings.get("environment", 0.0) for score in scores.values())},
             )
         except CodecError as error:  # the sum of what is finite may not be
