@@ -45,6 +45,7 @@ class RewardModel(Hosted):
         self.env = env
         self.max_batch_size = env.batch_size
         self.description = f"reward model {env.model_name}"
+        self.build = f"{env.model_name} {env.precision} on {env.device}"  # of truncated completions too: one build scores a group
         self._process = ModelProcess(
             ModelSpecification(name, env.model_name, env.device, env.precision, env.max_model_len)
         )
@@ -93,7 +94,7 @@ class RewardModel(Hosted):
         return [
             Score("INVALID", message=f"prompt and completion have {answer}")
             if isinstance(answer, str)
-            else _score(answer, self._process.builds[self.name])
+            else _score(answer)
             for answer in answers
         ]
 
@@ -113,8 +114,8 @@ class RewardModel(Hosted):
             self._restart = asyncio.create_task(self._process.restart())
 
 
-def _score(reward: float, build: str) -> Score:
+def _score(reward: float) -> Score:
     """Law 7: what is not finite is no reward."""
     if not math.isfinite(reward):
         return Score("FAILED", message=f"the model gave {reward}, not a finite number")
-    return Score("SCORED", reward=reward, build=build)
+    return Score("SCORED", reward=reward)

@@ -103,6 +103,7 @@ async def test_the_hub_scores_with_the_model_and_takes_no_more_than_a_batch_at_a
     assert right.build == f"{directory} float32 on cpu"
     assert (long.status, long.reward) == ("INVALID", None)
     assert (cut.status, cut.reward) == ("SCORED", 0)
+    assert cut.build == right.build, "law 3: one build scores a group"
     assert [score.status for score in more] == ["SCORED"] * 4 + ["NOT_STARTED"] * 2
     assert (described.capacity, described.calls) == (4, 1)
 
