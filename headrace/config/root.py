@@ -29,6 +29,8 @@ from headrace.config.services import (
 )
 
 TEACHER_KEY = "grpo.adv_estimator.teacher_model_name"
+# What the buffer takes for a pause rather than an outage, if it is more than half of `rollout.dead_after_s` (LONGEST_GAP_MS in _run.lua).
+LONGEST_GAP_S = 5.0
 # It is part of the buffer's keys.
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -313,8 +315,15 @@ def _check_data_sets(config: Config) -> None:
 
 
 def _check_leases(config: Config) -> None:
-    """What a dead replica held is known to have been with it: its leases outlive it."""
-    lease_s, dead_after_s = config.replay.lease_s, config.rollout.dead_after_s
+    """No replica is dead because the server was away; and what a dead one held is known to have been with it, since leases outlive it."""
+    lease_s, dead_after_s, heartbeat_s = config.replay.lease_s, config.rollout.dead_after_s, config.rollout.heartbeat_s
+    unreachable_s = max(LONGEST_GAP_S, dead_after_s / 2)
+    if dead_after_s < unreachable_s + 2 * heartbeat_s:
+        raise ValueError(
+            f"rollout.dead_after_s {dead_after_s:g} is less than {unreachable_s + 2 * heartbeat_s:g}: two heartbeats (rollout.heartbeat_s "
+            f"{heartbeat_s:g}) and the {unreachable_s:g} s for which the buffer's server may be away before its time stands still. "
+            "Replicas would count as dead because the server was restarted; raise it, or lower rollout.heartbeat_s"
+        )
     if lease_s < dead_after_s:
         raise ValueError(
             f"replay.lease_s {lease_s:g} is less than rollout.dead_after_s {dead_after_s:g}: a group that kills its replica would not be "

@@ -14,7 +14,7 @@ RUN = "chaos"
 # Places between prompts that can't be scored: two of them, and nothing else in flight, can't be told from a broken environment, and the run
 # waits for somebody to look.
 APART = 12
-LEASE_S, DEAD_AFTER_S = 3.0, 2.0
+LEASE_S, DEAD_AFTER_S = 6.0, 6.0  # the smallest that are accepted, with a heartbeat of half a second
 # of the health pages
 HTTP = {"replay": 8390, "reward": 8391, "trainer": 8392, "rollout": 8393}
 # machines, and the last number of each one's address

@@ -151,7 +151,7 @@ def _seconds(rng: random.Random, kind: Kind, target: Target, lease_s: float) -> 
     if kind in ("kill", "kill_engine", "failover", "terminate") or kind.startswith("torn"):
         return round(rng.uniform(0.0, 2.0), 2)
     if target == "environment":
-        return round(lease_s * rng.uniform(4.0, 8.0), 2)
+        return round(lease_s * rng.uniform(2.0, 4.0), 2)
     return round(lease_s * rng.uniform(1.2, 2.0), 2)
 
 

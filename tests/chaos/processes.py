@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 RESTART_S = 0.3
+_WORDS = 8000  # bytes of what a process said at its end: a table and what follows it among them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Process(Victim):
                 )
             code = await self._process.wait()
             _signal(self._process.pid, signal.SIGKILL)  # what it left behind
-            words = self.log.read_bytes()[start:][-2000:].decode(errors="replace").strip()
+            words = self.log.read_bytes()[start:][-_WORDS:].decode(errors="replace").strip()
             if not self._done:
                 self.exits.append(Exit(time.time(), self.name, code, self._killed, words))
             self._killed = False
