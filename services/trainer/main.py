@@ -70,7 +70,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             scheme = "http" if access.certificate is None else "https"
             log.info("%s://%s:%d", scheme, *sock.getsockname()[:2])
             journal = Journal(config.run_folder / JOURNAL)
-            telemetry = Telemetry(config, journal)
+            telemetry = Telemetry(config, journal, lambda: readiness.failures)
 
             # a prompt that can't be used is noticed before anything heavy is loaded
             readiness.problem = "reading the prompts"

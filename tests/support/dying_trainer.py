@@ -81,9 +81,9 @@ class BrokenReplay(ReplayClient):
 
     async def read_each(self, keys: Sequence[str]) -> Any:
         found = await super().read_each(keys)
-        if (await self.state()).next_step > 2 and self.times:
+        trajectory, score = found[0]
+        if (await self.state()).next_step > 2 and self.times and "-train-" in trajectory.group_id:
             type(self).times -= 1
-            trajectory, score = found[0]
             found[0] = trajectory, msgspec.structs.replace(score, reward=score.reward + 1)
         return found
 

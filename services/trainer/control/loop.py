@@ -25,7 +25,7 @@ from headrace.errors import (
     WrongTimeline,
 )
 from headrace.headlines import accuracy_name
-from headrace.journal import Line, surviving
+from headrace.journal import surviving
 from headrace.replay import End, Replica, Reservation, Waiting, frequent
 from headrace.replay.calls import BATCH
 from headrace.trajectory import Float32, Group, Int32
@@ -42,7 +42,7 @@ from headrace_services.trainer.learning.batch import BatchRejected
 from headrace_services.trainer.telemetry import alarm
 from headrace_services.trainer.telemetry.alarm import ReplicaDisagreement
 from headrace_services.trainer.telemetry.metrics import batch_metrics, sampling_metrics, score_metrics, total_lengths
-from headrace_services.trainer.telemetry.plots import CURVES, draw_curve, write_page
+from headrace_services.trainer.telemetry.plots import CURVES
 from headrace_services.trainer.telemetry.throughput import Devices, StepTimes
 
 log = logging.getLogger(__name__)
@@ -461,7 +461,6 @@ class Loop:
             algorithm = self._config.algorithm
             metric, threshold = algorithm.stop_at_validation_metric, algorithm.stop_at_validation_threshold
             log.info("the run ends: %s is at least %g", metric, threshold)
-        await asyncio.to_thread(self._draw_curves)
         named = {f"val:{name}": value for name, value in metrics.items()}
         await asyncio.to_thread(self._context.checkpoints.add_metrics, version, self._timeline, named)
 
@@ -478,17 +477,8 @@ class Loop:
         await self._call(lambda: self._replay.publish_metrics(kind, step, metrics, self._timeline))
 
     async def _finish(self) -> None:
-        folder = self._config.run_folder
-        lines = await asyncio.to_thread(self._draw_curves)
-        await asyncio.to_thread(draw_curve, lines, folder / "curve.png", f"Headrace, run {self._config.run.id}")
-        log.info("the run is complete: version %d, curves in %s", self._version, folder / CURVES)
-
-    def _draw_curves(self) -> list[Line]:
-        """Draw the page of curves from the surviving lines of the journal; returns those lines."""
-        lines = surviving(self._context.journal.read())
-        failures = self._context.readiness.failures
-        write_page(lines, self._config.run_folder / CURVES, f"Headrace, run {self._config.run.id}", failures)
-        return lines
+        await self._context.telemetry.draw_end()
+        log.info("the run is complete: version %d, curves in %s", self._version, self._config.run_folder / CURVES)
 
     async def _wait(self) -> None:
         await self._call(lambda: self._replay.wait_ready(POLL_S))

@@ -1,16 +1,16 @@
-"""The telemetry that the trainer's loop drives besides `metrics.jsonl`: trackers, samples, the train-inference alarm, GPU metrics."""
+"""What the trainer's loop drives besides `metrics.jsonl`: curves, trackers, samples, the train-inference alarm, GPU metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 
 from headrace.config import Config
-from headrace.journal import Journal
+from headrace.journal import Journal, Line, surviving
 from headrace.replay import Evaluated
 from headrace.samples import SampleFiles, sample_of
 from headrace.trajectory import Group
@@ -18,7 +18,7 @@ from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry import alarm
 from headrace_services.trainer.telemetry.gpus import GPUMonitor
-from headrace_services.trainer.telemetry.plots import draw_disagreement
+from headrace_services.trainer.telemetry.plots import CURVES, draw_curve, draw_disagreement, write_page
 from headrace_services.trainer.telemetry.samples import (
     choose,
     failure_record,
@@ -33,13 +33,21 @@ log = logging.getLogger(__name__)
 
 # how long a tracker may take to catch up at the end; a stopped trainer has less time, before it is killed
 FINISH_S, STOP_S = 60.0, 10.0
+# Drawing the curves takes up to a second of a core that the training step could use: this many times as long passes before the next time.
+DRAWING_PAUSES = 50
 
 
 class Telemetry:
-    """Starts, feeds and ends all of them; on rank 0. Raises `ServiceError` for a tracker whose library is missing."""
+    """Starts, feeds and ends all of them; on rank 0. Raises `ServiceError` for a tracker whose library is missing.
 
-    def __init__(self, config: Config, journal: Journal, console: Console | None = None) -> None:
+    `failures`: what the page of curves says of prompts that failed.
+    """
+
+    def __init__(
+        self, config: Config, journal: Journal, failures: Callable[[], str] = str, console: Console | None = None
+    ) -> None:
         self._config = config
+        self._journal, self._failures = journal, failures
         self._settings = config.logger
         self._limits = alarm.AlarmLimits.of(config)
         self._folder = config.log_folder
@@ -53,6 +61,8 @@ class Telemetry:
         self._off_policy, self._equal = alarm.Streak(alarm.OFF_POLICY_STEPS), alarm.Streak(alarm.EQUAL_STEPS)
         self._console = console or Console(stderr=True)
         self._writing: asyncio.Task[None] | None = None
+        self._drawing: asyncio.Task[list[Line]] | None = None
+        self._draw_after = 0.0  # when the curves may be drawn again
 
     def start(self) -> None:
         if self._settings.monitor_gpus:
@@ -61,9 +71,22 @@ class Telemetry:
             thread.start()
 
     def notify(self) -> None:
-        """The journal has a new line."""
+        """The journal has a new line. Raises `ServiceError` if the curves could not be written."""
         for thread in self._trackers:
             thread.notify()
+        if self._drawing is not None and self._drawing.done():
+            self._drawing.result()
+            self._drawing = None
+        if self._drawing is None and time.monotonic() >= self._draw_after:
+            self._drawing = asyncio.create_task(self._draw())
+
+    async def draw_end(self) -> None:
+        """Draw the whole run: its page of curves, and its learning curve. Raises `ServiceError` for a full disk."""
+        if self._drawing is not None:
+            await self._drawing
+        lines = await self._draw()
+        title, path = f"Headrace, run {self._config.run.id}", self._config.run_folder / "curve.png"
+        await asyncio.to_thread(draw_curve, lines, path, title)
 
     async def aclose(self, *, finished: bool) -> None:
         """Wait, within a deadline, until trackers and files have everything. Raises `ServiceError` for unwritten samples."""
@@ -74,6 +97,8 @@ class Telemetry:
         for thread in self._trackers:
             await asyncio.to_thread(thread.join)
         await self._written()
+        if self._drawing is not None:
+            await self._drawing
 
     def wants_batch(self, metrics: Mapping[str, float]) -> bool:
         """Whether the trajectories of a step with these metrics will be written or drawn: gathering them from the ranks is expensive."""
@@ -139,6 +164,21 @@ class Telemetry:
             draw_disagreement(batch, worst, step, picture)
             alarm.drop_old_pictures(self._folder)
         log.warning("%s", alarm.message(step, found, alarm.error_by_age(batch), picture))
+
+    async def _draw(self) -> list[Line]:
+        """Draw the page of curves from the surviving lines of the journal; returns those lines."""
+
+        def draw() -> list[Line]:
+            lines = surviving(self._journal.read())
+            title = f"Headrace, run {self._config.run.id}"
+            write_page(lines, self._config.run_folder / CURVES, title, self._failures())
+            return lines
+
+        began = time.monotonic()
+        lines = await asyncio.to_thread(draw)
+        now = time.monotonic()
+        self._draw_after = now + DRAWING_PAUSES * (now - began)
+        return lines
 
     async def _written(self) -> None:
         if self._writing is not None:
