@@ -23,7 +23,12 @@ _WORDS = {
         "the engine does not answer",
         "the embedded server ended",
     ),
-    _MUST_BE_MENDED: ("can't write", "the embedded server ended", "another trainer has taken over the run"),
+    _MUST_BE_MENDED: (
+        "can't write",
+        "the embedded server ended",
+        "another trainer has taken over the run",
+        "is less than 1.25 x replay.max_bytes",
+    ),
 }
 _KILLED, _STOPPED = -9, 143
 _MAX_ATTEMPTS = 3  # the default
@@ -280,8 +285,8 @@ def the_run_finished(e: Evidence) -> Iterator[str]:
 
 def services_end_for_a_reason(e: Evidence) -> Iterator[str]:
     """A service that was not killed leaves with 0; with 75 while the buffer is away or has lost writes, or 70 when its engine died: it is
-    started again. With 1 it asks a person for help, and only a full disk needs one here (or a server that died thrice within a minute, or
-    a trainer whose place another has). There is no other way, for a process that was struck neither."""
+    started again. With 1 it asks a person for help, and only a full disk needs one here (or a server that died thrice within a minute or
+    is limited to too little memory, or a trainer whose place another has). There is no other way, for a process that was struck neither."""
     for exit_ in e.exits:
         said = [line for line in exit_.last_words.splitlines() if line.startswith("error: ")]
         words = _WORDS.get(exit_.code, ())

@@ -97,7 +97,7 @@ def leftovers(folder: Path) -> list[str]:
     return mine
 
 
-STEPS = 15
+STEPS = 10
 
 
 @dataclasses.dataclass(frozen=True)

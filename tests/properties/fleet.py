@@ -50,7 +50,8 @@ class Fleet(Scoring):
 
     def deregister(self, replica: str, died: bool, seen: object) -> None:
         self.expire()
-        if replica in self.members:
+        if member := self.members.get(replica):
+            member.together = len(self.held_by(replica))
             self.take_back(replica, died=died)
             del self.members[replica]
             self.used.add(replica)
@@ -89,7 +90,9 @@ class Fleet(Scoring):
             elif held.surplus:
                 assert token in seen.complete, f"{held.id} is complete, and what is generated under {token} is surplus"
         if state != "DEAD":
-            self.members[replica].due = self.now + milliseconds(self.limits.replica_dead_s)
+            member = self.members[replica]
+            member.due = self.now + milliseconds(self.limits.replica_dead_s)
+            member.together = len(self.held_by(replica))
         newest = (self.epoch_now.id, self.epoch_now.state) if self.epoch_now else None
         assert newest == ((seen.epoch.id, seen.epoch.state) if seen.epoch else None)
         assert bool(seen.reason) == (state == "QUARANTINED")
@@ -228,20 +231,24 @@ class Fleet(Scoring):
             self.refuse(NotVerified)
         assert isinstance(seen, list), seen
         member.answer = seen
-        version, left = self.members[replica].version, list(seen)
-        member = self.members[replica]
+        self._lease(member, replica, most, seen)
+        member.together = len(self.held_by(replica))
+        return seen
+
+    def _lease(self, member: Member, replica: str, most: int, seen: list[Lease]) -> None:
+        version, left = member.version, list(seen)
         suspects = sorted((h for h in self.groups.values() if h.cohort is not None), key=_ticket)
         if self.held_by(replica):
             if member.cohort or (suspects and self._drains(replica, suspects[0])):
                 assert not left, (
                     f"{replica} was given {[lease.group.id for lease in left]}, and has to be empty for suspects"
                 )
-                return seen
+                return
         else:
             member.cohort = bool(suspects)
         if member.cohort:
             self._lease_cohort(suspects, replica, most, left)
-            return seen
+            return
         orphans = sorted((h for h in self.groups.values() if h.orphaned and not h.overdue(self.now)), key=_ticket)
         for held in orphans[:most]:
             assert left, f"{replica} could go on with {held.id}, and was not given it"
@@ -263,7 +270,6 @@ class Fleet(Scoring):
                     environment.group, environment.asked = held.id, environment.probes
                 most -= 1
         assert not left, f"{replica} was given {[lease.group.id for lease in left]} against admission, memory or order"
-        return seen
 
     def lease_again(self, number: int, replica: str, most: int, seen: list[Lease]) -> list[Lease]:
         """The newest is answered as before; nothing more is granted."""

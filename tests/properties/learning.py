@@ -109,7 +109,8 @@ class Model(Fleet):
         lowest = line[:need] if self.limits.staleness_policy == "ordered" else ready
         count = sum(held.state == "ready" for held in lowest)
         stuck = [held.id for held in lowest if held.state == "ready" and not self.lawful(held.oldest, held.newest)]
-        if count >= need or self.limits.staleness_policy != "ordered":
+        is_whole = count >= need or self.limits.staleness_policy != "ordered"
+        if is_whole and not sent_back:  # else the next call finds them
             assert not stuck, f"{stuck} can never be trained, and block the line"
         most = self.limits.max_scored_per_step
         if most and len(ready) < need and self.scored_since > most:

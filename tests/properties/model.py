@@ -319,7 +319,7 @@ class Core:
         groups = self.held_by(replica)
         for held in groups:
             if died:
-                self.suspect(held, len(groups))
+                self.suspect(held, self.members[replica].together)
             else:
                 self.pass_on(held, "returned")
 

@@ -38,14 +38,11 @@ local function expire_scoring(run)
 end
 
 -- What a replica holds goes back, `LOST` groups at most; true when nothing is left. If it `died`, each of them is suspected together with
--- all that it held then.
+-- all that it held when it was heard of last: others may have been finished by their scores since, without a word of it.
 local function take_back(run, replica, died)
-  local held, key = run.base .. 'h:' .. replica, run.base .. 'r:' .. replica
-  local together = redis.call('SCARD', held)
-  if died and together > 0 then
-    redis.call('HSETNX', key, 'together', together)
-    together = tonumber(redis.call('HGET', key, 'together'))
-  end
+  local held = run.base .. 'h:' .. replica
+  local left_with, together = unpack(redis.call('HMGET', run.base .. 'r:' .. replica, 'left_with', 'together'))
+  together = tonumber(left_with or together or 0)
   for _, id in ipairs(redis.call('SRANDMEMBER', held, LOST)) do
     local group = load_group(run, id)
     if died then suspect(run, group, together) else pass_on(run, group, 'returned', 'given back by replica ' .. replica) end

@@ -9,6 +9,7 @@ register('deregister', {replica = name, died = flag}, function(run, call)
   local id = call.replica
   if redis.call('EXISTS', replica_key(run, id)) == 0 then return 0 end
   redis.call('HSET', replica_key(run, id), 'state', 'STALE')
+  redis.call('HSETNX', replica_key(run, id), 'left_with', redis.call('SCARD', run.base .. 'h:' .. id))
   if not take_back(run, id, call.died) then
     return redis.call('SCARD', run.base .. 'h:' .. id)
   end

@@ -34,7 +34,7 @@ register('heartbeat', {replica = name, number = natural, epoch = text, tokens = 
   end
   if state ~= 'DEAD' and call.number > tonumber(newest or 0) then
     if #renewed > 0 then redis.call('ZADD', run.base .. 'leases', unpack(renewed)) end
-    see(run, id, 'heartbeat', call.number)
+    see(run, id, 'heartbeat', call.number, 'together', redis.call('SCARD', run.base .. 'h:' .. id))
   end
   local epoch, epoch_state = unpack(redis.call('HMGET', run.base .. 'epoch', 'id', 'state'))
   local known = epoch and epoch .. ' ' .. epoch_state or ''

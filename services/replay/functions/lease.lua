@@ -260,6 +260,6 @@ register('lease', {replica = name, most = positive, number = positive, nonce = n
   if call.number <= tonumber(newest or 0) then refuse('HR_FENCED', 'lease ' .. call.number .. ' of replica ' .. call.replica .. ' was answered before') end
   if redis.call('EXISTS', key) == 1 then redis.call('HSET', key, 'leased', call.number, 'answer', '') end
   answer = lease(run, call)
-  redis.call('HSET', key, 'answer', answer)
+  redis.call('HSET', key, 'answer', answer, 'together', redis.call('SCARD', run.base .. 'h:' .. call.replica))
   return answer
 end, false, true)

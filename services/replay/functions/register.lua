@@ -24,7 +24,6 @@ register('register', {replica = name, incarnation = text, info = info}, function
   end
   if state then return 1 end
   redis.call('HSET', replica_key(run, id), 'state', 'STALE', 'version', -1, 'timeline', run.timeline, 'info', call.info)
-  redis.call('HDEL', replica_key(run, id), 'together', 'cohort')
   see(run, id)
   event(run, 'replica', 'replica', id, 'state', 'STALE')
   wake(run, 'epoch')

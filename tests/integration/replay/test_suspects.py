@@ -203,3 +203,18 @@ async def test_law_6_while_a_suspect_waits_no_deadline_runs(replay: ReplayClient
     assert again.group.id == suspect.group.id
     assert again.expires_in_s > 15  # its deadline begins anew
     await replay.push(again, make_trajectory(again, 0))
+
+
+async def test_a_group_is_not_alone_because_scores_finished_the_others_after_its_replicas_death(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    """Each group is started once more than it needs: the first score completes it while its replica is dead and not missed yet."""
+    await tighten(replay, limits, redundant=1, replica_dead_s=1.0)
+    await enqueue(replay, range(2), n=1)
+    replica = await healthy_replica(replay)
+    other, left = await replay.lease(replica, 2)
+    await replay.push(other, make_trajectory(other, 0))
+    await score_all(replay)
+    assert (await group_of(replay, other))["state"] == "ready"
+    await died(replay, replica)
+    assert (await group_of(replay, left))["failures"] == 0
