@@ -127,40 +127,46 @@ def _stamp(file: Path) -> tuple[int, ...]:
 def list_environments(
     run: RunArgument, as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False
 ) -> None:
-    """Show the environments of a running run as its hub sees them: who is attached and where, builds, work in hand, and how each fared in
-    the last minute; and which the run waits for."""
+    """Show the environments of a running run as its hubs see them: who is attached and where, builds, work in hand, and how each fared in
+    the last minute; and which the run waits for. Exits with 1 if a hub doesn't answer."""
     config = runs.with_credentials(runs.find(run))
-    hubs, states = asyncio.run(_read(config))
+    hubs, away, states = asyncio.run(_read(config))
     if as_json:
         found = {address: MessageToDict(hub, **_AS_JSON)["environments"] for address, hub in hubs.items()}
-        typer.echo(json.dumps({"hubs": found, "breakers": msgspec.to_builtins(states)}, indent=2))
-        return
-    console = Console(width=WIDTH)
-    for address, hub in hubs.items():
-        if len(hubs) > 1:
-            say(console, f"hub {address}")
-        console.print(environment_table(hub.environments))
-    for title, line in waits_for(states):
-        say(console, f"{title:14}{line}")
+        typer.echo(json.dumps({"hubs": found, "away": away, "breakers": msgspec.to_builtins(states)}, indent=2))
+    else:
+        console = Console(width=WIDTH)
+        for address, hub in hubs.items():
+            if len(hubs) + len(away) > 1:
+                say(console, f"hub {address}")
+            console.print(environment_table(hub.environments))
+        for address, reason in away.items():
+            say(console, f"hub {address} doesn't answer ({reason}): start it again, or take it out of reward.address")
+        for title, line in waits_for(states):
+            say(console, f"{title:14}{line}")
+    if away:
+        raise typer.Exit(1)
 
 
-async def _read(config: Config) -> tuple[dict[str, reward_pb2.ListEnvironmentsResponse], Sequence[EnvironmentState]]:
-    """What each hub says, by its address, and the buffer."""
+async def _read(
+    config: Config,
+) -> tuple[dict[str, reward_pb2.ListEnvironmentsResponse], dict[str, str], Sequence[EnvironmentState]]:
+    """What each hub says, by its address; why others don't answer; and the buffer. Raises `ServiceError` if none answers."""
     credentials = credentials_of(config)
     token = None if credentials is None else credentials.presented("reader")
-    hubs = {}
+    hubs, away = {}, {}
     for address in config.reward.addresses:
         async with rpc.channel(address, security=config.security, token=token) as channel:
             stub = reward_pb2_grpc.RewardServiceStub(channel)
             try:
                 hubs[address] = await stub.ListEnvironments(reward_pb2.ListEnvironmentsRequest(), timeout=_HUB_S)
             except grpc.aio.AioRpcError as error:
-                said = f"{error.code().name}: {error.details()}"
-                raise ServiceError(
-                    f"the hub of run {config.run.id} at {address} doesn't answer ({said}); is the run up?"
-                ) from error
+                away[address] = f"{error.code().name}: {error.details()}"
+    if not hubs:
+        said = "; ".join(f"at {address} ({reason})" for address, reason in away.items())
+        raise ServiceError(f"no hub of run {config.run.id} answers: {said}; is the run up?")
     async with runs.open_buffer(config) as replay:
-        return hubs, await replay.environments()
+        return hubs, away, await replay.environments()
 
 
 def environment_table(environments: Iterable[reward_pb2.EnvironmentStatus]) -> Table:
