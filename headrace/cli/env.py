@@ -24,7 +24,7 @@ from headrace.cli import env_check, env_new, env_try, environment, runs
 from headrace.cli.common import WIDTH, RunArgument, RunOption, cell, log_lines, plain_table, say
 from headrace.cli.status import waits_for
 from headrace.config import Config
-from headrace.credentials import Credentials, credentials_of
+from headrace.credentials import FILE, Credentials, credentials_of
 from headrace.errors import ConfigError, ServiceError
 from headrace.replay import EnvironmentState
 from headrace.v1 import reward_pb2, reward_pb2_grpc
@@ -129,7 +129,7 @@ def list_environments(
 ) -> None:
     """Show the environments of a running run as its hubs see them: who is attached and where, builds, work in hand, and how each fared in
     the last minute; and which the run waits for. Exits with 1 if a hub doesn't answer."""
-    config = runs.with_credentials(runs.find(run))
+    config = _started(run)
     hubs, away, states = asyncio.run(_read(config))
     if as_json:
         found = {address: MessageToDict(hub, **_AS_JSON)["environments"] for address, hub in hubs.items()}
@@ -146,6 +146,18 @@ def list_environments(
             say(console, f"{title:14}{line}")
     if away:
         raise typer.Exit(1)
+
+
+def _started(run: str) -> Config:
+    """The configuration of a run that was up, and has its credentials. Raises `ServiceError` for one that was not."""
+    config = runs.with_credentials(runs.find(run))
+    own = config.run_folder.absolute() / FILE
+    if config.security.credentials == str(own) and not own.exists():
+        raise ServiceError(
+            f"run {config.run.id} has no {own}, which `headrace up` makes when it starts a run for the first time: "
+            f"{runs.resume_hint(config)}"
+        )
+    return config
 
 
 async def _read(
@@ -203,7 +215,7 @@ def token(
     run: RunOption,
 ) -> None:
     """Print the line `environment NAME TOKEN`, for `headrace.attach(…, token=…)` or its token_file. Who has it may attach as NAME."""
-    config = runs.with_credentials(runs.find(run))
+    config = _started(run)
     if name not in config.env or not config.env[name].is_served:
         known = ", ".join(other for other, env in config.env.items() if env.is_served) or "none"
         raise ConfigError(
