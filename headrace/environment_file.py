@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 
 import headrace
 from headrace.environment import Environment
@@ -40,13 +40,13 @@ def completed(target: str) -> str:
     for name, of_class in bases.items():  # a class comes after its bases
         derived |= {name} if of_class & derived else set()
     found = [name for name in bases if name in derived and not any(name in of_class for of_class in bases.values())]
-    if len(found) != 1:
-        has = (
-            ", ".join(found)
-            if found
-            else f"no class that derives from headrace.Environment ({', '.join(bases) or 'no class'})"
+    if not found:
+        raise ConfigError(
+            f"{target}: no class in it derives from headrace.Environment ({', '.join(bases) or 'it has none'}); derive one from it, or "
+            f"name one that gets it from another file: {target}:CLASS"
         )
-        raise ConfigError(f"{target}: which environment? it has {has}; name one: {target}:CLASS")
+    if len(found) > 1:
+        raise ConfigError(f"{target}: which environment? it has {', '.join(found)}; name one: {target}:CLASS")
     return f"{target}:{found[0]}"
 
 
@@ -85,9 +85,9 @@ def load(target: str) -> Environment:
     try:
         return made()
     except Exception as error:
-        raise ConfigError(
-            f"{target}: {name}() raised {type(error).__name__}; it has to be made without arguments\n{traceback.format_exc()}"
-        ) from error
+        # what the class was not asked for is what the call lacks
+        remedy = "mend what it does as it is made" if _frames(error) else "it has to be made without arguments"
+        raise ConfigError(f"{target}: {name}() raised {_told(error)}; {remedy}{_traceback(error)}") from error
 
 
 def path_of(target: str) -> Path:
@@ -129,10 +129,26 @@ def run_file(target: str, path: Path) -> ModuleType:
         linecache.cache[file] = len(source), None, text.splitlines(keepends=True), file
         exec(code, module.__dict__)
     except Exception as error:
-        raise ConfigError(
-            f"{target}: {path} raised {type(error).__name__} when it was loaded\n{traceback.format_exc()}"
-        ) from error
+        raise ConfigError(f"{target}: {path} raised {_told(error)} when it was loaded{_traceback(error)}") from error
     return module
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _traceback(error: Exception) -> str:
+    """The lines to add to a message: whose the error is shows in the file's own frames."""
+    frames = _frames(error)
+    return "\n" + "".join(traceback.format_exception(type(error), error, frames)) if frames else ""
+
+
+def _frames(error: Exception) -> TracebackType | None:
+    """Those below this module's, if it came through any."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
+        frame = frame.tb_next
+    return frame
 
 
 def _bound(body: list[ast.stmt]) -> Iterator[str]:

@@ -1,9 +1,9 @@
-"""What the metrics of a step or validation mean, in the words in which `headrace up`, `headrace status`, the log and the page say it."""
+"""What the metrics and builds of a step mean, in the words in which `headrace up`, `headrace status`, the log and the page say it."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 # Of a step, from which on waiting is worth a word.
 LONG_WAIT = 0.3
@@ -27,6 +27,27 @@ def alarms(step: int, metrics: Mapping[str, float]) -> list[str]:
             f"step {step}: nothing to learn from, all groups have had equal rewards for steps; the trainer's log says more"
         )
     return found
+
+
+def build_changes(steps: Iterable[tuple[int, Mapping[str, Sequence[str]]]]) -> list[tuple[int, str]]:
+    """Where environments went on by another build, of steps with their builds by environment: the first step that has groups of it, and a
+    sentence."""
+    found = []
+    known: dict[str, Sequence[str]] = {}
+    for step, builds_of in steps:
+        for name, builds in builds_of.items():
+            former = known.get(name, builds)
+            found += [
+                (step, f"step {step}: environment {name} scores by build {_named(build)}, after {_named(former[-1])}")
+                for build in builds
+                if build not in former
+            ]
+            known[name] = builds
+    return found
+
+
+def _named(build: str) -> str:
+    return build or "unnamed"
 
 
 def follows_start(metrics: Mapping[str, float]) -> bool:

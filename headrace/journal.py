@@ -3,8 +3,8 @@
 It has one JSON object per line: `kind` (`train`, `validation`, `rewind`, or `retry`), `step`, `timeline`, `time` (Unix
 seconds) and `metrics`. `step` of a `train` line is the step t that turned version t into t + 1; of a `validation` line the
 version that was evaluated; of a `rewind` line the checkpoint from which the trainer resumed, which supersedes the lines of
-later weights above it (`surviving`). A `retry` line names the `orders` of prompts whose groups had failed and were queued again, at
-the step that was due then.
+later weights above it (`surviving`). A `train` line names the `builds` that scored the step's groups, by environment. A `retry` line
+names the `orders` of prompts whose groups had failed and were queued again, at the step that was due then.
 
 The newest lines are in `metrics.jsonl` itself. Once it has `SEGMENT_BYTES` it is renamed, `metrics.000001.jsonl` and so on, and another
 begun; `read_journal` and `read_bytes` read all of them as one.
@@ -38,6 +38,7 @@ class Line:
     time: float
     metrics: dict[str, float]
     orders: list[int] = dataclasses.field(default_factory=list)
+    builds: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
 def surviving(lines: Iterable[Line]) -> list[Line]:
@@ -73,11 +74,20 @@ class Journal:
         cut_torn_line(path)
 
     def append(
-        self, kind: Kind, step: int, timeline: str, metrics: Mapping[str, float], orders: Sequence[int] = ()
+        self,
+        kind: Kind,
+        step: int,
+        timeline: str,
+        metrics: Mapping[str, float],
+        orders: Sequence[int] = (),
+        builds: Mapping[str, list[str]] | None = None,
     ) -> None:
-        line = dataclasses.asdict(Line(kind, step, timeline, time.time(), dict(metrics), list(orders)))
-        if not orders:
-            del line["orders"]
+        line = dataclasses.asdict(
+            Line(kind, step, timeline, time.time(), dict(metrics), list(orders), dict(builds or {}))
+        )
+        for field in ("orders", "builds"):
+            if not line[field]:
+                del line[field]
         if self.path.exists() and self.path.stat().st_size >= self._segment_bytes:
             self.path.rename(self.path.with_name(f"{self.path.stem}.{len(_older(self.path)) + 1:06}{self.path.suffix}"))
         with self.path.open("a") as file:

@@ -54,6 +54,7 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     attempt: int
     environment: str
+    build: str = ""  # of the environment; of a completion that failed, the build that failed
     messages: tuple[Message, ...]
     content: str
     finish_reason: FinishReason
@@ -122,6 +123,11 @@ class SampleGroup:
         return None if rewards is None else float(np.std(rewards))
 
     @property
+    def builds(self) -> list[str]:
+        """That scored its completions: one, but where some are yet to be scored again."""
+        return list(dict.fromkeys(sample.build for sample in self.samples if sample.build))
+
+    @property
     def _rewards(self) -> list[float] | None:
         rewards = [sample.reward for sample in self.samples if sample.reward is not None]
         return rewards if rewards and len(rewards) == len(self.samples) else None
@@ -179,6 +185,7 @@ def record(group: Group, trajectory: Trajectory, score: Score) -> dict[str, Any]
         "index": trajectory.index,
         "attempt": trajectory.attempt,
         "environment": score.environment or group.env_name,
+        "build": score.build,
         "rewards": score.reward,
         "components": score.components,
         "finish_reason": trajectory.finish_reason,

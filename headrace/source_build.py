@@ -7,7 +7,7 @@ import inspect
 import json
 import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from headrace.errors import ConfigError
@@ -29,8 +29,13 @@ def source_build(environment: object, base: type) -> str:
             f"{made.__qualname__}: its source can't be found, so nothing would tell two versions of it apart; define it in a file or a "
             f'notebook cell, or name the version: class {made.__name__}: build = "1"'
         )
+    return digest_of((*sources, *sorted(_attributes(vars(environment)))))
+
+
+def digest_of(parts: Iterable[str]) -> str:
+    """Twelve hexadecimal digits of these texts, in their order."""
     digest = hashlib.sha256()
-    for part in (*sources, *sorted(_attributes(vars(environment)))):
+    for part in parts:
         digest.update(hashlib.sha256(part.encode()).digest())
     return digest.hexdigest()[:_DIGITS]
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from headrace.cli.common import WIDTH, ConfigArgument, Overrides, cell, load_entry_point, plain_table, say
-from headrace.config import load
+from headrace.config import Config, load
 from headrace.errors import ConfigError
 from headrace.printable import printable
 from headrace.trajectory import Group
@@ -35,8 +35,7 @@ def show(
     Nothing is started. Every data set is read, so a prompt or a line of a file that can't be used is named here as by a run.
     """
     loaded = load(config, overrides or ())
-    tokenizer: Any = load_entry_point("headrace.tools", "tokenizer", extra="trainer")(loaded)
-    found: Any = load_entry_point("headrace.tools", "prompts", extra="trainer")(loaded, tokenizer)
+    tokenizer, found = read_prompts(loaded)
     groups: list[Group] = found.train(range(min(count, found.total))) if split == "train" else found.validation(0)
     if not groups:
         raise ConfigError(f"{config}: there is no prompt to show in data.{split}; name a data set there")
@@ -45,6 +44,12 @@ def show(
         _show(console, group, tokenizer, tokens=tokens)
     for line in found.counts.lines(loaded):
         say(console, line)
+
+
+def read_prompts(config: Config) -> tuple[Any, Any]:
+    """The tokenizer and the prompts of a run. Raises `ConfigError` for what can't be loaded or asked."""
+    tokenizer = load_entry_point("headrace.tools", "tokenizer", extra="trainer")(config)
+    return tokenizer, load_entry_point("headrace.tools", "prompts", extra="trainer")(config, tokenizer)
 
 
 def _show(console: Console, group: Group, tokenizer: Any, *, tokens: bool) -> None:

@@ -24,7 +24,7 @@ from headrace.cli import env_check, env_new, env_try, environment, runs
 from headrace.cli.common import WIDTH, RunArgument, RunOption, cell, log_lines, plain_table, say
 from headrace.cli.status import waits_for
 from headrace.config import Config
-from headrace.credentials import Credentials, credentials_of
+from headrace.credentials import FILE, Credentials, credentials_of
 from headrace.errors import ConfigError, ServiceError
 from headrace.replay import EnvironmentState
 from headrace.v1 import reward_pb2, reward_pb2_grpc
@@ -127,40 +127,58 @@ def _stamp(file: Path) -> tuple[int, ...]:
 def list_environments(
     run: RunArgument, as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False
 ) -> None:
-    """Show the environments of a running run as its hub sees them: who is attached and where, builds, work in hand, and how each fared in
-    the last minute; and which the run waits for."""
-    config = runs.with_credentials(runs.find(run))
-    hubs, states = asyncio.run(_read(config))
+    """Show the environments of a running run as its hubs see them: who is attached and where, builds, work in hand, and how each fared in
+    the last minute; and which the run waits for. Exits with 1 if a hub doesn't answer."""
+    config = _started(run)
+    hubs, away, states = asyncio.run(_read(config))
     if as_json:
         found = {address: MessageToDict(hub, **_AS_JSON)["environments"] for address, hub in hubs.items()}
-        typer.echo(json.dumps({"hubs": found, "breakers": msgspec.to_builtins(states)}, indent=2))
-        return
-    console = Console(width=WIDTH)
-    for address, hub in hubs.items():
-        if len(hubs) > 1:
-            say(console, f"hub {address}")
-        console.print(environment_table(hub.environments))
-    for title, line in waits_for(states):
-        say(console, f"{title:14}{line}")
+        typer.echo(json.dumps({"hubs": found, "away": away, "breakers": msgspec.to_builtins(states)}, indent=2))
+    else:
+        console = Console(width=WIDTH)
+        for address, hub in hubs.items():
+            if len(hubs) + len(away) > 1:
+                say(console, f"hub {address}")
+            console.print(environment_table(hub.environments))
+        for address, reason in away.items():
+            say(console, f"hub {address} doesn't answer ({reason}): start it again, or take it out of reward.address")
+        for title, line in waits_for(states):
+            say(console, f"{title:14}{line}")
+    if away:
+        raise typer.Exit(1)
 
 
-async def _read(config: Config) -> tuple[dict[str, reward_pb2.ListEnvironmentsResponse], Sequence[EnvironmentState]]:
-    """What each hub says, by its address, and the buffer."""
+def _started(run: str) -> Config:
+    """The configuration of a run that was up, and has its credentials. Raises `ServiceError` for one that was not."""
+    config = runs.with_credentials(runs.find(run))
+    own = config.run_folder.absolute() / FILE
+    if config.security.credentials == str(own) and not own.exists():
+        raise ServiceError(
+            f"run {config.run.id} has no {own}, which `headrace up` makes when it starts a run for the first time: "
+            f"{runs.resume_hint(config)}"
+        )
+    return config
+
+
+async def _read(
+    config: Config,
+) -> tuple[dict[str, reward_pb2.ListEnvironmentsResponse], dict[str, str], Sequence[EnvironmentState]]:
+    """What each hub says, by its address; why others don't answer; and the buffer. Raises `ServiceError` if none answers."""
     credentials = credentials_of(config)
     token = None if credentials is None else credentials.presented("reader")
-    hubs = {}
+    hubs, away = {}, {}
     for address in config.reward.addresses:
         async with rpc.channel(address, security=config.security, token=token) as channel:
             stub = reward_pb2_grpc.RewardServiceStub(channel)
             try:
                 hubs[address] = await stub.ListEnvironments(reward_pb2.ListEnvironmentsRequest(), timeout=_HUB_S)
             except grpc.aio.AioRpcError as error:
-                said = f"{error.code().name}: {error.details()}"
-                raise ServiceError(
-                    f"the hub of run {config.run.id} at {address} doesn't answer ({said}); is the run up?"
-                ) from error
+                away[address] = f"{error.code().name}: {error.details()}"
+    if not hubs:
+        said = "; ".join(f"at {address} ({reason})" for address, reason in away.items())
+        raise ServiceError(f"no hub of run {config.run.id} answers: {said}; is the run up?")
     async with runs.open_buffer(config) as replay:
-        return hubs, await replay.environments()
+        return hubs, away, await replay.environments()
 
 
 def environment_table(environments: Iterable[reward_pb2.EnvironmentStatus]) -> Table:
@@ -197,7 +215,7 @@ def token(
     run: RunOption,
 ) -> None:
     """Print the line `environment NAME TOKEN`, for `headrace.attach(…, token=…)` or its token_file. Who has it may attach as NAME."""
-    config = runs.with_credentials(runs.find(run))
+    config = _started(run)
     if name not in config.env or not config.env[name].is_served:
         known = ", ".join(other for other, env in config.env.items() if env.is_served) or "none"
         raise ConfigError(

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from headrace.cli import evaluate, weights
 from headrace.cli.common import load_entry_point, say
+from headrace.cli.data import read_prompts
 from headrace.cli.env_check import TargetArgument
 from headrace.cli.pipeline import check
 from headrace.cli.samples import draw_group
@@ -71,12 +72,16 @@ def try_(
     environment = environment_at(target)
     with tempfile.TemporaryDirectory() as folder:
         asked = Path(folder) / "prompts.jsonl"
-        asked.write_text("".join(_first(prompts, first)), encoding="utf-8")
+        asked.write_text(_first(prompts, first), encoding="utf-8")
         if config is None and found.run is None:
             config = Path(folder) / "config.yaml"
             config.write_text("{}\n", encoding="utf-8")  # what is not set has its default
         made = evaluation(config, found, environment, asked, samples, overrides or ())
         check(made)
+        try:
+            read_prompts(made)  # before anything starts
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(str(asked), str(prompts))) from error
         evaluate.ask(made, found)
     files = SampleFiles(made.log_folder, made.logger.keep_step_data)
     groups = by_group(files.samples("val", 0))
@@ -116,16 +121,22 @@ def failures(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{record['group']} failed: {record['reason']}"
 
 
-def _first(prompts: Path, count: int) -> list[str]:
-    """The first problems of a file of JSON lines. Raises `ConfigError` if there are none."""
+def _first(prompts: Path, count: int) -> str:
+    """A file of JSON lines up to its first `count` problems; each keeps the number of its line. Raises `ConfigError` if there are none."""
+    found, problems = [], 0
     try:
-        lines = prompts.read_text(encoding="utf-8").splitlines(keepends=True)
+        # not `splitlines`: what else may end a line may stand in a JSON text
+        with prompts.open(encoding="utf-8-sig") as file:
+            for line in file:
+                found.append(line)
+                problems += bool(line.strip())
+                if problems == count:
+                    break
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--prompts {prompts}: can't be read ({error}); give a file of JSON lines") from error
-    found = [line for line in lines if line.strip()][:count]
-    if not found:
+    if not problems:
         raise ConfigError(f"--prompts {prompts}: has no problem; each line is one, as JSON")
-    return found
+    return "".join(found)
 
 
 def evaluation(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace import credentials
-from headrace.addresses import LOOPBACK
+from headrace.addresses import LOOPBACK, with_port
 from headrace.checkpoints import published
 from headrace.cli.common import load_entry_point
 from headrace.config import Config, load
@@ -373,7 +373,16 @@ async def open_buffer(config: Config, role: str = "reader") -> AsyncIterator[Rep
 async def _start_embedded(config: Config, role: str, stack: contextlib.AsyncExitStack) -> ReplayClient:
     folder = config.run_folder / "replay"
     if config.replay.redis_url is not None or not folder.is_dir():
-        return await ReplayClient.connect(credentials.buffer_url(config, role), config.run.id, timeout_s=_CONNECT_S)
+        try:
+            return await ReplayClient.connect(credentials.buffer_url(config, role), config.run.id, timeout_s=_CONNECT_S)
+        except ReplayUnavailable as error:
+            if config.replay.redis_url is not None:
+                raise
+            address = with_port(config.replay.redis_host, config.replay.redis_port)
+            raise ReplayUnavailable(
+                f"run {config.run.id} is not up: its buffer can't be reached at {address}, and {folder}, where it would be kept, is not "
+                f"there. To start it: {resume_hint(config)}"
+            ) from error
     make: Any = load_entry_point("headrace.tools", "embedded-server", extra="replay")
     stack.enter_context(locked(config))
     # a port of its own: another run may be up on the configured one

@@ -131,6 +131,7 @@ def draw_group(group: SampleGroup, title: str, width: int, text_of: TokenText | 
         heading.append(f"mean reward {mean:.3g} of {len(group.samples)}")
     if group.spread is not None:
         heading.append(f"spread {group.spread:.3g}")
+    heading += [f"build {printable(build)}" for build in group.builds]
     parts: list[RenderableType] = [Rule(Text(", ".join(heading)), align="left"), _text(group.prompt, "dim")]
     if group.expected is not None:
         parts.append(Text.assemble(("expected: ", "bold"), _text(group.expected)))

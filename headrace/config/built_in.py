@@ -1,4 +1,4 @@
-"""Which option of `env` is for which built-in environment, and what must hold between the options of one."""
+"""Which option of `env` is for which built-in environment, what must hold between the options of one, and which decide its rewards."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ _OPTIONS: Mapping[str, tuple[BuiltInName, ...]] = {
     "combine": ("combine",),
     "gate": ("combine",),
 }
+# Options that decide no reward: how an environment is found, how long it takes, how much it does at a time, and what its failures lead to.
+# `type` is told by the kind, `device` by the process that computes there.
+_UNDECISIVE = frozenset({
+    "type", "target", "command", "attached", "port", "timeout_s", "max_batch_size", "failure_share", "give_up_after", "unsafe_no_sandbox",
+    "budget", "concurrency", "device", "batch_size", "max_model_len",
+})  # fmt: skip
+_UNDECISIVE_OF_JUDGE = frozenset({"api_key_file", "tls_ca"})
 _TAG = re.compile(r"[A-Za-z_][\w.-]*")
 
 
@@ -53,6 +60,18 @@ def problems(name: str, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
             yield f".{option} {value!r} is an option of {', '.join(owners)}, not of {whose}: leave it out"
     if kind in _CHECKS:
         yield from _CHECKS[kind](name, env, environments)
+
+
+def decisive_options(name: str, env: EnvConfig) -> dict[str, object]:
+    """The options, as JSON, by which the built-in environment `env.<name>` would give other rewards if they were others. An option counts
+    unless it is known not to."""
+    kind = env.kind(name)
+    # the tests that `code` has no time left for are failed, once a program ran out of its own
+    undecisive = _UNDECISIVE - {"timeout_s"} if kind == "code" else _UNDECISIVE
+    own = {option for option in type(env).model_fields if kind in _OPTIONS.get(option, (kind,))}
+    return env.model_dump(
+        mode="json", include=own - undecisive, exclude={"judges": {"__all__": set(_UNDECISIVE_OF_JUDGE)}}
+    )
 
 
 def _math(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
 
 from headrace.config.data import EnvConfig
 from headrace.errors import CodecError
-from headrace.trajectory import BUILD_BYTES, Score, Status
+from headrace.trajectory import Score, Status
 from headrace.v1 import environment_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace.wire import score_from_wire, score_to_wire
+from headrace_services.reward.build import build_of
 from headrace_services.reward.hub import EnvironmentBackend, metered
 
 # If parts failed in several ways the completion has failed in the first of these: what is for good before what may be tried again, and
@@ -33,7 +33,7 @@ class CombineBackend:
         self._name = name
         self._env = env
         self._parts = {part: environments[part] for part in env.parts}
-        self._builds = dict.fromkeys(env.parts, "")  # as each part last said it
+        self._builds = dict.fromkeys(env.parts, "")  # of each part's last score; of its description before there is one
 
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
@@ -55,9 +55,15 @@ class CombineBackend:
         capacities = [description.capacity for description, _ in answers if description is not None]
         if not capacities:
             return None, None
+        for part, (description, _) in zip(self._parts, answers, strict=True):
+            if description is not None:
+                self._builds[part] = self._builds[part] or description.build
         parts = ", ".join(f"{part} {weight:g}" for part, weight in self._env.parts.items())
         return environment_pb2.DescribeResponse(
-            name=self._name, description=f"{self._env.combine} of {parts}", capacity=min(capacities)
+            name=self._name,
+            build=self._build({}),
+            description=f"{self._env.combine} of {parts}",
+            capacity=min(capacities),
         ), None
 
     async def _ask(
@@ -87,10 +93,7 @@ class CombineBackend:
         """Law 3: one build scores a group, so it is the same whether the gate was open or not. A part that was not asked has the build
         that it had last."""
         builds = {part: scores[part].build if part in scores else build for part, build in self._builds.items()}
-        gate = "" if self._env.gate is None else f" gated by {self._env.gate}"
-        parts = ", ".join(f"{weight:g} {part} {builds[part]}".rstrip() for part, weight in self._env.parts.items())
-        said = f"{self._env.combine}{gate} of {parts}"
-        return said if len(said.encode()) <= BUILD_BYTES else hashlib.sha256(said.encode()).hexdigest()
+        return build_of(self._name, self._env, *(f"{part} ({builds[part]})" for part in sorted(builds)))
 
     def _whole(self, scores: Mapping[str, Score]) -> Score:
         """The score of one completion, of those that its parts gave; only a closed gate leaves some out, which then count as 0."""

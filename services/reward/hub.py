@@ -79,7 +79,11 @@ class BuiltInBackend:
         """(its description, or None if it can't be asked; the reason why it can't score now, or None)."""
         name = self._env.type or self._name
         description = environment_pb2.DescribeResponse(
-            name=self._name, description=f"built-in {name}", capacity=self._capacity, sandbox=self._pool.level
+            name=self._name,
+            build=self._pool.builds.get(self._name, ""),
+            description=f"built-in {name}",
+            capacity=self._capacity,
+            sandbox=self._pool.level,
         )
         return description, self._pool.problem()
 

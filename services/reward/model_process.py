@@ -18,19 +18,18 @@ from typing import Any
 
 import msgspec
 
+from headrace.config.data import EnvConfig
 from headrace.service import die_with_parent
+from headrace_services.reward.build import build_of, version_of
 from headrace_services.reward.frames import read_frame, write_frame
 from headrace_services.reward.scoring_worker import Started
 
 
 class ModelSpecification(msgspec.Struct):
-    """Which model, and where and how it computes."""
+    """The environment `env.<name>`, whose options say which model, and where and how it computes."""
 
-    name: str  # of the environment
-    model_name: str
-    device: str
-    precision: str
-    max_model_len: int | None
+    name: str
+    env: dict[str, object]
 
 
 class Conversation(msgspec.Struct):
@@ -49,15 +48,15 @@ def main() -> None:
     if (first := read_frame(requests)) is None:
         return
     specification = msgspec.json.decode(first, type=ModelSpecification)
+    name, env = specification.name, EnvConfig.model_validate(specification.env)
     try:
-        model = RewardModelOnDevice(specification)
+        model = RewardModelOnDevice(name, env)
     except ImportError as error:
         problem = f"{error}; pip install 'headrace[reward-model]'"
     except Exception as error:  # noqa: BLE001  # what transformers raises for a model that it can't load is of every kind
-        problem = f"env.{specification.name}.model_name {specification.model_name}: {type(error).__name__}: {error}"
+        problem = f"env.{name}.model_name {env.model_name}: {type(error).__name__}: {error}"
     else:
-        builds = {specification.name: model.build}
-        write_frame(replies, msgspec.json.encode(Started(builds=builds)))
+        write_frame(replies, msgspec.json.encode(Started(builds={name: model.build})))
         decoder = msgspec.msgpack.Decoder(list[Conversation])
         while (request := read_frame(requests)) is not None:
             write_frame(replies, msgspec.msgpack.encode(model.rewards(decoder.decode(request))))
@@ -66,18 +65,18 @@ def main() -> None:
 
 
 class RewardModelOnDevice:
-    def __init__(self, specification: ModelSpecification) -> None:
+    def __init__(self, name: str, env: EnvConfig) -> None:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         self._torch = torch
-        device = specification.device
+        device = env.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(device)
-        self._tokenizer = AutoTokenizer.from_pretrained(specification.model_name)
+        self._tokenizer = AutoTokenizer.from_pretrained(env.model_name)
         model = AutoModelForSequenceClassification.from_pretrained(
-            specification.model_name, dtype=getattr(torch, specification.precision), use_safetensors=True
+            env.model_name, dtype=getattr(torch, env.precision), use_safetensors=True
         )
         if model.config.num_labels != 1:
             raise ValueError(
@@ -85,9 +84,11 @@ class RewardModelOnDevice:
             )
         self._model = model.to(self._device).eval()
         context = getattr(model.config, "max_position_embeddings", None)
-        lengths = [length for length in (specification.max_model_len, context) if length is not None]
+        lengths = [length for length in (env.max_model_len, context) if length is not None]
         self._longest = min(lengths, default=None)
-        self.build = f"{specification.model_name} {specification.precision} on {self._device}"
+        # where it computes is known here alone; two devices of a kind give the same
+        software = version_of("torch"), version_of("transformers"), f"on {self._device.type}"
+        self.build = build_of(name, env, *software)
 
     def rewards(self, conversations: Sequence[Conversation]) -> list[Answer]:
         """One answer for each, of one forward pass over those that are not too long."""

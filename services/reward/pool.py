@@ -76,6 +76,11 @@ class WorkerPool:
         """The sandbox that the workers score in."""
         return max((worker.level for worker in self._workers), default=Level.NONE)
 
+    @property
+    def builds(self) -> Mapping[str, str]:
+        """Of the environments, by name; of each result, it is that of the worker that gave it."""
+        return self._workers[0].builds if self._workers else {}
+
     async def start(self) -> None:
         """Start the workers in the best sandbox that the machine grants, and wait until all can score.
 
@@ -228,7 +233,7 @@ class WorkerProcess:
             msgspec.structs.replace(
                 score,
                 environment=environment,
-                build=self._started.builds.get(environment, ""),
+                build=self.builds.get(environment, ""),
                 timings={"environment": took_s},
             )
         )

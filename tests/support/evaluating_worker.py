@@ -12,7 +12,9 @@ from headrace_services.reward.scoring_worker import main
 
 
 class Evaluating(BuiltInEnvironment):
-    build = "1"
+    def __init__(self, name: str, env: EnvConfig) -> None:
+        super().__init__(name, env)
+        self.build = "1"
 
     def judge(self, sample: Sample) -> float | Score:
         names: dict[str, Any] = {"reward": 0.0, "self": self}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.headlines import accuracy_name, alarms, seconds_per_step, waiting
+from headrace.headlines import accuracy_name, alarms, build_changes, seconds_per_step, waiting
 
 TOTAL = "timing/train/total_step_time"
 GENERATION, SCORES = "timing/train/wait_for_generation", "timing/train/wait_for_scores"
@@ -59,3 +59,18 @@ def test_the_time_of_a_step_is_the_median_of_those_that_follow_no_start() -> Non
     assert seconds_per_step([{"reward": 1.0}]) is None
     assert seconds_per_step([start]) == 90.0
     assert seconds_per_step([start, {TOTAL: 2.0}, {TOTAL: 50.0}, {TOTAL: 1.0}]) == 2.0
+
+
+def test_a_build_is_new_in_the_first_step_that_has_groups_of_it() -> None:
+    steps = [
+        (0, {"exact": ["a"], "math": ["m"]}),
+        (1, {"exact": ["a", "b"]}),
+        (2, {"math": ["m"]}),
+        (3, {"exact": ["b"], "math": [""]}),
+        (4, {"exact": ["a"], "judge": ["j"]}),
+    ]
+    assert build_changes(steps) == [
+        (1, "step 1: environment exact scores by build b, after a"),
+        (3, "step 3: environment math scores by build unnamed, after m"),
+        (4, "step 4: environment exact scores by build a, after b"),
+    ]

@@ -44,6 +44,14 @@ def test_half_a_line_of_a_killed_trainer_is_cut_off(tmp_path: Path) -> None:
     assert [(entry.step, entry.metrics) for entry in journal.read()] == [(0, {"reward": 1.0}), (1, {"reward": 2.0})]
 
 
+def test_a_line_names_builds_where_there_are_any(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "metrics.jsonl")
+    journal.append("train", 0, "a", {}, builds={"exact": ["1", "2"]})
+    journal.append("validation", 1, "a", {})
+    assert [entry.builds for entry in journal.read()] == [{"exact": ["1", "2"]}, {}]
+    assert "builds" not in journal.path.read_text().splitlines()[1]
+
+
 @pytest.mark.parametrize("text", ["nonsense", json.dumps({"kind": "train"}), "[]"])
 def test_a_line_that_is_not_metrics_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(text + "\n")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from headrace.config.data import DataSourceConfig, EnvConfig, Extract
 from headrace.environment import Environment, Sample
 from headrace.trajectory import Score
+from headrace_services.reward.build import build_of
 
 # Commas may group digits, as in 1,234,567; a minus directly after a digit or letter is an operator ("5-3" ends in 3).
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\d+(?:\.\d+)?")
@@ -26,11 +27,13 @@ _SHOWN = 1000
 
 
 class BuiltInEnvironment(Environment):
-    """Base of built-in environments, configured by `env.<name>`. Subclasses score a complete answer in `judge`."""
+    """Base of built-in environments, configured by `env.<name>`. Subclasses score a complete answer in `judge`, with `software` besides
+    what is here."""
 
-    def __init__(self, name: str, env: EnvConfig) -> None:
+    def __init__(self, name: str, env: EnvConfig, *software: str) -> None:
         self.name = name
         self.env = env
+        self.build = build_of(name, env, *software)
 
     def score(self, sample: Sample) -> float | Score:
         found = self.at_sight(sample)

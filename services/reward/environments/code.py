@@ -56,8 +56,8 @@ class Code(BuiltInEnvironment):
     """
 
     def __init__(self, name: str, env: EnvConfig) -> None:
-        super().__init__(name, env)
-        self.build = f"Python {sys.version.split()[0]}" if env.runs_with is None else " ".join(env.runs_with)
+        python = f"Python {sys.version.split()[0]}"
+        super().__init__(name, env, python if env.runs_with is None else env.runs_with[0])
         self.description = "tests of a program, or of a Python function"
         self._runner: subprocess.Popen[bytes] | None = None
         self._outcomes: list[Outcome] = []

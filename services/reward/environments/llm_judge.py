@@ -24,6 +24,7 @@ from headrace.environment import Sample
 from headrace.errors import ConfigError
 from headrace.tls import client_context
 from headrace.trajectory import Score
+from headrace_services.reward.build import build_of
 from headrace_services.reward.environments import cut_off, shown
 from headrace_services.reward.hosted import Hosted
 
@@ -123,10 +124,7 @@ class LLMJudge(Hosted):
         self.name = name
         self.env = env
         self.concurrency = env.concurrency
-        # all that decides what a completion is worth: one build scores a group
-        judges = [(judge.base_url, judge.model, judge.temperature, judge.max_tokens) for judge in env.judges]
-        decisive = judges, env.rubric, env.scale, env.vote, env.threshold, env.require_stop
-        self.build = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:12]
+        self.build = build_of(name, env)
         self.description = f"{len(env.judges)} judges: {', '.join(judge.model for judge in env.judges)}"
         self._store = store
         self._asking: dict[str, asyncio.Task[Verdict]] = {}  # by the key of what is asked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import math
 import re
@@ -14,6 +13,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.environment import Sample
 from headrace.trajectory import Score
+from headrace_services.reward.build import version_of
 from headrace_services.reward.environments import BuiltInEnvironment, choice, extract_answer, shown
 
 _EXPECTED = (LatexExtractionConfig(),)
@@ -30,8 +30,7 @@ class Math(BuiltInEnvironment):
     """
 
     def __init__(self, name: str, env: EnvConfig) -> None:
-        super().__init__(name, env)
-        self.build = f"math-verify {importlib.metadata.version('math-verify')}"
+        super().__init__(name, env, version_of("math-verify"), version_of("sympy"))
         self.description = "mathematical equality with extra_env_info.answer"
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its deadlines are off
 

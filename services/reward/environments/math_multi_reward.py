@@ -24,7 +24,6 @@ class MathMultiReward(BuiltInEnvironment):
 
     def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)
-        self.build = "1"
         self.description = "correctness, integer and format of an answer, as components"
 
     def at_sight(self, sample: Sample) -> Score | None:

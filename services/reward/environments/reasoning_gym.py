@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from headrace.environment import Sample
 from headrace.errors import ConfigError
 from headrace.tagged_json import from_json
 from headrace.trajectory import Score
+from headrace_services.reward.build import version_of
 from headrace_services.reward.environments import BuiltInEnvironment, extract_answer, shown
 from headrace_services.reward.environments.gym_answers import TASKS, acceptable, sound
 
@@ -29,8 +29,8 @@ class ReasoningGym(BuiltInEnvironment):
     """
 
     def __init__(self, name: str, env: EnvConfig) -> None:
-        super().__init__(name, env)
-        self.build = f"reasoning-gym {importlib.metadata.version('reasoning-gym')}"
+        self._package = version_of("reasoning-gym")
+        super().__init__(name, env, self._package, version_of("sympy"))
         self.description = f"{len(TASKS)} procedural tasks"
         self._task = functools.lru_cache(maxsize=256)(_make_task)
 
@@ -47,7 +47,7 @@ class ReasoningGym(BuiltInEnvironment):
                 self._task(source.task, json.dumps(source.task_config, sort_keys=True))
             except (TypeError, ValueError, AssertionError) as error:
                 raise ConfigError(
-                    f"env.{self.name}: task_config {source.task_config} of {source.task} is refused by {self.build}: {error}"
+                    f"env.{self.name}: task_config {source.task_config} of {source.task} is refused by {self._package}: {error}"
                 ) from error
 
     def judge(self, sample: Sample) -> float | Score:

@@ -45,11 +45,13 @@ class RewardModel(Hosted):
         self.env = env
         self.max_batch_size = env.batch_size
         self.description = f"reward model {env.model_name}"
-        self.build = f"{env.model_name} {env.precision} on {env.device}"  # of truncated completions too: one build scores a group
-        self._process = ModelProcess(
-            ModelSpecification(name, env.model_name, env.device, env.precision, env.max_model_len)
-        )
+        self._process = ModelProcess(ModelSpecification(name, env.model_dump(mode="json")))
         self._restart: asyncio.Task[None] | None = None
+
+    @property
+    def build(self) -> str:
+        """As its process says it; "" until the model is loaded."""
+        return self._process.builds.get(self.name, "")
 
     async def start(self) -> None:
         """Load the model; one that takes long goes on loading. Raises `ServiceError` with the reason if it can't be loaded."""
@@ -66,6 +68,9 @@ class RewardModel(Hosted):
         return self._process.problem or f"the model {self.env.model_name} is being loaded"
 
     async def score_batch(self, samples: Sequence[Sample]) -> list[Score]:
+        if (problem := self.problem()) is not None:  # without the process even what it is not asked has no build
+            self._start_again()
+            return [Score("NOT_STARTED", message=problem)] * len(samples)
         found = {
             place: score for place, sample in enumerate(samples) if (score := cut_off(self.env, sample)) is not None
         }
@@ -76,9 +81,6 @@ class RewardModel(Hosted):
         return [found[place] for place in range(len(samples))]
 
     async def _scores(self, samples: Sequence[Sample]) -> list[Score]:
-        if (problem := self.problem()) is not None:
-            self._start_again()
-            return [Score("NOT_STARTED", message=problem)] * len(samples)
         asked = [Conversation(list(sample.messages), sample.completion) for sample in samples]
         try:
             answers = _ANSWERS.decode(await self._process.ask(msgspec.msgpack.encode(asked)))

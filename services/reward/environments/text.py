@@ -13,8 +13,6 @@ from headrace_services.reward.environments import BuiltInEnvironment, extract_an
 class Regex(BuiltInEnvironment):
     """1 if `pattern` is found in what `extract` takes of the completion, else 0."""
 
-    build = "1"
-
     def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)
         assert env.pattern is not None
@@ -30,8 +28,6 @@ class Regex(BuiltInEnvironment):
 class Format(BuiltInEnvironment):
     """1 if the completion consists of `tags`, each opened and closed once and in this order, with nothing but blanks between and around
     them; else 0."""
-
-    build = "1"
 
     def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)
@@ -53,8 +49,6 @@ class Format(BuiltInEnvironment):
 class Length(BuiltInEnvironment):
     """1 if the completion has `min_tokens` to `max_tokens` tokens; below and above it falls to 0 within `fade_tokens`."""
 
-    build = "1"
-
     def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)
         most = "" if env.max_tokens is None else env.max_tokens
@@ -74,8 +68,6 @@ class Length(BuiltInEnvironment):
 class Repetition(BuiltInEnvironment):
     """The share of distinct runs of `ngram` tokens: 1 if none occurs twice, near 0 if the completion goes round in a circle. A completion
     that is shorter repeats nothing."""
-
-    build = "1"
 
     def __init__(self, name: str, env: EnvConfig) -> None:
         super().__init__(name, env)

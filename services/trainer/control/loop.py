@@ -24,8 +24,9 @@ from headrace.errors import (
     ServiceError,
     WrongTimeline,
 )
-from headrace.headlines import accuracy_name
+from headrace.headlines import accuracy_name, build_changes
 from headrace.journal import surviving
+from headrace.lineage import Origin
 from headrace.replay import End, Replica, Reservation, Waiting, frequent
 from headrace.replay.calls import BATCH
 from headrace.trajectory import Float32, Group, Int32
@@ -88,7 +89,9 @@ class Loop:
         self._validation: Validation | None = None
         self._validating_since = 0.0
         self._awaited_since: float | None = None
-        validations = [line for line in surviving(context.journal.read()) if line.kind == "validation"]
+        lines = surviving(context.journal.read())
+        self._builds = {name: builds for line in lines for name, builds in line.builds.items()}  # that scored last
+        validations = [line for line in lines if line.kind == "validation"]
         self._validated = {line.step for line in validations}
         self._target_reached = any(self._reaches_target(line.metrics) for line in validations)
         # clocks, set when the first turn begins
@@ -303,7 +306,11 @@ class Loop:
             step, metrics["reward"], metrics["avg_trajectory_age"],
             metrics["performance/tokens_per_sec"], metrics["timing/train/total_step_time"],
         )  # fmt: skip
-        await self._publish("train", step, metrics)
+        builds = builds_of(groups, origins)
+        for _, changed in build_changes([(step - 1, self._builds), (step, builds)]):
+            log.info("%s", changed)
+        self._builds |= builds
+        await self._publish("train", step, metrics, builds)
 
     async def _reject(self, reservation: Reservation, rejected: BatchRejected) -> None:
         """Give the batch back: the groups that can't be trained on are generated again, and the step is reserved anew.
@@ -470,8 +477,14 @@ class Loop:
 
     # -- metrics and curves ----------------------------------------------------------------------------------------------
 
-    async def _publish(self, kind: Literal["train", "validation"], step: int, metrics: Mapping[str, float]) -> None:
-        self._context.journal.append(kind, step, self._timeline, metrics)
+    async def _publish(
+        self,
+        kind: Literal["train", "validation"],
+        step: int,
+        metrics: Mapping[str, float],
+        builds: Mapping[str, list[str]] | None = None,
+    ) -> None:
+        self._context.journal.append(kind, step, self._timeline, metrics, builds=builds)
         self._context.telemetry.notify()
         self._context.gauges.update(kind, step, metrics)
         await self._call(lambda: self._replay.publish_metrics(kind, step, metrics, self._timeline))
@@ -485,6 +498,14 @@ class Loop:
 
     async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
         return await self._context.retry(call)
+
+
+def builds_of(groups: Sequence[Group], origins: Mapping[str, Sequence[Origin]]) -> dict[str, list[str]]:
+    """The builds that scored a batch, by environment, in its order; "" is one without a name."""
+    found: dict[str, dict[str, None]] = {}
+    for group in groups:
+        found.setdefault(group.env_name, {}).update({origin.build or "": None for origin in origins[group.id]})
+    return {name: list(builds) for name, builds in found.items()}
 
 
 def step_times(

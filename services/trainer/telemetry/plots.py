@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from headrace.files import atomic_write
-from headrace.headlines import accuracy_name, alarms, follows_start, seconds_per_step, waiting
+from headrace.headlines import accuracy_name, alarms, build_changes, follows_start, seconds_per_step, waiting
 from headrace.history import Metric
 from headrace.journal import Kind, Line
 from headrace.printable import printable
@@ -32,6 +32,7 @@ ALARM_COLOUR = "#b3261e"
 GREY = "#888888"  # legible on white and on black
 POINTS = 200  # per curve of the page; a longer curve shows the means of this many parts
 SMOOTHING = 5  # steps of the learning curve's running mean
+CHANGES = 5  # of builds, the newest, that the page names
 NARROW = 0.06  # share of a picture's width that is too small for a label
 
 SVG = "http://www.w3.org/2000/svg"
@@ -55,15 +56,16 @@ class Chart:
     limit: float | None = None  # a line that should not be crossed
     # without the first step after each start of a trainer
     skips_start: bool = False
+    of_rewards: bool = False  # with a dotted line where an environment went on by another build
 
 
 CHARTS = (
     Chart("Reward", "of training batches, and on held-out prompts", (
-        Curve("reward", "reward"), Curve("accuracy", "accuracy", "validation"))),
-    Chart("Reward components", "means in training batches", (Curve("", "reward/<component>"),)),
+        Curve("reward", "reward"), Curve("accuracy", "accuracy", "validation")), of_rewards=True),
+    Chart("Reward components", "means in training batches", (Curve("", "reward/<component>"),), of_rewards=True),
     Chart("Reward components", "means on held-out prompts", (Curve("", "reward/<component>", "validation"),)),
     Chart("Spread of rewards", "standard deviation over the batch", (
-        Curve("reward", "reward_std"), Curve("", "reward_std/<component>"))),
+        Curve("reward", "reward_std"), Curve("", "reward_std/<component>")), of_rewards=True),
     Chart("Groups without spread", "share of groups whose rewards are all equal: they teach nothing", (
         Curve("share", "groups_without_spread"),)),
     Chart("Length of completions", "tokens", (Curve("mean", "mean_gen_tokens_per_sample"), Curve("longest", "max_gen_tokens_per_sample"))),
@@ -122,7 +124,9 @@ def render_page(lines: Sequence[Line], title: str, failures: str = "", refresh_s
     """
     refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     links = '<nav>curves · <a href="/samples">samples</a></nav>' if refresh_s else ""
-    cards = "".join(_card(chart, lines) for chart in CHARTS)
+    changes = build_changes((line.step, line.builds) for line in lines)
+    cards = "".join(_card(chart, lines, [step for step, _ in changes]) for chart in CHARTS)
+    builds = "".join(f"<p>{html.escape(printable(said))}</p>" for _, said in changes[-CHANGES:])
     train = [line for line in lines if line.kind == "train"]
     alarm = "".join(
         f'<p class="alarm">{html.escape(said)}</p>'
@@ -131,7 +135,7 @@ def render_page(lines: Sequence[Line], title: str, failures: str = "", refresh_s
     failed = f'<p class="failures">{html.escape(printable(failures))}</p>' if failures else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{refresh}<title>{html.escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>{links}<p>{summary(lines)}</p>{alarm}{failed}"
+        f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>{links}<p>{summary(lines)}</p>{alarm}{failed}{builds}"
         f"<main>{cards or '<p>No step has been trained yet.</p>'}</main></body></html>\n"
     )
 
@@ -181,11 +185,11 @@ def summary(lines: Sequence[Line]) -> str:
     return ", ".join(parts)
 
 
-def _card(chart: Chart, lines: Sequence[Line]) -> str:
-    """One chart with its legend, which shows the newest values; "" if no curve has a value."""
+def _card(chart: Chart, lines: Sequence[Line], changes: Sequence[int] = ()) -> str:
+    """One chart with its legend, which shows the newest values; "" if no curve has a value. `changes` are steps with a new build."""
     lines = _shown(chart, lines)
     found = [(curve.label, points) for curve in _named(chart.curves, lines) if (points := _points(curve, lines))]
-    return _drawn_card(chart.title, chart.note, found, chart.limit)
+    return _drawn_card(chart.title, chart.note, found, chart.limit, changes if chart.of_rewards else ())
 
 
 def _shown(chart: Chart, lines: Sequence[Line]) -> Sequence[Line]:
@@ -196,9 +200,13 @@ def _shown(chart: Chart, lines: Sequence[Line]) -> Sequence[Line]:
 
 
 def _drawn_card(
-    title: str, note: str, found: Sequence[tuple[str, Sequence[tuple[int, float]]]], limit: float | None
+    title: str,
+    note: str,
+    found: Sequence[tuple[str, Sequence[tuple[int, float]]]],
+    limit: float | None,
+    marks: Sequence[int] = (),
 ) -> str:
-    """A chart of these curves: label and points."""
+    """A chart of these curves: label and points. `marks` are steps with a dotted line."""
     if not found:
         return ""
     drawn = found[: len(COLOURS)]
@@ -218,6 +226,8 @@ def _drawn_card(
     # a limit far above every value would only flatten the curves
     if limit is not None and axes.dataLim.y1 > 1 + (limit - 1) / 3:
         axes.axhline(limit, color=ALARM_COLOUR, lw=1, ls="--")
+    for step in marks:
+        axes.axvline(step, color=GREY, lw=1, ls=":")
     low, high = axes.dataLim.intervaly
     if low == high:
         low, high = low - 0.1 * abs(low), high + 0.1 * abs(high) or 1.0

@@ -86,6 +86,7 @@ def _section(group: SampleGroup) -> str:
     mean = group.mean_reward
     note = group.task + ("" if mean is None else f", mean reward {mean:.3g} of {len(group.samples)}")
     note += "" if group.spread is None else f", spread {group.spread:.3g}"
+    note += "".join(f", build {build}" for build in group.builds)
     expected = "" if group.expected is None else f"<pre><b>expected:</b> {_safe(group.expected)}</pre>"
     reason = f'<pre class="failed"><b>failed:</b> {_safe(group.reason)}</pre>' if group.reason else ""
     return (

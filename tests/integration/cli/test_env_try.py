@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import runs, weights
-from headrace.cli.env_try import evaluation, summary
+from headrace.cli.env_try import _first, evaluation, summary
 from headrace.cli.served_file import environment_at
 from headrace.config import load
 from headrace.samples import by_group
@@ -67,6 +67,16 @@ def test_what_can_not_be_tried_is_refused_before_anything_starts(tmp_path: Path,
     assert "an evaluation sets grpo.val_period itself" in said(file, prompts, tiny_model, "--set", "grpo.val_period=3")
     prompts.write_text("\n")
     assert "has no problem" in said()
+    prompts.write_text('\n{"input": "1+1", "output": "2"}\n\n{"input":\n')
+    assert f"error: {prompts}:4: Expecting value" in said()
+    prompts.write_text('{"question": "1+1"}\n')
+    assert f"error: {prompts}:1: no field 'input' (input_key); it has 'question'" in said()
+
+
+def test_only_a_line_feed_ends_a_problem(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"input": "1\u2028+\x0b1"}\n\n{"input": "2"}\n{"input": "3"}\n', encoding="utf-8")
+    assert _first(prompts, 2).split("\n") == ['{"input": "1\u2028+\x0b1"}', "", '{"input": "2"}', ""]
 
 
 def test_a_runs_checkpoint_is_tried_as_the_run_samples_in_training_and_gets_no_new_token(

@@ -20,10 +20,11 @@ from tests.support.kept_run import kept_run
 
 PAGE = Path(__file__).parents[3] / "docs" / "lineage.md"
 EXAMPLES = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+BUILD = "math-verify 0.9.0, sympy 1.14.0, 2157a8bd3ca5"
 TIMELINE, ONE, OTHER = "9f2c61d07be4a583", "5b1e07c2d9", "e4407a91fc"
 # What was trained at step 13, as the page shows it.
 ORIGINS = (
-    Origin(0, 1, 6, (TokenRange(0, 6, ONE, 12),), "stop", "math", "math-verify 0.9.0", 1.0, 0.866),
+    Origin(0, 1, 6, (TokenRange(0, 6, ONE, 12),), "stop", "math", BUILD, 1.0, 0.866),
     Origin(
         1,
         1,
@@ -31,7 +32,7 @@ ORIGINS = (
         (TokenRange(0, 3, ONE, 12), TokenRange(3, 5, OTHER, 13)),
         "stop",
         "math",
-        "math-verify 0.9.0",
+        BUILD,
         0.0,
         -0.866,
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -127,5 +128,10 @@ def test_what_can_not_be_scored_again_is_refused(tmp_path: Path, limits: Limits)
         assert "only the run itself reaches env.far" in refused("rescore", folder, "--env", "far", *attached)
         gone = refused("rescore", folder, "--env", tmp_path / "gone.py")
         assert "can't be read (No such file or directory)" in gone
-    with kept_run(tmp_path, "other", limits, fill) as (folder, _):
+    with kept_run(tmp_path, "other", limits, fill) as (folder, server):
         assert "no scored trajectory of environment code;" in refused("rescore", folder, "--env", file, "--of", "code")
+        asyncio.run(server.stop())
+        shutil.rmtree(folder / "replay")
+        never = refused("rescore", folder, "--env", file)
+        assert "run other is not up: its buffer can't be reached at 127.0.0.1:" in never
+        assert f"and {folder / 'replay'}, where it would be kept, is not there. To start it: headrace up " in never

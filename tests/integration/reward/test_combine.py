@@ -73,10 +73,19 @@ async def test_each_part_is_metered_by_itself_and_a_closed_gate_asks_no_other() 
     env = {"parts": {"right": 1, "written": 0, "brief": 1}, "gate": "written"}
     async with start_hub(both(**env), workers=1) as hub:
         await hub.score(SAMPLES)
-        again = await hub.score(SAMPLES)
-    assert len({score.build for score in again}) == 1, "law 3: one build, whether the gate was open or not"
+        await hub.score(SAMPLES)
     since = {part: counted(part) - before[part] for part in before}
     assert since == {"written": 8, "right": 6, "brief": 6, "both": 8}
+
+
+async def test_law_3_one_build_whether_the_gate_was_open_or_not_and_whichever_hub_says_it() -> None:
+    env = both(parts={"right": 1, "written": 0, "brief": 1}, gate="written")
+    async with start_hub(env, workers=1) as hub, start_hub(env, workers=1) as other:
+        listed = [(await each.environments())["both"].description.build for each in (hub, other)]
+        scores = [*await hub.score(SAMPLES), *await other.score([sample(UNWRITTEN.format("132"))])]
+    assert {*listed, *(score.build for score in scores)} == {listed[0]}
+    async with start_hub(env | {"written": PARTS["written"] | {"tags": ["answer"]}}, workers=1) as hub:
+        assert (await hub.environments())["both"].description.build != listed[0]
 
 
 class Odd(Environment):

@@ -322,7 +322,7 @@ def test_what_can_not_be_checked_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("class A: pass\n")
     said = error_of(headrace("env", "check", file))
-    assert "it has no class that derives from headrace.Environment (A); name one" in said
+    assert "no class in it derives from headrace.Environment (A); derive one from it" in said
     file.write_text(ENVIRONMENT.format(body="return 1") + "\n    def __init__(self, key):\n        pass\n")
     done = headrace("env", "check", file)
     assert done.returncode == 1

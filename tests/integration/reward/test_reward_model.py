@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_device(directory: Path, **more: Any) -> RewardModelOnDevice:
-    values = {"device": "cpu", "precision": "float32", "max_model_len": None} | more
-    return RewardModelOnDevice(ModelSpecification("helpful", str(directory), **values))
+    return RewardModelOnDevice("helpful", EnvConfig.model_validate(env_of(directory, **more)["helpful"]))
 
 
 def conversation(completion: str) -> Conversation:
@@ -100,7 +100,8 @@ async def test_the_hub_scores_with_the_model_and_takes_no_more_than_a_batch_at_a
     assert {score.status for score in hurt} <= {"SCORED", "INVALID"}  # it is text, or more than the model reads
     assert after.reward == right.reward
     assert not (tmp_path / "mark").exists()
-    assert right.build == f"{directory} float32 on cpu"
+    assert right.build.startswith(f"torch {version('torch')}, transformers {version('transformers')}, on cpu, ")
+    assert right.build == described.build == on_device(directory, require_stop=True).build
     assert (long.status, long.reward) == ("INVALID", None)
     assert (cut.status, cut.reward) == ("SCORED", 0)
     assert cut.build == right.build, "law 3: one build scores a group"
@@ -157,6 +158,6 @@ async def test_what_cannot_be_loaded_is_said_at_the_start(directory: Path, tmp_p
 async def test_without_torch_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('No module named torch')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    process = ModelProcess(ModelSpecification("helpful", "x", "cpu", "float32", None))
+    process = ModelProcess(ModelSpecification("helpful", {"type": "reward_model", "model_name": "x"}))
     with pytest.raises(ServiceError, match=r"No module named torch; pip install 'headrace\[reward-model\]'"):
         await process.start()

@@ -152,7 +152,7 @@ async def test_no_attack_on_the_sandbox_succeeds_or_is_seen_by_the_next(level: L
 @pytest.mark.parametrize("level", [*LEVELS, Level.NONE])
 async def test_a_completion_that_patches_the_judge_does_so_for_itself_alone(level: Level) -> None:
     async with evaluating(level) as worker:
-        await worker.run("type(self).earned = lambda self, reward: 1.0; type(self).build = 'mine'")
+        await worker.run("type(self).earned = lambda self, reward: 1.0; self.build = 'mine'")
         await worker.run("import headrace_services.reward.scoring_worker as w; w.score_one = lambda *_: None")
         await worker.run("import builtins; builtins.float = lambda *_: 1.0; import sys; sys.modules.clear()")
         wrong = await worker.run("reward = 0.0")

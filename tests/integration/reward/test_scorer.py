@@ -19,7 +19,7 @@ from headrace.service import bind
 from headrace.trajectory import Group, Score
 from headrace.wire import sample_to_wire
 from headrace_services.replay.scorer import in_batches
-from tests.support.buffer import healthy_replica, make_group, make_trajectory
+from tests.support.buffer import eventually, healthy_replica, make_group, make_trajectory
 from tests.support.reward_hub import WAIT_S, scoring, start_hub
 
 GROUPS, N = 4, 2
@@ -244,3 +244,32 @@ async def test_batches_hold_one_environment_and_keep_to_their_size(replay: Repla
     ] * 2
     small = [(job, sample_to_wire(Sample("x", environment=job.group.env_name))) for job in jobs] * 40
     assert [len(batch) for batch in in_batches(small, lambda _: 64)] == [64, 64, 32, 64, 16]
+
+
+@pytest.mark.parametrize(
+    ("option", "rewards"), [({"max_tokens": 3}, {0.0}), ({"max_tokens": 4, "timeout_s": 30.0}, {1.0})]
+)
+async def test_law_3_one_build_a_hub_that_starts_again_with_another_option_mixes_no_two_rewards(
+    replay: ReplayClient, option: dict[str, Any], rewards: set[float]
+) -> None:
+    """The first of each group's completions is scored before, the second after."""
+
+    async def first_is_scored() -> bool:
+        found = [await replay.group(one.id) for one in groups]
+        return all(one is not None and one["scored"] == 1 for one in found)
+
+    groups = [group(order, env_name="brief") for order in range(GROUPS)]
+    timeline = (await replay.state()).timeline
+    await replay.enqueue(groups, timeline)
+    leases = await replay.lease(await healthy_replica(replay), GROUPS)
+    for place, options in enumerate(({"max_tokens": 4}, option)):
+        async with start_hub({"brief": {"type": "length", **options}}, workers=1) as hub:
+            async with scoring(replay, hub.port):
+                for lease in leases:
+                    await replay.push(lease, make_trajectory(lease, place))
+                await (eventually(first_is_scored) if place == 0 else counts(replay, ready=GROUPS))
+            build = (await hub.environments())["brief"].description.build
+    batch = await replay.reserve(0, timeline)
+    assert isinstance(batch, Reservation)
+    assert {one.reward for one in batch.trajectories} == rewards
+    assert {score.build for _, score in await replay.read([one.key for one in batch.trajectories])} == {build}

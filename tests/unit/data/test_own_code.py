@@ -170,7 +170,9 @@ def test_a_file_that_isn_t_there_or_is_broken_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"dataset_name gone\.py:f: there is no file gone\.py"):
         read({"dataset_name": "gone.py:f"})
     (tmp_path / "bad.py").write_text("import nothing_like_it\n")
-    with pytest.raises(ConfigError, match=r"bad\.py raised ModuleNotFoundError when it was loaded"):
+    with pytest.raises(
+        ConfigError, match=r"bad\.py raised ModuleNotFoundError: No module named 'nothing_like_it' when it"
+    ):
         read({"dataset_name": f"{tmp_path / 'bad.py'}:f"})
 
 

@@ -97,8 +97,8 @@ def test_the_one_environment_of_a_file_needs_no_name(file: Path, text: str, name
     ("text", "said"),
     [
         ("class A(Environment): ...\nclass B(headrace.Environment): ...", "it has A, B; name one"),
-        ("class A: ...", "no class that derives from headrace.Environment (A)"),
-        ("", "no class that derives from headrace.Environment (no class)"),
+        ("class A: ...", "no class in it derives from headrace.Environment (A); derive one from it"),
+        ("", "no class in it derives from headrace.Environment (it has none); derive one from it"),
     ],
 )
 def test_of_none_or_several_the_user_names_one(file: Path, text: str, said: str) -> None:
@@ -124,10 +124,13 @@ def test_a_file_is_told_from_an_address() -> None:
     [
         ("Exact = 3", "Exact is 3, not a subclass of headrace.Environment"),
         ("class Exact: pass", "not a subclass of headrace.Environment"),
-        ("import nonexistent_module\nExact = 3", "raised ModuleNotFoundError when it was loaded\nTraceback"),
+        (
+            "import nonexistent_module\nExact = 3",
+            "raised ModuleNotFoundError: No module named 'nonexistent_module' when it was loaded\nTraceback",
+        ),
         (
             FINE.replace("def score(self, sample)", "def __init__(self, judge)"),
-            "Exact() raised TypeError; it has to be made",
+            "missing 1 required positional argument: 'judge'; it has to be made without arguments",
         ),
     ],
 )
@@ -164,3 +167,22 @@ def test_config_check_says_who_starts_an_environment_and_what_is_not_there(file:
     refused = CliRunner().invoke(app, [*arguments, f"env.file.target={file}:Exakt"])
     assert isinstance(refused.exception, ConfigError)
     assert "defines no Exakt" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "frames"),
+    [
+        ("def __init__(self): {}['judge']", "Exact() raised KeyError: 'judge'; mend what it does as it is made", 1),
+        ("1 / 0", "raised ZeroDivisionError: division by zero when it was loaded", 2),
+    ],
+)
+def test_what_the_file_raises_is_said_with_the_remedy_and_its_own_frames_alone(
+    file: Path, text: str, said: str, frames: int
+) -> None:
+    file.write_text(f"import headrace\nclass Exact(headrace.Environment):\n    {text}\n")
+    with pytest.raises(ConfigError) as refused:
+        environment_file.load(f"{file}:Exact")
+    message, *lines = str(refused.value).splitlines()
+    assert message.endswith(said)
+    assert sum(line.lstrip().startswith("File ") for line in lines) == frames
+    assert all(str(file) in line for line in lines if line.lstrip().startswith("File "))

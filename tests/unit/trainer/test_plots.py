@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.journal import Kind, Line
 from headrace_services.trainer.telemetry.metric_names import unknown
-from headrace_services.trainer.telemetry.plots import CHARTS, POINTS, render_page, write_page
+from headrace_services.trainer.telemetry.plots import CHANGES, CHARTS, POINTS, render_page, write_page
 
 POINT = re.compile(r'<use [^>]*x="([^"]+)" y="([^"]+)"[^>]*><title>([^<]+)</title>')
 FRAME = re.compile(r'<svg [^>]*viewBox="0 0 ([0-9.]+) ([0-9.]+)"')
@@ -94,6 +94,23 @@ def test_the_page_says_what_prompts_failed_of() -> None:
     assert r"2 prompts failed: 2 x &lt;b&gt;\x1b[2J" in page
     assert "Failed prompts" in page
     assert 'class="failures"' not in render_page([line(3, reward=0.0)], "run")
+
+
+def test_the_page_says_where_an_environment_went_on_by_another_build() -> None:
+    def history(*builds: str) -> list[Line]:
+        steps = [line(step, reward=0.5, loss=0.5) for step in range(len(builds))]
+        return [replace(each, builds={"exact": [build]}) for each, build in zip(steps, builds, strict=True)]
+
+    dotted = "stroke-dasharray: 1,"
+    page = render_page(history("1", "1", "<b>\x1b[2J"), "run")
+    assert r"step 2: environment exact scores by build &lt;b&gt;\x1b[2J, after 1" in page
+    assert page.count(dotted) == 1  # in the chart of rewards
+    same = render_page(history("1", "1", "1"), "run")
+    assert dotted not in same
+    assert "scores by build" not in same
+    often = render_page(history(*map(str, range(20))), "run")
+    assert often.count("scores by build") == CHANGES
+    assert "step 19: environment exact scores by build 19, after 18" in often
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:

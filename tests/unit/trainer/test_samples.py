@@ -47,7 +47,7 @@ TRAJECTORY = Trajectory(
     text="four\n[bold]not markup[/bold]",
     replica="r1",
 )
-SCORE = Score("SCORED", 0.5, {"exact": 0.0}, environment="sums")
+SCORE = Score("SCORED", 0.5, {"exact": 0.0}, environment="sums", build="3f2a")
 
 
 def trained(old: tuple[float, ...] = (-0.5, -1.25, -2.0, -0.25)) -> Batch:
@@ -68,6 +68,7 @@ def test_a_line_says_of_every_token_who_wrote_it_and_how_it_counted() -> None:
     assert [record["generation_logprobs"][i] for i in (0, 1, 3, 4)] == [-0.5, -1.0, -2.0, -0.25]
     assert record["prev_logprobs"][1] == -1.25
     assert record["reference_policy_logprobs"] is None
+    assert (record["environment"], record["build"]) == ("sums", "3f2a")
     assert (record["rewards"], record["total_reward"], record["sample_loss_mask"]) == (0.5, 1.5, 0.0)
     assert record["spans"] == [[2, 0, 2], [4, 2, 5]]
     assert (record["input_lengths"], record["finish_reason"], record["components"]) == (7, "length", {"exact": 0.0})

@@ -1,0 +1,32 @@
+"""The build of a built-in environment: one build scores a group, so it names all that decides a reward."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+from pathlib import Path
+
+from headrace.config.built_in import decisive_options
+from headrace.config.data import EnvConfig
+from headrace.source_build import digest_of
+from headrace.trajectory import BUILD_BYTES
+
+
+def build_of(name: str, env: EnvConfig, *software: str) -> str:
+    """The build of `env.<name>`: the `software` that it judges with, and a digest of the reward service's source and of the options that
+    decide its rewards. It is the same in every process and on every machine."""
+    options = json.dumps(decisive_options(name, env), sort_keys=True)
+    digest = digest_of((importlib.metadata.version("headrace"), *_source(), str(env.kind(name)), options))
+    said = ", ".join((*software, digest))
+    return said if len(said.encode()) <= BUILD_BYTES else digest_of([said])
+
+
+def version_of(distribution: str) -> str:
+    """As `software` names it."""
+    return f"{distribution} {importlib.metadata.version(distribution)}"
+
+
+@functools.cache
+def _source() -> tuple[str, ...]:
+    return tuple(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.rglob("*.py")))

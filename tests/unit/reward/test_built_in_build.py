@@ -1,0 +1,175 @@
+"""Law 3, one build scores a group: the build of a built-in environment is of all options that decide its rewards, and of nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import reasoning_gym
+
+from headrace import Sample
+from headrace.config.built_in import problems
+from headrace.config.data import BUILT_IN, EnvConfig, JudgeConfig
+from headrace.tagged_json import to_json
+from headrace.trajectory import BUILD_BYTES
+from headrace_services.reward.build import build_of
+from headrace_services.reward.environments import make
+
+JUDGE = {"base_url": "http://127.0.0.1:1/v1", "model": "small"}
+# What each has to have.
+LEAST: dict[str, dict[str, Any]] = {
+    "regex": {"pattern": "a"},
+    "length": {"max_tokens": 4},
+    "llm_judge": {"judges": [JUDGE], "rubric": "Is it polite?"},
+    "reward_model": {"model_name": "models/reward"},
+    "combine": {"parts": {"right": 1.0, "brief": 1.0}},
+}
+# With these it is another kind of environment, or none.
+OF_KIND = {"type", "target", "command", "attached", "port"}
+# Another value of every option, and what it takes besides.
+OTHER: dict[str, dict[str, Any]] = {
+    "type": {"type": "math"},
+    "target": {"target": "127.0.0.1:50400"},
+    "command": {"command": ["node"]},
+    "attached": {"attached": True},
+    "port": {"port": 50400},
+    "require_stop": {"require_stop": True},
+    "extract": {"extract": "boxed"},
+    "tolerance": {"tolerance": 0.01},
+    "threshold": {"threshold": 0.5},
+    "pattern": {"pattern": "b"},
+    "tags": {"tags": ["answer"]},
+    "min_tokens": {"min_tokens": 2},
+    "max_tokens": {"max_tokens": 3},
+    "fade_tokens": {"fade_tokens": 2},
+    "ngram": {"ngram": 2},
+    "runs_with": {"runs_with": ["perl"]},
+    "cpu_s": {"cpu_s": 1},
+    "wall_s": {"wall_s": 1.0},
+    "memory_mb": {"memory_mb": 64},
+    "processes": {"processes": 2},
+    "partial_credit": {"partial_credit": True},
+    "judges": {"judges": [JUDGE, JUDGE]},
+    "rubric": {"rubric": "Is it short?"},
+    "scale": {"scale": (1, 3)},
+    "vote": {"vote": "majority", "threshold": 0.5},
+    "budget": {"budget": 9},
+    "concurrency": {"concurrency": 1},
+    "model_name": {"model_name": "models/other"},
+    "device": {"device": "cpu"},
+    "precision": {"precision": "bfloat16"},
+    "batch_size": {"batch_size": 1},
+    "max_model_len": {"max_model_len": 9},
+    "parts": {"parts": {"right": 1.0, "brief": 0.25}},
+    "combine": {"combine": "product"},
+    "gate": {"gate": "right"},
+    "timeout_s": {"timeout_s": 120.0},
+    "max_batch_size": {"max_batch_size": 1},
+    "failure_share": {"failure_share": 0.9},
+    "give_up_after": {"give_up_after": 9.0},
+    "unsafe_no_sandbox": {"unsafe_no_sandbox": True},
+}
+OTHER_OF_JUDGE: dict[str, Any] = {
+    "base_url": "http://127.0.0.1:2/v1",
+    "model": "large",
+    "api_key_file": "judge.key",
+    "tls_ca": "ca.pem",
+    "temperature": 1.0,
+    "max_tokens": 64,
+}
+IDLE = {
+    "timeout_s", "max_batch_size", "failure_share", "give_up_after", "unsafe_no_sandbox",
+    "budget", "concurrency", "batch_size", "max_model_len", "api_key_file", "tls_ca",
+    "device",  # the process of the model says where it computes
+}  # fmt: skip
+# `code`: of a program that ran out of its own time, the tests for which no time is left are failed.
+DECIDING = {("code", "timeout_s")}
+
+
+def environment(kind: str, **options: Any) -> EnvConfig:
+    return EnvConfig.model_validate({"type": kind, **LEAST.get(kind, {}), **options})
+
+
+def accepted() -> Iterator[tuple[str, str, EnvConfig]]:
+    """Each built-in environment with another value of each option that it may have."""
+    parts = {"right": environment("math", timeout_s=20.0), "brief": environment("length", timeout_s=20.0)}
+    for kind in BUILT_IN:
+        for option in sorted(OTHER.keys() - OF_KIND):
+            env = environment(kind, **OTHER[option])
+            if not list(problems("mine", {"mine": env, **parts})):
+                yield kind, option, env
+    for option, value in OTHER_OF_JUDGE.items():
+        yield "llm_judge", option, environment("llm_judge", judges=[{**JUDGE, option: value}])
+
+
+def test_no_option_is_forgotten_here() -> None:
+    assert OTHER.keys() == EnvConfig.model_fields.keys()
+    assert OTHER_OF_JUDGE.keys() == JudgeConfig.model_fields.keys()
+    assert {option for _, option, _ in accepted()} >= OTHER.keys() - OF_KIND
+
+
+@pytest.mark.parametrize(("kind", "option", "env"), [pytest.param(*each, id="-".join(each[:2])) for each in accepted()])
+def test_law_3_one_build_each_option_that_decides_a_reward_is_in_the_build_and_no_other(
+    kind: str, option: str, env: EnvConfig
+) -> None:
+    former, now = (build_of("mine", each) for each in (environment(kind), env))
+    assert (now != former) == (option not in IDLE or (kind, option) in DECIDING)
+
+
+ENTRY = to_json(reasoning_gym.create_dataset("countdown", size=1, seed=3)[0])
+GYM = {"task": "countdown", "entry": ENTRY, "task_config": {}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "sample"),
+    [
+        ("math", "extract", Sample("132", {"answer": "132"})),
+        ("math", "tolerance", Sample("9.81", {"answer": "9.80665"})),
+        ("math", "require_stop", Sample("132", {"answer": "132"}, finish_reason="length")),
+        ("math_multi_reward", "require_stop", Sample("132", {"answer": "132"}, finish_reason="length")),
+        ("reasoning_gym", "threshold", Sample("7", GYM)),
+        ("reasoning_gym", "extract", Sample(str(ENTRY["metadata"]["expression"]), GYM)),
+        ("regex", "pattern", Sample("a")),
+        ("format", "tags", Sample("<answer>1</answer>")),
+        ("length", "min_tokens", Sample("", completion_token_ids=(1,))),
+        ("length", "max_tokens", Sample("", completion_token_ids=(1, 2, 3, 4))),
+        ("length", "fade_tokens", Sample("", completion_token_ids=(1, 2, 3, 4, 5))),
+        ("repetition", "ngram", Sample("", completion_token_ids=(1, 1, 1))),
+    ],
+)
+def test_law_3_one_build_where_a_reward_changes_with_an_option_the_build_does(
+    kind: str, option: str, sample: Sample
+) -> None:
+    former, now = make("mine", environment(kind)), make("mine", environment(kind, **OTHER[option]))
+    assert reward(former.score(sample)) != reward(now.score(sample))
+    assert former.build != now.build
+
+
+def reward(said: Any) -> float:
+    return float(getattr(said, "reward", said))
+
+
+def test_it_is_the_same_in_every_process_whatever_its_name_and_the_order_of_the_options() -> None:
+    one = EnvConfig.model_validate({"type": "combine", "parts": {"a": 1.0, "b": 2.0}, "gate": "a"})
+    same = EnvConfig.model_validate({"gate": "a", "parts": {"b": 2.0, "a": 1.0}, "type": "combine"})
+    assert build_of("one", one) == build_of("two", same)
+    program = (
+        "from headrace.config.data import EnvConfig; from headrace_services.reward.build import build_of;"
+        "print(build_of('math', EnvConfig(tolerance=0.01, extract='boxed'), 'math-verify 1'))"
+    )
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/", env=os.environ | {"PYTHONHASHSEED": "7"}
+    )  # fmt: skip
+    here = build_of("other", EnvConfig(type="math", tolerance=0.01, extract="boxed"), "math-verify 1")
+    assert elsewhere.stdout.strip() == here
+    assert here.startswith("math-verify 1, ")
+
+
+def test_it_is_no_longer_than_a_result_may_name() -> None:
+    long = [build_of("all", environment("combine"), "x" * BUILD_BYTES + end) for end in "ab"]
+    assert all(len(each) <= BUILD_BYTES for each in long)
+    assert len(set(long)) == 2
