@@ -67,7 +67,7 @@ _HEADERS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Refusal:
+class Denial:
     status: int
     reason: str
 
@@ -101,13 +101,13 @@ class HttpAccess:
             cookie=f"headrace-{config.run.id}",
         )
 
-    def refusal(self, method: str, path: str, headers: Mapping[str, str], now: float) -> Refusal | None:
+    def refusal(self, method: str, path: str, headers: Mapping[str, str], now: float) -> Denial | None:
         """Why the request is not answered, or None. `headers` by lower-case name; `now` is the time of day in seconds."""
         reads = method in _READS
         if path == "/healthz" and reads:
             return None
         if not self._is_here(headers.get("host", "")):
-            return Refusal(
+            return Denial(
                 403,
                 f"Host {headers.get('host', '')!r:.100} is no name of this service; add it to security.hosts, or call the service by "
                 "its address",
@@ -118,13 +118,13 @@ class HttpAccess:
         role = by_token or ("operator" if self._has_session(headers, now) else None)
         if self.credentials is not None:
             if role is None:
-                return Refusal(401, "give the token of a reader or the operator as `Authorization: Bearer TOKEN`")
+                return Denial(401, "give the token of a reader or the operator as `Authorization: Bearer TOKEN`")
             if role != "operator" and not (role == "reader" and reads):
-                return Refusal(403, f"the token of {role!r} doesn't allow {method} here")
+                return Denial(403, f"the token of {role!r} doesn't allow {method} here")
         if reads:
             return None
         if self.credentials is not None and by_token is None and "origin" not in headers:
-            return Refusal(403, "a browser's session writes from its own pages alone: Origin is missing")
+            return Denial(403, "a browser's session writes from its own pages alone: Origin is missing")
         return self._cross_site(headers)
 
     def exchange(self, body: bytes, now: float, *, secure: bool) -> str | None:
@@ -157,13 +157,13 @@ class HttpAccess:
             return name == "localhost" or name in self.hosts
         return True  # nobody can make an address mean another one
 
-    def _cross_site(self, headers: Mapping[str, str]) -> Refusal | None:
+    def _cross_site(self, headers: Mapping[str, str]) -> Denial | None:
         """Why a write may be another site's doing."""
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower():
-            return Refusal(403, f"Origin {origin!r:.100} is another site")
+            return Denial(403, f"Origin {origin!r:.100} is another site")
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            return Refusal(415, "send `Content-Type: application/json`")
+            return Denial(415, "send `Content-Type: application/json`")
         return None
 
     def _role(self, headers: Mapping[str, str]) -> str | None:
@@ -209,10 +209,10 @@ class Guard:
         for name, value in scope["headers"]:
             key, text = name.decode("latin-1").lower(), value.decode("latin-1")
             headers[key] = f"{headers[key]}, {text}" if key in headers else text
-        refusal = self._access.refusal(scope["method"], scope["path"], headers, time.time())
-        if refusal is not None:
-            page = refusal.status == 401 and scope["method"] == "GET" and "text/html" in headers.get("accept", "")
-            await _answer(send, refusal, page=page)
+        denial = self._access.refusal(scope["method"], scope["path"], headers, time.time())
+        if denial is not None:
+            page = denial.status == 401 and scope["method"] == "GET" and "text/html" in headers.get("accept", "")
+            await _answer(send, denial, page=page)
             return
         if scope["path"] == SESSION and scope["method"] == "POST":
             await self._sign_in(receive, send, secure=scope.get("scheme") == "https")
@@ -226,9 +226,7 @@ class Guard:
             body, more = body + message.get("body", b""), message.get("more_body", False)
         cookie = self._access.exchange(body, time.time(), secure=secure)
         if cookie is None:
-            await _answer(
-                send, Refusal(401, "the code is wrong, or was used; `headrace page --run RUN` prints another")
-            )
+            await _answer(send, Denial(401, "the code is wrong, or was used; `headrace page --run RUN` prints another"))
             return
         await _with_headers(send)(
             {"type": "http.response.start", "status": 204, "headers": [(b"set-cookie", cookie.encode("latin-1"))]}
@@ -243,16 +241,16 @@ def new_code(run_folder: Path) -> str:
     return code
 
 
-async def _answer(send: Any, refusal: Refusal, *, page: bool = False) -> None:
-    body = _SIGN_IN_PAGE if page else json.dumps({"detail": refusal.reason})
+async def _answer(send: Any, denial: Denial, *, page: bool = False) -> None:
+    body = _SIGN_IN_PAGE if page else json.dumps({"detail": denial.reason})
     content = "text/html; charset=utf-8" if page else "application/json"
     headers = {"content-type": content, "content-length": str(len(body.encode()))}
     if page:
         headers["content-security-policy"] = _SIGN_IN_POLICY
-    if refusal.status == 401:
+    if denial.status == 401:
         headers["www-authenticate"] = "Bearer"
     encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-    await _with_headers(send)({"type": "http.response.start", "status": refusal.status, "headers": encoded})
+    await _with_headers(send)({"type": "http.response.start", "status": denial.status, "headers": encoded})
     await send({"type": "http.response.body", "body": body.encode()})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from headrace.cli import environment, preflight, runs
+from headrace.cli import environment_processes, preflight, runs
 from headrace.cli.common import ConfigArgument, Overrides, load_entry_point
 from headrace.config import Config
 from headrace.config.load import examine
@@ -34,7 +34,7 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     examined = examine(config, overrides or ())
     translated = [*examined.nemo_rl.lines()] if examined.nemo_rl else []
     try:
-        environment.check(examined.config)
+        environment_processes.check(examined.config)
         warnings, lines = preflight.look(examined), list[str]()
     except ConfigError:
         for line in translated:  # it was read, whatever is missing here
@@ -47,7 +47,7 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     for warning in [*warnings, *runs.busy_ports(examined.config)]:
         typer.echo(f"warning: {printable(warning)}", err=True)
     typer.echo(f"{config}: valid; {age_bound(examined.config)}; {optimizer_steps(examined.config)}")
-    for line in (*lines, *environment.described(examined.config), *translated):
+    for line in (*lines, *environment_processes.described(examined.config), *translated):
         typer.echo(line)
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 import headrace
 from headrace import environment_file, rpc
 from headrace.addresses import LOOPBACK
-from headrace.cli import env_check, env_new, env_try, environment, runs
+from headrace.cli import env_check, env_new, env_try, environment_processes, runs
 from headrace.cli.common import WIDTH, RunArgument, RunOption, cell, log_lines, plain_table, say
 from headrace.cli.status import waits_for
 from headrace.config import Config
@@ -53,15 +53,17 @@ def serve(
         typer.Option(
             min=0,
             max=65535,
-            envvar=environment.PORT,
+            envvar=environment_processes.PORT,
             help="Where it listens; 0 takes a free one, and logs it.",
             show_default=False,
         ),
     ],
-    host: Annotated[str, typer.Option(envvar=environment.HOST, help="Where it listens.")] = LOOPBACK,
+    host: Annotated[str, typer.Option(envvar=environment_processes.HOST, help="Where it listens.")] = LOOPBACK,
     token_file: Annotated[
         str | None,
-        typer.Option(envvar=environment.TOKEN_FILE, help="Has a line `environment NAME TOKEN`.", show_default=False),
+        typer.Option(
+            envvar=environment_processes.TOKEN_FILE, help="Has a line `environment NAME TOKEN`.", show_default=False
+        ),
     ] = None,
     tls_cert: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
     tls_key: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,

@@ -20,7 +20,7 @@ from rich.live import Live
 
 from headrace import exposure, prompt_counts
 from headrace.addresses import reached, with_port
-from headrace.cli import environment, page, runs
+from headrace.cli import environment_processes, page, runs
 from headrace.cli.display import (
     UPDATING,
     Display,
@@ -53,7 +53,7 @@ def check(config: Config) -> None:
     """Refuse, before anything is written, what can't be started. Raises `ConfigError`."""
     for service in ("replay", "reward", "rollout", "trainer"):
         exposure.check(config, service)
-    environment.check(config)
+    environment_processes.check(config)
 
 
 def settled(config: Config) -> tuple[Config, Path]:
@@ -117,7 +117,7 @@ class Children:
         return cls(
             replay=child("replay", "replay"),
             reward=child("reward", "reward"),
-            environments=environment.children(config, saved.parent / "logs"),
+            environments=environment_processes.children(config, saved.parent / "logs"),
             rollouts=[child(f"rollout-{number + 1}", "rollout") for number in range(config.rollout.replicas)],
             trainer=child("trainer", "trainer", ends_run=True),
         )

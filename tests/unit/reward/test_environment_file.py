@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace import Sample, environment_file
-from headrace.cli import environment
+from headrace.cli import environment_processes
 from headrace.cli.app import app
 from headrace.config import Config
 from headrace.errors import ConfigError
@@ -61,7 +61,7 @@ def test_what_can_be_seen_without_running_the_file_is_refused_before_anything_st
     file.unlink() if text is None else file.write_text(text)
     config = Config.model_validate({"env": {"mine": {"target": f"{file}:Exact"}}})
     with pytest.raises(ConfigError) as refused:
-        environment.check(config)
+        environment_processes.check(config)
     assert str(refused.value).startswith(f"env.mine.target {file}:Exact: ")
     assert said.format(file=file).replace("(my_env.py", f"({file.name}") in str(refused.value)
 
@@ -144,7 +144,7 @@ def test_what_goes_wrong_when_the_file_runs_is_said(file: Path, text: str, said:
 def test_a_program_that_is_not_there_is_refused_before_anything_starts() -> None:
     config = Config.model_validate({"env": {"mine": {"command": ["./no-such-judge"]}}})
     with pytest.raises(ConfigError, match=r"env\.mine\.command '\./no-such-judge': no such program"):
-        environment.check(config)
+        environment_processes.check(config)
 
 
 def test_config_check_says_who_starts_an_environment_and_what_is_not_there(file: Path) -> None:
