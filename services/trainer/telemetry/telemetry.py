@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
 
 from headrace.config import Config
+from headrace.errors import ServiceError
 from headrace.journal import Journal, Line, surviving
 from headrace.replay import Evaluated
 from headrace.samples import SampleFiles, sample_of
@@ -48,6 +51,7 @@ class Telemetry:
     ) -> None:
         self._config = config
         self._journal, self._failures = journal, failures
+        self._title = f"Headrace, run {config.run.id}"
         self._settings = config.logger
         self._limits = alarm.AlarmLimits.of(config)
         self._folder = config.log_folder
@@ -85,8 +89,9 @@ class Telemetry:
         if self._drawing is not None:
             await self._drawing
         lines = await self._draw()
-        title, path = f"Headrace, run {self._config.run.id}", self._config.run_folder / "curve.png"
-        await asyncio.to_thread(draw_curve, lines, path, title)
+        path = self._config.run_folder / "curve.png"
+        with _writing(path):
+            await asyncio.to_thread(draw_curve, lines, path, self._title)
 
     async def aclose(self, *, finished: bool) -> None:
         """Wait, within a deadline, until trackers and files have everything. Raises `ServiceError` for unwritten samples."""
@@ -169,9 +174,9 @@ class Telemetry:
         """Draw the page of curves from the surviving lines of the journal; returns those lines."""
 
         def draw() -> list[Line]:
-            lines = surviving(self._journal.read())
-            title = f"Headrace, run {self._config.run.id}"
-            write_page(lines, self._config.run_folder / CURVES, title, self._failures())
+            lines, path = surviving(self._journal.read()), self._config.run_folder / CURVES
+            with _writing(path):
+                write_page(lines, path, self._title, self._failures())
             return lines
 
         began = time.monotonic()
@@ -184,3 +189,11 @@ class Telemetry:
         if self._writing is not None:
             writing, self._writing = self._writing, None
             await writing
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ServiceError(f"can't write the curves to {path} ({error}); free space there") from error

@@ -1,0 +1,77 @@
+"""The page of curves while a run goes on: drawn beside the training, and not after every step."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from headrace.config import Config
+from headrace.errors import ServiceError
+from headrace.journal import JOURNAL, Journal
+from headrace_services.trainer.telemetry import plots
+from headrace_services.trainer.telemetry import telemetry as module
+from headrace_services.trainer.telemetry.telemetry import Telemetry
+
+
+class Run:
+    """A run whose steps are written down, and nothing else."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config = Config.model_validate({"run": {"id": "run", "dir": str(folder)}})
+        self.page, self.picture = (self.config.run_folder / name for name in (plots.CURVES, "curve.png"))
+        self._journal = Journal(self.config.run_folder / JOURNAL)
+        self.telemetry = Telemetry(self.config, self._journal, lambda: "1 prompts failed")
+        self._steps = 0
+
+    def step(self) -> None:
+        self._journal.append("train", self._steps, "t", {"reward": 0.5})
+        self._steps += 1
+        self.telemetry.notify()
+
+    async def drawn(self) -> None:
+        """Wait for what is being drawn."""
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+async def test_it_is_drawn_without_a_validation_and_once_until_its_pauses_are_over(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.step()
+    await run.drawn()
+    first = run.page.read_text()
+    assert "1 prompts failed" in first
+    run.step()
+    await run.drawn()
+    assert run.page.read_text() == first
+    monkeypatch.setattr(module, "DRAWING_PAUSES", 0)
+    another = Run(run.config.run_folder.parent)
+    for _ in range(2):
+        another.step()
+        await another.drawn()
+        assert another.page.read_text() != first
+        first = another.page.read_text()
+
+
+async def test_the_end_draws_what_the_pauses_left_out(run: Run) -> None:
+    run.step()
+    await run.drawn()
+    first = run.page.read_text()
+    run.step()
+    await run.telemetry.draw_end()
+    assert run.page.read_text() != first
+    assert run.picture.read_bytes().startswith(b"\x89PNG")
+
+
+async def test_a_page_that_can_not_be_written_is_an_error_that_names_it(run: Run) -> None:
+    run.page.mkdir()
+    run.step()
+    await run.drawn()
+    with pytest.raises(ServiceError, match=rf"can't write the curves to {run.page} .*; free space there"):
+        run.step()
