@@ -51,7 +51,7 @@ class Model(Fleet):
         """`sent_back`: those of `unlawful` that the server has requeued."""
         self.expire()
         self.require_timeline(timeline)
-        if step == self.next_step - 1 and step >= self.committed and self.of_step(step, "reserved"):
+        if step == self.next_step - 1 and self._may_be_repeated(step):
             return self._batch(step)
         if step != self.next_step:
             self.refuse(WrongStep)
@@ -86,11 +86,16 @@ class Model(Fleet):
         """It reserves nothing."""
         self.expire()
         self.require_timeline(timeline)
-        if step == self.next_step - 1 and step >= self.committed and self.of_step(step, "reserved"):
+        if step == self.next_step - 1 and self._may_be_repeated(step):
             return self._batch(step)
         if step != self.next_step:
             self.refuse(WrongStep)
         return Waiting(0, self.limits.prompts_per_step)
+
+    def _may_be_repeated(self, step: int) -> bool:
+        """Its trainer may have lost the reply: it is neither committed nor, after the rejection of a later step, without its payloads."""
+        groups = self.of_step(step, "reserved")
+        return step >= self.committed and bool(groups) and not any(held.evicted for held in groups)
 
     def _fresh(self, step: int, need: int) -> list[Held] | None:
         """What fills the holes: `ordered` the lowest tickets, all ready; else the lowest tickets among the ready. None: wait."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import hypothesis.strategies as st
 from hypothesis.stateful import initialize, rule
 
-from headrace.replay import End, Waiting
+from headrace.replay import End, Reservation
 from headrace.trajectory import Score
 from tests.properties.caller import deliveries
 from tests.properties.rollout_rules import RolloutRules
@@ -241,7 +241,8 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
             batch = self.call("reserve", model.next_step, model.timeline)
             if isinstance(batch, End):
                 break
-            if isinstance(batch, Waiting):  # for a group leased to one who never heard of it: law 6 brings it back
+            # for a group leased to one who never heard of it, which law 6 brings back, or for a broken environment, which is asked again
+            if not isinstance(batch, Reservation):
                 self.run(self.world.pass_time((model.next_due() or model.now) - model.now))
         else:
             raise AssertionError("the run does not come to its end")

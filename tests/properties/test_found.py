@@ -8,6 +8,7 @@ from headrace.errors import LeaseLost, WrongTimeline
 from headrace.replay import Ended
 from headrace.replay.connection import function_name
 from headrace.trajectory import Score
+from tests.properties.machine import Everyone
 from tests.properties.setting import Setting
 from tests.properties.world import World
 from tests.support.buffer import make_group, make_trajectory
@@ -204,3 +205,21 @@ async def test_law_6_what_a_dead_replica_held_is_suspected_though_its_leases_are
     await world.call("heartbeat", "nobody", [lease.token for lease in leases])
     assert (await world.client.stats())["suspects"] == len(leases) == 4
     await world.client.aclose()
+
+
+def test_law_3_a_step_that_gave_its_payloads_up_is_not_handed_out_again_when_the_next_is_rejected(
+    clocked_url: str,
+) -> None:
+    """It was trained, and is the newest again. Its trainer has it; nobody may be given groups without trajectories."""
+
+    class Trainer(Everyone):
+        url = clocked_url
+
+    run = Trainer()
+    run.open(setting=Setting(prompts=1, n=1, age=0, attempts=1, scoring_attempts=1, environments=1, give_up=None))
+    for _ in range(2):
+        run.a_batch_is_given_back(which=[0], again=True, how="once")
+    run.the_service_starts_again(attempts=1, retain=0, room=1)
+    run.a_batch_is_given_back(which=[0], again=False, how="once")
+    run.reserve(off=-1, late=0, how="once")
+    run.teardown()

@@ -179,7 +179,8 @@ end
 
 local function reserve(run, call)
   local step = call.step
-  if step == run.next_step - 1 and step >= run.committed then
+  -- one that was trained, and gave its payloads up for room, is the newest again once the step after it was rejected
+  if step == run.next_step - 1 and step >= math.max(run.committed, run.evicted) then
     local ids = step_ids(run, step)
     if #ids > 0 then return batch_of(run, step, ids) end
   end
