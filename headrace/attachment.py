@@ -167,7 +167,7 @@ class Attachment:
         """Work for the hub until the stream ends, or this is stopped."""
         stream = _Stream(self._scorer, self.name, self._count)
         call = stub.Attach(metadata=metadata)
-        writing = asyncio.create_task(_write(call, stream.requests(self._process_id, time.monotonic() - self._began)))
+        writing = asyncio.create_task(_write(call, stream.requests(self._process_id, self._began)))
         reading = asyncio.create_task(self._read(stream, call))
         stopping = asyncio.create_task(self._stopping.wait())
         try:
@@ -208,6 +208,8 @@ class Attachment:
 async def _write(call: Any, requests: AsyncIterator[pb.AttachRequest]) -> None:
     # who reads is told why the stream has ended
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        # the first says how old the process is: a connection may take as long as the network is away
+        await call.wait_for_connection()
         async for request in requests:
             await call.write(request)
         await call.done_writing()
@@ -228,13 +230,14 @@ class _Stream:
         self._tasks: dict[str, asyncio.Task[list[trajectory_pb2.Result]]] = {}
         self._closed = False
 
-    async def requests(self, process_id: str, age_s: float) -> AsyncIterator[pb.AttachRequest]:
+    async def requests(self, process_id: str, began: float) -> AsyncIterator[pb.AttachRequest]:
+        """`began`: when the process first offered its environment, by the monotonic clock."""
         offer = pb.Offer(
             environment=self._scorer.description,
             capacity=self._scorer.capacity,
             name=self._name,
             kind=pb.WORK_KIND_SCORE,
-            age_ms=round(1000 * age_s),
+            age_ms=round(1000 * (time.monotonic() - began)),
         )
         register = pb.Register(process_id=process_id, offers=[offer], max_message_bytes=rpc.MAX_MESSAGE_BYTES)
         yield pb.AttachRequest(register=register)

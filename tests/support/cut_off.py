@@ -40,7 +40,7 @@ async def main(folder: Path) -> None:
         network.heal("far")
         await hub.attached("odd", 32)
         listed = (await hub.environments())["odd"]
-        assert [process.address.split(":")[0] for process in listed.processes] == [f"{SUBNET}.2", "127.0.0.1"]
+        assert [process.address.split(":")[0] for process in listed.processes] == [f"{SUBNET}.2", "127.0.0.1"], listed
         assert (listed.recent.scored, listed.recent.failed) == (1, 0)
 
 

@@ -165,6 +165,38 @@ def test_a_process_that_is_cut_off_loses_its_work_to_another_and_comes_back_with
     assert done.returncode == 0, done.stderr
 
 
+async def test_a_process_that_was_long_on_its_way_is_not_taken_for_a_younger_one() -> None:
+    """The newest process says which build scores: one that comes back through a slow network must not."""
+    arrived, may_pass, from_here = asyncio.Event(), asyncio.Event(), asyncio.Queue[int]()
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        arrived.set()
+        await may_pass.wait()
+        answers, onward = await asyncio.open_connection("127.0.0.1", hub.port)
+        from_here.put_nowait(onward.get_extra_info("sockname")[1])
+
+        async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            while data := await source.read(2**16):
+                sink.write(data)
+            sink.close()
+
+        await asyncio.gather(copy(reader, onward), copy(answers, writer), return_exceptions=True)
+
+    async with contextlib.AsyncExitStack() as stack:
+        hub = await stack.enter_async_context(start_hub(ATTACHED))
+        network = await asyncio.start_server(pass_on, "127.0.0.1", 0)
+        stack.callback(network.close)
+        address = f"127.0.0.1:{network.sockets[0].getsockname()[1]}"
+        await stack.enter_async_context(attach_environment(ODD, hub, "--attach", address))
+        await arrived.wait()
+        await stack.enter_async_context(attach_environment(ODD, hub))
+        await hub.attached("odd", 16)
+        may_pass.set()
+        await hub.attached("odd", 32)
+        older, _ = (await hub.environments())["odd"].processes
+        assert older.address == f"127.0.0.1:{await from_here.get()}"
+
+
 async def test_a_hub_that_was_restarted_under_load_is_found_again(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     async with contextlib.AsyncExitStack() as processes:
