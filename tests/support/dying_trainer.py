@@ -108,9 +108,9 @@ class OverwrittenReplay(ReplayClient):
 
     async def read_each(self, keys: Sequence[str]) -> Any:
         step = (await self.state()).next_step - 1
-        if step in self.todo:
+        good = Trajectory.decode(await self.redis.get(keys[0])) if step in self.todo else None
+        if good is not None and "-train-" in good.group_id:  # a validation is read in between
             self.todo.remove(step)
-            good = Trajectory.decode(await self.redis.get(keys[0]))
             outside = np.full_like(good.completion_token_ids, 10**6)
             changed = {"completion_token_ids": outside} if step == 2 else {"prompt_token_ids": np.ones(99, np.int32)}
             await self.redis.set(keys[0], b"\xc1" if step == 1 else msgspec.structs.replace(good, **changed).encode())
