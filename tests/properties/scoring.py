@@ -210,12 +210,12 @@ class Scoring(Core):
                 taken, build = number, score.build
         others = {job.trajectory.index for job, score in items if score.build != build}
         for index in others:
-            self.void(held, index)
+            self.void(held, index, alone=False)
         changes = bool(held.scored) and build != before[1]
         if changes:
             for index, piece in held.scored.items():
                 piece.reward = None
-                self.void(held, index)
+                self.void(held, index, alone=False)
             held.rescored += 1
         held.build = taken, build
         return others, changes and held.rescored > MOST_RESCORED

@@ -55,8 +55,8 @@ async def take(world: World, most: int = 8, name: str = "math") -> list[ScoringJ
     return await world.call("take_scoring", {name: most})
 
 
-async def say(world: World, jobs: Sequence[ScoringJob], status: Status) -> None:
-    score = Score("SCORED", 1.0) if status == "SCORED" else Score(status, message="no such field")
+async def say(world: World, jobs: Sequence[ScoringJob], status: Status, build: str = "") -> None:
+    score = Score("SCORED", 1.0, build=build) if status == "SCORED" else Score(status, message="no such field")
     assert await world.call("score_many", [(job, score) for job in jobs]) == [None] * len(jobs)
 
 
@@ -219,6 +219,17 @@ async def test_suspects_go_alone_and_only_one_that_is_alone_at_a_further_death_i
     await say(world, [last], "INTERRUPTED")
     await wait(world, 10_000)
     assert [job.scoring_attempt for job in await take(world)] == [2]
+
+
+async def test_what_was_scored_is_no_suspect_when_another_build_is_to_score_it_again(world: World) -> None:
+    await generate(world, ["math"])
+    await say(world, await take(world), "INTERRUPTED")
+    for build in ("old", "new"):
+        (alone,) = await take(world)
+        await say(world, [alone], "SCORED", build)
+    (again,) = await take(world)
+    (math,) = [each for each in await world.client.environments() if each.name == "math"]
+    assert (again.scoring_attempt, math.alone) == (1, 0)
 
 
 class TestSomePromptsAlone:

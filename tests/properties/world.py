@@ -275,7 +275,7 @@ class World:
         held, model = self.model.environment(seen.name), self.model
         waiting = model.waiting(seen.name).values()
         counts = (len(waiting), sum(piece.alone for piece in waiting), len(model.taken(seen.name)), len(held.failing))
-        assert (seen.waiting, seen.alone, seen.taken, seen.failing) == counts, seen
+        assert (seen.waiting, seen.alone, seen.taken, seen.failing) == counts, (seen, counts)
         assert (seen.broken, seen.kind, seen.probes) == (held.broken is not None, held.kind, held.probes), seen
         if held.broken is not None:
             assert seen.broken_s == (model.present - held.broken) / 1000
