@@ -355,7 +355,7 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2):
         return [call for call in self.calls if call.trained]
 
     def paths(self) -> tuple[Trajectory, ...]:
-        """Its rows for a model: one for each call that nobody continues, in their order, from its root on.
+        """Its rows for a model: one for each trained call that no other trained call continues, in their order, from its root on.
 
         The prompt of a path is the root's context, its completion is all that follows. `loss_mask` is 1 on the tokens that are trained and
         that no path before it has, so that each counts once, in the context that it was sampled in. `logprobs` are 0 elsewhere; the
@@ -380,17 +380,24 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2):
         )
 
     def _chains(self) -> Iterator[tuple[Sequence[int], set[int]]]:
-        """Yield the calls of each path, from its root on, and those of them that are trained on it."""
-        inner = {call.parent for call in self.calls}
+        """Yield the calls of each path, from its root on, and those of them that it trains."""
         left = {number for number, call in enumerate(self.calls) if call.trained}
-        for leaf in range(len(self.calls)):
-            if leaf not in inner:
-                chain = [leaf]
-                while (parent := self.calls[chain[-1]].parent) >= 0:
-                    chain.append(parent)
-                own = left.intersection(chain)
-                left -= own
-                yield chain[::-1], own
+        continued: set[int] = set()
+        for number in left:
+            for parent in self._before(number):
+                if parent in continued:
+                    break
+                continued.add(parent)
+        for leaf in sorted(left - continued):
+            chain = [*sorted(self._before(leaf)), leaf]
+            own = left.intersection(chain)
+            left -= own
+            yield chain, own
+
+    def _before(self, number: int) -> Iterator[int]:
+        """Yield the calls that this one continues, its parent first."""
+        while (number := self.calls[number].parent) >= 0:
+            yield number
 
     def _row(self, numbers: Sequence[int], own: set[int], *, with_context: bool) -> Trajectory:
         """The completions of these calls, and if `with_context` what is between them; those of `own` have a `loss_mask` of 1."""

@@ -14,19 +14,19 @@ from rich.text import Text
 
 from headrace.printable import printable
 from headrace.samples import StoredSample, record, rounded
-from headrace.trajectory import Float32, Score, Trajectory
+from headrace.trajectory import AnyTrajectory, Float32, Score
 from headrace.trajectory import Group as TrajectoryGroup
 from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import Batch, Float64
 
 
 def over_completion(batch: Batch, i: int, values: npt.NDArray[Any] | None) -> Float32:
-    """Spread a column `values` [N] over the completion of trajectory `i`, [T]: its values at policy tokens, NaN elsewhere, all NaN without
-    a column."""
-    mask = batch.trajectories[i].loss_mask
-    whole = np.full(mask.size, np.nan, dtype=np.float32)
+    """Spread a column `values` [N] over the completion of trajectory `i` (of an episode: `EpisodeTrajectory.flat`), [T]: its values at
+    policy tokens, NaN elsewhere, all NaN without a column."""
+    trajectory = batch.trajectories[i]
+    whole = np.full(trajectory.flat().loss_mask.size, np.nan, dtype=np.float32)
     if values is not None:
-        whole[mask != 0] = values[batch.tokens_of([i])]
+        whole[trajectory.places] = values[batch.tokens_of([i])]
     return whole
 
 
@@ -50,9 +50,13 @@ def training_record(step: int, group: TrajectoryGroup, batch: Batch, i: int) -> 
     }
 
 
-def validation_record(version: int, group: TrajectoryGroup, trajectory: Trajectory, score: Score) -> dict[str, Any]:
+def validation_record(version: int, group: TrajectoryGroup, trajectory: AnyTrajectory, score: Score) -> dict[str, Any]:
     """A line of `val_data_step<N>`."""
-    return {"step": version, **record(group, trajectory, score), "token_loss_mask": trajectory.loss_mask.tolist()}
+    return {
+        "step": version,
+        **record(group, trajectory, score),
+        "token_loss_mask": trajectory.flat().loss_mask.tolist(),
+    }
 
 
 def failure_record(version: int, id_: str, asked: TrajectoryGroup | Problem, reason: str) -> dict[str, Any]:
