@@ -14,6 +14,7 @@ import dataclasses
 import gzip
 import json
 import re
+import textwrap
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,18 @@ import numpy as np
 
 from headrace.errors import CodecError, ServiceError
 from headrace.files import atomic_write, cut_torn_line, keep_newest
-from headrace.trajectory import AnyTrajectory, EpisodeTrajectory, FinishReason, Float32, Group, Message, Score, Status
+from headrace.printable import printable
+from headrace.trajectory import (
+    AnyTrajectory,
+    EpisodeTrajectory,
+    FinishReason,
+    Float32,
+    Group,
+    Message,
+    Score,
+    Status,
+    text_of,
+)
 
 T = TypeVar("T")
 
@@ -95,6 +107,29 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prompt(self) -> str:
         return prompt_of(self.messages)
+
+    @property
+    def said(self) -> str:
+        """The completion as people read it: its content, or the conversation that an episode was."""
+        return "\n\n".join(self._call(*pair) for pair in enumerate(self.calls)) or self.content
+
+    def weights(self, start: int = 0, end: int | None = None) -> str:
+        """The versions that sampled the tokens `[start, end)`, by default all of them, as `weights 3 to 5`."""
+        end = len(self.token_ids) if end is None else end
+        versions = sorted({version for version, first, last in self.spans if first < end and last > start})
+        return f"weights {versions[0]}" + (f" to {versions[-1]}" if len(versions) > 1 else "")
+
+    def _call(self, number: int, call: StoredCall) -> str:
+        start, end = call.tokens
+        notes = [f"tokens {start}-{end}", self.weights(start, end), printable(call.replica)]
+        notes += [] if call.finish_reason == "stop" else ["cut off"]
+        notes += [] if call.trained else ["not trained"]
+        continues = "" if call.parent < 0 else f" continues call {call.parent}"
+        # the prompt of the group is shown above all of its samples
+        asked = () if call.messages == self.messages else call.messages
+        said = [f"{message.get('role')}: {text_of(message)}" for message in (*asked, call.answer)]
+        # indented, so that nothing that was said passes for the head of a call
+        return "\n".join([f"call {number}{continues} ({', '.join(notes)})", textwrap.indent("\n".join(said), "  ")])
 
 
 def prompt_of(messages: Iterable[Message]) -> str:

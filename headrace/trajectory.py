@@ -251,10 +251,8 @@ class Call(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 
     @property
     def text(self) -> str:
-        """What the answer says: its content, then the tools that it calls."""
-        content, tools = self.answer.get("content"), self.answer.get("tool_calls")
-        parts = [part for part in (content, *(tools if isinstance(tools, list) else (tools,))) if part]
-        return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
+        """What the answer says."""
+        return text_of(self.answer)
 
     @property
     def nbytes(self) -> int:
@@ -294,6 +292,13 @@ class Call(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
         if not all(_is_json(message) for message in (*self.messages, self.answer)):
             return f"a message is not made of JSON types, at most {JSON_DEPTH} deep"
         return _problem_of_spans(self.spans, length)
+
+
+def text_of(message: Message) -> str:
+    """What a message says: its content, then the tools that it calls."""
+    content, tools = message.get("content"), message.get("tool_calls")
+    parts = [part for part in (content, *(tools if isinstance(tools, list) else (tools,))) if part]
+    return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
 
 
 # How deep a message of an episode is nested at most: programs write them, and every reader has to write them as JSON.

@@ -87,7 +87,7 @@ def show(console: Console, title: str, samples: Sequence[StoredSample]) -> None:
     for place, sample in enumerate(samples, start=1):
         colour = "green" if _reward(sample) > 0 else "red"
         reward = Text.assemble((f"reward {_reward(sample):g}", colour), f"  {_note(sample)}")
-        prompt, content = (printable(text, keep="\n\t") for text in (sample.prompt, sample.content))
+        prompt, content = (printable(text, keep="\n\t") for text in (sample.prompt, sample.said))
         block = Group(Text(prompt, style="dim"), Text(content, style="bold"), reward)
         heading = f"{title}, {place} of {len(samples)}"
         console.print(Panel(block, title=heading, title_align="left", border_style=colour))
@@ -97,7 +97,7 @@ def as_markdown(samples: Sequence[StoredSample]) -> str:
     """The samples as Markdown, for a tracker. Texts are indented, so that Markdown in a completion is shown literally."""
     return "\n\n---\n\n".join(
         f"**reward {_reward(sample):g}** ({_note(sample)})\n\n"
-        + "\n\n".join(textwrap.indent(text, "    ", lambda _: True) for text in (sample.prompt, sample.content))
+        + "\n\n".join(textwrap.indent(text, "    ", lambda _: True) for text in (sample.prompt, sample.said))
         for sample in samples
     )
 
