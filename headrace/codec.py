@@ -1,21 +1,24 @@
 """The versioned msgpack codec of the records that travel through the buffer.
 
-A record is a msgpack map with `schema` first, then the fields of its Struct in their order. Arrays are little-endian bytes. Unknown
-fields are ignored, so that an older reader takes a newer writer's record of the same schema; a missing field, a wrong type or arrays
-of unequal length raise `CodecError`, so that a malformed record never gets past the port it came in by. Nothing is ever pickled.
+A record is a msgpack map with `schema` first (the tag of its Struct), then the fields of its Struct in their order; the records that it
+holds are maps of the same kind. Arrays are little-endian bytes. Unknown fields are ignored, so that an older reader takes a newer writer's
+record of the same schema; a missing field, a wrong type or arrays of unequal length raise `CodecError`, so that a malformed record never
+gets past the port it came in by. Nothing is ever pickled.
+
+Every record has schema 1, but a trajectory that is an episode of several calls, which has schema 2; `schema_of` tells them apart.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, Generic, Literal, TypeVar, cast
+import re
+from types import GenericAlias
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import CodecError
-
-SCHEMA: Final = 1
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -31,27 +34,36 @@ R = TypeVar("R", bound=msgspec.Struct)
 class Codec(Generic[R]):
     """Encodes and decodes the records of one Struct.
 
-    Its fields are declared once, in the Struct; those with an array type travel as bytes. Decoding requires every field, including those
-    with a default.
+    Its fields are declared once, in the Struct; those with an array type travel as bytes, also in the records of a field
+    `tuple[Record, ...]`. Decoding requires every field, including those with a default.
     """
 
     def __init__(self, record: type[R]) -> None:
         fields = msgspec.structs.fields(record)
         self._record = record
-        self._what = record.__name__.lower()
+        self._schema = record.__struct_config__.tag
+        self._what = re.sub(r"(?<!^)(?=[A-Z])", " ", record.__name__).lower()
         self._encode = msgspec.msgpack.Encoder(enc_hook=_written).encode
         # (position in the record, name, dtype) of each array field
         self._arrays = [(i, f.name, _DTYPES[f.type]) for i, f in enumerate(fields) if f.type in _DTYPES]
-        stored = msgspec.defstruct(
-            record.__name__,
-            [("schema", Literal[1]), *((f.name, bytes if f.type in _DTYPES else f.type) for f in fields)],
+        # (position in the record, name, codec) of each field of records
+        self._records: list[tuple[int, str, Codec[Any]]] = [
+            (i, f.name, Codec(get_args(f.type)[0])) for i, f in enumerate(fields) if _holds_records(f.type)
+        ]
+        types: dict[str, Any] = {f.name: bytes if f.type in _DTYPES else f.type for f in fields}
+        types |= {name: GenericAlias(tuple, (codec._stored, ...)) for _, name, codec in self._records}
+        self._stored: Any = msgspec.defstruct(
+            record.__name__, [("schema", Literal[self._schema]), *((f.name, types[f.name]) for f in fields)]
         )
-        self._decode = msgspec.msgpack.Decoder(stored).decode
+        self._decode = msgspec.msgpack.Decoder(self._stored).decode
 
     @property
     def dtypes(self) -> dict[str, np.dtype[Any]]:
-        """The dtypes of the array fields, by name."""
-        return {name: dtype for _, name, dtype in self._arrays}
+        """The dtypes of the array fields, by name, those of the records that it holds included."""
+        own = {name: dtype for _, name, dtype in self._arrays}
+        for _, _, codec in self._records:
+            own |= codec.dtypes
+        return own
 
     def encode(self, record: R) -> bytes:
         """The encoded record. Raises `CodecError` on a value that msgpack can't carry."""
@@ -63,9 +75,13 @@ class Codec(Generic[R]):
     def decode(self, data: bytes) -> R:
         """The decoded record; its arrays are read-only. Raises `CodecError` naming the field."""
         try:
-            _, *values = msgspec.structs.astuple(self._decode(data))
+            stored = self._decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise CodecError(f"{self._what}: {_schema_problem(data) or error}") from error
+            raise CodecError(f"{self._what}: {self._schema_problem(data) or error}") from error
+        return self._loaded(stored)
+
+    def _loaded(self, stored: Any) -> R:
+        _, *values = msgspec.structs.astuple(stored)
         for place, name, dtype in self._arrays:
             try:
                 values[place] = np.frombuffer(values[place], dtype)
@@ -73,7 +89,36 @@ class Codec(Generic[R]):
                 raise CodecError(
                     f"{self._what}: field {name!r} has {len(values[place])} bytes, not a multiple of {dtype.itemsize}"
                 ) from error
+        for place, _, codec in self._records:
+            values[place] = tuple(map(codec._loaded, values[place]))
         return self._record(*values)
+
+    def _schema_problem(self, data: bytes) -> str | None:
+        """What is wrong with the schema of an encoded map; None if it is right or missing."""
+        schema = schema_of(data)
+        if schema is None or schema == self._schema:
+            return None
+        return f"schema {schema!r:.80}; this build reads schema {self._schema}"
+
+
+class _Tagged(msgspec.Struct):
+    schema: Any = None
+
+
+_tagged = msgspec.msgpack.Decoder(_Tagged).decode
+
+
+def schema_of(data: bytes) -> Any:
+    """The schema of an encoded record, whatever was written there; None if it has none, or is no record."""
+    try:
+        return _tagged(data).schema
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _holds_records(kind: Any) -> bool:
+    item = next(iter(get_args(kind)), None)
+    return isinstance(item, type) and issubclass(item, msgspec.Struct)
 
 
 def _written(value: Any) -> Any:
@@ -86,14 +131,3 @@ def _written(value: Any) -> Any:
     if dtype not in _WRITTEN:
         raise TypeError(f"an array of {value.dtype}; give int32, float32 or uint8")
     return value.astype(dtype).tobytes()
-
-
-def _schema_problem(data: bytes) -> str | None:
-    """What is wrong with the schema of an encoded map; None if it is right or missing."""
-    try:
-        fields = msgspec.msgpack.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    if not isinstance(fields, dict) or "schema" not in fields or cast(Any, fields["schema"]) == SCHEMA:
-        return None
-    return f"schema {fields['schema']!r:.80}; this build reads schema {SCHEMA}"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from headrace.codec import Codec, Float32, Int32, UInt8
+from headrace.codec import Codec, Float32, Int32, UInt8, schema_of
 from headrace.errors import CodecError
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Lane = Literal["train", "validation"]
 FinishReason = Literal["stop", "length"]
 Message = dict[str, Any]
+Int = npt.NDArray[np.intp]
 
 LANES = ("train", "validation")
 
@@ -132,6 +136,29 @@ class Trajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
         return max(self.spans).version
 
     @property
+    def length(self) -> int:
+        """The number of tokens that the policy wrote."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit of the run ended it."""
+        return self.finish_reason == "length"
+
+    @property
+    def places(self) -> Int:
+        """[length]: where in the completion the policy's tokens are."""
+        return np.flatnonzero(self.loss_mask)
+
+    def paths(self) -> tuple[Trajectory]:
+        """Itself: see `EpisodeTrajectory.paths`."""
+        return (self,)
+
+    def flat(self) -> Trajectory:
+        """Itself: see `EpisodeTrajectory.flat`."""
+        return self
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its arrays: nearly all of its encoded size."""
         arrays = self.prompt_token_ids, self.completion_token_ids, self.logprobs, self.loss_mask
@@ -161,18 +188,13 @@ class Trajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
         for name, array in (("logprobs", logprobs), ("loss_mask", mask)):
             if array.size != length:
                 return f"{name} has {array.size} entries for {length} tokens"
-        # not the methods of arrays, which take twice as long for a short one; nan fails both comparisons
-        if not (np.maximum.reduce(logprobs) <= 0 and np.minimum.reduce(logprobs) > -math.inf):
+        if not _are_logprobs(logprobs):
             return "a log-probability is not finite or above 0"
         if np.maximum.reduce(mask) > 1:
             return "loss_mask holds values other than 0 and 1"
-        edge = 0
-        for version, start, end in self.spans:
-            if start != edge or end <= start or version < 0:
-                return f"spans {self.spans} do not cover [0, {length}) in order"
-            edge = end
-        if edge != length:
-            return f"spans end at {edge}, the completion at {length}"
+        problem = _problem_of_spans(self.spans, length)
+        if problem is not None:
+            return problem
         for start, end in self.turns:
             if not 0 <= start < end <= length:
                 return f"turns {self.turns} do not lie in [0, {length})"
@@ -187,6 +209,309 @@ class Trajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
                 return f"writers {self.writers} do not cover [0, {length}) in order"
             edge = end
         return None if edge == length else f"writers end at {edge}, the completion at {length}"
+
+
+def _are_logprobs(logprobs: Float32) -> bool:
+    # not the methods of arrays, which take twice as long for a short one; nan fails both comparisons
+    return bool(np.maximum.reduce(logprobs) <= 0 and np.minimum.reduce(logprobs) > -math.inf)
+
+
+def _problem_of_spans(spans: Sequence[Span], length: int) -> str | None:
+    edge = 0
+    for version, start, end in spans:
+        if start != edge or end <= start or version < 0:
+            return f"spans {spans} do not cover [0, {length}) in order"
+        edge = end
+    return None if edge == length else f"spans end at {edge}, the completion at {length}"
+
+
+class Call(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
+    """One request to the policy in an episode, as it was sampled.
+
+    `parent` is the number of the call that it continues, -1 at a root. `context_token_ids` [C] int32 are those that the policy did not
+    write here and that follow the parent's completion: at a root the prompt, later observations and results of tools.
+    `completion_token_ids` [T] int32, `logprobs` [T] float32 and `spans` are as in a `Trajectory`. `replica` sampled it. A call that is
+    not `trained` is context of those that follow.
+
+    For people: `messages`, what the request added to its parent's conversation (at a root all of it), and `answer`, the assistant's
+    message as the program got it. `timings` are seconds.
+    """
+
+    parent: int
+    context_token_ids: Int32
+    completion_token_ids: Int32
+    logprobs: Float32
+    spans: tuple[Span, ...]
+    finish_reason: FinishReason
+    replica: str
+    trained: bool = True
+    messages: tuple[Message, ...] = ()
+    answer: Message = {}
+    timings: dict[str, float] = {}
+
+    @property
+    def text(self) -> str:
+        """What the answer says."""
+        return text_of(self.answer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays and messages: nearly all of its encoded size."""
+        arrays = self.context_token_ids, self.completion_token_ids, self.logprobs
+        return sum(array.nbytes for array in arrays) + len(msgspec.msgpack.encode((self.messages, self.answer)))
+
+    def encode(self) -> bytes:
+        """Raises `CodecError` for what msgpack can't carry."""
+        return _CALL.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Call:
+        """Raises `CodecError` for bytes that are no call, or that disagree with each other."""
+        call = _CALL.decode(data)
+        problem = call.problem()
+        if problem is not None:
+            raise CodecError(f"call: {problem}")
+        return call
+
+    def problem(self) -> str | None:
+        """Why it can't be part of an episode, or None; whether its parent is before it is the episode's to say."""
+        context, completion, length = self.context_token_ids, self.completion_token_ids, self.completion_token_ids.size
+        if length == 0:
+            return "the completion has no tokens"
+        if self.parent == -1 and context.size == 0:
+            return "a root has no context: no token precedes its completion"
+        if self.logprobs.size != length:
+            return f"logprobs has {self.logprobs.size} entries for {length} tokens"
+        if not _are_logprobs(self.logprobs):
+            return "a log-probability is not finite or above 0"
+        for name, ids in (("context", context), ("completion", completion)):
+            if ids.size and np.minimum.reduce(ids) < 0:
+                return f"its {name} has the token id {np.minimum.reduce(ids)}"
+        if not all(map(math.isfinite, self.timings.values())):
+            return f"timings {self.timings} are not finite numbers"
+        if not all(_is_json(message) for message in (*self.messages, self.answer)):
+            return f"a message is not made of JSON types, at most {JSON_DEPTH} deep"
+        return _problem_of_spans(self.spans, length)
+
+
+def text_of(message: Message) -> str:
+    """What a message says: its content, then the tools that it calls."""
+    content, tools = message.get("content"), message.get("tool_calls")
+    parts = [part for part in (content, *(tools if isinstance(tools, list) else (tools,))) if part]
+    return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
+
+
+# How deep a message of an episode is nested at most: programs write them, and every reader has to write them as JSON.
+JSON_DEPTH = 64
+
+
+def _is_json(value: Any, depth: int = 0) -> bool:
+    match value:
+        case None | bool() | int() | float() | str():
+            return True
+        case list() | tuple() if depth < JSON_DEPTH:
+            return all(_is_json(item, depth + 1) for item in value)
+        case dict() if depth < JSON_DEPTH:
+            return all(isinstance(key, str) and _is_json(item, depth + 1) for key, item in value.items())
+    return False
+
+
+class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2):
+    """What an episode of several calls wrote: a tree of calls, parents before children.
+
+    They are the calls whose answers the program was given, and that it ended with. `truncated`: a limit of the run ended the episode.
+    `runner` ran it; `timings` are seconds.
+    """
+
+    group_id: str
+    attempt: Natural
+    index: Natural
+    calls: tuple[Call, ...]
+    truncated: bool
+    runner: str
+    timings: dict[str, float] = {}
+
+    @property
+    def text(self) -> str:
+        """What its last answer says."""
+        return self.calls[-1].text
+
+    @property
+    def length(self) -> int:
+        """The number of tokens that the policy wrote and that are trained."""
+        return sum(call.completion_token_ids.size for call in self._trained)
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest token that is trained, from which age is counted (law 2)."""
+        return min(span for call in self._trained for span in call.spans).version
+
+    @property
+    def newest_version(self) -> int:
+        return max(span for call in self._trained for span in call.spans).version
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its calls: nearly all of its encoded size."""
+        return sum(call.nbytes for call in self.calls)
+
+    @property
+    def _trained(self) -> list[Call]:
+        return [call for call in self.calls if call.trained]
+
+    def paths(self) -> tuple[Trajectory, ...]:
+        """Its rows for a model: one for each trained call that no other trained call continues, in their order, from its root on.
+
+        The prompt of a path is the root's context, its completion is all that follows. `loss_mask` is 1 on the tokens that are trained and
+        that no path before it has, so that each counts once, in the context that it was sampled in. `logprobs` are 0 elsewhere; the
+        versions and writers of a context are those of the completion after it.
+        """
+        return tuple(self._row(chain, own, with_context=True) for chain, own in self._chains())
+
+    def flat(self) -> Trajectory:
+        """The completions of its calls, one after the other, as if they were one completion: for people and lineage, no row of a model.
+        `loss_mask` is 1 on those that are trained, and `turns` are theirs."""
+        everything = range(len(self.calls))
+        own = {number for number in everything if self.calls[number].trained}
+        return self._row(everything, own, with_context=False)
+
+    @property
+    def places(self) -> Int:
+        """[length]: where in the completion of `flat` the tokens are that are trained, in the order of `paths`."""
+        ends = np.cumsum([call.completion_token_ids.size for call in self.calls])
+        order = [number for chain, own in self._chains() for number in chain if number in own]
+        return np.concatenate(
+            [np.arange(ends[i] - self.calls[i].completion_token_ids.size, ends[i]) for i in order], dtype=np.intp
+        )
+
+    def _chains(self) -> Iterator[tuple[Sequence[int], set[int]]]:
+        """Yield the calls of each path, from its root on, and those of them that it trains."""
+        left = {number for number, call in enumerate(self.calls) if call.trained}
+        continued: set[int] = set()
+        for number in left:
+            for parent in self._before(number):
+                if parent in continued:
+                    break
+                continued.add(parent)
+        for leaf in sorted(left - continued):
+            chain = [*sorted(self._before(leaf)), leaf]
+            own = left.intersection(chain)
+            left -= own
+            yield chain, own
+
+    def _before(self, number: int) -> Iterator[int]:
+        """Yield the calls that this one continues, its parent first."""
+        while (number := self.calls[number].parent) >= 0:
+            yield number
+
+    def _row(self, numbers: Sequence[int], own: set[int], *, with_context: bool) -> Trajectory:
+        """The completions of these calls, and if `with_context` what is between them; those of `own` have a `loss_mask` of 1."""
+        tokens, logprobs, masks = [np.empty(0, np.int32)], [np.empty(0, np.float32)], [np.empty(0, np.uint8)]
+        spans: list[Span] = []
+        writers: list[tuple[str, int, int]] = []
+        turns: list[tuple[int, int]] = []
+        edge = 0
+        for number in numbers:
+            call = self.calls[number]
+            context = call.context_token_ids if with_context and edge else call.context_token_ids[:0]
+            start, end = edge + context.size, edge + context.size + call.completion_token_ids.size
+            is_own = number in own
+            tokens += [context, call.completion_token_ids]
+            logprobs += [np.zeros(context.size, np.float32), call.logprobs if is_own else np.zeros_like(call.logprobs)]
+            masks += [np.zeros(context.size, np.uint8), np.full(end - start, is_own, np.uint8)]
+            for version, first, last in call.spans:
+                begun = start + first if first else edge
+                if spans and spans[-1].version == version:
+                    begun = spans.pop().start
+                spans.append(Span(version, begun, start + last))
+            writers.append(
+                (call.replica, writers.pop()[1] if writers and writers[-1][0] == call.replica else edge, end)
+            )
+            turns += [(start, end)] if call.trained else []
+            edge = end
+        last_call = self.calls[numbers[-1]]
+        return Trajectory(
+            group_id=self.group_id,
+            attempt=self.attempt,
+            index=self.index,
+            prompt_token_ids=self.calls[numbers[0]].context_token_ids,
+            completion_token_ids=np.concatenate(tokens),
+            logprobs=np.concatenate(logprobs),
+            loss_mask=np.concatenate(masks),
+            spans=tuple(spans),
+            finish_reason="length" if self.truncated else "stop",
+            text=last_call.text,
+            replica=last_call.replica,
+            turns=tuple(turns),
+            timings=self.timings,
+            writers=tuple(writers),
+        )
+
+    def encode(self) -> bytes:
+        """Raises `CodecError` for what msgpack can't carry."""
+        return _EPISODE.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> EpisodeTrajectory:
+        """Raises `CodecError` for bytes that are no episode, or whose calls are no trees."""
+        episode = _EPISODE.decode(data)
+        episode.check()
+        return episode
+
+    def check(self) -> None:
+        """Raise `CodecError` unless its calls are trees with something to train, each of them sound."""
+        problem = self._problem()
+        if problem is not None:
+            raise CodecError(f"trajectory {self.group_id!r}[{self.index}]: {problem}")
+
+    def _problem(self) -> str | None:
+        for number, call in enumerate(self.calls):
+            if not -1 <= call.parent < number:
+                return f"call {number}: its parent {call.parent} is not before it"
+            problem = call.problem()
+            if problem is not None:
+                return f"call {number}: {problem}"
+        if not self._trained:
+            return f"none of its {len(self.calls)} calls is trained"
+        if not all(map(math.isfinite, self.timings.values())):
+            return f"timings {self.timings} are not finite numbers"
+        return None
+
+
+# What the attempts at a group's prompt are recorded as.
+AnyTrajectory = Trajectory | EpisodeTrajectory
+
+
+def decode_trajectory(data: bytes) -> AnyTrajectory:
+    """The trajectory of either schema. Raises `CodecError` for bytes that are none."""
+    match schema_of(data):
+        case None | 1:
+            return Trajectory.decode(data)
+        case 2:
+            return EpisodeTrajectory.decode(data)
+        case unknown:
+            raise CodecError(f"trajectory: schema {unknown!r:.80}; this build reads schemas 1 and 2")
+
+
+def episode_record(
+    group_id: str,
+    attempt: int,
+    index: int,
+    calls: Sequence[Call],
+    *,
+    truncated: bool,
+    runner: str,
+    timings: dict[str, float],
+) -> AnyTrajectory:
+    """What an episode with these calls is recorded as: one call that is trained as the single completion that it is (schema 1), more as a
+    tree. Raises `CodecError` for calls that are none.
+
+    The finish reason of a single completion says whether a limit of the run ended it, as `truncated` does; that of the call, which may be a
+    limit of its own, is not kept.
+    """
+    episode = EpisodeTrajectory(group_id, attempt, index, tuple(calls), truncated, runner, timings)
+    episode.check()
+    return episode if len(calls) > 1 else episode.flat()
 
 
 Status = Literal["SCORED", "FAILED", "TIMED_OUT", "INVALID", "NOT_STARTED", "INTERRUPTED", "UNSENDABLE"]
@@ -247,6 +572,7 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 
 
 _GROUP, _TRAJECTORY, _SCORE = Codec(Group), Codec(Trajectory), Codec(Score)
+_CALL, _EPISODE = Codec(Call), Codec(EpisodeTrajectory)
 
 # The array fields, and how their elements are encoded.
-ARRAYS = {**_GROUP.dtypes, **_TRAJECTORY.dtypes}
+ARRAYS = {**_GROUP.dtypes, **_TRAJECTORY.dtypes, **_EPISODE.dtypes}

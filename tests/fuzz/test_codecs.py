@@ -14,7 +14,17 @@ from headrace import export
 from headrace.errors import CodecError
 from headrace.lineage import origin_of
 from headrace.replay.records import unpack
-from headrace.trajectory import Group, Sampling, Score, Span, Trajectory
+from headrace.trajectory import (
+    AnyTrajectory,
+    Call,
+    EpisodeTrajectory,
+    Group,
+    Sampling,
+    Score,
+    Span,
+    Trajectory,
+    decode_trajectory,
+)
 from tests.fuzz.mutation import Mutator, pack
 
 GROUP = Group(
@@ -46,10 +56,38 @@ TRAJECTORY = Trajectory(
     timings={"generate": 0.5},
     writers=(("a", 0, 5), ("b", 5, 8)),
 )
+CALL = Call(
+    parent=-1,
+    context_token_ids=GROUP.prompt_token_ids,
+    completion_token_ids=np.arange(4, dtype=np.int32),
+    logprobs=np.full(4, -0.5, dtype=np.float32),
+    spans=(Span(0, 0, 3), Span(1, 3, 4)),
+    finish_reason="length",
+    replica="a",
+    messages=({"role": "user", "content": "é7", "name": None},),
+    answer={"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": "{}"}}]},
+    timings={"queue": 0.5},
+)
+EPISODE = EpisodeTrajectory(
+    group_id=GROUP.id,
+    attempt=1,
+    index=0,
+    calls=(
+        CALL,
+        msgspec.structs.replace(CALL, parent=0, trained=False),
+        msgspec.structs.replace(CALL, parent=0, replica="b"),
+        CALL,
+    ),
+    truncated=True,
+    runner="r",
+    timings={"episode": 1.0},
+)
 SCORE = Score("SCORED", 1.0, {"format": 0.5}, {"seen": [1, "a"]}, "fine", "math", "7")
 RECORDS: dict[str, tuple[bytes, Callable[[bytes], Any]]] = {
     "group": (GROUP.encode(), Group.decode),
     "trajectory": (TRAJECTORY.encode(), Trajectory.decode),
+    "call": (CALL.encode(), Call.decode),
+    "episode": (EPISODE.encode(), decode_trajectory),
     "score": (SCORE.encode(), Score.decode),
     "reply": (msgspec.msgpack.encode({"state": "open", "fields": [1, 2.0, "a", b"b"]}), unpack),
 }
@@ -71,14 +109,21 @@ def test_damaged_records(kind: str, messages: int, session_seed: int) -> None:
             continue
         if kind != "reply":
             record.encode()
+        if isinstance(record, Trajectory | EpisodeTrajectory):
+            # whoever reads one asks for its rows, its text, and who wrote what
+            assert sum(path.length for path in record.paths()) == record.length == record.places.size
+            for row in (*record.paths(), record.flat()):
+                row.check()
+            origin_of(record.flat(), SCORE)
     assert refused
     decode(good)
 
 
 @pytest.mark.timeout(0)
-def test_damaged_lines(messages: int, session_seed: int) -> None:
+@pytest.mark.parametrize("trajectory", [TRAJECTORY, EPISODE], ids=["trajectory", "episode"])
+def test_damaged_lines(trajectory: AnyTrajectory, messages: int, session_seed: int) -> None:
     mutator = Mutator(Random(session_seed))
-    line = export.to_line(export.Exported("ready", GROUP, TRAJECTORY, SCORE), origin_of(TRAJECTORY, SCORE))
+    line = export.to_line(export.Exported("ready", GROUP, trajectory, SCORE), origin_of(trajectory, SCORE))
     for _ in range(10 * messages):
         text = mutator.bytes(line.encode()).decode(errors="surrogateescape")
         try:

@@ -13,9 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.codec import SCHEMA
+from headrace.codec import schema_of
 from headrace.errors import CodecError
-from headrace.trajectory import SCORE_BYTES, Group, Sampling, Score, Span, Trajectory
+from headrace.trajectory import (
+    SCORE_BYTES,
+    Call,
+    EpisodeTrajectory,
+    Group,
+    Sampling,
+    Score,
+    Span,
+    Trajectory,
+    decode_trajectory,
+)
 
 GROUP = Group(
     id="e0-train-7",
@@ -47,8 +57,31 @@ TRAJECTORY = Trajectory(
     writers=(("r0", 0, 3), ("r1", 3, 4)),
 )
 SCORE = Score(status="SCORED", reward=1.0, components={"exact": 1.0}, metadata={"said": "132"}, environment="adder")
-RECORDS = [GROUP, TRAJECTORY, SCORE]
-Record = Group | Trajectory | Score
+CALL = Call(
+    parent=-1,
+    context_token_ids=np.array([1, 2, 3], np.int32),
+    completion_token_ids=np.array([4, 5], np.int32),
+    logprobs=np.array([-0.5, -1.0], np.float32),
+    spans=(Span(3, 0, 1), Span(4, 1, 2)),
+    finish_reason="stop",
+    replica="r1",
+    trained=True,
+    messages=({"role": "user", "content": "47+85"},),
+    answer={"role": "assistant", "content": "132", "tool_calls": [{"id": 1}]},
+    timings={"sample": 0.25},
+)
+EPISODE = EpisodeTrajectory(
+    group_id="e0-train-7",
+    attempt=1,
+    index=1,
+    calls=(CALL, msgspec.structs.replace(CALL, parent=0, context_token_ids=np.array([9], np.int32), trained=False)),
+    truncated=False,
+    runner="runner-1",
+    timings={"episode": 1.5},
+)
+RECORDS = [GROUP, TRAJECTORY, SCORE, CALL, EPISODE]
+KINDS = [Group, Trajectory, Score, Call, EpisodeTrajectory]
+Record = Group | Trajectory | Score | Call | EpisodeTrajectory
 
 
 def same(a: Any, b: Any) -> bool:
@@ -57,6 +90,9 @@ def same(a: Any, b: Any) -> bool:
         x, y = getattr(a, name), getattr(b, name)
         if isinstance(x, np.ndarray):
             if x.dtype != y.dtype or not np.array_equal(x, y):
+                return False
+        elif name == "calls":
+            if len(x) != len(y) or not all(map(same, x, y)):
                 return False
         elif x != y:
             return False
@@ -86,7 +122,9 @@ def test_unknown_fields_are_ignored(record: Record) -> None:
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
 def test_the_schema_is_the_first_field(record: Record) -> None:
-    assert next(iter(msgpack.unpackb(record.encode()).items())) == ("schema", SCHEMA)
+    schema = 2 if isinstance(record, EpisodeTrajectory) else 1
+    assert next(iter(msgpack.unpackb(record.encode()).items())) == ("schema", schema)
+    assert schema_of(record.encode()) == schema
 
 
 @st.composite
@@ -140,7 +178,7 @@ def test_an_array_of_another_type_is_refused_on_the_way_out() -> None:
 # -- malformed input ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Group, Trajectory, Score])
+@pytest.mark.parametrize("kind", KINDS)
 @given(data=st.binary(max_size=300))
 def test_arbitrary_bytes_are_refused(kind: type[Record], data: bytes) -> None:
     with pytest.raises(CodecError):
@@ -164,7 +202,7 @@ def test_a_flipped_byte_is_refused_or_still_a_valid_record(record: Record, at: i
         decoded = type(record).decode(bytes(data))
     except CodecError:
         return
-    if isinstance(decoded, Trajectory):
+    if isinstance(decoded, Trajectory | EpisodeTrajectory):
         decoded.check()
     decoded.encode()
 
@@ -173,7 +211,7 @@ NOT_MAPS = [b"", b"\xc1", msgpack.packb([1, 2]), msgpack.packb(7), msgpack.packb
 
 
 @pytest.mark.parametrize("data", NOT_MAPS)
-@pytest.mark.parametrize("kind", [Group, Trajectory, Score])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_map_is_refused(kind: type[Record], data: bytes) -> None:
     with pytest.raises(CodecError):
         kind.decode(data)
@@ -209,8 +247,23 @@ def test_a_wrong_type_never_becomes_a_record_that_breaks_later(record: Record, n
 
 
 def test_another_schema_is_refused_with_both_numbers() -> None:
-    with pytest.raises(CodecError, match=f"schema {SCHEMA + 1}; this build reads schema {SCHEMA}"):
-        Trajectory.decode(changed(TRAJECTORY, lambda fields: fields.update(schema=SCHEMA + 1)))
+    with pytest.raises(CodecError, match="schema 2; this build reads schema 1"):
+        Trajectory.decode(changed(TRAJECTORY, lambda fields: fields.update(schema=2)))
+    with pytest.raises(CodecError, match="schema 1; this build reads schema 2"):
+        EpisodeTrajectory.decode(changed(EPISODE, lambda fields: fields.update(schema=1)))
+
+
+def test_a_trajectory_of_either_schema_is_read() -> None:
+    for record in (TRAJECTORY, EPISODE):
+        assert same(decode_trajectory(record.encode()), record)
+
+
+@pytest.mark.parametrize("schema", [3, "2", None, [], -1, 2.5, {"x": 1}])
+def test_a_trajectory_of_no_known_schema_is_refused(schema: Any) -> None:
+    with pytest.raises(CodecError, match=r"schema|Literal|int"):
+        decode_trajectory(changed(EPISODE, lambda fields: fields.update(schema=schema)))
+    with pytest.raises(CodecError, match="schema 3; this build reads schemas 1 and 2"):
+        decode_trajectory(changed(EPISODE, lambda fields: fields.update(schema=3)))
 
 
 @pytest.mark.parametrize(
