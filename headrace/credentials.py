@@ -3,6 +3,7 @@
     operator Rk9V…                 everything over HTTP
     reader 4gXq…                   reading over HTTP
     scorer Zn2c…                   RewardService.Score of the reward hub
+    agents 7dWk…                   calls of episodes, on rollout replicas
     environment math 0PfQ…         the process that serves environment `math` (env.math.target)
     redis trainer Yt7b…            password of the buffer's user RUN-trainer; likewise replay, rollout, operator, reader, up, admin
 
@@ -95,7 +96,7 @@ def credentials_of(config: Config) -> Credentials | None:
 def names_of(config: Config, *, redis: bool) -> list[str]:
     """The roles of a run; with `redis` those of the buffer's users too."""
     served = [f"environment {name}" for name, env in config.env.items() if env.is_served]
-    return ["operator", "reader", "scorer", *served, *(f"redis {role}" for role in REDIS_ROLES if redis)]
+    return ["operator", "reader", "scorer", "agents", *served, *(f"redis {role}" for role in REDIS_ROLES if redis)]
 
 
 def complete(path: Path, names: Iterable[str]) -> None:

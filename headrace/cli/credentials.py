@@ -40,7 +40,7 @@ def needed(config: Config) -> dict[str, list[str]]:
     return {
         "replay": [*people, "scorer", "redis replay"],
         "reward": [*people, "scorer", *served],
-        "rollout": [*people, "redis rollout"],
+        "rollout": [*people, "agents", "redis rollout"],
         "trainer": [*people, "redis trainer", "redis reader"],
         **{name.replace(" ", "-").replace("/", "-"): [name] for name in served},
     }
