@@ -3,8 +3,8 @@
 -- KEYS     the run
 -- ARGV     step, timeline, nonce (of this rejection), reason, groups (of the step, each with id and attempt, at least one)
 -- Returns  1
--- Errors   HR_TIMELINE; HR_STEP: the step is not the newest reserved one, or is trained, or does not hold such a group in such an attempt;
---          HR_INVALID
+-- Errors   HR_TIMELINE; HR_STEP: the step is not the newest reserved one, or is trained, or gave its payloads up, or does not hold such a group in
+--          such an attempt; HR_INVALID
 --
 -- A repeat under the newest nonce is a no-op; an older one, however late it comes, names attempts that are over, and is refused. Leases,
 -- and the groups of later steps, stay as they are.
@@ -31,9 +31,9 @@ register('reject', {
   require_timeline(run, call.timeline)
   if #call.groups == 0 then refuse('HR_INVALID', 'a rejection of step ' .. step .. ' that names no group') end
   if redis.call('GET', rejected) == call.nonce then return 1 end
-  if step ~= run.next_step - 1 or step < run.committed then
-    refuse('HR_STEP', 'rejection of step ' .. step .. '; the steps from ' .. math.max(run.committed, 0) .. ' to ' .. run.next_step - 1 ..
-      ' are reserved')
+  local oldest = math.max(run.committed, run.evicted, 0)  -- one below `evicted` was trained, and the payloads of its other groups are gone
+  if step ~= run.next_step - 1 or step < oldest then
+    refuse('HR_STEP', 'rejection of step ' .. step .. '; the steps from ' .. oldest .. ' to ' .. run.next_step - 1 .. ' are reserved')
   end
   local named, kept = named_groups(run, step, call.groups), {}
   for _, id in ipairs(step_ids(run, step)) do
