@@ -162,7 +162,7 @@ class Model(Fleet):
         batch = self.of_step(step, "reserved") if self.committed <= step == self.next_step - 1 else []
         if not batch or not set(attempts.items()) <= {(held.id, held.attempt) for held in batch}:
             self.refuse(WrongStep)
-        if any(held.evicted for held in batch):  # it was trained: the groups that are not named could not be handed out again
+        if any(held.evicted for held in batch):  # the groups that are not named could not be handed out again
             self.refuse(WrongStep)
         for held in batch:
             if held.id in attempts:

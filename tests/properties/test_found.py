@@ -222,5 +222,5 @@ def test_law_3_a_step_that_gave_its_payloads_up_is_not_handed_out_or_rejected_wh
     run.the_service_starts_again(attempts=1, retain=0, room=1)
     run.a_batch_is_given_back(which=[0], again=False, how="once")
     run.reserve(off=-1, late=0, how="once")
-    run.reject_step(off=0, which=[0], stale=0, late=0, how="once")  # the group that is not named has no trajectories to keep
+    run.reject_step(off=0, which=[0], stale=0, late=0, how="once")  # the other group has no trajectories any more
     run.teardown()
