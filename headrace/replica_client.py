@@ -1,0 +1,231 @@
+"""What a rollout replica does for a call of an episode, and its client: tokens in, tokens out, and the model's own chat format.
+
+`/sample` is the run's own work and is fenced as a lease is: a replica samples only with verified weights of the timeline that the
+request names. `/render` and `/derender` translate between messages and tokens, with the engine's own template and parsers.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
+
+import httpx
+import msgspec
+
+from headrace.errors import HeadraceError
+from headrace.tls import client_context
+from headrace.trajectory import FinishReason, Message, Sampling, Span
+
+SAMPLE, RENDER, DERENDER = PATHS = ("/sample", "/render", "/derender")
+# the role whose token a caller presents
+ROLE = "agents"
+_CONNECT_S = 10.0
+_SAID = 200  # of an answer that is not understood, in its error
+
+T = TypeVar("T")
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+# Why a replica samples nothing for a call, or not to its end. Another may, or the same one later.
+#   unhealthy: it holds no verified weights; timeline: its weights, or the call, are of another timeline; stale: its weights are older
+#   than the call allows; refit: it takes no call until a refit is over; leaving: it is being stopped
+FenceReason = Literal["unhealthy", "timeline", "stale", "refit", "leaving"]
+# invalid: no replica can make sense of it; context: it leaves no room in the model's context
+RefusalReason = Literal["invalid", "context"]
+StopReason = int | str | None
+
+
+class SampleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A completion of `token_ids` that is asked for, from weights of `timeline` that are not older than `min_version`."""
+
+    token_ids: tuple[int, ...]
+    max_new_tokens: Positive
+    timeline: str
+    min_version: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), lt=2**63)] | None = None
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(
+            self.temperature,
+            self.max_new_tokens,
+            self.stop_token_ids,
+            self.stop,
+            self.seed,
+            self.top_k,
+            self.top_p,
+        )
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """A completion. `logprobs` are those of a trajectory: natural logarithms, after temperature.
+
+    `stop_reason`: the stop string, or the id of the last token, that ended it; None at finish reason "length". `timeline` and `version`
+    are of the weights that the replica held, verified, when it answered; `spans` say which tokens are of which version.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    spans: tuple[Span, ...]
+    finish_reason: FinishReason
+    stop_reason: StopReason
+    timeline: str
+    version: int
+    replica: str
+
+
+class RenderRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Messages and tools as in the OpenAI API; the run's chat template makes tokens of them."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+
+
+class Rendered(msgspec.Struct, frozen=True):
+    token_ids: list[int]
+
+
+class DerenderRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A completion to be parsed; `finish_reason` and `stop_reason` as `Sampled` has them.
+
+    `prompt_token_ids` are what it continues: some parsers look there for reasoning that the prompt has begun, and some tokenizers for
+    whether the first token has a space before it.
+    """
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    tools: list[dict[str, Any]] | None = None
+    stop_reason: StopReason = None
+    prompt_token_ids: list[int] = []
+
+
+class Derendered(msgspec.Struct, frozen=True):
+    """`message` has `role`, `content` (None beside tool calls alone), and where there are any `reasoning` and `tool_calls`. These have no
+    ids: the same tokens always give the same message, so whoever answers a program numbers them."""
+
+    message: Message
+
+
+class ReplicaFenced(HeadraceError):
+    """The replica samples nothing for this call (status 409); another one may, or this one later. Nothing that it has sampled for the
+    call counts."""
+
+    def __init__(self, reason: FenceReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class ReplicaUnavailable(HeadraceError):
+    """The replica can't be reached, or has failed."""
+
+
+class RenderRefused(HeadraceError):
+    """What was sent can't be rendered, parsed or sampled from by any replica (status 400): the fault is its author's."""
+
+    def __init__(self, reason: RefusalReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Problem(msgspec.Struct):
+    """Why a request was not answered. `type` is the reason, where it is one of the two above."""
+
+    message: str
+    type: str = ""
+
+
+class Refusal(msgspec.Struct):
+    """The body of an answer that is none."""
+
+    error: Problem
+
+
+class ReplicaClient:
+    """Of one replica. A caller that stops waiting (cancellation) ends its call in the engine. Answers have no deadline here: how long a
+    call may take is the caller's to say.
+
+    Methods raise `ReplicaUnavailable` besides what they name.
+    """
+
+    def __init__(self, url: str, token: Callable[[], str] | None = None, authorities: str | None = None) -> None:
+        """`token` gives that of the role `agents` for each request (`Credentials.presented`), None where nobody is asked for one.
+        `authorities`: security.tls_ca. Raises `ConfigError` if it can't be used."""
+        self.url = url
+        self._token = token
+        verify: ssl.SSLContext | bool = client_context(authorities) if url.startswith("https:") else True
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            verify=verify,
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,
+        )
+
+    async def sample(self, request: SampleRequest) -> Sampled:
+        """Raises `ReplicaFenced`, and `RenderRefused`."""
+        return await self._ask(SAMPLE, request, Sampled)
+
+    async def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """The token ids of a conversation. Raises `RenderRefused`."""
+        asked = RenderRequest(list(messages), None if tools is None else list(tools), add_generation_prompt)
+        return (await self._ask(RENDER, asked, Rendered)).token_ids
+
+    async def derender(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[dict[str, Any]] | None,
+        finish_reason: FinishReason,
+        stop_reason: StopReason = None,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> Message:
+        """The assistant's message that a completion is: see `Derendered`. Raises `RenderRefused`."""
+        listed = None if tools is None else list(tools)
+        asked = DerenderRequest(list(token_ids), finish_reason, listed, stop_reason, list(prompt_token_ids))
+        return (await self._ask(DERENDER, asked, Derendered)).message
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def _ask(self, path: str, asked: msgspec.Struct, answer: type[T]) -> T:
+        headers = {"Content-Type": "application/json"}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token()}"
+        try:
+            body = msgspec.json.encode(asked)
+        except (ValueError, OverflowError, TypeError, RecursionError) as error:
+            raise RenderRefused("invalid", f"what is asked can't be written as JSON: {error}") from error
+        try:
+            response = await self._http.post(path, content=body, headers=headers)
+        except httpx.HTTPError as error:
+            raise ReplicaUnavailable(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
+        if response.status_code != httpx.codes.OK:
+            raise self._error(path, response)
+        try:
+            return msgspec.json.decode(response.content, type=answer)
+        except (ValueError, RecursionError) as error:
+            raise ReplicaUnavailable(f"{self.url}{path}: what it answered can't be read: {error}") from error
+
+    def _error(self, path: str, response: httpx.Response) -> HeadraceError:
+        """What a status other than 200 means."""
+        status = response.status_code
+        try:
+            problem = msgspec.json.decode(response.content, type=Refusal).error
+        except (ValueError, RecursionError):
+            problem = Problem(repr(response.content[:_SAID].decode(errors="replace")))
+        if status == httpx.codes.CONFLICT and problem.type in get_args(FenceReason):
+            return ReplicaFenced(cast(FenceReason, problem.type), problem.message)
+        if status == httpx.codes.BAD_REQUEST and problem.type in get_args(RefusalReason):
+            return RenderRefused(cast(RefusalReason, problem.type), problem.message)
+        return ReplicaUnavailable(f"{self.url}{path}: answered {status}: {problem.message}")
