@@ -207,7 +207,7 @@ class Fleet:
         pairs = await self._timed("read", self._service.read([t.key for t in batch.trajectories]))
         if self._counts:
             self.figures.busy += 1.0
-            self._note(batch, [trajectory for trajectory, _ in pairs])
+            self._note(batch, [trajectory.flat() for trajectory, _ in pairs])
         self._step += 1
         if self._step == self.warm_up:
             self.figures = Figures(began=self.now, dropped_before=await self._dropped())

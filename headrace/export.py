@@ -25,10 +25,10 @@ import numpy as np
 from headrace.errors import CodecError
 from headrace.lineage import Origin, origin_of, with_timelines
 from headrace.replay import ReplayClient
-from headrace.trajectory import ARRAYS, Group, Score, Trajectory
+from headrace.trajectory import ARRAYS, AnyTrajectory, Group, Score, decode_trajectory
 
 # Fields whose values are those of data sets and environments.
-_FREE = frozenset({"messages", "extra_env_info", "metadata"})
+_FREE = frozenset({"messages", "answer", "extra_env_info", "metadata"})
 _BYTES, _FLOAT, _MAP = "__bytes__", "__float__", "__map__"
 _TAGS = frozenset({_BYTES, _FLOAT, _MAP})
 
@@ -37,7 +37,7 @@ _TAGS = frozenset({_BYTES, _FLOAT, _MAP})
 class Exported:
     state: str
     group: Group
-    trajectory: Trajectory
+    trajectory: AnyTrajectory
     score: Score | None
 
 
@@ -67,7 +67,7 @@ def from_line(text: str) -> Exported:
         return Exported(
             state=line["state"],
             group=Group.decode(_packed(line["group"])),
-            trajectory=Trajectory.decode(_packed(line["trajectory"])),
+            trajectory=decode_trajectory(_packed(line["trajectory"])),
             score=None if score is None else Score.decode(_packed(score)),
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
@@ -96,17 +96,27 @@ def read(path: Path) -> Iterator[Exported]:
                 raise CodecError(f"{path}:{number}: {error}") from error
 
 
-def plain(record: Group | Trajectory | Score) -> dict[str, Any]:
+def plain(record: Group | AnyTrajectory | Score) -> dict[str, Any]:
     """The record's fields in JSON types, as they are in a line."""
     kept = (bytes, datetime.datetime, msgspec.msgpack.Ext)  # JSON has none: no text in their place
-    fields: dict[str, Any] = msgspec.to_builtins(record, builtin_types=kept, enc_hook=np.ndarray.tolist)
-    return {**fields, **{name: _tagged(fields[name]) for name in _FREE & fields.keys()}}
+    return _with_tags(msgspec.to_builtins(record, builtin_types=kept, enc_hook=np.ndarray.tolist))
+
+
+def _with_tags(fields: dict[str, Any]) -> dict[str, Any]:
+    free = {name: _tagged(fields[name]) for name in _FREE & fields.keys()}
+    calls = {"calls": list(map(_with_tags, fields["calls"]))} if "calls" in fields else {}
+    return {**fields, **free, **calls}
 
 
 def _packed(fields: dict[str, Any]) -> bytes:
+    return msgspec.msgpack.encode(_without_tags(fields))
+
+
+def _without_tags(fields: dict[str, Any]) -> dict[str, Any]:
     arrays = {name: np.asarray(fields[name], ARRAYS[name]).tobytes() for name in ARRAYS.keys() & fields.keys()}
     free = {name: _untagged(fields[name]) for name in _FREE & fields.keys()}
-    return msgspec.msgpack.encode({**fields, **arrays, **free})
+    calls = {"calls": list(map(_without_tags, fields["calls"]))} if "calls" in fields else {}
+    return {**fields, **arrays, **free, **calls}
 
 
 def _tagged(value: Any) -> Any:

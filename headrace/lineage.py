@@ -24,7 +24,7 @@ import msgspec
 from headrace.checkpoints import read_chain
 from headrace.checkpoints import timeline_of as made_on
 from headrace.errors import CodecError
-from headrace.trajectory import Score, Trajectory
+from headrace.trajectory import AnyTrajectory, Score, Trajectory
 
 SCHEMA: Literal[1] = 1
 FOLDER, ABANDONED = "lineage", "abandoned"
@@ -38,7 +38,8 @@ NAME = re.compile(r"step_(0|[1-9][0-9]*)-([A-Za-z0-9_-]+)\.jsonl\.gz")
 @dataclasses.dataclass(frozen=True)
 class TokenRange:
     """Completion tokens `[start, end)`, the replica that sampled them, and its weights at the time. Tokens that the environment wrote
-    between turns are in no range."""
+    between turns are in no range. Of an episode the completions of its calls count, one after the other (`EpisodeTrajectory.flat`), and
+    those of calls that are not trained are in no range."""
 
     start: int
     end: int
@@ -88,14 +89,15 @@ class Header(msgspec.Struct):
     groups: tuple[str, ...]
 
 
-def origin_of(trajectory: Trajectory, score: Score | None, advantage: float | None = None) -> Origin:
+def origin_of(trajectory: AnyTrajectory, score: Score | None, advantage: float | None = None) -> Origin:
     """The origin of a trajectory, with weights by version only; `with_timelines` adds their timelines."""
+    flat = trajectory.flat()
     return Origin(
         index=trajectory.index,
         attempt=trajectory.attempt,
-        tokens=trajectory.completion_token_ids.size,
-        ranges=tuple(_ranges(trajectory)),
-        finish_reason=trajectory.finish_reason,
+        tokens=flat.completion_token_ids.size,
+        ranges=tuple(_ranges(flat)),
+        finish_reason=flat.finish_reason,
         environment=score.environment if score else None,
         build=score.build if score else None,
         reward=score.reward if score else None,

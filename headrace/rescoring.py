@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from headrace.example_samples import close
-from headrace.trajectory import Group, Score, Trajectory
+from headrace.trajectory import AnyTrajectory, Group, Score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Rescored:
     """A trajectory with the reward that it has, and what it gets now."""
 
     group: Group
-    trajectory: Trajectory
+    trajectory: AnyTrajectory
     before: float
     after: Score
 

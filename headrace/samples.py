@@ -3,8 +3,8 @@
 `train_data_step12.jsonl.gz` has one line per trajectory that step 12 trained on, `val_data_step12.jsonl.gz` one per trajectory that
 evaluated version 12, and `val_failed_data_step12.jsonl.gz` one per prompt that failed there, with the reason; `zcat` reads them.
 `failed_data.jsonl` has one line per completion that its group failed with, the newest last.
-Per-token lists cover the completion and have equal lengths; null means that the policy did not write the token, or that nothing
-was computed. Log-probabilities and advantages are rounded to six decimals.
+Per-token lists cover the completion (of an episode of several `calls`, theirs, one after the other) and have equal lengths; null means
+that the policy did not write the token, or that nothing was computed. Log-probabilities and advantages are rounded to six decimals.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import dataclasses
 import gzip
 import json
 import re
+import textwrap
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,7 +26,18 @@ import numpy as np
 
 from headrace.errors import CodecError, ServiceError
 from headrace.files import atomic_write, cut_torn_line, keep_newest
-from headrace.trajectory import FinishReason, Float32, Group, Message, Score, Status, Trajectory
+from headrace.printable import printable
+from headrace.trajectory import (
+    AnyTrajectory,
+    EpisodeTrajectory,
+    FinishReason,
+    Float32,
+    Group,
+    Message,
+    Score,
+    Status,
+    text_of,
+)
 
 T = TypeVar("T")
 
@@ -40,13 +52,25 @@ _STEP = re.compile(r"(?:train|val|val_failed)_data_step(0|[1-9][0-9]*)\.jsonl\.g
 _REMEDY = "free space there, set logger.log_dir, or logger.keep_step_data=0 to write none"
 
 
+class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of an episode in a line of a sample file, with its tokens `[start, end)` among those of the completion."""
+
+    parent: int
+    tokens: tuple[int, int]
+    trained: bool
+    finish_reason: FinishReason
+    replica: str
+    messages: tuple[Message, ...]
+    answer: Message
+
+
 class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
     """What readers take from a line of a sample file; all but `failed_data.jsonl` have more.
 
     `reward` and `components` are the environment's; a completion that failed has none, but the `status` and `message` of its last
     scoring, the environment's `traceback`, the `reason` of its group and the `time` in Unix seconds. A `step` is that of a trained
     sample, or the version that a validation evaluated. `token_ids` and `generation_logprobs` are of the completion, [T];
-    `spans` are (version, start, end).
+    `spans` are (version, start, end). An episode of several `calls` has their completions as its own, one after the other.
     """
 
     group: str
@@ -70,6 +94,7 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
     traceback: str = ""
     reason: str = ""
     time: float | None = None
+    calls: tuple[StoredCall, ...] = ()
 
     @property
     def truncated(self) -> bool:
@@ -82,6 +107,29 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prompt(self) -> str:
         return prompt_of(self.messages)
+
+    @property
+    def said(self) -> str:
+        """The completion as people read it: its content, or the conversation that an episode was."""
+        return "\n\n".join(self._call(*pair) for pair in enumerate(self.calls)) or self.content
+
+    def weights(self, start: int = 0, end: int | None = None) -> str:
+        """The versions that sampled the tokens `[start, end)`, by default all of them, as `weights 3 to 5`."""
+        end = len(self.token_ids) if end is None else end
+        versions = sorted({version for version, first, last in self.spans if first < end and last > start})
+        return f"weights {versions[0]}" + (f" to {versions[-1]}" if len(versions) > 1 else "")
+
+    def _call(self, number: int, call: StoredCall) -> str:
+        start, end = call.tokens
+        notes = [f"tokens {start}-{end}", self.weights(start, end), printable(call.replica)]
+        notes += [] if call.finish_reason == "stop" else ["cut off"]
+        notes += [] if call.trained else ["not trained"]
+        continues = "" if call.parent < 0 else f" continues call {call.parent}"
+        # the prompt of the group is shown above all of its samples
+        asked = () if call.messages == self.messages else call.messages
+        said = [f"{message.get('role')}: {text_of(message)}" for message in (*asked, call.answer)]
+        # indented, so that nothing that was said passes for the head of a call
+        return "\n".join([f"call {number}{continues} ({', '.join(notes)})", textwrap.indent("\n".join(said), "  ")])
 
 
 def prompt_of(messages: Iterable[Message]) -> str:
@@ -177,8 +225,9 @@ def choose_groups(groups: Iterable[SampleGroup], ranking: Ranking | None, text: 
 # -- the files
 
 
-def record(group: Group, trajectory: Trajectory, score: Score) -> dict[str, Any]:
+def record(group: Group, trajectory: AnyTrajectory, score: Score) -> dict[str, Any]:
     """The fields that the lines of all sample files share, with NeMo RL's names where it has them."""
+    flat = trajectory.flat()
     return {
         "group": group.id,
         "task": group.task_name,
@@ -188,21 +237,42 @@ def record(group: Group, trajectory: Trajectory, score: Score) -> dict[str, Any]
         "build": score.build,
         "rewards": score.reward,
         "components": score.components,
-        "finish_reason": trajectory.finish_reason,
-        "spans": [[span.version, span.start, span.end] for span in trajectory.spans],
-        "turns": trajectory.turns,
-        "replica": trajectory.replica,
+        "finish_reason": flat.finish_reason,
+        "spans": [[span.version, span.start, span.end] for span in flat.spans],
+        "turns": flat.turns,
+        "replica": flat.replica,
         "messages": group.messages,
         "extra_env_info": group.extra_env_info,
         "content": trajectory.text,
-        "input_lengths": trajectory.prompt_token_ids.size + trajectory.completion_token_ids.size,
-        "prompt_token_ids": trajectory.prompt_token_ids.tolist(),
-        "token_ids": trajectory.completion_token_ids.tolist(),
-        "generation_logprobs": rounded(np.where(trajectory.loss_mask > 0, trajectory.logprobs, np.nan)),
+        "input_lengths": sum(
+            path.prompt_token_ids.size + path.completion_token_ids.size for path in trajectory.paths()
+        ),
+        "prompt_token_ids": flat.prompt_token_ids.tolist(),
+        "token_ids": flat.completion_token_ids.tolist(),
+        "generation_logprobs": rounded(np.where(flat.loss_mask > 0, flat.logprobs, np.nan)),
+        **({"calls": list(_calls(trajectory))} if isinstance(trajectory, EpisodeTrajectory) else {}),
     }
 
 
-def failed_record(group: Group, trajectory: Trajectory, score: Score, reason: str) -> dict[str, Any]:
+def _calls(episode: EpisodeTrajectory) -> Iterator[dict[str, Any]]:
+    start = 0
+    for call in episode.calls:
+        end = start + call.completion_token_ids.size
+        yield {
+            "parent": call.parent,
+            "context_token_ids": call.context_token_ids.tolist(),
+            "tokens": (start, end),
+            "trained": call.trained,
+            "finish_reason": call.finish_reason,
+            "replica": call.replica,
+            "messages": call.messages,
+            "answer": call.answer,
+            "timings": call.timings,
+        }
+        start = end
+
+
+def failed_record(group: Group, trajectory: AnyTrajectory, score: Score, reason: str) -> dict[str, Any]:
     """A line of `failed_data.jsonl`: the group failed for `reason` when `trajectory` got this `score`, which is none."""
     return {
         **record(group, trajectory, score),
@@ -220,7 +290,7 @@ def group_of(group: Group, samples: Sequence[StoredSample], reason: str = "") ->
     return SampleGroup(group.id, group.task_name, prompt_of(group.messages), expected, tuple(samples), reason)
 
 
-def sample_of(group: Group, trajectory: Trajectory, score: Score | None) -> StoredSample:
+def sample_of(group: Group, trajectory: AnyTrajectory, score: Score | None) -> StoredSample:
     """The sample that a line about this trajectory would hold; one that has no score yet has no reward."""
     scored = score or Score("NOT_STARTED")
     fields = {**record(group, trajectory, scored), "status": scored.status, "message": scored.message}

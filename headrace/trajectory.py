@@ -251,10 +251,8 @@ class Call(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
 
     @property
     def text(self) -> str:
-        """What the answer says: its content, then the tools that it calls."""
-        content, tools = self.answer.get("content"), self.answer.get("tool_calls")
-        parts = [part for part in (content, *(tools if isinstance(tools, list) else (tools,))) if part]
-        return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
+        """What the answer says."""
+        return text_of(self.answer)
 
     @property
     def nbytes(self) -> int:
@@ -294,6 +292,13 @@ class Call(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
         if not all(_is_json(message) for message in (*self.messages, self.answer)):
             return f"a message is not made of JSON types, at most {JSON_DEPTH} deep"
         return _problem_of_spans(self.spans, length)
+
+
+def text_of(message: Message) -> str:
+    """What a message says: its content, then the tools that it calls."""
+    content, tools = message.get("content"), message.get("tool_calls")
+    parts = [part for part in (content, *(tools if isinstance(tools, list) else (tools,))) if part]
+    return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
 
 
 # How deep a message of an episode is nested at most: programs write them, and every reader has to write them as JSON.
@@ -355,7 +360,7 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2):
         return [call for call in self.calls if call.trained]
 
     def paths(self) -> tuple[Trajectory, ...]:
-        """Its rows for a model: one for each call that nobody continues, in their order, from its root on.
+        """Its rows for a model: one for each trained call that no other trained call continues, in their order, from its root on.
 
         The prompt of a path is the root's context, its completion is all that follows. `loss_mask` is 1 on the tokens that are trained and
         that no path before it has, so that each counts once, in the context that it was sampled in. `logprobs` are 0 elsewhere; the
@@ -380,17 +385,24 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2):
         )
 
     def _chains(self) -> Iterator[tuple[Sequence[int], set[int]]]:
-        """Yield the calls of each path, from its root on, and those of them that are trained on it."""
-        inner = {call.parent for call in self.calls}
+        """Yield the calls of each path, from its root on, and those of them that it trains."""
         left = {number for number, call in enumerate(self.calls) if call.trained}
-        for leaf in range(len(self.calls)):
-            if leaf not in inner:
-                chain = [leaf]
-                while (parent := self.calls[chain[-1]].parent) >= 0:
-                    chain.append(parent)
-                own = left.intersection(chain)
-                left -= own
-                yield chain[::-1], own
+        continued: set[int] = set()
+        for number in left:
+            for parent in self._before(number):
+                if parent in continued:
+                    break
+                continued.add(parent)
+        for leaf in sorted(left - continued):
+            chain = [*sorted(self._before(leaf)), leaf]
+            own = left.intersection(chain)
+            left -= own
+            yield chain, own
+
+    def _before(self, number: int) -> Iterator[int]:
+        """Yield the calls that this one continues, its parent first."""
+        while (number := self.calls[number].parent) >= 0:
+            yield number
 
     def _row(self, numbers: Sequence[int], own: set[int], *, with_context: bool) -> Trajectory:
         """The completions of these calls, and if `with_context` what is between them; those of `own` have a `loss_mask` of 1."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.environment import Sample
 from headrace.errors import CodecError
-from headrace.trajectory import BUILD_BYTES, FinishReason, Group, Message, Score, Trajectory
+from headrace.trajectory import BUILD_BYTES, AnyTrajectory, FinishReason, Group, Message, Score
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.v1.environment_pb2 import DescribeResponse
 
@@ -26,16 +26,19 @@ _FINISH_NAMES = {value: name for name, value in _FINISH.items()}
 _STATUS_NAMES = {value: name for name, value in _STATUS.items()}
 
 
-def scoring_sample(group: Group, trajectory: Trajectory, scope: str) -> Sample:
-    """A trajectory as its environment receives it. Its idempotency key is the same each time that it is made in `scope`: a run, or less."""
-    tokens = trajectory.completion_token_ids
+def scoring_sample(group: Group, trajectory: AnyTrajectory, scope: str) -> Sample:
+    """A trajectory as its environment receives it. Its idempotency key is the same each time that it is made in `scope`: a run, or less.
+
+    Of an episode that is what its last answer says, with the tokens of all its calls."""
+    flat = trajectory.flat()
+    tokens = flat.completion_token_ids
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()
     return Sample(
         completion=trajectory.text,
         extra_env_info=group.extra_env_info,
         messages=group.messages,
         completion_token_ids=tuple(tokens.tolist()),
-        finish_reason=trajectory.finish_reason,
+        finish_reason=flat.finish_reason,
         environment=group.env_name,
         task_name=group.task_name,
         group_id=group.id,

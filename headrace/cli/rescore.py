@@ -27,7 +27,7 @@ from headrace.environment import Sample
 from headrace.errors import ConfigError, HeadraceError, ServiceError
 from headrace.replay import HeldGroup
 from headrace.rescoring import Comparison, Rescored, compare
-from headrace.trajectory import Group, Score, Trajectory
+from headrace.trajectory import AnyTrajectory, Group, Score
 from headrace.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2
 from headrace.wire import sample_to_wire, scoring_sample
 
@@ -38,7 +38,7 @@ _PAUSE_S = 0.1
 _MARGIN_S = 5.0
 _START_S = 10.0
 
-Scored = tuple[Group, Trajectory, float]
+Scored = tuple[Group, AnyTrajectory, float]
 
 
 def rescore(

@@ -156,18 +156,13 @@ def _panel(sample: StoredSample, text_of: TokenText | None) -> Panel:
         colour, worth = "green" if sample.reward > 0 else "red", f"reward {sample.reward:g}"
     if sample.components:
         worth += f" ({', '.join(f'{printable(name)} {value:g}' for name, value in sample.components.items())})"
-    note = [f"{len(sample.token_ids)} tokens", *(["truncated"] if sample.truncated else []), _weights(sample)]
+    note = [f"{len(sample.token_ids)} tokens", *(["truncated"] if sample.truncated else []), sample.weights()]
     parts: list[RenderableType] = [
-        _text(sample.content) if text_of is None else _tokens(sample, text_of),
+        _text(sample.said) if text_of is None else _tokens(sample, text_of),
         Text.assemble((worth, colour), ("  " + ", ".join(note), "dim")),
     ]
     parts += [_text(text, "red") for text in (sample.message, sample.traceback) if text]
     return Panel(Group(*parts), title=Text(f"{sample.index}"), title_align="left", border_style=colour)
-
-
-def _weights(sample: StoredSample) -> str:
-    versions = sorted({version for version, _, _ in sample.spans})
-    return f"weights {versions[0]}" + (f" to {versions[-1]}" if len(versions) > 1 else "")
 
 
 def _tokens(sample: StoredSample, text_of: TokenText) -> Table:

@@ -172,6 +172,23 @@ class Config(Section):
         return "policy.model_name", self.policy.model_name
 
     @property
+    def needs_one_path(self) -> str | None:
+        """The setting that is computed along the tokens of a whole trajectory, in their order: under it an episode can't be trained whose
+        calls branch. None if there is none."""
+        loss, generation = self.loss_fn, self.policy.generation
+        if loss.sequence_level_importance_ratios:
+            return "loss_fn.sequence_level_importance_ratios true"
+        if loss.truncated_importance_sampling_type == "seq-mask-tis":
+            return "loss_fn.truncated_importance_sampling_type seq-mask-tis"
+        if self.ppo is not None and self.ppo.adv_estimator.has_value_model:
+            return f"ppo.adv_estimator.name {self.ppo.adv_estimator.name}"
+        if self.grpo is not None and self.grpo.adv_estimator.kl_to_go:
+            return "grpo.adv_estimator.kl_to_go true"
+        if not loss.token_level_loss and (generation.top_k is not None or generation.top_p < 1):
+            return "loss_fn.token_level_loss false with policy.generation.top_k or top_p"
+        return None
+
+    @property
     def checkpoint_folder(self) -> Path:
         folder = self.checkpointing.checkpoint_dir
         return Path(folder) if folder else self.run_folder / "checkpoints"

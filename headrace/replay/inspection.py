@@ -13,7 +13,7 @@ from headrace.repeats import alike
 from headrace.replay.bias import Moment, TrajectoryMeter, meters_of
 from headrace.replay.calls import BATCH, BufferClient, chunks
 from headrace.replay.records import BatchReply, HeldGroup, Reservation, score_key, unpack
-from headrace.trajectory import Group, Score, Trajectory
+from headrace.trajectory import AnyTrajectory, Group, Score, decode_trajectory
 
 # The indices in which the buffer keeps groups, and the states in each (groups.lua).
 _PLACES = {
@@ -112,14 +112,14 @@ class InspectionClient(BufferClient):
             again += await self._connection.call("retry", incarnation=self._incarnation, orders=orders, retries=retries)
         return again
 
-    async def trajectory(self, group_id: str, index: int) -> tuple[Trajectory, Score | None] | None:
+    async def trajectory(self, group_id: str, index: int) -> tuple[AnyTrajectory, Score | None] | None:
         """One trajectory that the buffer holds, with its score if it has one; None if it does not hold it."""
         group = await self.group(group_id)
         found = [t for t in group["trajectories"] if t["index"] == index] if group else []
         if not found:
             return None
         payload, score = await self._fetch([found[0]["key"], score_key(found[0]["key"])])
-        return None if payload is None else (Trajectory.decode(payload), Score.decode(score) if score else None)
+        return None if payload is None else (decode_trajectory(payload), Score.decode(score) if score else None)
 
     async def bias(self) -> dict[Moment, TrajectoryMeter]:
         """The meters of the train lane's trajectories at each moment, since the run began."""
@@ -156,7 +156,7 @@ class InspectionClient(BufferClient):
             step=found.get("step"),
             reason=found.get("reason", ""),
             trajectories=tuple(
-                (Trajectory.decode(payload), None if score is None else Score.decode(score))
+                (decode_trajectory(payload), None if score is None else Score.decode(score))
                 for payload, score in pairs
                 if payload is not None
             ),

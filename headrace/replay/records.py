@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.errors import CodecError
-from headrace.trajectory import Group, Score, Trajectory
+from headrace.trajectory import AnyTrajectory, Group, Score, Trajectory
 
 ReplicaState = Literal["HEALTHY", "STALE", "DEAD", "QUARANTINED"]
 GroupState = Literal[
@@ -212,7 +212,7 @@ class EnvironmentState(msgspec.Struct, frozen=True):
 
 class ScoringJob(msgspec.Struct, frozen=True):
     group: Group
-    trajectory: Trajectory
+    trajectory: AnyTrajectory
     token: str  # fences `score`, as a lease's token fences `push`
     scoring_attempt: int
     waited_s: float = 0.0  # how long it could have been taken before it was
@@ -268,7 +268,7 @@ class Evaluated(msgspec.Struct, frozen=True):
     """A finished validation group: trajectories in index order with their scores."""
 
     group: Group
-    trajectories: tuple[tuple[Trajectory, Score], ...]
+    trajectories: tuple[tuple[AnyTrajectory, Score], ...]
 
 
 class HeldGroup(msgspec.Struct, frozen=True):
@@ -279,7 +279,7 @@ class HeldGroup(msgspec.Struct, frozen=True):
     state: str
     step: int | None
     reason: str
-    trajectories: tuple[tuple[Trajectory, Score | None], ...]
+    trajectories: tuple[tuple[AnyTrajectory, Score | None], ...]
 
 
 class _BatchGroup(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from headrace.errors import CodecError, LeaseLost, ReplayError
 from headrace.replay.calls import BATCH, BufferClient, chunks
 from headrace.replay.connection import refusal
 from headrace.replay.records import ScoringJob, unpack
-from headrace.trajectory import Group, Score, Trajectory
+from headrace.trajectory import AnyTrajectory, Group, Score, decode_trajectory
 
 
 class ScoringClient(BufferClient):
@@ -108,8 +108,8 @@ class ScoringClient(BufferClient):
         return [refusal(text.decode()) if text else None for text in replies]
 
 
-def _trajectory_of(group_id: str, index: int, payload: bytes) -> Trajectory:
-    trajectory = Trajectory.decode(payload)
+def _trajectory_of(group_id: str, index: int, payload: bytes) -> AnyTrajectory:
+    trajectory = decode_trajectory(payload)
     if (trajectory.group_id, trajectory.index) != (group_id, index):
         raise CodecError(
             f"the payload of trajectory {index} of group {group_id!r} says it is "

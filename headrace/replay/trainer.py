@@ -24,7 +24,7 @@ from headrace.replay.records import (
     score_key,
     unpack,
 )
-from headrace.trajectory import SCORE_BYTES, Group, Score, Trajectory
+from headrace.trajectory import SCORE_BYTES, AnyTrajectory, Group, Score, decode_trajectory
 
 # Bytes per token of a payload (id, log-probability, mask, text), and per trajectory (field names, spans, timings; its score).
 _TOKEN_BYTES, _OVERHEAD_BYTES = 15, 2048 + SCORE_BYTES
@@ -121,7 +121,7 @@ class TrainerClient(BufferClient):
         """Return when the answer of `reserve` may have changed, or after `timeout_s`."""
         await self._wakeups.wait("ready", timeout_s)
 
-    async def read(self, keys: Sequence[str]) -> list[tuple[Trajectory, Score]]:
+    async def read(self, keys: Sequence[str]) -> list[tuple[AnyTrajectory, Score]]:
         """Payloads and scores of reserved trajectories, in the order of `keys` (`ReservedTrajectory.key`). Raises `CodecError` if one can't
         be decoded, `InvalidCall` if one is not held any more."""
         found = []
@@ -131,10 +131,10 @@ class TrainerClient(BufferClient):
             found.append(pair)
         return found
 
-    async def read_each(self, keys: Sequence[str]) -> list[tuple[Trajectory, Score] | CodecError]:
+    async def read_each(self, keys: Sequence[str]) -> list[tuple[AnyTrajectory, Score] | CodecError]:
         """What `read` gives, with the error in place of each that can't be decoded."""
 
-        async def read_batch(batch: Sequence[str]) -> list[tuple[Trajectory, Score] | CodecError]:
+        async def read_batch(batch: Sequence[str]) -> list[tuple[AnyTrajectory, Score] | CodecError]:
             values = await self._held([*batch, *map(score_key, batch)])
             return list(map(_decoded, values[: len(batch)], values[len(batch) :]))
 
@@ -236,9 +236,9 @@ class TrainerClient(BufferClient):
         await self._wakeups.wait("epoch", timeout_s)
 
 
-def _decoded(payload: bytes, score: bytes) -> tuple[Trajectory, Score] | CodecError:
+def _decoded(payload: bytes, score: bytes) -> tuple[AnyTrajectory, Score] | CodecError:
     try:
-        return Trajectory.decode(payload), Score.decode(score)
+        return decode_trajectory(payload), Score.decode(score)
     except CodecError as error:
         return error
 

@@ -19,7 +19,7 @@ from headrace.lineage import LineageFiles
 from headrace.replay import GroupState, ReplayClient
 from headrace.replay.bias import QUANTITIES, Distribution, TrajectoryMeter, skews
 from headrace.service import Ready, WaitsFor, create_app, nothing, problems
-from headrace.trajectory import Group, Score, Trajectory
+from headrace.trajectory import AnyTrajectory, EpisodeTrajectory, Group, Score, Trajectory
 
 _EVENTS_BLOCK_S = 5.0
 # ids of a Redis stream, two numbers of 64 bits; `$` is "from now on"
@@ -178,10 +178,14 @@ def _meter(meter: TrajectoryMeter) -> dict[str, Any]:
     return plain
 
 
-def _plain(record: Group | Trajectory | Score) -> dict[str, Any]:
+def _plain(record: Group | AnyTrajectory | Score) -> dict[str, Any]:
     """A record as JSON types; arrays become lists, spans objects, and what JSON does not have what it is in an export."""
     fields = export.plain(record)
     del fields["schema"]
     if isinstance(record, Trajectory):
         fields["spans"] = [span._asdict() for span in record.spans]
+    if isinstance(record, EpisodeTrajectory):
+        for call, shown in zip(record.calls, fields["calls"], strict=True):
+            del shown["schema"]
+            shown["spans"] = [span._asdict() for span in call.spans]
     return fields

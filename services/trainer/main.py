@@ -21,7 +21,7 @@ from headrace.model_name import check_model_name, check_tokenizer_name
 from headrace.prompt_counts import PromptRecord
 from headrace.replay import BufferRetry, ReplayClient
 from headrace.service import EXIT_STOPPED, bind, die_with_parent, serve_http, stop_on_signals
-from headrace.trajectory import Score, Trajectory
+from headrace.trajectory import AnyTrajectory, Score
 from headrace_services.trainer.control.context import Dependencies, Readiness, TrainerContext
 from headrace_services.trainer.control.feeder import Feeder
 from headrace_services.trainer.control.lineage_writer import LineageWriter
@@ -88,7 +88,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             retry = BufferRetry(config.trainer.fleet_deadline_s)
             events = asyncio.get_running_loop()
 
-            def read(keys: Sequence[str]) -> list[tuple[Trajectory, Score] | CodecError]:
+            def read(keys: Sequence[str]) -> list[tuple[AnyTrajectory, Score] | CodecError]:
                 # called on the torch thread, but the connection belongs to the event loop
                 return asyncio.run_coroutine_threadsafe(retry(lambda: replay.read_each(keys)), events).result()
 
@@ -175,7 +175,7 @@ def _follow(config: Config, ranks: Ranks, dependencies: Dependencies) -> None:
         retry = BufferRetry(config.trainer.fleet_deadline_s)
         clients: list[ReplayClient] = []
 
-        def read(keys: Sequence[str]) -> list[tuple[Trajectory, Score] | CodecError]:
+        def read(keys: Sequence[str]) -> list[tuple[AnyTrajectory, Score] | CodecError]:
             if not clients:  # connect only when there is something to read: until then rank 0 may dismiss this rank
                 clients.append(runner.run(dependencies.connect(config)))
                 stack.callback(lambda: runner.run(clients[0].aclose()))

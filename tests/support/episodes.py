@@ -45,6 +45,32 @@ def episode(
     return EpisodeTrajectory(group_id, 1, index, tuple(calls), truncated, "runner")
 
 
+def random_episodes(count: int, seed: int = 0, vocabulary: int = 20) -> tuple[list[EpisodeTrajectory], list[float]]:
+    """Episodes `'g'[0]`, `'g'[1]`, … of one to six calls, and their rewards: chains, branches, several roots, calls that are not trained.
+    Episodes of equal index modulo 2 begin with the same prompt."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, vocabulary, int(rng.integers(1, 9))).tolist() for _ in range(2)]
+    found = []
+    for place in range(count):
+        calls: list[Call] = []
+        for number in range(int(rng.integers(1, 8))):
+            parent = number - 1 if rng.random() < 0.3 else int(rng.integers(-1, number))
+            length = int(rng.integers(1, 7))
+            context = rng.integers(0, vocabulary, int(rng.integers(0, 4)) + (parent < 0)).tolist()
+            made = call(
+                parent,
+                context if number else prompts[place % 2],
+                rng.integers(0, vocabulary, length).tolist(),
+                (-rng.uniform(0.5, 4, length)).tolist(),
+                version=int(rng.integers(0, 2)),
+                replica=f"r{rng.integers(0, 2)}",
+                trained=number == 0 or rng.random() < 0.8,
+            )
+            calls.append(made)
+        found.append(episode(calls, index=place, truncated=bool(rng.random() < 0.2)))
+    return found, rng.normal(size=count).tolist()
+
+
 @st.composite
 def episodes(draw: st.DrawFn) -> EpisodeTrajectory:
     """Trees of up to eight calls, at least one of them trained."""

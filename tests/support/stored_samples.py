@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.samples import Kind, SampleFiles, StoredSample
+from headrace.samples import Kind, SampleFiles, StoredCall, StoredSample
 
 
 def sample(group: str, index: int = 0, reward: float | None = 1.0, **changes: Any) -> StoredSample:
@@ -31,6 +31,24 @@ def hostile_sample(text: str, **changes: Any) -> StoredSample:
     fields = {"task": text, "messages": ({"role": text, "content": text},), "content": text, "components": {text: 1.0}}
     fields |= {"extra_env_info": {"answer": text}, "message": text, "traceback": text}
     return sample(text, **{**fields, **changes})
+
+
+def hostile_episode(text: str) -> StoredSample:
+    """An episode of two calls with `text` wherever its program, the policy or a replica can write."""
+    message = {"role": text, "content": text, "tool_calls": [{text: text}]}
+    calls = [
+        StoredCall(
+            parent=parent,
+            tokens=(parent + 1, parent + 2),
+            trained=True,
+            finish_reason="length",
+            replica=text,
+            messages=({"role": "tool", "content": [text, {"deep": text}]}, message),
+            answer=message,
+        )
+        for parent in (-1, 0)
+    ]
+    return hostile_sample(text, calls=tuple(calls))
 
 
 def write(folder: Path, kind: Kind, step: int, samples: Sequence[StoredSample]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from headrace.trajectory import FinishReason, Score, Span, Trajectory
+from headrace.trajectory import AnyTrajectory, FinishReason, Score, Span, Trajectory
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.batch import Batch
 
@@ -54,7 +54,7 @@ def trajectory(
 
 
 def batch(
-    trajectories: Sequence[Trajectory],
+    trajectories: Sequence[AnyTrajectory],
     rewards: Sequence[float] | None = None,
     *,
     components: Sequence[Mapping[str, float]] | None = None,

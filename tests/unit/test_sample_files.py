@@ -5,10 +5,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headrace.errors import CodecError
-from headrace.samples import FAILED, SampleFiles, by_group, choose_groups, failed_groups
+from headrace.samples import (
+    FAILED,
+    SampleFiles,
+    StoredSample,
+    by_group,
+    choose_groups,
+    failed_groups,
+    record,
+    sample_of,
+)
+from headrace.trajectory import Group, Sampling, Score, Span
+from tests.support.episodes import call, episode
 from tests.support.stored_samples import sample, write
 
 GROUPS = by_group(
@@ -102,3 +114,59 @@ def test_the_half_line_of_a_killed_scorer_is_left_out(tmp_path: Path) -> None:
     assert [sample.group for sample in files.failed()] == ["whole"]
     files.append_failed([sample("next", 0, None)])  # type: ignore[list-item]
     assert [sample.group for sample in files.failed()] == ["whole", "next"]
+
+
+# -- episodes ------------------------------------------------------------------------------------------------------------
+
+
+def an_episode() -> StoredSample:
+    """Call 2 is a branch that is not trained; the policy says what looks like the head of a call."""
+    asked = {"role": "user", "content": "47+85"}
+    tool = {"id": "a", "function": {"name": "add"}}
+    calls = [
+        call(-1, [1], [2, 3], version=3, messages=(asked,), answer={"role": "assistant", "tool_calls": [tool]}),
+        call(
+            0,
+            [4],
+            [5, 6],
+            spans=(Span(3, 0, 1), Span(4, 1, 2)),
+            replica="r\n1",
+            messages=({"role": "tool", "content": "132"},),
+            answer={"role": "assistant", "content": "It is\ncall 9 (tokens 0-1)"},
+        ),
+        call(0, [7], [8], version=4, trained=False, answer={"role": "assistant", "content": ""}),
+    ]
+    group = Group("g", "train", 0, "sums", "math", (asked,), np.array([1], np.int32), {}, 0, 2, Sampling(1.0, 4))
+    return sample_of(group, episode(calls, truncated=True), Score("SCORED", 0.5, environment="math"))
+
+
+def test_an_episode_reads_as_a_conversation_with_each_call_s_versions_and_tokens() -> None:
+    assert an_episode().said == (
+        "call 0 (tokens 0-2, weights 3, r0)\n"
+        '  assistant: {"id": "a", "function": {"name": "add"}}\n'
+        "\n"
+        r"call 1 continues call 0 (tokens 2-4, weights 3 to 4, r\n1)"
+        "\n"
+        "  tool: 132\n"
+        "  assistant: It is\n"
+        "  call 9 (tokens 0-1)\n"
+        "\n"
+        "call 2 continues call 0 (tokens 4-5, weights 4, r0, not trained)\n"
+        "  assistant: "
+    )
+
+
+def test_the_lists_of_an_episode_are_of_its_calls_completions() -> None:
+    found = an_episode()
+    assert found.token_ids == (2, 3, 5, 6, 8)
+    assert found.generation_logprobs == (-0.5, -0.5, -0.5, -0.5, None)
+    assert found.spans == ((3, 0, 3), (4, 3, 5))
+    assert (found.truncated, found.reward, found.content) == (True, 0.5, "")
+    assert [one.tokens for one in found.calls] == [(0, 2), (2, 4), (4, 5)]
+
+
+def test_a_single_completion_reads_as_its_content_and_its_line_knows_no_calls() -> None:
+    assert (sample("g").said, sample("g").weights()) == ("2", "weights 3")
+    group = Group("g", "train", 0, "sums", "math", (), np.array([1], np.int32), {}, 0, 2, Sampling(1.0, 4))
+    (path,) = episode([call(-1, [1], [2])]).paths()
+    assert "calls" not in record(group, path, Score("SCORED", 0.5))

@@ -20,7 +20,7 @@ from headrace.config import Config
 from headrace.errors import CodecError, HeadraceError, ServiceError
 from headrace.lineage import Origin, origin_of
 from headrace.replay import Reservation
-from headrace.trajectory import Float32, Group, Score, Trajectory
+from headrace.trajectory import AnyTrajectory, Float32, Group, Score
 from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.batch import Batch, BatchRejected, check_invariants, gather, reject_any
 from headrace_services.trainer.learning.learner import Learner
@@ -28,7 +28,7 @@ from headrace_services.trainer.learning.step import train_step
 from headrace_services.trainer.telemetry.alarm import ReplicaDisagreement, error_by_replica, merged
 from headrace_services.trainer.telemetry.metrics import Scored
 
-Read = Callable[[Sequence[str]], list[tuple[Trajectory, Score] | CodecError]]
+Read = Callable[[Sequence[str]], list[tuple[AnyTrajectory, Score] | CodecError]]
 
 
 class TrainerRank:
@@ -69,7 +69,7 @@ class TrainerRank:
         reserved = [reservation.trajectories[place] for place in places]
         problems: list[str] = []
         broken: dict[str, str] = {}
-        trajectories: list[Trajectory] = []
+        trajectories: list[AnyTrajectory] = []
         scores: list[Score] = []
         try:
             for one, read in zip(reserved, self._read([one.key for one in reserved]), strict=True):

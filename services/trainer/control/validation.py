@@ -27,7 +27,6 @@ def summarize(evaluated: Sequence[Evaluated], failed: int, pending: int) -> dict
     # law 7: a trajectory without a reward fails its group in the buffer and never gets here
     rewards = [[float(score.reward) for _, score in one.trajectories if score.reward is not None] for one in evaluated]
     trajectories = [trajectory for one in evaluated for trajectory, _ in one.trajectories]
-    versions = {span.version for trajectory in trajectories for span in trajectory.spans}
     flat = np.array([reward for group in rewards for reward in group])
     metrics["accuracy"], metrics["reward_std"] = float(flat.mean()), float(flat.std())
     metrics["partial_credit"] = float(((flat != 0) & (flat != 1)).mean())
@@ -37,9 +36,10 @@ def summarize(evaluated: Sequence[Evaluated], failed: int, pending: int) -> dict
     )
     if any(len(group) > 1 for group in rewards):
         metrics["pass_k"] = float(np.mean([any(reward > 0 for reward in group) for group in rewards]))
-    metrics["mean_length"] = float(np.mean([trajectory.completion_token_ids.size for trajectory in trajectories]))
-    metrics["truncation_rate"] = sum(t.finish_reason == "length" for t in trajectories) / len(trajectories)
-    metrics["version_min"], metrics["version_max"] = float(min(versions)), float(max(versions))
+    metrics["mean_length"] = float(np.mean([trajectory.length for trajectory in trajectories]))
+    metrics["truncation_rate"] = sum(t.truncated for t in trajectories) / len(trajectories)
+    metrics["version_min"] = float(min(trajectory.oldest_version for trajectory in trajectories))
+    metrics["version_max"] = float(max(trajectory.newest_version for trajectory in trajectories))
     by_task: dict[str, list[float]] = defaultdict(list)
     for one, group in zip(evaluated, rewards, strict=True):
         by_task[one.group.task_name] += group

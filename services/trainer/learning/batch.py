@@ -2,7 +2,10 @@
 
 A batch is made once, from the buffer's records. Passes through the models and estimators add columns; losses, estimators, metrics,
 lineage and samples read them. The columns contain policy tokens only, so nothing depends on padding, packing or
-the split into micro-batches. A trajectory is never divided.
+the split into micro-batches.
+
+What a model is given are the paths of the trajectories (`EpisodeTrajectory.paths`). A path is never divided; the paths of a trajectory may
+be in different micro-batches of the same mini-batch.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from headrace.errors import ServiceError
 from headrace.replay import ReservedTrajectory
-from headrace.trajectory import Float32, Score, Trajectory
+from headrace.trajectory import AnyTrajectory, Float32, Score, Trajectory, decode_trajectory
 from headrace_services.trainer.distributed import Ranks
 
 Bool = npt.NDArray[np.bool_]
@@ -42,7 +45,8 @@ class _Shared(msgspec.Struct, array_like=True):
 
 @dataclasses.dataclass
 class Batch:
-    """B trajectories with N policy tokens, one trajectory after the other; `size` is the number of trajectories of all ranks.
+    """B trajectories with N policy tokens, one trajectory after the other, each path by path; `size` is the number of trajectories of all
+    ranks.
 
     Per trajectory: `trajectories` and `scores`, the buffer's records. [B]: `places` in the whole batch (groups one after the other),
     `groups`, the places of their groups, `rewards` (float64; the environments' own, which the step scales and shapes), and
@@ -59,7 +63,7 @@ class Batch:
     """
 
     size: int
-    trajectories: tuple[Trajectory, ...]
+    trajectories: tuple[AnyTrajectory, ...]
     scores: tuple[Score, ...]
     places: Int
     groups: Int
@@ -80,7 +84,7 @@ class Batch:
     @classmethod
     def of(
         cls,
-        trajectories: Sequence[Trajectory],
+        trajectories: Sequence[AnyTrajectory],
         scores: Sequence[Score],
         *,
         places: Sequence[int],
@@ -94,15 +98,16 @@ class Batch:
 
         Tokens over `max_age` don't count; under most age policies there are none.
         """
-        lengths = [np.count_nonzero(t.loss_mask) for t in trajectories]
-        versions = np.zeros(sum(t.loss_mask.size for t in trajectories), np.float32)
+        lengths = [trajectory.length for trajectory in trajectories]
+        paths = [path for trajectory in trajectories for path in trajectory.paths()]
+        versions = np.zeros(sum(path.loss_mask.size for path in paths), np.float32)
         begin = 0
-        for trajectory in trajectories:
-            for span in trajectory.spans:
+        for path in paths:
+            for span in path.spans:
                 versions[begin + span.start : begin + span.end] = span.version
-            begin += trajectory.loss_mask.size
-        own = np.concatenate([np.empty(0, np.uint8), *(t.loss_mask for t in trajectories)]) != 0
-        sampled = np.concatenate([np.empty(0, np.float32), *(t.logprobs for t in trajectories)])
+            begin += path.loss_mask.size
+        own = np.concatenate([np.empty(0, np.uint8), *(path.loss_mask for path in paths)]) != 0
+        sampled = np.concatenate([np.empty(0, np.float32), *(path.logprobs for path in paths)])
         ages = (step - versions[own]).astype(np.float32)
         return cls(
             size=len(trajectories) if size is None else size,
@@ -136,7 +141,7 @@ class Batch:
         shared = msgspec.msgpack.decode(data, type=_Shared)
         return cls(
             size=shared.size,
-            trajectories=tuple(map(Trajectory.decode, shared.trajectories)),
+            trajectories=tuple(map(decode_trajectory, shared.trajectories)),
             scores=tuple(map(Score.decode, shared.scores)),
             **{name: np.frombuffer(column, np.dtype(dtype)) for name, (dtype, column) in shared.columns.items()},
         )
@@ -151,14 +156,33 @@ class Batch:
         return np.bincount(self.trajectory, minlength=len(self))
 
     @functools.cached_property
+    def _owned(self) -> list[tuple[int, Trajectory]]:
+        return [(i, path) for i, trajectory in enumerate(self.trajectories) for path in trajectory.paths()]
+
+    @functools.cached_property
+    def paths(self) -> tuple[Trajectory, ...]:
+        """What a model is given: the paths of each trajectory, one trajectory after the other."""
+        return tuple(path for _, path in self._owned)
+
+    @functools.cached_property
+    def owners(self) -> Int:
+        """[paths]: the trajectory that each path is of."""
+        return np.array([i for i, _ in self._owned], dtype=np.intp)
+
+    @functools.cached_property
+    def _path_edges(self) -> Int:
+        """[paths + 1]: where each path's tokens begin among the N, and where the last one's end."""
+        return np.cumsum([0, *(path.length for path in self.paths)], dtype=np.intp)
+
+    @functools.cached_property
     def _ends(self) -> Int:
         """[B]: the end of each trajectory's tokens among the N."""
         return np.cumsum(self.lengths)
 
     @property
     def truncated(self) -> Bool:
-        """[B]: whether the completion was cut off at the length limit."""
-        return np.array([t.finish_reason == "length" for t in self.trajectories], dtype=np.bool_)
+        """[B]: whether a limit of the run ended it."""
+        return np.array([t.truncated for t in self.trajectories], dtype=np.bool_)
 
     @property
     def to_go(self) -> Int:
@@ -173,6 +197,16 @@ class Batch:
         """The indices among the N of the policy tokens of these trajectories, one trajectory after the other."""
         ends, lengths = self._ends, self.lengths
         return np.concatenate([np.empty(0, np.intp), *(np.arange(ends[i] - lengths[i], ends[i]) for i in order)])
+
+    def tokens_of_paths(self, order: Sequence[int]) -> Int:
+        """The indices among the N of the policy tokens of these paths, one path after the other."""
+        edges = self._path_edges
+        return np.concatenate([np.empty(0, np.intp), *(np.arange(edges[p], edges[p + 1]) for p in order)])
+
+    def paths_of(self, order: Sequence[int]) -> list[int]:
+        """The paths of these trajectories, one trajectory after the other."""
+        begins = np.searchsorted(self.owners, np.arange(len(self) + 1))
+        return [path for i in order for path in range(begins[i], begins[i + 1])]
 
     def per_token(self, of_batch: Float64) -> Float64:
         """Spread values [size] of the whole batch over this rank's tokens [N]: each token gets that of its trajectory."""
@@ -223,23 +257,30 @@ class Batch:
             float(own[0]) + float((own - own[0]).mean()) if own.size else 0.0 for own in self.split(self.advantages)
         ]
 
+    def branches(self, i: int) -> bool:
+        """Whether trajectory `i` has more than one path."""
+        return len(self.paths_of([i])) > 1
+
     def problem_of(self, i: int, vocabulary: int, longest: int) -> str | None:
         """Why trajectory `i` can't be trained on by a model of `vocabulary` ids in sequences of at most `longest` tokens, or None."""
-        trajectory, score = self.trajectories[i], self.scores[i]
-        prompt, completion = trajectory.prompt_token_ids, trajectory.completion_token_ids
-        if prompt.size == 0 or completion.size == 0:
-            return f"a prompt of {prompt.size} and a completion of {completion.size} tokens; each needs at least one"
-        if not np.isfinite(trajectory.logprobs[trajectory.loss_mask != 0]).all():
-            return "a behaviour log-probability is not finite"
+        score = self.scores[i]
+        for path in map(self.paths.__getitem__, self.paths_of([i])):
+            prompt, completion = path.prompt_token_ids, path.completion_token_ids
+            if prompt.size == 0 or completion.size == 0:
+                return (
+                    f"a prompt of {prompt.size} and a completion of {completion.size} tokens; each needs at least one"
+                )
+            if not np.isfinite(path.logprobs[path.loss_mask != 0]).all():
+                return "a behaviour log-probability is not finite"
+            if prompt.size + completion.size > longest:
+                return f"{prompt.size + completion.size} tokens, more than policy.max_total_sequence_length {longest}"
+            for ids in (prompt, completion):
+                if ids.min() < 0 or ids.max() >= vocabulary:
+                    return f"a token id outside the model's vocabulary of {vocabulary}"
         if not np.isfinite([self.rewards[i], *score.components.values()]).all():
             return f"its reward is {self.rewards[i]}, of {dict(score.components)}"
         if not (np.isfinite(self.multipliers[i]) and self.multipliers[i] >= 0):
             return f"its loss multiplier is {self.multipliers[i]}"
-        if prompt.size + completion.size > longest:
-            return f"{prompt.size + completion.size} tokens, more than policy.max_total_sequence_length {longest}"
-        for ids in (prompt, completion):
-            if ids.min() < 0 or ids.max() >= vocabulary:
-                return f"a token id outside the model's vocabulary of {vocabulary}"
         return None
 
 
@@ -269,9 +310,9 @@ def gather(batch: Batch, ranks: Ranks) -> Batch:
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """The columns of one micro-batch as tensors, for the loss: n tokens of b trajectories, in its order.
+    """The columns of one micro-batch as tensors, for the loss: n tokens of b trajectories, in the order of its paths.
 
-    Per token [n]: `trajectory` int64, ascending, the place of its trajectory among the b; `rollout_logprobs`, `old_logprobs`,
+    Per token [n]: `trajectory` int64, the place of its trajectory among the b; `rollout_logprobs`, `old_logprobs`,
     `ref_logprobs`, `values`, `returns`, `advantages` and `ages` float32 as in `Batch`; `mask` float32, 1 where it counts and 0
     where it is over age (it stays in what is computed over a whole trajectory). Per trajectory [b] float32: `multipliers`, `rewards`.
     """
@@ -287,11 +328,17 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
+    elsewhere: Tensor | None = None
+    share: Tensor | None = None
 
     @classmethod
     def of(cls, batch: Batch, order: Sequence[int], device: torch.device) -> MicroBatch:
-        """The columns of the trajectories in `order`, on `device`."""
-        tokens = batch.tokens_of(order)
+        """The columns of the paths in `order`, on `device`."""
+        tokens = batch.tokens_of_paths(order)
+        own = list(dict.fromkeys(batch.owners[list(order)].tolist()))
+        place = np.zeros(len(batch), np.int64)
+        place[own] = np.arange(len(own))
+        trajectory = place[batch.trajectory[tokens]]
 
         def column(values: npt.NDArray[Any]) -> Tensor:
             return torch.from_numpy(values.astype(np.float32)).to(device)
@@ -299,20 +346,28 @@ class MicroBatch:
         def optional(values: npt.NDArray[Any] | None) -> Tensor | None:
             return None if values is None else column(values[tokens])
 
+        elsewhere = share = None
+        if len(batch.paths) > len(batch):
+            whole = batch.tokens_of(own)
+            counts = np.bincount(place[batch.trajectory[whole]], batch.mask[whole], len(own))
+            here = np.bincount(trajectory, minlength=len(own))
+            elsewhere = torch.from_numpy(counts - np.bincount(trajectory, batch.mask[tokens], len(own))).to(device)
+            share = torch.from_numpy(here / batch.lengths[own]).to(device)
         assert batch.advantages is not None
-        lengths = batch.lengths[list(order)]
         return cls(
-            trajectory=torch.from_numpy(np.repeat(np.arange(len(order)), lengths)).to(device),
+            trajectory=torch.from_numpy(trajectory).to(device),
             mask=column(batch.mask[tokens]),
             ages=column(batch.ages[tokens]),
-            multipliers=column(batch.multipliers[list(order)]),
-            rewards=column(batch.rewards[list(order)]),
+            multipliers=column(batch.multipliers[own]),
+            rewards=column(batch.rewards[own]),
             advantages=column(batch.advantages[tokens]),
             rollout_logprobs=column(batch.rollout_logprobs[tokens]),
             old_logprobs=optional(batch.old_logprobs),
             ref_logprobs=optional(batch.ref_logprobs),
             values=optional(batch.values),
             returns=optional(batch.returns),
+            elsewhere=elsewhere,
+            share=share,
         )
 
 
@@ -359,7 +414,7 @@ def reject_any(found: dict[str, str], ranks: Ranks) -> None:
 
 
 def check_invariants(
-    reserved: ReservedTrajectory, trajectory: Trajectory, score: Score, *, step: int, max_age: int, policy: str
+    reserved: ReservedTrajectory, trajectory: AnyTrajectory, score: Score, *, step: int, max_age: int, policy: str
 ) -> str | None:
     """Check laws 2, 3 and 7 on what was read from the buffer, where it is used; returns the violation, or None.
 

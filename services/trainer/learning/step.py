@@ -116,7 +116,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
             parts = []
             for rows in _pad_micro_batches(micro_batches, ranks):
                 ranks.progress.mark()
-                packed = pack(batch.trajectories, rows, packing).to(device)
+                packed = pack(batch.paths, rows, packing).to(device)
                 part = loss_of(packed, MicroBatch.of(batch, packed.order, device), counts)
                 (part.loss * ranks.size).backward()  # FSDP averages over ranks; the loss is a sum
                 parts.append(part)
@@ -125,14 +125,15 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
         for epoch in range(epochs):
             for mini_batch, counts in zip(mini_batches, counts_of, strict=True):
                 weighted = [i for i in mini_batch if batch.multipliers[i] > 0]  # the others add nothing to the loss
-                now = backward(plan(batch.trajectories, packing, weighted), counts)
+                now = backward(plan(batch.paths, packing, batch.paths_of(weighted)), counts)
                 if not now.is_finite:
                     optimizer.zero_grad()
                     # one backward pass per trajectory shows which of them cause it
                     causes = []
                     for rank, names in enumerate(ranks.all_gather([batch.name(i) for i in weighted], list[str])):
                         for turn, name in enumerate(names):
-                            alone = backward([(((weighted[turn],),),) if rank == ranks.rank else ()], counts)
+                            own = batch.paths_of([weighted[turn]]) if rank == ranks.rank else []
+                            alone = backward(plan(batch.paths, packing, own), counts)
                             optimizer.zero_grad()
                             causes += [] if alone.is_finite else [name]
                     raise _not_finite(learner, optimizer.section, now, causes, len(taken))
@@ -174,7 +175,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
         if batch.old_logprobs is None:  # the forward pass of the only optimizer step computed them
             batch.old_logprobs = np.full(batch.trajectory.size, np.nan, np.float32)
             for order, logprobs in seen:
-                batch.old_logprobs[batch.tokens_of(order)] = logprobs.cpu().numpy()
+                batch.old_logprobs[batch.tokens_of_paths(order)] = logprobs.cpu().numpy()
 
     metrics |= _agreement(config.loss_fn, batch, ranks)
     counts_of = GlobalCounts.of(batch, mini_batches, ranks)
@@ -263,11 +264,11 @@ def _forward(
 ) -> Float32:
     """A collective: the values [N] that `compute` gives for the batch's policy tokens, without gradients."""
     found = np.zeros(batch.trajectory.size, np.float32)
-    for rows in _pad_micro_batches(plan(batch.trajectories, packing), ranks):
+    for rows in _pad_micro_batches(plan(batch.paths, packing), ranks):
         ranks.progress.mark()
-        packed = pack(batch.trajectories, rows, packing).to(device)
+        packed = pack(batch.paths, rows, packing).to(device)
         with torch.no_grad():
-            found[batch.tokens_of(packed.order)] = compute(packed).cpu().numpy()
+            found[batch.tokens_of_paths(packed.order)] = compute(packed).cpu().numpy()
     return found
 
 
@@ -284,10 +285,12 @@ def _check(learner: Learner, batch: Batch) -> None:
     if batch.advantages is not None:
         raise ValueError("this batch has been through a trainer step already; make a new one with Batch.of")
     generations = learner.config.algorithm.num_generations_per_prompt
-    longest = learner.config.policy.max_total_sequence_length
+    longest, chained = learner.config.policy.max_total_sequence_length, learner.config.needs_one_path
     found: dict[str, str] = {}
     for i, trajectory in enumerate(batch.trajectories):
         problem = batch.problem_of(i, learner.vocab_size, longest)
+        if problem is None and chained is not None and batch.branches(i):
+            problem = f"an episode with branches, and {chained} is computed along one path (agents.branches: refuse)"
         if problem is not None:
             found[trajectory.group_id] = f"step {learner.version}: {batch.name(i)}: {problem}; no step was taken"
     reject_any(found, learner.ranks)

@@ -4,6 +4,8 @@
     packed = pack(trajectories, micro_batches[0], packing)       tensors on the CPU; `.to(device)`
     logprobs = policy.forward(packed, warper).logprobs           [N]
 
+Here a trajectory is a single sequence: of an episode, one of its paths (`Batch.paths`).
+
 A **tree** is one prompt and the completions that follow it in the same row; without prompt sharing it has one completion. A **row** is
 a sequence of trees, a **micro-batch** the rows that go through the model at once. The N values of a micro-batch are those of its
 policy tokens, one trajectory after the other in the order of `PackedRows.order`.

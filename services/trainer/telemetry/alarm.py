@@ -167,11 +167,11 @@ def error_by_replica(batch: Batch) -> dict[str, ReplicaDisagreement]:
         return {}
     names: dict[str, int] = {}
     writers = [np.empty(0, np.intp)]
-    for trajectory in batch.trajectories:
-        of_token = np.zeros(trajectory.loss_mask.size, np.intp)
-        for replica, start, end in trajectory.written:
+    for path in batch.paths:
+        of_token = np.zeros(path.loss_mask.size, np.intp)
+        for replica, start, end in path.written:
             of_token[start:end] = names.setdefault(replica, len(names))
-        writers.append(of_token[trajectory.loss_mask != 0])
+        writers.append(of_token[path.loss_mask != 0])
     counted = batch.mask & np.isfinite(batch.old_logprobs)
     writer = np.concatenate(writers)[counted]
     differences = np.abs(batch.rollout_logprobs.astype(np.float64) - batch.old_logprobs)[counted]

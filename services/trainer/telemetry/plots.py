@@ -371,7 +371,7 @@ def draw_disagreement(batch: Batch, chosen: Sequence[int], step: int, path: Path
 
 
 def _draw_tokens(axes: Axes, batch: Batch, i: int, step: int) -> None:
-    trajectory = batch.trajectories[i]
+    trajectory = batch.trajectories[i].flat()
     rollout, old = (over_completion(batch, i, column) for column in (batch.rollout_logprobs, batch.old_logprobs))
     difference = np.abs(rollout - old)
     places = np.arange(difference.size)

@@ -14,19 +14,19 @@ from rich.text import Text
 
 from headrace.printable import printable
 from headrace.samples import StoredSample, record, rounded
-from headrace.trajectory import Float32, Score, Trajectory
+from headrace.trajectory import AnyTrajectory, Float32, Score
 from headrace.trajectory import Group as TrajectoryGroup
 from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import Batch, Float64
 
 
 def over_completion(batch: Batch, i: int, values: npt.NDArray[Any] | None) -> Float32:
-    """Spread a column `values` [N] over the completion of trajectory `i`, [T]: its values at policy tokens, NaN elsewhere, all NaN without
-    a column."""
-    mask = batch.trajectories[i].loss_mask
-    whole = np.full(mask.size, np.nan, dtype=np.float32)
+    """Spread a column `values` [N] over the completion of trajectory `i` (of an episode: `EpisodeTrajectory.flat`), [T]: its values at
+    policy tokens, NaN elsewhere, all NaN without a column."""
+    trajectory = batch.trajectories[i]
+    whole = np.full(trajectory.flat().loss_mask.size, np.nan, dtype=np.float32)
     if values is not None:
-        whole[mask != 0] = values[batch.tokens_of([i])]
+        whole[trajectory.places] = values[batch.tokens_of([i])]
     return whole
 
 
@@ -50,9 +50,13 @@ def training_record(step: int, group: TrajectoryGroup, batch: Batch, i: int) -> 
     }
 
 
-def validation_record(version: int, group: TrajectoryGroup, trajectory: Trajectory, score: Score) -> dict[str, Any]:
+def validation_record(version: int, group: TrajectoryGroup, trajectory: AnyTrajectory, score: Score) -> dict[str, Any]:
     """A line of `val_data_step<N>`."""
-    return {"step": version, **record(group, trajectory, score), "token_loss_mask": trajectory.loss_mask.tolist()}
+    return {
+        "step": version,
+        **record(group, trajectory, score),
+        "token_loss_mask": trajectory.flat().loss_mask.tolist(),
+    }
 
 
 def failure_record(version: int, id_: str, asked: TrajectoryGroup | Problem, reason: str) -> dict[str, Any]:
@@ -83,7 +87,7 @@ def show(console: Console, title: str, samples: Sequence[StoredSample]) -> None:
     for place, sample in enumerate(samples, start=1):
         colour = "green" if _reward(sample) > 0 else "red"
         reward = Text.assemble((f"reward {_reward(sample):g}", colour), f"  {_note(sample)}")
-        prompt, content = (printable(text, keep="\n\t") for text in (sample.prompt, sample.content))
+        prompt, content = (printable(text, keep="\n\t") for text in (sample.prompt, sample.said))
         block = Group(Text(prompt, style="dim"), Text(content, style="bold"), reward)
         heading = f"{title}, {place} of {len(samples)}"
         console.print(Panel(block, title=heading, title_align="left", border_style=colour))
@@ -93,7 +97,7 @@ def as_markdown(samples: Sequence[StoredSample]) -> str:
     """The samples as Markdown, for a tracker. Texts are indented, so that Markdown in a completion is shown literally."""
     return "\n\n---\n\n".join(
         f"**reward {_reward(sample):g}** ({_note(sample)})\n\n"
-        + "\n\n".join(textwrap.indent(text, "    ", lambda _: True) for text in (sample.prompt, sample.content))
+        + "\n\n".join(textwrap.indent(text, "    ", lambda _: True) for text in (sample.prompt, sample.said))
         for sample in samples
     )
 

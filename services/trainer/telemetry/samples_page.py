@@ -102,7 +102,7 @@ def _article(sample: StoredSample) -> str:
     said = "".join(f'<pre class="failed">{_safe(part)}</pre>' for part in (sample.message, sample.traceback) if part)
     good = ' class="good"' if sample.reward is not None and sample.reward > 0 else ""
     return (
-        f'<article{good}><pre>{_safe(sample.content)}</pre><div class="note"><b>{_safe(worth)}</b> {_safe(", ".join(notes))}</div>'
+        f'<article{good}><pre>{_safe(sample.said)}</pre><div class="note"><b>{_safe(worth)}</b> {_safe(", ".join(notes))}</div>'
         f"{said}</article>"
     )
 

@@ -15,6 +15,8 @@ from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import config, random_batch
+from tests.support.episodes import random_episodes
+from tests.support.trainer import batch
 
 POLICY = {
     "train_micro_batch_size": 2,
@@ -41,6 +43,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "loss_fn": {"reference_policy_kl_penalty": 0.1},
     },
 }
+SETTINGS["episodes"] = {
+    **SETTINGS["grpo"],
+    "loss_fn": {**SETTINGS["grpo"]["loss_fn"], "token_level_loss": False},
+}
 STEPS, COUNT = 4, 8
 
 
@@ -51,7 +57,9 @@ def settings(kind: str, model: Path | str, teacher: Path | str) -> Config:
     return config(model, **sections)
 
 
-def whole_batch(step: int) -> Batch:
+def whole_batch(step: int, kind: str) -> Batch:
+    if kind == "episodes":
+        return batch(*random_episodes(COUNT, step), environment="math")
     return random_batch(COUNT, step, prompts=2)
 
 
@@ -67,7 +75,7 @@ def train(model: Path, teacher: Path, folder: Path, kind: str) -> None:
     ids = np.arange(20, dtype=np.int32)
 
     def steps(learner: Learner, chosen: range) -> list[dict[str, float]]:
-        return [train_step(learner, share(whole_batch(step), step)) for step in chosen]
+        return [train_step(learner, share(whole_batch(step, kind), step)) for step in chosen]
 
     metrics = steps(learner, range(2))
     if dist.get_rank() == 0:

@@ -47,7 +47,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def one_rank(tiny_model: Path, teacher: Path, kind: str) -> tuple[Learner, list[dict[str, float]]]:
     learner = Learner(settings(kind, tiny_model, teacher))
-    return learner, [train_step(learner, whole_batch(step)) for step in range(STEPS)]
+    return learner, [train_step(learner, whole_batch(step, kind)) for step in range(STEPS)]
 
 
 def test_two_ranks_take_the_same_steps_to_the_same_numbers(
@@ -83,7 +83,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(
     learner = Learner(settings(kind, tiny_model, teacher), two_ranks / kind)
     assert learner.version == 2
     for step, theirs in zip(range(2, STEPS), results(two_ranks, kind, 0)["metrics"][2:], strict=True):
-        assert train_step(learner, whole_batch(step)) == pytest.approx(theirs, rel=2e-5, abs=1e-5)
+        assert train_step(learner, whole_batch(step, kind)) == pytest.approx(theirs, rel=2e-5, abs=1e-5)
 
 
 def test_what_one_rank_refuses_every_rank_raises(two_ranks: Path) -> None:

@@ -21,7 +21,7 @@ from headrace.replay import Replica, RunState
 from headrace.replay.bias import meters_of
 from headrace.samples import by_group
 from headrace_services.trainer.telemetry.samples import show as show_samples
-from tests.support.stored_samples import hostile_sample
+from tests.support.stored_samples import hostile_episode, hostile_sample
 
 HOSTILE = "\x1b]0;mine\x07\x1b[2J[bold]x[/bold]\x9b1m"
 SHOWN = r"\x1b]0;mine\x07\x1b[2J[bold]x[/bold]\x9b1m"
@@ -36,7 +36,7 @@ def harmless(text: str) -> bool:
 def test_groups_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = GroupLineage("id", "failed", "task", HOSTILE, 0, None, None, (), HOSTILE)
     monkeypatch.setattr(groups, "_find", lambda config, group: (found, None))
-    monkeypatch.setattr(groups, "_texts", lambda *_: by_group([HOSTILE_SAMPLE])[0])
+    monkeypatch.setattr(groups, "_texts", lambda *_: by_group([HOSTILE_SAMPLE, hostile_episode(HOSTILE)])[0])
     monkeypatch.setattr(groups.runs, "find", lambda run: Config())
     monkeypatch.setenv("COLUMNS", "300")
     groups.show("id", "run", text=True, as_json=False)

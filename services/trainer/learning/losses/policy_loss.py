@@ -41,7 +41,7 @@ from headrace_services.trainer.learning.losses.reduction import (
     extremes,
     loss_weights,
     mean_by_trajectory,
-    sequence_counts,
+    sequences_here,
     token_counts,
     token_mean,
     token_weights,
@@ -140,7 +140,7 @@ def policy_loss(config: LossConfig, output: PolicyOutput, tokens: MicroBatch, co
             "loss": loss.detach(),
             "kl_penalty": penalty.detach(),
             "positive_nll_loss": nll.detach(),
-            "num_valid_samples": sequence_counts(tokens).sum(),
+            "num_valid_samples": sequences_here(tokens),
         }
         if output.entropy is not None:
             sums["entropy"] = token_mean(output.entropy, tokens, counts)

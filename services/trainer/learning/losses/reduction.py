@@ -54,6 +54,12 @@ def sequence_counts(tokens: MicroBatch) -> Tensor:
     return torch.where(lengths > 0, tokens.multipliers.double(), 0.0)
 
 
+def sequences_here(tokens: MicroBatch) -> Tensor:
+    """A float64 scalar: this micro-batch's share of the multipliers of all sequences."""
+    counts = sequence_counts(tokens)
+    return (counts if tokens.share is None else counts * tokens.share).sum()
+
+
 def sequence_weights(tokens: MicroBatch, counts: GlobalCounts) -> Tensor:
     """The weights [B] float64 of a mean over all sequences: `s / N`."""
     return sequence_counts(tokens) / (counts.sequences + EPSILON)
@@ -64,6 +70,7 @@ def loss_weights(config: LossConfig, tokens: MicroBatch, kept: Tensor, counts: G
 
     Token level: `M / T` (DAPO, arXiv 2503.14476). Sequence level: `m / Σ m · s / N` (GRPO, arXiv 2402.03300). With a
     constant length L: `M / (N L)` (Dr. GRPO, arXiv 2503.20783). Tokens left out don't count in the sequence's own `Σ m`, but still in `T`.
+    That sum is over the whole sequence, also over what of it is in other micro-batches.
     """
     if config.constant_length is not None:
         weights = token_counts(tokens) / (counts.sequences * config.constant_length + EPSILON)
@@ -71,7 +78,9 @@ def loss_weights(config: LossConfig, tokens: MicroBatch, kept: Tensor, counts: G
         weights = token_weights(tokens, counts)
     else:
         mask = torch.where(kept, tokens.mask.double(), 0.0)
-        per_sequence = sequence_weights(tokens, counts) / (sum_by_trajectory(mask, tokens) + EPSILON)
+        own = sum_by_trajectory(mask, tokens)
+        whole = own if tokens.elsewhere is None else own + tokens.elsewhere
+        per_sequence = sequence_weights(tokens, counts) / (whole + EPSILON)
         weights = mask * per_sequence[tokens.trajectory]
     return torch.where(kept, weights, 0.0)
 
