@@ -18,7 +18,7 @@ from headrace.trajectory import AnyTrajectory, Group, Score, decode_trajectory
 # The indices in which the buffer keeps groups, and the states in each (groups.lua).
 _PLACES = {
     "queue": {"queued"},
-    "line": {"open", "scoring", "ready"},
+    "line": {"queued", "open", "scoring", "ready"},
     "steps": {"ready", "reserved", "trained"},
     "failed": {"failed"},
     "unused": {"unused"},
@@ -28,14 +28,15 @@ _PLACES = {
 
 class InspectionClient(BufferClient):
     async def stats(self) -> dict[str, Any]:
-        """Statistics of the run: RunState fields, counts by lane and state, refusals by code, bytes, ages, replicas, scoring line,
-        environments."""
+        """Statistics of the run: RunState fields, counts by lane and state, refusals by code, bytes, ages, replicas,
+        runners, scoring line, environments."""
         empty: dict[str, Any] = {"counts": {}, "refusals": {}, "requeues": {}}
         stats = empty | unpack(await self._connection.call("stats"))
         return {
             **stats,
             "counts": {"train": {}, "validation": {}} | stats["counts"],
             "replicas": [msgspec.structs.asdict(replica) for replica in await self.replicas()],
+            "runners": [msgspec.structs.asdict(runner) for runner in await self.runners()],
             "environments": [msgspec.structs.asdict(environment) for environment in await self.environments()],
         }
 

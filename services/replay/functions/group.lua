@@ -17,7 +17,7 @@ register_reader('group', {group = name}, function(run, call)
         {index = i, key = run.base .. 'p:' .. string.match(pushed, '^%S+'), pushed = pushed, reward = tonumber(reward or nil)}
     end
   end
-  for _, field in ipairs({'lane', 'order', 'n', 'count', 'dropped', 'saves', 'attempt', 'failures', 'ticket', 'replica', 'pushed', 'scored', 'oldest',
+  for _, field in ipairs({'lane', 'kind', 'order', 'n', 'count', 'dropped', 'saves', 'attempt', 'failures', 'ticket', 'replica', 'pushed', 'scored', 'oldest',
     'newest', 'step', 'reason'}) do
     fields[field] = group[field]
   end

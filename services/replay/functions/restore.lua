@@ -30,7 +30,9 @@ register('restore', {
   require_unused(run, timeline)
   retire(run, run.incarnation)
   retire(run, run.timeline)
-  for _, replica in ipairs(redis.call('ZRANGE', run.base .. 'replicas', 0, -1)) do retire(run, replica) end
+  for _, registry in ipairs({'replicas', 'runners'}) do
+    for _, member in ipairs(redis.call('ZRANGE', run.base .. registry, 0, -1)) do retire(run, member) end
+  end
   redis.call('SADD', run.key .. ':old', run.incarnation)
   run.deltas, run.bytes_delta = {}, 0
   run.timeline, run.incarnation, run.base = timeline, incarnation, run.key .. ':' .. incarnation .. ':'
