@@ -26,11 +26,11 @@ class AgentsConfig(Section):
     )
     runners: int = Field(1, ge=1, description="processes that `headrace up` starts, if an environment has episodes")
     slots: int = Field(64, ge=1, description="episodes that one runner has open at a time")
-    call_s: float = Field(300.0, gt=0, description="a call that has no answer by then fails")
-    think_s: float = Field(300.0, gt=0, description="a program that makes no call for this long has hung")
-    episode_s: float = Field(1800.0, gt=0, description="an episode of more has hung")
+    call_s: float = Field(120.0, gt=0, description="a call that has no answer by then fails")
+    think_s: float = Field(120.0, gt=0, description="a program that makes no call for this long has hung")
+    episode_s: float = Field(180.0, gt=0, description="an episode of more has hung. These clocks stand still while no replica can sample")
     finish_s: float = Field(
-        60.0, gt=0, description="what a program may take to end once a limit was reached, and every call is refused"
+        30.0, gt=0, description="what a program may take to end once a limit was reached, and every call is refused"
     )
     retry_grace_s: float = Field(
         30.0,

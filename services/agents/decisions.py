@@ -77,21 +77,20 @@ def finish(ended: Outcome, *, on_limit: OnLimit, branches: Literal["allow", "ref
 
 def _score(ended: Outcome, on_limit: OnLimit, *, graded: bool) -> Score | None:
     """None leaves it to the grader."""
+    said = ended.score
     if ended.limit is not None and on_limit != "grade":
         if on_limit == "fail":
             return _failed(f"a limit ended the episode (agents.on_limit fail): {ended.limit}")
-        return Score("SCORED", on_limit, metadata={"headrace": f"agents.on_limit: {ended.limit}"})
-    if ended.limit is not None and graded and (ended.hung is not None or _is_the_programs_fault(ended.score)):
-        return None  # what it has come to by then is graded
+        build = "" if said is None else said.build
+        return Score("SCORED", on_limit, metadata={"headrace": f"agents.on_limit: {ended.limit}"}, build=build)
+    played_out = ended.hung is None and (said is None or said.status == "SCORED")
+    # whoever a limit stopped is graded for what there is by then
+    stopped = ended.limit is not None and (said is None or said.status in ("FAILED", "TIMED_OUT"))
+    if graded and (played_out or stopped):
+        return None
     if ended.hung is not None:
         return Score("TIMED_OUT", message=ended.hung)
-    if ended.score is None:
-        return _failed("the program ended without a result")
-    return None if graded and ended.score.status == "SCORED" else ended.score
-
-
-def _is_the_programs_fault(score: Score | None) -> bool:
-    return score is None or score.status in ("SCORED", "FAILED", "TIMED_OUT")
+    return said or _failed("the program said no reward, and env.<name>.grader names nobody who does")
 
 
 def _failed(message: str) -> Score:

@@ -36,8 +36,8 @@ class CallFailed(HeadraceError):
 
 
 class OpenEpisode:
-    """`keep` keeps a finished call; its answer leaves after that. `over` is set when no further answer can leave: the lease is lost, or a
-    call could not be kept."""
+    """`keep` keeps a finished call; its answer leaves after that. `over` is set when the program has to end: the name of the clock that has
+    run out, or why no further answer can leave (the lease is lost, or a call could not be kept)."""
 
     def __init__(
         self, name: str, lease: Lease, index: int, fleet: Fleet, keep: Keep, limits: Limits, clocks: Clocks, seed: str
@@ -46,7 +46,7 @@ class OpenEpisode:
         self.created = int(time.time())
         sampling = lease.group.sampling
         self.session = Session(limits, clocks, sampling.stop_token_ids, seed, fleet.clock())
-        self.over: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
+        self.over: asyncio.Future[str | HeadraceError] = asyncio.get_running_loop().create_future()
         self.imposed: dict[str, list[object]] = {}
         self._fleet = fleet
         self._keep = keep
@@ -83,13 +83,14 @@ class OpenEpisode:
     def left(self, call: SessionCall) -> None:
         self.session.left(call, self._fleet.clock())
 
-    def look(self) -> str | None:
-        """Give up the calls that are overdue; returns which of the episode's clocks has run out, if one has."""
+    def look(self) -> None:
+        """Look at the clocks: give up the calls that are overdue, end the episode if it is."""
         now = self._fleet.clock()
         for call, why in list(self.session.overdue(now)):
             self._given_up[call] = why
             self._tasks[call].cancel()
-        return self.session.hung(now)
+        if (why := self.session.hung(now)) is not None:
+            self._end_for(why)
 
     async def end(self) -> Ending:
         """End the session: calls that are under way are given up, and the key is dead."""
@@ -117,12 +118,15 @@ class OpenEpisode:
                 raise
             raise CallFailed(self._given_up[call], late=True) from None
         except HeadraceError as error:
-            if not self.over.done():
-                self.over.set_result(error)
+            self._end_for(error)
             raise CallFailed("the episode has ended: what was sampled could not be kept") from error
         finally:
             if call.running:
                 self.session.failed(call, self._fleet.clock(), again=asks_again)
+
+    def _end_for(self, why: str | HeadraceError) -> None:
+        if not self.over.done():
+            self.over.set_result(why)
 
     async def _sample(self, call: SessionCall, request: ChatRequest) -> None:
         session, fleet, asked = self.session, self._fleet, call.asked

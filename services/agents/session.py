@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -122,7 +123,7 @@ class SessionCall:
     told_bytes: int = 0  # of its messages
     context: Tokens = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
     reserved: Placed | None = None
-    cut_short: bool = False  # the episode had less room than it asked for
+    cut_short: bool = False  # it may be sampled for less than it asked for, because the run allows no more
     ends_rendered: int = 0  # end tokens in the rendering of the request
     completion: Sampled | None = None
     answer: Message = dataclasses.field(default_factory=dict)
@@ -328,8 +329,8 @@ class Session:
             self.rendered_again += prompt.size
         times = self._placed_before[digest := _digest(prompt)]
         self._placed_before[digest] += 1
-        call.cut_short = room < wanted
         call.reserved = Placed(prompt, min(room, wanted), self._seed_of(digest, times))
+        call.cut_short = call.reserved.max_new_tokens < (call.asked.max_tokens or math.inf)
         self._limit, self._cut_short = None, False
         return call.reserved
 
@@ -438,7 +439,7 @@ class Session:
         """The limit of the run that stopped the program, if that is the last thing that it was told; else None."""
         if self._limit is not None:
             return self._limit[0]
-        return "the last answer was cut off where a limit of the run left no more room" if self._cut_short else None
+        return "the last answer was cut off at a limit of the run" if self._cut_short else None
 
     def end(self) -> Ending:
         """End the session: every later request is refused. Of its calls, those are kept that the program was given."""
