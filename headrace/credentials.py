@@ -3,6 +3,7 @@
     operator Rk9V…                 everything over HTTP
     reader 4gXq…                   reading over HTTP
     scorer Zn2c…                   RewardService.Score of the reward hub
+    agents 8vTd…                   RewardService.RunEpisode of the reward hub; in a run with episodes
     environment math 0PfQ…         the process that serves environment `math` (env.math.target)
     redis trainer Yt7b…            password of the buffer's user RUN-trainer; likewise replay, rollout, operator, reader, up, admin
 
@@ -95,7 +96,8 @@ def credentials_of(config: Config) -> Credentials | None:
 def names_of(config: Config, *, redis: bool) -> list[str]:
     """The roles of a run; with `redis` those of the buffer's users too."""
     served = [f"environment {name}" for name, env in config.env.items() if env.is_served]
-    return ["operator", "reader", "scorer", *served, *(f"redis {role}" for role in REDIS_ROLES if redis)]
+    runners = ["agents"] if any(env.episodes for env in config.env.values()) else []
+    return ["operator", "reader", "scorer", *runners, *served, *(f"redis {role}" for role in REDIS_ROLES if redis)]
 
 
 def complete(path: Path, names: Iterable[str]) -> None:

@@ -205,6 +205,11 @@ def _check_environment(config: Config, name: str, env: EnvConfig) -> None:
         raise ValueError(f"env.{name}: an environment's name is 1 to 64 letters, digits and ._-; rename it")
     for problem in problems(name, config.env):
         raise ValueError(f"env.{name}{problem}")
+    if env.episodes and config.algorithm.asynchrony.staleness_policy == "drop":
+        raise ValueError(
+            f"env.{name}.episodes true with staleness_policy drop: an episode would be played again for nothing but its age; use "
+            "ordered or mask"
+        )
     deadline = config.replay.scoring_deadline_s
     if env.timeout_s > deadline:
         raise ValueError(
