@@ -42,7 +42,8 @@ def needed(config: Config) -> dict[str, list[str]]:
     return {
         "replay": [*people, "scorer", "redis replay"],
         "reward": [*people, "scorer", *runners, *served],
-        "rollout": [*people, "redis rollout"],
+        "rollout": [*people, *runners, "redis rollout"],
+        **({"agents": [*people, *runners, "redis agents"]} if runners else {}),
         "trainer": [*people, "redis trainer", "redis reader"],
         **{name.replace(" ", "-").replace("/", "-"): [name] for name in served},
     }

@@ -28,7 +28,9 @@ class AgentsConfig(Section):
     slots: int = Field(64, ge=1, description="episodes that one runner has open at a time")
     call_s: float = Field(120.0, gt=0, description="a call that has no answer by then fails")
     think_s: float = Field(120.0, gt=0, description="a program that makes no call for this long has hung")
-    episode_s: float = Field(180.0, gt=0, description="an episode of more has hung. These clocks stand still while no replica can sample")
+    episode_s: float = Field(
+        180.0, gt=0, description="an episode of more has hung. These clocks stand still while no replica can sample"
+    )
     finish_s: float = Field(
         30.0, gt=0, description="what a program may take to end once a limit was reached, and every call is refused"
     )
@@ -44,7 +46,7 @@ class AgentsConfig(Section):
         description="tokens of an episode, of contexts and of completions, each once; null: what its calls come to",
     )
     max_episode_bytes: int = Field(
-        8 * 1024**2, ge=64 * 1024, description="of an episode's record: tokens, log-probabilities and messages"
+        4 * 1024**2, ge=64 * 1024, description="of an episode's record: tokens, log-probabilities and messages"
     )
     on_limit: OnLimit = Field(
         "grade",

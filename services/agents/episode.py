@@ -70,12 +70,11 @@ class OpenEpisode:
     async def wait(self, call: SessionCall) -> None:
         """Return when the call has its answer, which is kept. Raises `Refused`, `BadRequest`, `CallFailed`. To stop waiting does not stop
         the call."""
-        try:
-            await asyncio.shield(self._tasks[call])
-        except asyncio.CancelledError:
-            if not self._tasks[call].cancelled():
-                raise
-            raise CallFailed("the episode has ended") from None
+        task = self._tasks[call]
+        await asyncio.wait([task])
+        if task.cancelled():
+            raise CallFailed("the episode has ended")
+        task.result()
 
     def delivered(self, call: SessionCall) -> None:
         self.session.delivered(call)
@@ -89,8 +88,8 @@ class OpenEpisode:
         for call, why in list(self.session.overdue(now)):
             self._given_up[call] = why
             self._tasks[call].cancel()
-        if (why := self.session.hung(now)) is not None:
-            self._end_for(why)
+        if (hung := self.session.hung(now)) is not None:
+            self._end_for(hung)
 
     async def end(self) -> Ending:
         """End the session: calls that are under way are given up, and the key is dead."""

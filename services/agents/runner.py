@@ -282,8 +282,9 @@ class Runner:
         """Run the program. Returns what it came to (None: it said no reward), and the clock that ended it, if one did. Raises what
         `OpenEpisode.over` holds, `ServiceError`."""
         running = asyncio.create_task(self._programs.run(self._asked(episode, key)))
+        ends: list[asyncio.Future[Any]] = [running, episode.over]
         try:
-            await asyncio.wait([running, episode.over], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 why = episode.over.result()
                 if isinstance(why, str):
@@ -308,7 +309,7 @@ class Runner:
             limits=EpisodeLimits(self._limits.calls, self._limits.tokens),
             # the clocks of the run are the gateway's, and stand still while nobody can sample; this one does not
             deadline=time.monotonic() + self._config.replay.group_deadline_s,
-            attempt=lease.attempt + began_before,
+            attempt=lease.attempt - 1 + began_before,
             environment=group.env_name,
             task_name=group.task_name,
             group_id=group.id,
