@@ -1,9 +1,9 @@
 """Who may call a service over HTTP: by a bearer token, or by a browser's session.
 
-`/healthz` is open. Reading (GET, HEAD) takes the token of a reader or the operator, everything else the operator's. Where the
-configuration names no credentials (a service started by hand on the loopback interface), nobody is asked for a token, but browsers
-are still kept from being used by other sites: Host must be a name of this service (DNS rebinding), and a write must come from its own
-pages, as JSON (cross-site requests).
+`/healthz` is open. Reading (GET, HEAD) takes the token of a reader or the operator, everything else the operator's; what a service
+opens to a further role is in `HttpAccess.posts`. Where the configuration names no credentials (a service started by hand on the loopback
+interface), nobody is asked for a token, but browsers are still kept from being used by other sites: Host must be a name of this service
+(DNS rebinding), and a write must come from its own pages, as JSON (cross-site requests).
 
 A browser signs in with a code that works once: `headrace up` and `headrace page` write it to a file and print it in the fragment of an
 address, which browsers don't send; the page posts it to `/session` and gets a cookie in return. The cookie is signed with the operator's
@@ -81,9 +81,11 @@ class HttpAccess:
     certificate: CertificateFiles | None = None
     code: Path | None = None  # the file with the one-time code
     cookie: str = "headrace"  # name of the session's cookie, one for all services of a run
+    # paths that a role besides the operator may POST to, and read nothing
+    posts: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Config, host: str) -> HttpAccess:
+    def of(cls, config: Config, host: str, posts: Mapping[str, frozenset[str]] | None = None) -> HttpAccess:
         """That of a service which listens on `host`. Raises `ConfigError` for credentials that can't be used."""
         security = config.security
         names = {host, socket.gethostname(), *security.hosts}
@@ -99,6 +101,7 @@ class HttpAccess:
             certificate=certificate,
             code=None if config.run.id is None else config.run_folder / CODE,
             cookie=f"headrace-{config.run.id}",
+            posts=posts or {},
         )
 
     def refusal(self, method: str, path: str, headers: Mapping[str, str], now: float) -> Denial | None:
@@ -119,7 +122,8 @@ class HttpAccess:
         if self.credentials is not None:
             if role is None:
                 return Denial(401, "give the token of a reader or the operator as `Authorization: Bearer TOKEN`")
-            if role != "operator" and not (role == "reader" and reads):
+            posts = method == "POST" and path in self.posts.get(role, ())
+            if role != "operator" and not posts and not (role == "reader" and reads):
                 return Denial(403, f"the token of {role!r} doesn't allow {method} here")
         if reads:
             return None

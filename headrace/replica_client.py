@@ -47,7 +47,7 @@ class SampleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    seed: Annotated[int, msgspec.Meta(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
 
     @property
     def sampling(self) -> Sampling:

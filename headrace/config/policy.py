@@ -113,6 +113,15 @@ class VLLMConfig(Section):
     )
     enforce_eager: bool = Field(True, description="no CUDA graphs, no compilation")
     max_num_seqs: int = Field(256, ge=1, description="sequences in a batch of the engine")
+    tool_parser: str | None = Field(
+        None,
+        description="vLLM's parser of the tool calls that this model writes (hermes, qwen3_xml, llama3_json, …), in episodes and in the "
+        "replicas' OpenAI API; null reads none",
+    )
+    reasoning_parser: str | None = Field(
+        None,
+        description="vLLM's parser of the reasoning that this model writes (qwen3, deepseek_r1, …); null leaves it in the content",
+    )
 
 
 class GenerationConfig(Section):

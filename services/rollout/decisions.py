@@ -1,8 +1,13 @@
-"""Decides what a replica does next: a pure function of the buffer's last reply and the replica's own state.
+"""Decides what a replica does next, and whether it samples for a call: pure functions of the buffer's last reply and the replica's own
+state.
 
 The only way to a lease is registered → acknowledged → transfer → verified, HEALTHY. From the announcement of
 an epoch that names it, a replica leases nothing until it has verified the epoch, or until the epoch is over and it is still HEALTHY.
 One that is QUARANTINED is in no epoch, and leases nothing.
+
+Calls of episodes are fenced as leases are, but nobody renews them here: a call runs to its end unless its timeline is over or the replica
+is no longer of the fleet. A refit drains them as it drains leases. What would then have to wait is refused, not queued: its caller knows
+whether another replica takes it, and its clocks; and nothing that is held back here could be let go under weights that fail their proof.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 
 from headrace.replay import Epoch, HeartbeatReply
+from headrace.replica_client import ReplicaFenced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +25,13 @@ class Abort:
 
     tokens: frozenset[str]
     complete: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class EndCalls:
+    """Stop sampling for the calls of these timelines; they end as fenced."""
+
+    timelines: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +56,7 @@ class LeaseGroups:
     count: int
 
 
-Action = Abort | Rejoin | Acknowledge | TakePart | LeaseGroups
+Action = Abort | EndCalls | Rejoin | Acknowledge | TakePart | LeaseGroups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,29 +64,41 @@ class WorkerState:
     """The input of a decision.
 
     `reply` answers the newest heartbeat; it may be older than the replica's last action. `held`: tokens of the leases being
-    generated. `answered`: the last epoch that the replica acknowledged, or that excluded it. `attempted`: the last epoch whose transfer
-    it joined, whatever the outcome; `refitting`: that refit is still running; `torn`: it failed. `holds_weights`: the replica already
-    computes with the announced weights.
+    generated. `calls`: timelines of the calls that it samples for. `weights`: (timeline, version) of the engine's weights if they are
+    verified. `answered`: the last epoch that the replica acknowledged, or that excluded it. `attempted`: the last epoch whose transfer
+    it joined, whatever the outcome; `refitting`: that refit is still running; `torn`: it failed.
     """
 
     replica: str
     reply: HeartbeatReply
     held: frozenset[str]
+    calls: frozenset[str]
+    weights: tuple[str, int] | None
     answered: str | None
     attempted: str | None
     refitting: bool
     torn: bool
-    holds_weights: bool
     in_flight_updates: bool
     max_groups: int
+
+    @property
+    def drains(self) -> bool:
+        """Whether what runs must have ended before the replica takes part in the newest epoch: unless it is updated in flight, or computes
+        with the announced weights already."""
+        epoch = self.reply.epoch
+        holds = epoch is not None and self.weights == (epoch.timeline, epoch.version)
+        return not self.in_flight_updates and not holds
 
 
 def decide(now: WorkerState) -> list[Action]:
     """The next actions, in the order in which to take them."""
     if now.reply.state == "DEAD":
         # a refit that still runs belongs to the old id; it ends by its own deadline, or because the trainer went on without it
-        return [Abort(now.held)] if now.refitting else [Abort(now.held), Rejoin()]
+        ended: list[Action] = [Abort(now.held), *_end_calls(now.calls)]
+        return ended if now.refitting else [*ended, Rejoin()]
     actions: list[Action] = []
+    over = now.calls if now.reply.state == "QUARANTINED" else now.calls - {now.reply.timeline}
+    actions += _end_calls(over)
     lost = now.held & frozenset(now.reply.lost)
     if lost:
         actions.append(Abort(lost, lost & frozenset(now.reply.complete)))
@@ -82,10 +107,10 @@ def decide(now: WorkerState) -> list[Action]:
     if now.refitting:
         return actions
     if epoch is not None:
-        return [*actions, *_join(now, epoch, held)]
+        return [*actions, *_join(now, epoch, busy=bool(held or now.calls - over))]
     if now.reply.state == "HEALTHY" and now.torn:
         # the buffer accepted the verification, but its answer was lost: the engine is paused, and would hold its leases forever
-        return [*actions, Rejoin()]
+        return [*actions, *_end_calls(now.calls - over), Rejoin()]
     if now.reply.state == "HEALTHY" and len(held) < now.max_groups:
         actions.append(LeaseGroups(now.max_groups - len(held)))
     return actions
@@ -99,11 +124,36 @@ def _open_epoch(now: WorkerState) -> Epoch | None:
     return None if epoch.id == now.attempted else epoch
 
 
-def _join(now: WorkerState, epoch: Epoch, held: frozenset[str]) -> list[Action]:
+def _end_calls(timelines: frozenset[str]) -> list[Action]:
+    return [EndCalls(timelines)] if timelines else []
+
+
+def _join(now: WorkerState, epoch: Epoch, *, busy: bool) -> list[Action]:
     if epoch.state == "transfer":
         return [TakePart(epoch)] if now.replica in epoch.acknowledged else []
     waits_for_trainer = now.replica in epoch.acknowledged or epoch.id == now.answered
-    drains = bool(held) and not now.in_flight_updates and not now.holds_weights
-    if waits_for_trainer or drains:
+    if waits_for_trainer or (busy and now.drains):
         return []
     return [Acknowledge(epoch)]
+
+
+def fence(now: WorkerState, timeline: str, min_version: int) -> ReplicaFenced | None:
+    """Why this replica samples nothing now for a call of `timeline` that allows no weights older than `min_version`, or None."""
+    if now.reply.timeline != timeline:
+        return ReplicaFenced(
+            "timeline", f"the call is of timeline {timeline!r}, the replica knows of {now.reply.timeline!r}"
+        )
+    if now.torn:
+        return ReplicaFenced("unhealthy", "the replica's weights are not verified; ask another")
+    if (now.refitting or _open_epoch(now) is not None) and (now.weights is None or now.drains):
+        return ReplicaFenced("refit", "the replica takes no call until its refit is over; ask another, or again")
+    if now.reply.state != "HEALTHY" or now.weights is None:
+        return ReplicaFenced("unhealthy", f"the replica is {now.reply.state}; ask another")
+    if now.weights[0] != timeline:
+        return ReplicaFenced("timeline", f"the replica's weights are of timeline {now.weights[0]!r}, not {timeline!r}")
+    if now.weights[1] < min_version:
+        return ReplicaFenced(
+            "stale",
+            f"the replica's weights are of version {now.weights[1]}, the call allows none older than {min_version}",
+        )
+    return None

@@ -22,6 +22,7 @@ from headrace.config import Config
 from headrace.errors import Restartable, ServiceError
 from headrace.service import importing
 from headrace_services.rollout import child, weight_receiver
+from headrace_services.rollout.chat_format import check_parser_names
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -129,6 +130,7 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
     on_cpu = current_platform.is_cpu()
     if problem := device_problem(config.rollout.device, on_cpu=on_cpu):
         raise ServiceError(problem)
+    check_parser_names(config)
     if on_cpu and config.policy.generation.vllm_cfg.enforce_eager:
         # vLLM's helper functions are compiled on their first use, even when the model is not: 15 s inside the first request
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")

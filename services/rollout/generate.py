@@ -86,7 +86,7 @@ async def generate(engine: AsyncLLM, lease: Lease, index: int, replica: str, sav
             completion = output.outputs[0]
             sampled.add(completion)
             if output.finished:
-                labels: Labels = [(span.version, span.start) for span in completion.weight_versions or ()]
+                labels = labels_of(completion)
                 if completion.finish_reason == "abort" and saver is not None:
                     if sampled.new:
                         await saver.save(record(labels, "length", "", sampled.begun + sampled.new))
@@ -163,14 +163,16 @@ def _seed(seed: int | None, index: int, begun: int) -> int | None:
     return int(np.random.SeedSequence([seed + index, begun]).generate_state(1)[0])
 
 
-def detokenize(tokenizer: Any, prompt: Sequence[int], completion: Sequence[int]) -> str:
-    """The completion's text as it continues the prompt, without special tokens.
+def detokenize(
+    tokenizer: Any, prompt: Sequence[int], completion: Sequence[int], *, special_tokens: bool = False
+) -> str:
+    """The completion's text as it continues the prompt, without special tokens unless they are asked for.
 
     With some tokenizers a completion decoded alone loses a leading space, so the last few tokens of the prompt are decoded with it.
     """
     context = list(prompt[-_CONTEXT_TOKENS:])
     lead, whole = (
-        tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        tokenizer.decode(ids, skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False)
         for ids in (context, [*context, *completion])
     )
     return str(whole[len(lead) :])
@@ -205,16 +207,10 @@ class SampledTokens:
 
     def add(self, output: CompletionOutput) -> None:
         """Add the tokens since the last output. Raises `GenerationError` if their log-probabilities are missing."""
-        ids = list(output.token_ids)
-        if not ids:
+        if not output.token_ids:
             return
-        # one sampled token per position, so the flat lists match the ids
-        if output.logprobs is None or list(output.logprobs.token_ids) != ids:
-            raise GenerationError(
-                f"trajectory {self._index}: log-probabilities are not of the {len(ids)} sampled tokens"
-            )
-        self._ids += ids
-        self._logprobs += output.logprobs.logprobs
+        self._logprobs += sampled_logprobs(output, f"trajectory {self._index}")
+        self._ids += output.token_ids
         self.text += output.text
 
     def record(self, labels: Labels, finish: FinishReason, text: str, seconds: float, length: int) -> Trajectory:
@@ -222,7 +218,8 @@ class SampledTokens:
         ids = np.asarray(self.ids[:length], dtype=np.int32)
         prefix = self._prefix
         before = prefix.logprobs if prefix else np.empty(0, dtype=np.float32)
-        spans = [*(prefix.spans if prefix else ()), *self._spans(labels)]
+        fresh = spans_of(labels, self.begun, len(self.ids), f"trajectory {self._index}")
+        spans = [*(prefix.spans if prefix else ()), *fresh]
         writers = (*(prefix.written if prefix else ()), (self._replica, self.begun, length))
         timings = {"generate_s": seconds + (prefix.timings.get("generate_s", 0.0) if prefix else 0.0)}
         record = Trajectory(
@@ -244,17 +241,30 @@ class SampledTokens:
         record.check()
         return record
 
-    def _spans(self, labels: Labels) -> list[Span]:
-        """The weight-version spans. Law 2 computes age from them, so a token whose weights have no version never leaves the replica."""
-        if not labels or not all(version.isdecimal() for version, _ in labels):
-            raise GenerationError(
-                f"trajectory {self._index}: sampled from weights that no refit has named ({list(labels)})"
-            )
-        ends = [start for _, start in labels[1:]] + [len(self._ids)]
-        return [
-            Span(int(version), self.begun + start, self.begun + end)
-            for (version, start), end in zip(labels, ends, strict=True)
-        ]
+
+def sampled_logprobs(output: CompletionOutput, what: str) -> list[float]:
+    """The log-probabilities of the output's tokens. Raises `GenerationError`, which begins with `what`, if they are of others."""
+    # one sampled token per position, so the flat lists match the ids
+    if output.logprobs is None or list(output.logprobs.token_ids) != list(output.token_ids):
+        raise GenerationError(f"{what}: log-probabilities are not of the {len(output.token_ids)} sampled tokens")
+    logprobs: list[float] = output.logprobs.logprobs
+    return logprobs
+
+
+def labels_of(output: CompletionOutput) -> Labels:
+    return [(span.version, span.start) for span in output.weight_versions or ()]
+
+
+def spans_of(labels: Labels, begun: int, end: int, what: str) -> list[Span]:
+    """The weight-version spans of tokens `[begun, end)`. Law 2 computes age from them, so a token whose weights have no version never
+    leaves the replica: that raises `GenerationError`, which begins with `what`."""
+    if not labels or not all(version.isdecimal() for version, _ in labels):
+        raise GenerationError(f"{what}: sampled from weights that no refit has named ({list(labels)})")
+    starts = [begun + start for _, start in labels]
+    return [
+        Span(int(version), start, stop)
+        for (version, _), start, stop in zip(labels, starts, [*starts[1:], end], strict=True)
+    ]
 
 
 def merge_spans(spans: Sequence[Span], length: int) -> tuple[Span, ...]:

@@ -1,28 +1,51 @@
-"""The replica's HTTP API: vLLM's own OpenAI-compatible endpoints on the same engine, the replica's state, and its metrics."""
+"""The replica's HTTP API: calls of episodes, vLLM's own OpenAI-compatible endpoints on the same engine, the replica's state, and its
+metrics."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from argparse import Namespace
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastapi import Depends, FastAPI, HTTPException, Request
+import msgspec
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from headrace.config import Config
+from headrace.replica_client import (
+    DERENDER,
+    RENDER,
+    SAMPLE,
+    Derendered,
+    DerenderRequest,
+    Problem,
+    Refusal,
+    Rendered,
+    RenderRefused,
+    RenderRequest,
+    ReplicaFenced,
+    Sampled,
+    SampleRequest,
+)
 from headrace.service import create_app, problems
+from headrace_services.rollout.chat_format import ChatFormat
+from headrace_services.rollout.generate import GenerationError
 from headrace_services.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
+T = TypeVar("T", bound=msgspec.Struct)
+
+
 def build_app(config: Config, engine: AsyncLLM, worker: RolloutWorker) -> FastAPI:
-    """`/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/weights`, and the pages every service has."""
+    """`/sample`, `/render`, `/derender`, `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/weights`, and the pages every service
+    has. Raises `ServiceError` for a parser that can't be used."""
 
     async def ready() -> str | None:
         return worker.status.problem()
@@ -42,11 +65,106 @@ def build_app(config: Config, engine: AsyncLLM, worker: RolloutWorker) -> FastAP
             "problem": status.problem(),
         }
 
-    _add_openai(app, config, engine, worker)
+    chat_format = ChatFormat(config, engine.model_config, engine.renderer)
+    _add_openai(app, config, engine, worker, chat_format)
+    _add_calls(app, worker, chat_format)
     return app
 
 
-def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutWorker) -> None:
+def _add_calls(app: FastAPI, worker: RolloutWorker, chat_format: ChatFormat) -> None:
+    """What the runners of episodes ask for. The sampling is the run's own work: of the priority of its trajectories."""
+
+    async def sample(request: SampleRequest) -> Sampled:
+        return await worker.sample(request, special_tokens=chat_format.special_tokens)
+
+    async def render(request: RenderRequest) -> Rendered:
+        return Rendered(await chat_format.render(request))
+
+    async def derender(request: DerenderRequest) -> Derendered:
+        return Derendered(await chat_format.derender(request))
+
+    _add_call(app, SAMPLE, "A completion of token ids, with log-probabilities", SampleRequest, Sampled, sample)
+    _add_call(app, RENDER, "The token ids of messages", RenderRequest, Rendered, render)
+    _add_call(app, DERENDER, "The message that a completion is", DerenderRequest, Derendered, derender)
+
+
+def _add_call(
+    app: FastAPI,
+    path: str,
+    summary: str,
+    asked: type[T],
+    given: type[msgspec.Struct],
+    answer: Callable[[T], Awaitable[msgspec.Struct]],
+) -> None:
+    """A route that answers a JSON body of type `asked` with one of type `given`, and gives up when its caller does."""
+    from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+
+    async def body(raw_request: Request) -> T | Refusal:
+        try:
+            return msgspec.json.decode(await raw_request.body(), type=asked)
+        except (ValueError, RecursionError) as error:
+            return Refusal(Problem(f"the body is no such request: {error}", "invalid"))
+
+    # read before the handler runs, beside which the caller is listened for
+    parsed = Depends(body)
+
+    async def post(raw_request: Request, request: Any = parsed) -> Response:
+        if isinstance(request, Refusal):
+            return _json(400, request)
+        try:
+            return _json(200, await answer(request))
+        except ReplicaFenced as fenced:
+            return _json(409, Refusal(Problem(str(fenced), fenced.reason)))
+        except RenderRefused as refused:
+            return _json(400, Refusal(Problem(str(refused), refused.reason)))
+        except GenerationError as error:
+            return _json(500, Refusal(Problem(str(error))))
+
+    schemas = {name: _schema(kind) for name, kind in (("asked", asked), ("given", given), ("refusal", Refusal))}
+    refusals = {
+        400: "What is asked can't be answered",
+        409: "This replica samples nothing for it now; another may",
+        500: "The engine failed",
+    }
+    app.post(
+        path,
+        summary=summary,
+        openapi_extra={"requestBody": {"required": True, "content": _content(schemas["asked"])}},
+        responses={
+            **problems(415),
+            200: {"content": _content(schemas["given"])},
+            **{
+                status: {"description": text, "content": _content(schemas["refusal"])}
+                for status, text in refusals.items()
+            },
+        },
+    )(with_cancellation(post))
+
+
+def _json(status: int, content: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def _content(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """As it stands in an OpenAPI document: with its definitions in their places."""
+    schema = msgspec.json.schema(kind)
+    definitions = schema.pop("$defs")
+
+    def inline(part: Any) -> Any:
+        if isinstance(part, dict):
+            name = part.get("$ref", "").rpartition("/")[2]
+            return inline(definitions[name]) if name else {key: inline(value) for key, value in part.items()}
+        return [inline(item) for item in part] if isinstance(part, list) else part
+
+    inlined: dict[str, Any] = inline(schema)
+    return inlined
+
+
+def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutWorker, chat_format: ChatFormat) -> None:
     """Attach vLLM's routers with the state that they expect of their application."""
     from vllm.entrypoints.openai.chat_completion import api_router as chat
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -57,7 +175,6 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
     from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
-    from vllm.renderers.online_renderer import OnlineRenderer
 
     async def whole_weights() -> None:
         """Refuse requests while the engine is paused after a failed refit: they would wait until another succeeds."""
@@ -74,11 +191,8 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
                 )
 
     name = config.policy.model_name
-    template: dict[str, Any] = {"chat_template": None, "chat_template_content_format": "auto"}
-    template["default_chat_template_kwargs"] = config.policy.tokenizer.chat_template_kwargs
-    renderer = OnlineRenderer(engine.model_config, engine.renderer, request_logger=None, **template)
     served = OpenAIServingModels(engine, [BaseModelPath(name=name, model_path=name)])
-    shared = {"online_renderer": renderer, "request_logger": None}
+    shared = {"online_renderer": chat_format.online, "request_logger": None}
     app.state.args = Namespace(log_error_stack=False)
     # when the engine is dead, vLLM's handlers ask the server to exit; here the worker notices and ends the service
     app.state.server = Namespace(should_exit=False)
@@ -86,7 +200,9 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
     app.state.openai_serving_models = served
     after = BehindTraining(engine)
     app.state.openai_serving_completion = OpenAIServingCompletion(after, served, **shared)
-    app.state.openai_serving_chat = OpenAIServingChat(after, served, "assistant", **shared, **template)
+    app.state.openai_serving_chat = OpenAIServingChat(
+        after, served, "assistant", **shared, **chat_format.template, **chat_format.parsers
+    )
     app.state.openai_serving_chat_batch = None
     refusals = problems(415) | {503: {"model": ErrorResponse, "description": "The replica holds no whole weights now"}}
     app.include_router(models.router)
@@ -143,8 +259,12 @@ class RolloutMetrics(Collector):
             "Tokens of trajectories handed in that another replica had sampled",
             value=status.tokens_taken_over,
         )
+        yield CounterMetricFamily(
+            "headrace_rollout_call_tokens", "Tokens sampled for calls that were answered", value=status.call_tokens
+        )
         for name, text, counts in (
             ("groups", "Leases, by how they ended", status.groups),
+            ("calls", "Calls of episodes, by how they ended", status.calls),
             ("refits", "Refits taken part in, by outcome", status.refits),
         ):
             family = CounterMetricFamily(f"headrace_rollout_{name}", text, labels=["outcome"])

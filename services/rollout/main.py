@@ -20,6 +20,7 @@ from headrace.errors import HeadraceError
 from headrace.http_access import HttpAccess
 from headrace.model_name import check_model_name, check_tokenizer_name
 from headrace.replay import ReplayClient
+from headrace.replica_client import PATHS, ROLE
 from headrace.service import bind, serve_http, stop_on_signals
 from headrace_services.rollout.engine import running_engine
 from headrace_services.rollout.http import build_app, exported
@@ -98,7 +99,7 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
         "model": config.policy.model_name,
     }
     worker = RolloutWorker(config, engine, replay, info)
-    access = HttpAccess.of(config, config.rollout.host)
+    access = HttpAccess.of(config, config.rollout.host, {ROLE: frozenset(PATHS)})
     with exported(worker, engine):
         async with serve_http(build_app(config, engine, worker), sock, access):
             await worker.run(stop)

@@ -1,6 +1,7 @@
-"""The replica's loop: heartbeat, decide, act. `decisions.decide` decides; this module acts.
+"""The replica's loop: heartbeat, decide, act. `decisions` decides; this module acts.
 
-One task calls the buffer. Generations and refits run in tasks beside it, and wake it when they end.
+One task calls the buffer. Generations and refits run in tasks beside it, and wake it when they end. So do the calls of episodes, which the
+HTTP API brings.
 """
 
 from __future__ import annotations
@@ -18,9 +19,20 @@ from typing import TYPE_CHECKING, Any
 from headrace.config import Config
 from headrace.errors import Fenced, HeadraceError, InvalidCall, ReplayUnavailable, Restartable, Surplus
 from headrace.replay import BufferRetry, Epoch, HeartbeatReply, Lease, ReplayClient, ReplicaState
+from headrace.replica_client import RenderRefused, ReplicaFenced, Sampled, SampleRequest
 from headrace.trajectory import Trajectory
 from headrace_services.rollout import decisions
-from headrace_services.rollout.decisions import Abort, Acknowledge, Action, LeaseGroups, Rejoin, TakePart, WorkerState
+from headrace_services.rollout.calls import check_request, complete
+from headrace_services.rollout.decisions import (
+    Abort,
+    Acknowledge,
+    Action,
+    EndCalls,
+    LeaseGroups,
+    Rejoin,
+    TakePart,
+    WorkerState,
+)
 from headrace_services.rollout.generate import (
     GenerationError,
     RequestAborted,
@@ -38,6 +50,7 @@ log = logging.getLogger(__name__)
 
 # Time for a leaving replica to save unfinished trajectories: well within the grace period of a process that is stopped.
 _PARTING_S = 5.0
+_NOT_VERIFIED = "the weights that it sampled from are not verified; ask another replica, or again"
 
 
 class _GroupReleased(HeadraceError):
@@ -59,7 +72,9 @@ class Status:
     trajectories: int = 0
     saves: int = 0
     tokens_taken_over: int = 0
+    call_tokens: int = 0
     groups: Counter[str] = dataclasses.field(default_factory=Counter)
+    calls: Counter[str] = dataclasses.field(default_factory=Counter)
     refits: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def problem(self) -> str | None:
@@ -91,6 +106,8 @@ class RolloutWorker:
         self._retry = BufferRetry(first_pause_s=pause_s, last_pause_s=pause_s, log_level=logging.DEBUG)
         self._context = config.policy.max_total_sequence_length
         self._groups: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
+        self._calls: dict[asyncio.Task[Sampled], str] = {}  # with the timeline of each
+        self._reply: HeartbeatReply | None = None  # to the newest heartbeat
         self._refit: asyncio.Task[None] | None = None
         self._answered: str | None = None
         self._attempted: str | None = None
@@ -150,6 +167,7 @@ class RolloutWorker:
         try:
             reply = await self._replay.heartbeat(self.replica, sorted(self.held))
             self._note(reply)
+            self._reply = reply
             for action in decisions.decide(self._state(reply)):
                 await self._act(action)
         except ReplayUnavailable as error:
@@ -180,11 +198,12 @@ class RolloutWorker:
             replica=self.replica,
             reply=reply,
             held=self.held,
+            calls=frozenset(self._calls.values()),
+            weights=self.receiver.weights,
             answered=self._answered,
             attempted=self._attempted,
             refitting=self._refit is not None,
             torn=self.status.torn is not None,
-            holds_weights=reply.epoch is not None and self.receiver.holds(reply.epoch),
             in_flight_updates=self._config.algorithm.asynchrony.in_flight_weight_updates,
             max_groups=self._config.rollout.max_concurrent_groups,
         )
@@ -210,6 +229,8 @@ class RolloutWorker:
                 self.status.groups["lost"] += lost
                 self.status.groups["complete"] += len(complete)
                 await self._stop_generating(tokens)
+            case EndCalls(timelines):
+                await self._end_calls(timelines)
             case Rejoin():
                 old, self.replica = self.replica, _new_id()
                 self.receiver = WeightReceiver(self._config, self._engine, self._replay, self.replica)
@@ -269,6 +290,7 @@ class RolloutWorker:
             self.status.version, self.status.timeline, self.status.torn = epoch.version, epoch.timeline, None
         else:
             self.status.torn = f"the refit to version {epoch.version} was not verified"
+            await self._end_calls(set(self._calls.values()))
             await self._give_back(self.status.torn)
         self._verified.set()
 
@@ -368,7 +390,73 @@ class RolloutWorker:
     async def _stop_generating(self, tokens: Iterable[str]) -> None:
         await _cancel([self._groups.pop(token)[1] for token in tokens])
 
+    # -- calls of episodes -----------------------------------------------------------------------------------------------
+
+    async def sample(self, request: SampleRequest, *, special_tokens: bool) -> Sampled:
+        """Sample for a call, and answer once the weights that it was sampled from are verified. Cancellation ends it in the engine.
+
+        Raises `ReplicaFenced`, `RenderRefused` for what no replica may sample, and what `complete` raises.
+        """
+        try:
+            sampled = await self._run_call(request, special_tokens=special_tokens)
+        except asyncio.CancelledError:
+            self.status.calls["abandoned"] += 1
+            raise
+        except ReplicaFenced:
+            self.status.calls["fenced"] += 1
+            raise
+        except RenderRefused:
+            self.status.calls["refused"] += 1
+            raise
+        except Exception:
+            self.status.calls["failed"] += 1
+            raise
+        self.status.calls["answered"] += 1
+        self.status.call_tokens += len(sampled.token_ids)
+        return sampled
+
+    async def _run_call(self, request: SampleRequest, *, special_tokens: bool) -> Sampled:
+        check_request(request, self._context, self._engine.model_config.get_vocab_size())
+        if (fenced := self._fence(request)) is not None:
+            raise fenced
+        # nothing may come between that look and this entry, which the next decision sees
+        call = asyncio.create_task(self._sample(request, special_tokens=special_tokens))
+        self._calls[call] = request.timeline
+        try:
+            await asyncio.wait([call])
+        finally:
+            await _cancel([call])
+            del self._calls[call]
+            self._changed.set()
+        if call.cancelled():
+            raise self._fence(request) or ReplicaFenced("unhealthy", _NOT_VERIFIED)
+        return call.result()
+
+    async def _sample(self, request: SampleRequest, *, special_tokens: bool) -> Sampled:
+        it = await complete(self._engine, request, f"call-{secrets.token_hex(8)}", special_tokens=special_tokens)
+        await self._verified.wait()
+        weights = self.receiver.weights
+        if weights is None or weights[0] != request.timeline:
+            raise ReplicaFenced("unhealthy", _NOT_VERIFIED)
+        return Sampled(
+            it.token_ids, it.logprobs, it.spans, it.finish_reason, it.stop_reason, *weights, replica=self.replica
+        )
+
+    def _fence(self, request: SampleRequest) -> ReplicaFenced | None:
+        if self._leaving:
+            return ReplicaFenced("leaving", "the replica is being stopped; ask another")
+        if self._reply is None:
+            return ReplicaFenced("unhealthy", "the replica has not joined the fleet; ask another")
+        return decisions.fence(self._state(self._reply), request.timeline, request.min_version)
+
+    async def _end_calls(self, timelines: Iterable[str]) -> None:
+        await _cancel([call for call, timeline in self._calls.items() if timeline in timelines])
+
+    # -- leaving ---------------------------------------------------------------------------------------------------------
+
     async def _leave(self, died: bool) -> None:
+        self._leaving = True
+        await self._end_calls(set(self._calls.values()))
         if self._refit is not None:
             await _cancel([self._refit])
         if self._groups and self._verified.is_set() and not self._engine.errored:
@@ -381,7 +469,6 @@ class RolloutWorker:
 
     async def _save_all(self) -> None:
         """Abort all generations: each saves its unfinished trajectory, so that another replica can continue it."""
-        self._leaving = True
         requests = [request_id(lease, index) for lease, _ in self._groups.values() for index in lease.missing]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PARTING_S):

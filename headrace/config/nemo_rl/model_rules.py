@@ -318,6 +318,13 @@ GENERATION = [
             "enable_chunked_prefill reset_encoder_cache_after_weight_update",
         ),
     ),
+    *(
+        renamed(
+            f"policy.generation.vllm_cfg.http_server_serving_chat_kwargs.{parser}",
+            f"policy.generation.vllm_cfg.{parser}",
+        )
+        for parser in ("tool_parser", "reasoning_parser")
+    ),
     renamed("policy.generation.vllm_kwargs.max_num_seqs", "policy.generation.vllm_cfg.max_num_seqs"),
     *replaced(
         "it changes the speed alone, not the completions",

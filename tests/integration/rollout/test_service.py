@@ -12,14 +12,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import pytest_asyncio
 
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
+from headrace.replica_client import ReplicaClient, ReplicaFenced, SampleRequest
 from headrace.service import EXIT_INTERNAL_ERROR
 from tests.fuzz.mutation import Mutator
-from tests.support.rollout_fleet import Fleet, Policy, Process, eventually
+from tests.support.rollout_fleet import PROMPT, Fleet, Policy, Process, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
@@ -215,6 +218,32 @@ async def test_running_generations_are_drained_before_a_refit(fleet: Fleet, firs
         assert it.completion_token_ids.size > 500
         assert fleet.policy.difference(it, 0) < 1e-4
     assert (await first.http.get("/weights")).json()["version"] == 1
+
+
+async def test_running_calls_are_drained_before_a_refit_and_none_is_taken_meanwhile(
+    fleet: Fleet, first: Process
+) -> None:
+    client = ReplicaClient(str(first.http.base_url))
+    asked = SampleRequest(PROMPT, 1900, fleet.timeline, 1, temperature=0.0)
+    call = asyncio.create_task(client.sample(asked))
+    await eventually(first.generating)
+    fleet.policy.train()
+    refit = asyncio.create_task(fleet.refit(2))
+
+    async def withheld() -> bool:
+        try:
+            await client.sample(msgspec.structs.replace(asked, max_new_tokens=1))
+        except ReplicaFenced as fenced:
+            return fenced.reason == "refit"
+        return False
+
+    await eventually(withheld)
+    assert (await refit).verified == (first.replica,)
+    it = await call
+    assert (it.spans, it.version) == (((1, 0, 1900),), 1)
+    ids = np.array([*PROMPT, *it.token_ids])
+    assert abs(fleet.policy.logprobs_of(ids, 1)[len(PROMPT) - 1 :] - it.logprobs).max() < 1e-4
+    await client.aclose()
 
 
 async def test_lost_leases_are_aborted(fleet: Fleet, first: Process) -> None:

@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.replay import Epoch, HeartbeatReply
-from headrace_services.rollout.decisions import Abort, Acknowledge, LeaseGroups, Rejoin, TakePart, WorkerState, decide
+from headrace_services.rollout.decisions import (
+    Abort,
+    Acknowledge,
+    EndCalls,
+    LeaseGroups,
+    Rejoin,
+    TakePart,
+    WorkerState,
+    decide,
+    fence,
+)
 from headrace_services.rollout.worker import Status
 
 ME = "rollout-me"
@@ -39,11 +49,12 @@ def worker_state(
         replica=ME,
         reply=HeartbeatReply(state=state, timeline="t", lost=lost, epoch=epoch),  # type: ignore[arg-type]
         held=frozenset(),
+        calls=frozenset(),
+        weights=("t", 2),
         answered=None,
         attempted=None,
         refitting=False,
         torn=False,
-        holds_weights=False,
         in_flight_updates=False,
         max_groups=4,
     )
@@ -106,7 +117,7 @@ def test_with_in_flight_updates_nothing_is_drained() -> None:
 
 def test_weights_that_are_held_already_need_no_drain() -> None:
     announced = epoch()
-    assert decide(worker_state(epoch=announced, held=HELD, holds_weights=True)) == [Acknowledge(announced)]
+    assert decide(worker_state(epoch=announced, held=HELD, weights=("t", 3))) == [Acknowledge(announced)]
 
 
 @pytest.mark.parametrize("state", ["HEALTHY", "STALE"])
@@ -170,7 +181,8 @@ situations = st.builds(
     attempted=st.sampled_from([None, "e1", "e2"]),
     refitting=st.booleans(),
     torn=st.booleans(),
-    holds_weights=st.booleans(),
+    calls=st.frozensets(st.sampled_from(["t", "u"])),
+    weights=st.none() | st.tuples(st.sampled_from(["t", "u"]), st.integers(2, 4)),
     in_flight_updates=st.booleans(),
     max_groups=st.integers(1, 3),
 )
@@ -188,13 +200,33 @@ def test_in_every_situation(now: WorkerState) -> None:
         assert not now.refitting
         assert not now.torn
         assert lease.count + len(now.held - set(now.reply.lost)) == now.max_groups
-        assert kinds in ([LeaseGroups], [Abort, LeaseGroups])
+        assert set(kinds[:-1]) <= {EndCalls, Abort}
     if Acknowledge in kinds or TakePart in kinds:
         opened = now.reply.epoch
         assert opened is not None
         assert ME in opened.members
         assert not now.refitting
         assert (opened.state == "announced") == (Acknowledge in kinds)
+    if Acknowledge in kinds and now.drains:
+        assert now.held <= set(now.reply.lost)
+    ended = {timeline for action in actions if isinstance(action, EndCalls) for timeline in action.timelines}
+    over = now.calls - {now.reply.timeline}
+    assert over <= ended <= now.calls
+    if Rejoin in kinds:
+        assert ended == now.calls
+    if Acknowledge in kinds and now.drains:
+        assert ended == now.calls
+    for timeline in ("t", "u"):
+        if fence(now, timeline, 3) is None:
+            assert now.reply.state == "HEALTHY"
+            assert now.reply.timeline == timeline
+            assert not now.torn
+            assert now.weights is not None
+            assert now.weights >= (timeline, 3)
+            if now.drains:
+                assert Acknowledge not in kinds
+                assert TakePart not in kinds
+                assert not now.refitting
     aborted = [action.tokens for action in actions if isinstance(action, Abort)]
     if now.reply.state != "DEAD":
         assert aborted in ([], [now.held & set(now.reply.lost)])
@@ -216,3 +248,65 @@ def test_a_quarantined_replica_lets_go_of_what_it_held_and_does_nothing_more() -
 def test_a_quarantined_replica_says_why_and_what_to_do() -> None:
     status = Status(state="QUARANTINED", quarantined="its refit failed", refused="of older date")
     assert status.problem() == "quarantined, because its refit failed; restart this replica once the cause is mended"
+
+
+CALLS = frozenset({"t"})
+
+
+def fenced(now: WorkerState, timeline: str = "t", min_version: int = 2) -> str | None:
+    found = fence(now, timeline, min_version)
+    return None if found is None else found.reason
+
+
+def test_law_4_a_call_is_sampled_with_verified_weights_of_its_timeline_that_are_new_enough() -> None:
+    assert fenced(worker_state()) is None
+    assert fenced(worker_state(), min_version=3) == "stale"
+    assert fenced(worker_state(), timeline="u") == "timeline"
+    assert fenced(worker_state(weights=("u", 9))) == "timeline"
+    assert fenced(worker_state(weights=None)) == "unhealthy"
+    assert fenced(worker_state(torn=True)) == "unhealthy"
+    # as when the refit that failed its proof is not yet over
+    assert fenced(worker_state(torn=True, weights=None, refitting=True)) == "unhealthy"
+    for state in ("STALE", "DEAD", "QUARANTINED"):
+        assert fenced(worker_state(state)) == "unhealthy"
+
+
+def test_a_refit_drains_calls_as_it_drains_leases_and_takes_no_new_ones() -> None:
+    announced = epoch()
+    assert decide(worker_state(epoch=announced, calls=CALLS)) == []
+    assert fenced(worker_state(epoch=announced, calls=CALLS)) == "refit"
+    acknowledged = epoch(acknowledged=(ME,))
+    assert fenced(worker_state(epoch=acknowledged)) == "refit"
+    transfer = msgspec.structs.replace(acknowledged, state="transfer")
+    assert fenced(worker_state(epoch=transfer, attempted="e1", refitting=True)) == "refit"
+    assert fenced(worker_state(epoch=transfer, attempted="e1", weights=("t", 3))) is None
+
+
+def test_with_in_flight_updates_calls_are_taken_until_the_engine_is_paused() -> None:
+    announced = epoch(acknowledged=(ME,))
+    now = worker_state(epoch=announced, calls=CALLS, in_flight_updates=True)
+    assert fenced(now) is None
+    assert decide(dataclasses.replace(now, reply=worker_state(epoch=epoch()).reply)) == [Acknowledge(epoch())]
+    paused = dataclasses.replace(now, attempted="e1", refitting=True, weights=None)
+    assert fenced(paused) == "refit"
+
+
+def test_weights_that_are_held_already_interrupt_no_call() -> None:
+    assert fenced(worker_state(epoch=epoch(), weights=("t", 3))) is None
+    assert decide(worker_state(epoch=epoch(), calls=CALLS, weights=("t", 3))) == [Acknowledge(epoch())]
+
+
+def test_law_4_calls_of_an_abandoned_timeline_are_ended_before_anything_else() -> None:
+    transfer = epoch(state="transfer", acknowledged=(ME,))
+    both = frozenset({"t", "u"})
+    ended = EndCalls(frozenset({"u"}))
+    assert decide(worker_state(epoch=transfer, calls=both, in_flight_updates=True)) == [ended, TakePart(transfer)]
+    assert decide(worker_state(calls=both, max_groups=0)) == [ended]
+
+
+def test_a_replica_that_is_no_longer_of_the_fleet_ends_its_calls() -> None:
+    assert decide(worker_state("DEAD", held=HELD, calls=CALLS)) == [Abort(HELD), EndCalls(CALLS), Rejoin()]
+    assert decide(worker_state("DEAD", calls=CALLS, refitting=True)) == [Abort(frozenset()), EndCalls(CALLS)]
+    assert decide(worker_state("QUARANTINED", calls=CALLS)) == [EndCalls(CALLS)]
+    assert decide(worker_state("HEALTHY", torn=True, attempted="e1", calls=CALLS)) == [EndCalls(CALLS), Rejoin()]
+    assert decide(worker_state("STALE", calls=CALLS)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import stat
 from pathlib import Path
 
@@ -72,6 +73,23 @@ def test_everything_else_takes_the_operators(access: HttpAccess, method: str) ->
     assert status(access, method, "/v1/completions", JSON) == 401
     assert status(access, method, "/v1/completions", JSON, bearer("eye")) == 403
     assert status(access, method, "/v1/completions", JSON, bearer("boss")) == 200
+
+
+def test_a_role_that_a_service_opens_paths_to_may_post_there_and_nothing_else(access: HttpAccess, file: Path) -> None:
+    file.write_text(file.read_text() + "agents runner\n")
+    replica = dataclasses.replace(access, posts={"agents": frozenset({"/sample", "/render"})})
+    runner = bearer("runner")
+    assert [status(replica, "POST", path, JSON, runner) for path in ("/sample", "/render")] == [200, 200]
+    for path in ("/sample/", "/sample/x", "//sample", "/derender", "/v1/completions", "/session/"):
+        assert status(replica, "POST", path, JSON, runner) == 403, path
+    for method in ("GET", "HEAD", "PUT", "DELETE"):
+        assert status(replica, method, "/sample", JSON, runner) == 403, method
+    assert status(replica, "GET", "/metrics", runner) == 403
+    assert status(access, "POST", "/sample", JSON, runner) == 403
+    assert [status(replica, "POST", "/sample", JSON, bearer(token)) for token in ("boss", "eye", "judge")] == [
+        *(200, 403, 403)
+    ]
+    assert status(replica, "POST", "/sample", JSON, runner, {"origin": "http://evil.example"}) == 403
 
 
 def test_a_revoked_token_is_refused_at_the_next_request(access: HttpAccess, file: Path) -> None:

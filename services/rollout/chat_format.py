@@ -1,0 +1,190 @@
+"""Messages to tokens and back, with vLLM's own renderer and parsers: those of its chat endpoint, on the run's tokenizer and template."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+from pydantic import ValidationError
+
+from headrace.config import Config
+from headrace.errors import ServiceError
+from headrace.replica_client import DerenderRequest, RenderRefused, RenderRequest
+from headrace.trajectory import Message
+from headrace_services.rollout.generate import detokenize
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.renderers import BaseRenderer
+
+_SECTION = "policy.generation.vllm_cfg"
+# What a template, and the code that a renderer has in its place, raise for messages that they can't render.
+_UNRENDERABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, TemplateError)
+
+
+def check_parser_names(config: Config) -> None:
+    """Raise `ServiceError` for a parser that vLLM hasn't. vLLM is imported by then."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    vllm_cfg = config.policy.generation.vllm_cfg
+    for key, name, known in (
+        ("tool_parser", vllm_cfg.tool_parser, ToolParserManager.list_registered()),
+        ("reasoning_parser", vllm_cfg.reasoning_parser, ReasoningParserManager.list_registered()),
+    ):
+        if problem := unknown_name(name, known):
+            raise ServiceError(f"{_SECTION}.{key}: {problem}")
+
+
+def unknown_name(name: str | None, known: Iterable[str]) -> str | None:
+    """Why there is no such parser, if there is none."""
+    names = sorted(known)
+    if name is None or name in names:
+        return None
+    close = difflib.get_close_matches(name, names, 1, 0.6)
+    return f"vLLM has no parser {name!r}; " + (
+        f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+    )
+
+
+class ChatFormat:
+    """The chat format of the run's model."""
+
+    def __init__(self, config: Config, model: ModelConfig, renderer: BaseRenderer) -> None:
+        """Raises `ServiceError` for a parser that can't read what this tokenizer writes."""
+        from vllm.renderers.online_renderer import OnlineRenderer
+        from vllm.utils.async_utils import make_async
+
+        vllm_cfg = config.policy.generation.vllm_cfg
+        # how vLLM's serving of chats is set up too
+        self.template: dict[str, Any] = {
+            "chat_template": None,
+            "chat_template_content_format": "auto",
+            "default_chat_template_kwargs": config.policy.tokenizer.chat_template_kwargs,
+        }
+        self.parsers: dict[str, Any] = {
+            "enable_auto_tools": vllm_cfg.tool_parser is not None,
+            "tool_parser": vllm_cfg.tool_parser,
+            "reasoning_parser": vllm_cfg.reasoning_parser or "",
+        }
+        try:
+            self.online = OnlineRenderer(model, renderer, request_logger=None, **self.template, **self.parsers)
+        except TypeError as error:
+            raise ServiceError(
+                f"{_SECTION}.tool_parser {vllm_cfg.tool_parser}, reasoning_parser {vllm_cfg.reasoning_parser}: {error}"
+            ) from error
+        # a tool call that can't be read stays in the content: what a policy writes is no fault of this process, to be logged with a trace
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+        self._model = model
+        self._renderer = renderer
+        # where the renderer tokenizes, since a tokenizer is not for several threads at once
+        self._parse = make_async(self._parsed, executor=renderer._executor)
+
+    @property
+    def special_tokens(self) -> bool:
+        """Whether the text of a completion has its special tokens: parsers look for some of them."""
+        return self.online.parser is not None
+
+    async def render(self, request: RenderRequest) -> list[int]:
+        """Raises `RenderRefused`."""
+        from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+        from vllm.exceptions import VLLMValidationError
+        from vllm.renderers.chat_utils import has_non_text_content
+
+        if has_non_text_content(request.messages):
+            raise RenderRefused("invalid", "messages hold content that is no text; there is nothing here that reads it")
+        chat = self._chat(request.messages, request.tools, add_generation_prompt=request.add_generation_prompt)
+        try:
+            rendered = await self.online.render_chat(chat)
+        except VLLMValidationError as error:
+            raise RenderRefused(
+                "context" if error.parameter in ("input_text", "input_tokens") else "invalid", str(error)
+            ) from error
+        except ValidationError as error:  # of a part that pydantic looks at late
+            raise RenderRefused("invalid", f"messages: {_first(error)}") from error
+        except _UNRENDERABLE as error:
+            raise RenderRefused("invalid", f"the chat template can't render these messages: {error!r}") from error
+        if isinstance(rendered, ErrorResponse):
+            raise RenderRefused("invalid", rendered.error.message)
+        _, (prompt,) = rendered
+        ids: list[int] = prompt["prompt_token_ids"]
+        return ids
+
+    async def derender(self, request: DerenderRequest) -> Message:
+        """The message that a completion is: a function of the request alone. Raises `RenderRefused`."""
+        for name, ids in (("token_ids", request.token_ids), ("prompt_token_ids", request.prompt_token_ids)):
+            if len(ids) > self._model.max_model_len:
+                raise RenderRefused(
+                    "context",
+                    f"{name} has {len(ids)} tokens; policy.max_total_sequence_length is {self._model.max_model_len}",
+                )
+        return await self._parse(request)
+
+    def _parsed(self, request: DerenderRequest) -> Message:
+        from vllm.exceptions import VLLMValidationError
+
+        chat = self._chat([], request.tools)
+        tokenizer, ids, prompt = self._renderer.get_tokenizer(), request.token_ids, request.prompt_token_ids
+        for name in ("token_ids", "prompt_token_ids"):
+            try:
+                self._renderer.validate_token_ids(getattr(request, name), parameter=name)
+            except VLLMValidationError as error:
+                raise RenderRefused("invalid", f"{name}: {error}") from error
+        if request.finish_reason == "stop" and not isinstance(request.stop_reason, str):
+            ids = ids[:-1]  # the token that ended it is no part of what it says
+        text = detokenize(tokenizer, prompt, ids, special_tokens=self.special_tokens)
+        if isinstance(request.stop_reason, str):
+            text, found, _ = text.partition(request.stop_reason)
+            if not found:
+                raise RenderRefused("invalid", f"stop_reason {request.stop_reason!r} is not in the text of token_ids")
+        if self.online.parser is None:
+            return {"role": "assistant", "content": text}
+        kwargs = self.online.effective_chat_template_kwargs(chat)
+        parser = self.online.parser(tokenizer, chat.tools, chat_template_kwargs=kwargs, model_config=self._model)
+        parser.set_prompt_token_ids(prompt)
+        try:
+            reasoning, content, calls = parser.parse(
+                text, chat, enable_auto_tools=self.online.enable_auto_tools, model_output_token_ids=ids
+            )
+        except Exception as error:  # whatever a parser makes of a text that a policy has written
+            raise RenderRefused("invalid", f"vLLM's parser can't read the completion: {error!r}") from error
+        message: Message = {"role": "assistant", "content": _whole(content)}
+        if reasoning is not None:
+            message["reasoning"] = _whole(reasoning)
+        if calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": _whole(call.name), "arguments": _whole(call.arguments)}}
+                for call in calls
+            ]
+        return message
+
+    def _chat(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, **options: Any
+    ) -> ChatCompletionRequest:
+        """The request that vLLM's chat endpoint would have got. Raises `RenderRefused` for what is none."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.exceptions import VLLMClientError
+
+        if tools:
+            options["tool_choice"] = "auto" if self.online.enable_auto_tools else "none"
+        try:
+            return ChatCompletionRequest(messages=messages, tools=tools or None, **options)
+        except ValidationError as error:
+            raise RenderRefused("invalid", _first(error)) from error
+        except VLLMClientError as error:
+            raise RenderRefused("invalid", str(error)) from error
+
+
+def _first(error: ValidationError) -> str:
+    """What is wrong first, and where."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+
+
+def _whole(text: str | None) -> str | None:
+    """The text without halves of surrogate pairs, which a policy can write as escapes in JSON: such an escape stays one."""
+    return None if text is None else text.encode(errors="backslashreplace").decode()

@@ -1,0 +1,118 @@
+"""When an answer to a call leaves the replica: the engine has sampled it already, and what remains is the proof of its weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.config import Config
+from headrace.replay import HeartbeatReply
+from headrace.replica_client import RenderRefused, ReplicaFenced, SampleRequest
+from headrace_services.rollout.decisions import EndCalls
+from headrace_services.rollout.worker import RolloutWorker
+
+pytestmark = pytest.mark.slow
+
+CALL = SampleRequest(token_ids=(3, 4), max_new_tokens=2, timeline="t", min_version=1)
+
+
+class Engine:
+    """Its completions are there at once."""
+
+    model_config = SimpleNamespace(get_vocab_size=lambda: 20)
+
+    async def generate(self, *_: Any) -> AsyncIterator[Any]:
+        ids = [5, 6]
+        yield SimpleNamespace(
+            finished=True,
+            outputs=[
+                SimpleNamespace(
+                    token_ids=ids,
+                    logprobs=SimpleNamespace(token_ids=ids, logprobs=[-0.5, -0.25]),
+                    weight_versions=[SimpleNamespace(version="1", start=0)],
+                    finish_reason="length",
+                    stop_reason=None,
+                )
+            ],
+        )
+
+
+@pytest.fixture
+def worker() -> RolloutWorker:
+    """HEALTHY, with verified weights of version 1."""
+    it = RolloutWorker(Config(), Engine(), None, {})  # type: ignore[arg-type]
+    it.receiver._held = ("t", 1)
+    it._reply = HeartbeatReply(state="HEALTHY", timeline="t", lost=(), epoch=None)
+    return it
+
+
+async def begun(worker: RolloutWorker) -> asyncio.Task[Any]:
+    """A call that waits for nothing but the proof."""
+    call = asyncio.create_task(worker.sample(CALL, special_tokens=False))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return call
+
+
+async def test_it_leaves_at_once_with_verified_weights(worker: RolloutWorker) -> None:
+    answer = await (await begun(worker))
+    assert (answer.token_ids, answer.timeline, answer.version, answer.replica) == ([5, 6], "t", 1, worker.replica)
+    assert (worker.status.calls, worker.status.call_tokens) == ({"answered": 1}, 2)
+
+
+async def test_it_waits_for_the_proof_and_names_what_was_proved(worker: RolloutWorker) -> None:
+    worker._verified.clear()
+    call = await begun(worker)
+    assert not call.done()
+    assert list(worker._calls.values()) == ["t"]
+    worker.receiver._held = ("t", 2)
+    worker._verified.set()
+    assert (await call).version == 2
+    assert not worker._calls
+
+
+@pytest.mark.parametrize("held", [None, ("u", 2)])
+async def test_law_4_it_never_leaves_with_weights_that_are_not_verified_or_of_another_timeline(
+    worker: RolloutWorker, held: tuple[str, int] | None
+) -> None:
+    worker._verified.clear()
+    call = await begun(worker)
+    worker.receiver._held = held
+    worker._verified.set()
+    with pytest.raises(ReplicaFenced, match="not verified"):
+        await call
+    assert worker.status.calls == {"fenced": 1}
+
+
+async def test_law_4_one_that_is_ended_is_fenced_though_the_engine_had_finished(worker: RolloutWorker) -> None:
+    worker._verified.clear()
+    call = await begun(worker)
+    worker._reply = HeartbeatReply(state="HEALTHY", timeline="u", lost=(), epoch=None)
+    await worker._act(EndCalls(frozenset({"t"})))
+    worker._verified.set()
+    with pytest.raises(ReplicaFenced) as fenced:
+        await call
+    assert fenced.value.reason == "timeline"
+
+
+async def test_what_no_replica_may_sample_is_refused_whatever_the_replicas_state(worker: RolloutWorker) -> None:
+    worker._reply = None
+    with pytest.raises(RenderRefused, match=r"token_ids\[1\] is 20"):
+        await worker.sample(msgspec.structs.replace(CALL, token_ids=(3, 20)), special_tokens=False)
+    assert worker.status.calls == {"refused": 1}
+
+
+async def test_a_caller_that_is_gone_leaves_nothing_behind(worker: RolloutWorker) -> None:
+    worker._verified.clear()
+    call = await begun(worker)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert not worker._calls
+    assert worker._changed.is_set()  # a refit may wait for it
+    assert worker.status.calls == {"abandoned": 1}
