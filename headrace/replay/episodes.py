@@ -101,7 +101,7 @@ class EpisodesClient(LeaseClient):
                 payload if len(payload) <= carried_bytes else b"",
                 *(each.encode() for each in said),
                 **_episode(lease, index),
-                order=lease.group.order,
+                order=lease.group.order if lease.group.lane == "train" else -1,
                 nonce=nonce,
                 bytes=len(payload),
                 **dict(zip(("length", "oldest", "newest"), written, strict=True)),

@@ -88,7 +88,8 @@ class InspectionClient(BufferClient):
         return newest[0][0].decode() if newest else "0"
 
     async def group(self, group_id: str) -> dict[str, Any] | None:
-        """One group as plain fields: its record, state, and trajectories pushed so far; None if the buffer does not hold it."""
+        """One group as plain fields: its record, state, trajectories pushed so far, and calls of episodes that have
+        not ended; None if the buffer does not hold it."""
         reply = await self._connection.call("group", group=group_id)
         if reply is None:
             return None
@@ -100,6 +101,7 @@ class InspectionClient(BufferClient):
             **found["fields"],
             "group": None if record is None else Group.decode(record),
             "trajectories": list(map(_described, found["trajectories"])),
+            "begun": [dict(zip(("index", "calls", "bytes"), each, strict=True)) for each in found.get("begun", ())],
         }
 
     async def retry(self, failures: Mapping[int, int]) -> int:

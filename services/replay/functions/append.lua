@@ -9,10 +9,6 @@
 -- The calls of an episode are one list, each behind its nonce. Its bytes are those that the lease counts.
 -- uses: _args, _episode, _register
 
-local function parent(value, what)
-  return value == -1 and -1 or natural(value, what)
-end
-
 -- The calls so far (key and number), their bytes, and their oldest and newest version.
 local function appended(run, group, entry)
   local nonce, bytes, oldest, newest = string.match(redis.call('HGET', group.key, 'q' .. entry.at) or '', '^(%S+) (%d+) (%d+) (%d+)$')
@@ -30,7 +26,7 @@ local function refuse_call(call, why)
 end
 
 register('append', {
-  timeline = text, incarnation = name, group = name, token = text, index = natural, tries = natural, number = natural, parent = parent,
+  timeline = text, incarnation = name, group = name, token = text, index = natural, tries = natural, number = natural, parent = natural_or_none,
   nonce = name, oldest = natural, newest = natural,
 }, function(run, call, args)
   require_bytes(1, args)

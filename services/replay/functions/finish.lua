@@ -1,7 +1,7 @@
 -- finish: an episode ends. With its trajectory and the reward it is push and score in one; with the trajectory alone, push: a grader scores it. A
 -- failure ends this episode, and no other.
 -- KEYS     the run
--- ARGV     timeline, incarnation, group (its id), order (of the group), token, index, tries (how often the episode was begun before), nonce,
+-- ARGV     timeline, incarnation, group (its id), order (of a train group; else -1), token, index, tries (how often the episode was begun before), nonce,
 --          bytes (of the payload), length (in tokens; 0: there is no trajectory), oldest and newest (weight versions), scores (none, or one:
 --          status, and if SCORED reward and build); then the payload ('' where it is staged, or there is none), and the record of the score
 -- Returns  1: the episode is to begin anew; 0: it has ended, or its group is no longer the caller's. The same call again changes nothing, also
@@ -13,7 +13,7 @@
 -- the group at once.
 --
 -- Law 3: an episode can't be scored again. If another build scores one of a group that has scores, the group is generated again; one to which
--- that happens MOST_RESCORED times has builds that take turns, and fails.
+-- that happens more than MOST_RESCORED times has builds that take turns, and fails.
 -- uses: _args, _episode, _group, _payload, _register, _run, _score, _scoring
 
 local CHARGED = {FAILED = true, TIMED_OUT = true}
@@ -40,7 +40,7 @@ end
 
 -- The episode, whose group has gone, was in one that was filtered: only its order is left.
 local function was_filtered(run, order)
-  return order <= run.enqueued and redis.call('GETBIT', run.base .. 'ended', order) == 1 and redis.call('GETBIT', run.base .. 'failures', order) == 0
+  return order >= 0 and order <= run.enqueued and redis.call('GETBIT', run.base .. 'ended', order) == 1 and redis.call('GETBIT', run.base .. 'failures', order) == 0
 end
 
 -- The episode has ended without a trajectory. Returns whether it begins anew.
@@ -71,7 +71,7 @@ end
 
 local function generate_again(run, group, before, build)
   local reason = 'its episodes were scored by build ' .. show(before) .. ' and then by ' .. show(build) .. ', and one build has to score a group'
-  if redis.call('HINCRBY', group.key, 'rebuilt', 1) >= MOST_RESCORED then
+  if redis.call('HINCRBY', group.key, 'rebuilt', 1) > MOST_RESCORED then
     fail(run, group, reason)
   else
     requeue(run, group, 'build', false, reason)
@@ -93,11 +93,11 @@ local function take(run, group, entry)
     wake(run, 'scoring')
   end
   redis.call('HSET', group.key, 'pushed', group.pushed, 'actual', group.actual, 'oldest', group.oldest, 'newest', group.newest, unpack(fields))
-  if entry.status and group.scored == group.n then
-    all_scored(run, group)
-  elseif group.pushed + group.dropped == group.count then
+  if group.pushed + group.dropped == group.count then
     end_generation(run, group)
+    group.state = 'scoring'
   end
+  if entry.status and group.scored == group.n then all_scored(run, group) end
   if entry.status then count_scored(run, env, {member}) end
 end
 
@@ -130,7 +130,7 @@ local function finish(run, call, entry)
 end
 
 register('finish', {
-  timeline = text, incarnation = name, group = name, order = natural, token = text, index = natural, tries = natural, nonce = name,
+  timeline = text, incarnation = name, group = name, order = natural_or_none, token = text, index = natural, tries = natural, nonce = name,
   bytes = natural, length = natural, oldest = natural, newest = natural, scores = list_of(map, 1),
 }, function(run, call, args)
   local entry = parse(run, call, args)
