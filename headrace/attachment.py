@@ -237,7 +237,7 @@ class _Stream:
         self._count = count
         # what does each kind of work
         self._workers: dict[pb.WorkKind.ValueType, BatchScorer | Programs] = {}
-        if scorer.environment.scores:
+        if scorer.environment.scores_samples:
             self._workers[pb.WORK_KIND_SCORE] = scorer
         if programs is not None:
             self._workers[pb.WORK_KIND_EPISODE] = programs

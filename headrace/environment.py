@@ -106,7 +106,7 @@ class Environment:
         return type(self).episode is not Environment.episode
 
     @property
-    def scores(self) -> bool:
+    def scores_samples(self) -> bool:
         """Whether it is there for samples: one that runs episodes may do nothing else."""
         return self.scores_batches or type(self).score is not Environment.score or not self.runs_episodes
 

@@ -159,7 +159,7 @@ class BatchScorer:
             name=self.environment.label,
             build=self.environment.build,
             description=self.environment.description,
-            capacity=self.capacity if self.environment.scores else 0,
+            capacity=self.capacity if self.environment.scores_samples else 0,
             episodes=self.environment.episodes if self.environment.runs_episodes else 0,
             calls=self._concurrency if self.environment.scores_batches else 0,
             deterministic=self.environment.deterministic,

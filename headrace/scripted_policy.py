@@ -35,6 +35,7 @@ class Session:
         self.api_key = secrets.token_hex(16)
         self.base_url = f"{origin}/s/{self.api_key}/v1"
         self.calls: list[PolicyCall] = []
+        self.ended = False  # set it, and its key is dead
         self._answers = answers
         self._lock = threading.Lock()
 
@@ -44,6 +45,8 @@ class Session:
         with self._lock:
             self.calls.append(PolicyCall(messages, request))
             number = len(self.calls)
+        if self.ended:
+            return 401, _error("the episode has ended", "invalid_api_key")
         if callable(self._answers):
             try:
                 answer = self._answers(messages)

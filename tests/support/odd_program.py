@@ -67,10 +67,13 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--attach", help="host:port of a hub")
     parser.add_argument("--capacity", type=int)
-    parser.add_argument("--scores", action="store_true")
+    parser.add_argument("--both", action="store_true", help="score, too")
+    parser.add_argument("--grader", help="be attached under this name as well, and score")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    environment = OddGrader() if arguments.scores else Odd()
+    environment = OddGrader() if arguments.both else Odd()
+    if arguments.grader is not None:
+        headrace.attach(arguments.attach, OddGrader(), arguments.grader, wait=False)
     if arguments.attach is None:
         headrace.serve(environment, port=arguments.port)
     else:

@@ -282,14 +282,27 @@ async def test_an_attached_process_that_only_scores_runs_no_episodes() -> None:
     )
 
 
-async def test_scores_do_not_wait_for_what_episodes_hold(tmp_path: Path) -> None:
-    """One process does both under one name; its episodes take all of their room, and it scores."""
-    env = {"odd": {"attached": True}, "program": {"attached": True, "episodes": True, "grader": "odd"}}
-    async with start_hub(env) as hub, attach_environment(ODD, hub, "--scores", "--capacity", "1"):
-        await hub.attached("odd", 1)
-        backend = (await hub.environments())["odd"]
-        assert (backend.description.episodes, backend.description.capacity) == (1, 1)
-        assert [process.capacity for process in backend.processes] == [2]
+async def test_a_grader_does_not_wait_for_what_the_episodes_of_its_process_hold(tmp_path: Path) -> None:
+    """The process is attached under both names, and its episodes take all of their room."""
+    env = {"odd": {"attached": True, "episodes": True, "grader": "grader"}, "grader": {"attached": True}}
+    async with start_hub(env) as hub, attach_environment(ODD, hub, "--grader", "grader", "--capacity", "1"):
+        await ready(hub)
+        begun, cancelled = tmp_path / "begun", tmp_path / "cancelled"
+        held = asyncio.create_task(run(hub, episode(do="hang", touch=str(begun), cancelled=str(cancelled))))
+        await until(begun.exists)
+        assert (await score(hub, episode(do="leave"))).status == "NOT_STARTED"
+        (graded,) = await hub.score([Sample("abc", environment="odd")])
+        assert (graded.reward, graded.environment) == (3, "OddGrader")
+        held.cancel()
+        await until(cancelled.exists)
+
+
+async def test_one_stream_offers_both_kinds_of_work_of_what_does_both() -> None:
+    async with start_hub({"odd": {"attached": True}}) as hub, attach_environment(ODD, hub, "--both"):
+        await hub.attached("odd", 2)
+        (listed,) = (await hub.environments())["odd"].processes
+        assert listed.capacity == 6
+        assert (await hub.environments())["odd"].description.episodes == 4
         assert [each.reward for each in await hub.score([Sample("abc", environment="odd")])] == [3]
 
 
