@@ -1,9 +1,10 @@
 """Converts trajectories to JSON lines and back: one object per line, with its group, its score and its lineage.
 
 `group`, `trajectory` and `score` have the fields of the records of `headrace.trajectory` (`score` is null before there is one), with arrays
-as lists; the round trip is exact. `state` is the group's. `lineage` is a `headrace.lineage.Origin`, for readers.
+as lists, those of an episode's `calls` too; the round trip is exact. `state` is the group's. `lineage` is a `headrace.lineage.Origin`, for
+readers.
 
-Values of data sets and environments (`extra_env_info`, `messages`, `metadata`) may be more than JSON has: bytes are
+Values of data sets and environments (`extra_env_info`, `messages`, `answer`, `metadata`) may be more than JSON has: bytes are
 `{"__bytes__": BASE64}`, numbers that are not finite `{"__float__": "nan"}`, and a map whose keys are not text (or are one of these names)
 `{"__map__": [[KEY, VALUE], …]}`.
 """

@@ -15,6 +15,7 @@ from headrace.errors import CodecError
 from headrace.lineage import origin_of
 from headrace.replay.records import unpack
 from headrace.trajectory import (
+    AnyTrajectory,
     Call,
     EpisodeTrajectory,
     Group,
@@ -119,9 +120,10 @@ def test_damaged_records(kind: str, messages: int, session_seed: int) -> None:
 
 
 @pytest.mark.timeout(0)
-def test_damaged_lines(messages: int, session_seed: int) -> None:
+@pytest.mark.parametrize("trajectory", [TRAJECTORY, EPISODE], ids=["trajectory", "episode"])
+def test_damaged_lines(trajectory: AnyTrajectory, messages: int, session_seed: int) -> None:
     mutator = Mutator(Random(session_seed))
-    line = export.to_line(export.Exported("ready", GROUP, TRAJECTORY, SCORE), origin_of(TRAJECTORY, SCORE))
+    line = export.to_line(export.Exported("ready", GROUP, trajectory, SCORE), origin_of(trajectory, SCORE))
     for _ in range(10 * messages):
         text = mutator.bytes(line.encode()).decode(errors="surrogateescape")
         try:
