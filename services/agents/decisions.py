@@ -75,18 +75,22 @@ def finish(ended: Outcome, *, on_limit: OnLimit, branches: Literal["allow", "ref
     return Finish(True, score)
 
 
+# No attempt of the program: it never began, was lost with its process, or can't be played at all.
+_NOT_PLAYED = ("NOT_STARTED", "INTERRUPTED", "INVALID")
+
+
 def _score(ended: Outcome, on_limit: OnLimit, *, graded: bool) -> Score | None:
     """None leaves it to the grader."""
     said = ended.score
+    if said is not None and said.status in _NOT_PLAYED:
+        return said
     if ended.limit is not None and on_limit != "grade":
         if on_limit == "fail":
             return _failed(f"a limit ended the episode (agents.on_limit fail): {ended.limit}")
         build = "" if said is None else said.build
         return Score("SCORED", on_limit, metadata={"headrace": f"agents.on_limit: {ended.limit}"}, build=build)
     played_out = ended.hung is None and (said is None or said.status == "SCORED")
-    # whoever a limit stopped is graded for what there is by then
-    stopped = ended.limit is not None and (said is None or said.status in ("FAILED", "TIMED_OUT"))
-    if graded and (played_out or stopped):
+    if graded and (played_out or ended.limit is not None):  # what a limit stopped is graded for what there is by then
         return None
     if ended.hung is not None:
         return Score("TIMED_OUT", message=ended.hung)

@@ -31,6 +31,7 @@ def main(config: Config) -> None:
         raise ConfigError("no environment has `episodes: true` (env.<name>.episodes): there is nothing to run")
     for handler in logging.getLogger().handlers:
         handler.addFilter(redact)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it says every call
     asyncio.run(_serve(config))
 
 

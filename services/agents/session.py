@@ -205,8 +205,15 @@ class Ending:
 
     @property
     def paths(self) -> int:
-        """How many of its calls no other continues."""
-        return len(self.calls) - len({call.parent for call in self.calls} - {-1})
+        """How many of its trained calls no other trained one continues: the rows of a model (`EpisodeTrajectory.paths`)."""
+        continued = [False] * len(self.calls)
+        paths = 0
+        for number in reversed(range(len(self.calls))):  # children before parents
+            call = self.calls[number]
+            paths += call.trained and not continued[number]
+            if call.parent >= 0 and (call.trained or continued[number]):
+                continued[call.parent] = True
+        return paths
 
 
 class Session:
