@@ -170,6 +170,11 @@ class Batch:
         return np.array([i for i, _ in self._owned], dtype=np.intp)
 
     @functools.cached_property
+    def _owner_edges(self) -> list[int]:
+        """[B + 1]: where each trajectory's paths begin, and where the last one's end."""
+        return np.searchsorted(self.owners, np.arange(len(self) + 1)).tolist()
+
+    @functools.cached_property
     def _path_edges(self) -> Int:
         """[paths + 1]: where each path's tokens begin among the N, and where the last one's end."""
         return np.cumsum([0, *(path.length for path in self.paths)], dtype=np.intp)
@@ -205,8 +210,8 @@ class Batch:
 
     def paths_of(self, order: Sequence[int]) -> list[int]:
         """The paths of these trajectories, one trajectory after the other."""
-        begins = np.searchsorted(self.owners, np.arange(len(self) + 1))
-        return [path for i in order for path in range(begins[i], begins[i + 1])]
+        edges = self._owner_edges
+        return [path for i in order for path in range(edges[i], edges[i + 1])]
 
     def per_token(self, of_batch: Float64) -> Float64:
         """Spread values [size] of the whole batch over this rank's tokens [N]: each token gets that of its trajectory."""
@@ -264,7 +269,7 @@ class Batch:
     def problem_of(self, i: int, vocabulary: int, longest: int) -> str | None:
         """Why trajectory `i` can't be trained on by a model of `vocabulary` ids in sequences of at most `longest` tokens, or None."""
         score = self.scores[i]
-        for path in map(self.paths.__getitem__, self.paths_of([i])):
+        for path in (self.paths[p] for p in self.paths_of([i])):
             prompt, completion = path.prompt_token_ids, path.completion_token_ids
             if prompt.size == 0 or completion.size == 0:
                 return (
