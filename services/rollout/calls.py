@@ -43,7 +43,7 @@ def check_request(request: SampleRequest, context: int, vocabulary: int) -> None
         raise RenderRefused(
             "context",
             f"token_ids has {length} tokens, which with max_new_tokens {request.max_new_tokens} is more than "
-            f"policy.max_total_sequence_length {context}",
+            f"the context of {context}",
         )
     for name, ids in (("token_ids", request.token_ids), ("stop_token_ids", request.stop_token_ids)):
         if ids and not 0 <= min(ids) <= max(ids) < vocabulary:

@@ -120,7 +120,7 @@ class ChatFormat:
             if len(ids) > self._model.max_model_len:
                 raise RenderRefused(
                     "context",
-                    f"{name} has {len(ids)} tokens; policy.max_total_sequence_length is {self._model.max_model_len}",
+                    f"{name} has {len(ids)} tokens; the context has {self._model.max_model_len}",
                 )
         return await self._parse(request)
 

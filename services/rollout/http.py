@@ -83,6 +83,18 @@ def _add_calls(app: FastAPI, worker: RolloutWorker, chat_format: ChatFormat) -> 
     async def derender(request: DerenderRequest) -> Derendered:
         return Derendered(await chat_format.derender(request))
 
+    @app.exception_handler(ReplicaFenced)
+    async def fenced(_: Request, error: ReplicaFenced) -> Response:
+        return _json(409, Refusal(Problem(str(error), error.reason)))
+
+    @app.exception_handler(RenderRefused)
+    async def refused(_: Request, error: RenderRefused) -> Response:
+        return _json(400, Refusal(Problem(str(error), error.reason)))
+
+    @app.exception_handler(GenerationError)
+    async def failed(_: Request, error: GenerationError) -> Response:
+        return _json(500, Refusal(Problem(str(error))))
+
     _add_call(app, SAMPLE, "A completion of token ids, with log-probabilities", SampleRequest, Sampled, sample)
     _add_call(app, RENDER, "The token ids of messages", RenderRequest, Rendered, render)
     _add_call(app, DERENDER, "The message that a completion is", DerenderRequest, Derendered, derender)
@@ -99,26 +111,17 @@ def _add_call(
     """A route that answers a JSON body of type `asked` with one of type `given`, and gives up when its caller does."""
     from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
-    async def body(raw_request: Request) -> T | Refusal:
+    async def body(raw_request: Request) -> T:
         try:
             return msgspec.json.decode(await raw_request.body(), type=asked)
         except (ValueError, RecursionError) as error:
-            return Refusal(Problem(f"the body is no such request: {error}", "invalid"))
+            raise RenderRefused("invalid", f"the body is no such request: {error}") from error
 
     # read before the handler runs, beside which the caller is listened for
     parsed = Depends(body)
 
     async def post(raw_request: Request, request: Any = parsed) -> Response:
-        if isinstance(request, Refusal):
-            return _json(400, request)
-        try:
-            return _json(200, await answer(request))
-        except ReplicaFenced as fenced:
-            return _json(409, Refusal(Problem(str(fenced), fenced.reason)))
-        except RenderRefused as refused:
-            return _json(400, Refusal(Problem(str(refused), refused.reason)))
-        except GenerationError as error:
-            return _json(500, Refusal(Problem(str(error))))
+        return _json(200, await answer(request))
 
     schemas = {name: _schema(kind) for name, kind in (("asked", asked), ("given", given), ("refusal", Refusal))}
     refusals = {

@@ -212,6 +212,13 @@ async def test_a_tool_call_comes_back_without_an_id(client: ReplicaClient, token
     assert message == {"role": "assistant", "content": "Well.", "tool_calls": [call]}
 
 
+async def test_the_openai_api_reads_tool_calls_with_the_same_parser(replica: Process) -> None:
+    body = {"messages": [{"role": "user", "content": "2+2?"}], "tools": [TOOL], "max_tokens": 4}
+    answer = await replica.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["role"] == "assistant"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason", "said"),
     [
@@ -232,11 +239,12 @@ async def test_a_tool_call_comes_back_without_an_id(client: ReplicaClient, token
     ],
 )
 async def test_a_request_that_no_replica_can_answer_is_refused_by_its_value(
-    client: ReplicaClient, changes: dict[str, Any], reason: str, said: str
+    client: ReplicaClient, replica: Process, changes: dict[str, Any], reason: str, said: str
 ) -> None:
     with pytest.raises(RenderRefused, match=said) as refused:
         await client.sample(request(**changes))
     assert refused.value.reason == reason
+    assert not await calls(replica, "failed")
 
 
 async def test_what_no_replica_can_render_or_parse_is_refused(client: ReplicaClient) -> None:

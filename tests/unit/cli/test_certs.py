@@ -67,7 +67,8 @@ def test_each_service_has_a_file_with_what_it_needs_alone(tmp_path: Path) -> Non
     mine = Credentials(folder / "environment-mine.credentials")
     assert mine.token("environment mine") == whole.token("environment mine")
     rollout = (folder / "rollout.credentials").read_text()
-    assert [line.rpartition(" ")[0] for line in rollout.splitlines()] == ["operator", "reader", "redis rollout"]
+    roles = [line.rpartition(" ")[0] for line in rollout.splitlines()]
+    assert roles == ["operator", "reader", "agents", "redis rollout"]
     for service in ("replay", "reward", "trainer", "rollout", "environment-mine"):
         assert whole.token("redis admin") not in (folder / f"{service}.credentials").read_text()
     before = (folder / "reward.credentials").read_text()
