@@ -4,7 +4,7 @@
     reader 4gXq…                   reading over HTTP
     scorer Zn2c…                   RewardService.Score of the reward hub
     environment math 0PfQ…         the process that serves environment `math` (env.math.target)
-    redis trainer Yt7b…            password of the buffer's user RUN-trainer; likewise replay, rollout, operator, reader, up, admin
+    redis trainer Yt7b…            password of the buffer's user RUN-trainer; likewise replay, rollout, agents, operator, reader, up, admin
 
 A file holds what its reader needs: a service that asks for a token knows the tokens that it accepts, a caller the one that it
 presents. Of several tokens of one role all are accepted and the first is presented, so a token is replaced by adding the new line
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headrace.config import Config
 
 FILE = "credentials"
-REDIS_ROLES = ("replay", "trainer", "rollout", "operator", "reader", "up", "admin")
+REDIS_ROLES = ("replay", "trainer", "rollout", "agents", "operator", "reader", "up", "admin")
 
 _log = logging.getLogger("headrace.security")
 
