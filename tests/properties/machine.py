@@ -14,7 +14,7 @@ from hypothesis.stateful import initialize, rule
 from headrace.replay import End, Reservation
 from headrace.trajectory import Score
 from tests.properties.caller import deliveries
-from tests.properties.runner_rules import RunnerRules
+from tests.properties.runner_rules import RunnerRules, endings
 from tests.properties.scorer_rules import Said, ScorerRules, Status, said
 from tests.properties.setting import Setting, settings_of_runs
 from tests.properties.trainer_rules import TrainerRules
@@ -67,7 +67,7 @@ class Everyone(TrainerRules, RunnerRules, ScorerRules):
         leases = self.call("lease", self.replica(0), 8) or []
         self.leases += leases
         if self.setting.episodes:
-            self.enter_runner(0)
+            self.be_there(0)
             self.lease_some_episodes(0, 16)
         items = [(lease, self.trajectory(lease, index, versions)) for lease in leases for index in lease.missing]
         if until == "begun":
@@ -137,6 +137,31 @@ class Everyone(TrainerRules, RunnerRules, ScorerRules):
 
     @rule(
         groups=st.integers(1, 4),
+        calls=st.integers(0, 2),
+        endings=endings,
+        how=deliveries,
+        dies=st.sampled_from([False, False, True]),
+    )
+    def episodes_are_run(self, groups: int, calls: int, endings: Sequence[Said], how: str, dies: bool) -> None:
+        """Of the groups that a runner gets. It ends some of them; the last as `how` says. `dies`: then another goes on."""
+        if not self.setting.episodes:
+            return
+        self.a_round(groups, "plain", True, "leased")
+        held = {group.token for group in self.model.groups.values() if group.state == "open" and group.episodes}
+        tokens = list(dict.fromkeys(lease.token for lease in self.episodes if lease.token in held))[-groups:]
+        if tokens and calls:
+            self.programs_are_at_work(groups, calls, 0)
+        for place, ending in enumerate(endings if tokens else ()):
+            lease = self.newest_lease(tokens[place // self.setting.n % len(tokens)])
+            delivery = how if place == len(endings) - 1 else "once"
+            self.end_episode(lease, place % lease.count, ending, how=delivery)
+        if dies:
+            self.call("deregister_runner", self.runner_id(0), True)
+            self.enter_runner(0)
+            self.lease_some_episodes(0, 16)
+
+    @rule(
+        groups=st.integers(1, 4),
         slots=st.sampled_from([2, 8, 16]),
         deaths=st.lists(st.sampled_from(["silent", "died", "died", "left"]), min_size=1, max_size=4),
         calls=st.booleans(),
@@ -149,8 +174,8 @@ class Everyone(TrainerRules, RunnerRules, ScorerRules):
         self.enqueue(groups, 0, 0, "once")
         for death in deaths:
             self.refit([0])
-            self.enter_runner(0)
-            self.enter_runner(1)
+            self.be_there(0)
+            self.be_there(1)
             self.lease(0, 8, "once")
             leases = self.lease_some_episodes(1, slots)
             if calls and leases:
@@ -271,7 +296,7 @@ class Everyone(TrainerRules, RunnerRules, ScorerRules):
         for _ in range(400):
             self.refit([0])
             self.finish_everything(True)
-            self.enter_runner(0)
+            self.be_there(0)
             while (leases := self.call("lease", self.replica(0), 8)) or self.lease_some_episodes(0, 64):
                 self.leases += leases or []
                 self.finish_everything(True)

@@ -11,13 +11,14 @@ from headrace.replay import Lease
 from headrace.trajectory import Call, Score, Trajectory
 from tests.properties.caller import deliveries, new_each_time, some
 from tests.properties.rollout_rules import RolloutRules
-from tests.properties.scorer_rules import builds, rewards
+from tests.properties.scorer_rules import Said, builds, rewards
 from tests.support.buffer import make_call, make_trajectory
 
 RUNNERS = 2
 ends = st.sampled_from(
     ["SCORED"] * 6 + ["graded"] + ["FAILED", "FAILED", "TIMED_OUT", "NOT_STARTED", "INTERRUPTED", "INVALID"]
 )
+endings = st.lists(st.tuples(ends, rewards, builds), min_size=1, max_size=8)
 # Bytes of a call's text: three of the last kind are more than an episode may have.
 sizes = st.sampled_from([0, 0, 100, 15_000])
 
@@ -37,6 +38,12 @@ class RunnerRules(RolloutRules):
         if name in self.model.used or (name in self.model.runners and not self.model.is_alive(name)):
             self.runners[which % RUNNERS] = f"runner-{which % RUNNERS}-{self.name()}"
         self.call("register_runner", self.runner_id(which), {}, how=how)
+
+    def be_there(self, which: int) -> str:
+        """It registers, if it has to."""
+        if not self.model.is_alive(f"runner {self.runner_id(which)}"):
+            self.enter_runner(which)
+        return self.runner_id(which)
 
     def lease_some_episodes(self, which: int, slots: int, how: str = "once") -> list[Lease]:
         leases: list[Lease] = self.call("lease_episodes", self.runner_id(which), slots, how=how) or []
@@ -108,17 +115,19 @@ class RunnerRules(RolloutRules):
         how=deliveries,
     )
     def finish(self, which: int, index: int, end: str, reward: float, build: str, large: bool, how: str) -> None:
-        place = len(self.episodes) - 1 - which % len(self.episodes)
-        lease, trajectory = self.episodes[place], None
-        if end in ("SCORED", "graded"):
-            trajectory = self.episode(lease, index)
-            if large:
-                trajectory = msgspec.structs.replace(trajectory, text="7" * 45_000)
-        score = Score("SCORED", reward, build=build) if end == "SCORED" else Score(end, message="no")  # type: ignore[arg-type]
+        lease = self.episodes[-1 - which % len(self.episodes)]
+        self.end_episode(lease, index, (end, reward, build), large=large, how=how)
+
+    def end_episode(self, lease: Lease, index: int, said: Said, *, large: bool = False, how: str = "once") -> None:
+        end, reward, build = said
+        trajectory = self.episode(lease, index, large=large) if end in ("SCORED", "graded") else None
+        score = Score("SCORED", reward, build=build) if end == "SCORED" else Score(end, message="no")
         again = self.call("finish", lease, index, trajectory, None if end == "graded" else score, how=how)
-        if again:
-            # mostly the program begins anew under it; who does not know of it is refused
+        if again:  # the program begins anew under it; who does not know of it is refused
             self.episodes.append(again)
+
+    def newest_lease(self, token: str) -> Lease:
+        return next(lease for lease in reversed(self.episodes) if lease.token == token)
 
     @precondition(lambda self: self.episodes)
     @rule(which=st.integers(0, 4), why=st.sampled_from(["returned", "returned", "failed", "rejected"]), how=deliveries)
@@ -129,11 +138,11 @@ class RunnerRules(RolloutRules):
         else:
             self.call("release", lease, "why not", why == "failed", how=how)
 
-    def episode(self, lease: Lease, index: int) -> Trajectory:
-        """No two are of the same tokens."""
+    def episode(self, lease: Lease, index: int, *, large: bool = False) -> Trajectory:
+        """No two are of the same tokens. `large`: more bytes than an episode may have."""
         plain = make_trajectory(lease, index, [max(0, lease.version)])
         tokens = np.full_like(plain.completion_token_ids, int(self.name(), 16))
-        return msgspec.structs.replace(plain, completion_token_ids=tokens)
+        return msgspec.structs.replace(plain, completion_token_ids=tokens, text="7" * (45_000 if large else 1))
 
     def finish_episodes(self, differ: bool) -> None:
         """Those of every lease that is still held, with a reward or for a grader."""
@@ -143,7 +152,7 @@ class RunnerRules(RolloutRules):
                 continue
             lease = newest[held.token]
             tries = {index: tries for index, (tries, _) in held.tries.items()}
-            for index in range(lease.count):
+            for index in [index for index in self.model.missing(held) if held.state == "open"]:
                 score = Score("SCORED", float(index + (not differ)), build=held.build[1] if held.scored else "")
                 graded = held.group.order % 3 == 1
                 known = msgspec.structs.replace(lease, tries=tries)

@@ -89,5 +89,5 @@ settings_of_runs = st.builds(
     share=st.sampled_from([0.5, 0.5, 0.2]),
     give_up=st.sampled_from([None, 30.0]),
     dead_s=st.sampled_from([8.0, 8.0, 20.0]),
-    episodes=st.sampled_from([(), ("code",), ("code",), ("math",), ("math", "code")]),
+    episodes=st.sampled_from([(), ("math",), ("math",), ("code",), ("math", "code")]),
 ).filter(_lawful)

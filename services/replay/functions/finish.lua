@@ -21,6 +21,7 @@ local FREED = {FAILED = true, TIMED_OUT = true, NOT_STARTED = true, INTERRUPTED 
 
 local function parse(run, call, args)
   local score, payload = call.scores[1], args[2]
+  if #call.scores > 1 then refuse('HR_INVALID', #call.scores .. ' scores of one episode') end
   require_bytes(1 + #call.scores, args)
   local entry = {
     id = call.group, index = call.index, at = string.format('%d', call.index), token = call.token, nonce = call.nonce, bytes = call.bytes,
@@ -131,7 +132,7 @@ end
 
 register('finish', {
   timeline = text, incarnation = name, group = name, order = natural_or_none, token = text, index = natural, tries = natural, nonce = name,
-  bytes = natural, length = natural, oldest = natural, newest = natural, scores = list_of(map, 1),
+  bytes = natural, length = natural, oldest = natural, newest = natural, scores = list_of(map, BATCH),
 }, function(run, call, args)
   local entry = parse(run, call, args)
   local answer, code, message = finish(run, call, entry)
