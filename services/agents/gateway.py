@@ -6,6 +6,9 @@
 Programs are somebody else's, and what they send is hostile: bodies, requests under way and requests a second are bounded, the key is all
 that is known of a caller, and it opens one episode.
 
+A key begins with the name of its gateway. Behind one address for all (`agents.advertised_url`) any gateway takes a request, and forwards
+what is another's.
+
 An answer is delivered once its last byte was written to a connection that was still open. So it is sent in chunks, of which a client needs
 the last, and the connection is looked at before that one.
 """
@@ -17,11 +20,13 @@ import contextlib
 import json
 import logging
 import re
+import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import httpx
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
@@ -41,6 +46,18 @@ _BODY_S = 60.0
 _TURNS = 5
 # Over which requests a second are counted.
 _RATE_S = 10.0
+# Marks a request that another gateway sent on.
+_FORWARDED = "x-headrace-forwarded"
+# Headers of a request and of its answer that mean something to whoever gets them.
+_PASSED_ON = (
+    b"authorization",
+    b"content-type",
+    b"idempotency-key",
+    b"x-headrace-train",
+    b"x-stainless-retry-count",
+    b"x-headrace-retry-count",
+)
+_HANDED_ON = (b"content-type", b"cache-control", b"retry-after")
 _KEY = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 
 
@@ -54,7 +71,8 @@ class _Door:
 
 
 class Gateway:
-    """The endpoints of the episodes that this runner has open. `model` is the policy's name."""
+    """The endpoints of the episodes that this runner has open. `model` is the policy's name. `peers` are the addresses of the other
+    gateways, by their names."""
 
     def __init__(
         self,
@@ -71,9 +89,14 @@ class Gateway:
         self._max_in_rate = max(1, round(max_requests_per_s * _RATE_S))
         self._clock = clock
         self._doors: dict[str, _Door] = {}
+        self.name = secrets.token_hex(4)
+        self.peers: Mapping[str, str] = {}
 
-    def open(self, key: str, episode: OpenEpisode) -> None:
+    def open(self, episode: OpenEpisode) -> str:
+        """Returns the key that opens the episode."""
+        key = f"{self.name}-{secrets.token_hex(16)}"
         self._doors[key] = _Door(episode)
+        return key
 
     def close(self, key: str) -> None:
         """The key is dead from here on."""
@@ -81,6 +104,10 @@ class Gateway:
 
     def knows(self, key: str) -> bool:
         return key in self._doors
+
+    def peer(self, key: str) -> str | None:
+        """The address of the gateway whose key this is, if it is another's."""
+        return None if self.knows(key) else self.peers.get(key.partition("-")[0])
 
     @contextlib.contextmanager
     def admitted(self, key: str) -> Iterator[OpenEpisode]:
@@ -117,13 +144,18 @@ class Turned(Exception):
         self.problem = problem
 
 
-def build_app(gateway: Gateway) -> FastAPI:
+def build_app(gateway: Gateway, forward: httpx.AsyncClient) -> FastAPI:
+    """`forward` asks the other gateways."""
     app = FastAPI(title="Headrace gateway", docs_url=None, redoc_url=None, openapi_url=None)
 
     async def chat(request: Request) -> Response:
+        if (peer := _peer_of(gateway, request)) is not None:
+            return _Forwarded(gateway, peer, forward)
         return _Answer(gateway, _key_of(request))
 
     async def models(request: Request) -> Response:
+        if (peer := _peer_of(gateway, request)) is not None:
+            return _Forwarded(gateway, peer, forward)
         if not gateway.knows(_key_of(request)):
             return _refuse(dialect.no_such_key())
         model = {"id": gateway.model, "object": "model", "created": 0, "owned_by": "headrace"}
@@ -141,6 +173,11 @@ def redact(record: logging.LogRecord) -> bool:
     if _KEY.search(message):
         record.msg, record.args = _KEY.sub("KEY", message), ()
     return True
+
+
+def _peer_of(gateway: Gateway, request: Request) -> str | None:
+    """Where the request is to be forwarded; what was, is not again."""
+    return None if _FORWARDED in request.headers else gateway.peer(_key_of(request))
 
 
 def _key_of(request: Request) -> str:
@@ -198,6 +235,55 @@ class _Answer(Response):
             return
         if problem is not None:
             await _refuse(problem)(scope, receive, send)
+
+
+class _Forwarded(Response):
+    """Asks another gateway, and hands its answer on as it comes. A client that goes is gone there too."""
+
+    def __init__(self, gateway: Gateway, peer: str, client: httpx.AsyncClient) -> None:
+        super().__init__()
+        self._gateway, self._peer, self._client = gateway, peer, client
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        asked = Request(scope, receive)
+        try:
+            body = await _read(asked, self._gateway.max_request_bytes)
+        except Turned as turned:
+            await _refuse(turned.problem)(scope, receive, send)
+            return
+        except ClientDisconnect:
+            return
+        headers = [(name, value) for name, value in asked.headers.raw if name.lower() in _PASSED_ON]
+        request = self._client.build_request(
+            asked.method, self._peer + scope["path"], content=body, headers=[*headers, (_FORWARDED.encode(), b"1")]
+        )
+        gone, handing = asyncio.create_task(_gone(receive)), asyncio.create_task(self._hand_on(request, send))
+        try:
+            await asyncio.wait([gone, handing], return_when=asyncio.FIRST_COMPLETED)
+            if not handing.done():
+                return
+            problem = handing.result()
+        finally:
+            gone.cancel()
+            handing.cancel()
+        if problem is not None:
+            await _refuse(problem)(scope, receive, send)
+
+    async def _hand_on(self, request: httpx.Request, send: Any) -> Problem | None:
+        """Returns why there is no answer, as long as nothing has been sent."""
+        try:
+            answer = await self._client.send(request, stream=True)
+        except httpx.HTTPError as error:
+            return dialect.failed(
+                f"the runner of this episode can't be reached: {error or type(error).__name__}", late=False
+            )
+        async with contextlib.aclosing(answer):
+            kept = [(name, value) for name, value in answer.headers.raw if name.lower() in _HANDED_ON]
+            await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
+            async for part in answer.aiter_raw():
+                await _part(send, part)
+            await _end(send)
+        return None
 
 
 async def _answer(episode: OpenEpisode, request: ChatRequest, gone: asyncio.Task[None], send: Any) -> Problem | None:

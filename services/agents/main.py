@@ -8,6 +8,8 @@ import logging
 import os
 import socket
 
+import httpx
+
 from headrace.addresses import with_port
 from headrace.config import Config
 from headrace.credentials import buffer_url, credentials_of
@@ -16,6 +18,7 @@ from headrace.http_access import HttpAccess
 from headrace.replay import ReplayClient
 from headrace.replica_client import ROLE, ReplicaClient
 from headrace.service import bind, create_app, serve_http, serve_openly, stop_on_signals
+from headrace.tls import client_context
 from headrace_services.agents.fleet import Fleet, RunClock
 from headrace_services.agents.gateway import Gateway, build_app, redact
 from headrace_services.agents.programs import hub_programs
@@ -61,7 +64,14 @@ async def _serve(config: Config) -> None:
         host = socket.gethostname() if agents.host in ("0.0.0.0", "::") else agents.host
         own = f"{scheme}://{with_port(host, sock.getsockname()[1])}"
         pages = f"{scheme}://{with_port(host, http.getsockname()[1])}"
-        info = {"host": socket.gethostname(), "pid": os.getpid(), "gateway": own, "url": pages, "slots": agents.slots}
+        info = {
+            "name": gateway.name,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "gateway": own,
+            "url": pages,
+            "slots": agents.slots,
+        }
         programs = await stack.enter_async_context(hub_programs(config))
         runner = Runner(config, replay, fleet, gateway, programs, agents.advertised_url or own, info)
 
@@ -69,6 +79,10 @@ async def _serve(config: Config) -> None:
             return runner.problem()
 
         await stack.enter_async_context(serve_http(create_app("Headrace agents", ready), http, access))
-        await stack.enter_async_context(serve_openly(build_app(gateway), sock, access.certificate))
+        # an answer takes as long as it takes: the clocks are the other gateway's
+        verify = True if access.certificate is None else client_context(config.security.tls_ca)
+        forward = httpx.AsyncClient(verify=verify, timeout=httpx.Timeout(None, connect=10.0), trust_env=False)
+        stack.push_async_callback(forward.aclose)
+        await stack.enter_async_context(serve_openly(build_app(gateway, forward), sock, access.certificate))
         _log.info("gateway on %s, HTTP on %s", own, pages)
         await runner.run(stop)

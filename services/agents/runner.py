@@ -122,6 +122,9 @@ class Runner:
                 return
             await self._end(reply.lost, "surplus", only=frozenset(reply.complete))
             await self._end(reply.lost, "lost")
+            if self._config.agents.advertised_url is not None:
+                others = [runner.info for runner in await self._replay.runners() if runner.alive]
+                self._gateway.peers = {str(info.get("name")): str(info.get("gateway")) for info in others}
             free = self._config.agents.slots - self.episodes
             if free > 0 and self._fleet.healthy:
                 for lease in await self._replay.lease_episodes(self.runner, free):
@@ -237,12 +240,11 @@ class Runner:
     async def _attempt(self, lease: Lease, index: int) -> tuple[AnyTrajectory | None, Score | None]:
         """Play the episode once. Returns what is handed in. Raises `Fenced` if the lease was lost meanwhile, `ServiceError`."""
         env_name = lease.group.env_name
-        key = secrets.token_hex(16)
         seed = f"{self._config.algorithm.seed} {lease.group.id} {index}"
         keep = partial(self._keep, lease, index)
         name = _name(lease, index)
         episode = OpenEpisode(name, lease, index, self._fleet, keep, self._limits, self._clocks, seed)
-        self._gateway.open(key, episode)
+        key = self._gateway.open(episode)
         self._open.add(episode)
         metrics.OPEN.set(len(self._open))
         began = time.monotonic()

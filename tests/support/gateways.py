@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -151,10 +150,9 @@ async def open_episode(
     episode = OpenEpisode("group-1[0]", lease(), 0, fleet, keep, limits, clocks, "42 group-1 0")
     given = {"max_request_bytes": 10_000, "max_parallel_calls": 64, "max_requests_per_s": 1000.0}
     gateway = Gateway("policy", **(given | bounds))
-    key = secrets.token_hex(16)
-    gateway.open(key, episode)
+    key = gateway.open(episode)
     with contextlib.closing(bind("127.0.0.1", 0, "agents.port")) as sock:
-        async with serve_openly(build_app(gateway), sock):
+        async with httpx.AsyncClient() as forward, serve_openly(build_app(gateway, forward), sock):
             address = f"http://127.0.0.1:{sock.getsockname()[1]}"
             opened = Open(episode, gateway, fleet, toys, address, key, [])
             opened.may_keep.set()

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -75,9 +76,11 @@ class Stage:
         fleet = Fleet(lambda url: self.toy, RunClock(lambda: self.now[0]))
         gateway = Gateway("policy", max_request_bytes=10**6, max_parallel_calls=64, max_requests_per_s=10**6)
         with contextlib.closing(bind("127.0.0.1", 0, "agents.port")) as sock:
-            async with serve_openly(build_app(gateway), sock):
+            async with httpx.AsyncClient() as forward, serve_openly(build_app(gateway, forward), sock):
                 url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-                runner = Runner(config, self.replay, fleet, gateway, programs, url, {"url": url})
+                reached = config.agents.advertised_url or url
+                info = {"name": gateway.name, "gateway": url}
+                runner = Runner(config, self.replay, fleet, gateway, programs, reached, info)
                 stop = asyncio.Event()
                 running = asyncio.create_task(runner.run(stop))
                 try:
@@ -419,6 +422,17 @@ async def test_a_limit_ends_an_episode_as_it_is_configured(
         await stage.until(ready=limits.prompts_per_step)
     batch = await reserve(stage.replay, 0)
     assert {each.reward for each in batch.trajectories} == rewards
+
+
+async def test_behind_one_address_any_gateway_takes_the_calls_of_every_runner(stage: Stage) -> None:
+    idle, playing = Played(two_turns), Played(two_turns)
+    async with stage.runner(idle, slots=N - 1, advertised_url="http://behind") as (front, _, _):
+        url = str(front._info["gateway"])
+        await stage.enqueue(0)
+        async with stage.runner(playing, advertised_url=url):
+            await stage.until(ready=1)
+    assert not idle.began
+    assert {episode.base_url.partition("/s/")[0] for episode in playing.began} == {url}
 
 
 async def test_what_no_other_try_mends_ends_the_runner(stage: Stage) -> None:

@@ -145,6 +145,50 @@ async def test_an_unknown_key_and_one_of_an_episode_that_has_ended_open_nothing(
                 await client.models.list()
 
 
+async def test_any_gateway_takes_a_request_and_forwards_what_is_another_ones() -> None:
+    async with open_episode() as mine, open_episode() as other:
+        other.gateway.peers = {mine.gateway.name: mine.address}
+        for options in (
+            {"base_url": f"{other.address}/s/{mine.key}/v1"},
+            {"base_url": f"{other.address}/v1", "api_key": mine.key},
+        ):
+            async with mine.client(**options) as client:
+                assert [model.id async for model in client.models.list()] == ["policy"]
+                answer = await ask(client)
+                stream = await ask(client, [user("streamed")], stream=True)
+                assert [chunk async for chunk in stream][-1].choices[0].finish_reason
+                with pytest.raises(openai.BadRequestError, match="n 2"):
+                    await ask(client, n=2)
+                assert answer.choices[0].message.role == "assistant"
+        assert len(mine.kept) == len((await mine.episode.end()).calls) == 4
+        assert not other.kept
+
+
+async def test_a_client_that_goes_is_gone_behind_a_forwarding_gateway_too() -> None:
+    async with open_episode() as mine, open_episode() as other:
+        go = gate(mine)
+        other.gateway.peers = {mine.gateway.name: mine.address}
+        async with httpx.AsyncClient(base_url=f"{other.address}/s/{mine.key}/v1") as client:
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post("/chat/completions", json={"messages": HI}, timeout=0.2)
+            await until(lambda: mine.episode.session.calls[0].readers == 0)
+        go.set()
+
+
+async def test_a_gateway_that_is_away_is_an_error_that_clients_retry_and_nothing_goes_round() -> None:
+    async with open_episode() as mine, open_episode() as other:
+        unknown = f"{'0' * 8}-{'0' * 32}"
+        mine.gateway.peers = {"0" * 8: "http://127.0.0.1:1"}
+        async with mine.client(base_url=f"{mine.address}/s/{unknown}/v1") as client:
+            with pytest.raises(openai.InternalServerError, match="can't be reached"):
+                await ask(client)
+        # two that take each other for its gateway
+        mine.gateway.peers, other.gateway.peers = {"0" * 8: other.address}, {"0" * 8: mine.address}
+        async with mine.client(base_url=f"{mine.address}/s/{unknown}/v1") as client:
+            with pytest.raises(openai.AuthenticationError):
+                await ask(client)
+
+
 async def test_a_body_that_is_too_large_is_not_read() -> None:
     async with open_episode() as opened, opened.http() as client:
 
@@ -180,10 +224,10 @@ async def test_the_rate_of_requests_is_bounded() -> None:
 
 
 def test_no_key_gets_into_a_log() -> None:
-    key = "0123456789abcdef" * 2
+    key = f"01234567-{'0123456789abcdef' * 2}"
     record = logging.LogRecord("any", logging.INFO, "", 0, "POST %s", (f"http://host/s/{key}/v1/chat",), None)
     assert redact(record)
-    assert record.getMessage() == "POST http://host/s/KEY/v1/chat"
+    assert record.getMessage() == "POST http://host/s/01234567-KEY/v1/chat"
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------------
