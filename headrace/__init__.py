@@ -8,12 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.environment import Environment, Sample
+from headrace.episode import Episode
+from headrace.errors import ChatError
 from headrace.trajectory import Score
 
 if TYPE_CHECKING:
     from headrace.attachment import Attachment
 
-__all__ = ["Environment", "Sample", "Score", "attach", "serve"]
+__all__ = ["ChatError", "Environment", "Episode", "Sample", "Score", "attach", "serve"]
 
 
 def serve(
@@ -70,9 +72,9 @@ def attach(
     """Score with `environment` for the run whose reward hub is at `hub` (host:port), under `name` (default: its own), until SIGTERM, SIGINT
     or, in a notebook, the interruption of the cell. The run declares `env.NAME: {attached: true}`. Nothing listens here.
 
-    It comes back by itself when the hub was away. `capacity` is how many samples it may be at work on at a time (default: what the
-    environment says). What this process has attached as `name` before is replaced. With `wait=False` it goes on in the background: the
-    returned object has `stop()` and `wait()`.
+    It comes back by itself when the hub was away. `capacity` is how many samples, and how many episodes, it may be at work on at a time
+    (default: what the environment says). What this process has attached as `name` before is replaced. With `wait=False` it goes on in the
+    background: the returned object has `stop()` and `wait()`.
 
     For a hub on this machine the credentials are found. For another give `token`, or a file with a line `environment NAME TOKEN`
     (`headrace env token NAME` prints it), and `tls_ca`, the PEM file of the authority that signed the hub's certificate (default: the

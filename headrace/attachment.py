@@ -1,4 +1,4 @@
-"""Attaches one environment to a run's reward hub: dials in, and scores what it is sent. It listens nowhere."""
+"""Attaches one environment to a run's reward hub: dials in, scores what it is sent, and runs episodes. It listens nowhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,15 @@ from headrace.addresses import target_is_local
 from headrace.credentials import Credentials
 from headrace.environment import Environment
 from headrace.environment_server import GRACE_S, BatchScorer
+from headrace.episode import EpisodeOutcome
 from headrace.errors import CodecError, ConfigError, ServiceError
 from headrace.flow import Flow
+from headrace.programs import Programs
 from headrace.trajectory import Score
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
 from headrace.v1 import trajectory_pb2
-from headrace.wire import sample_from_wire, score_to_wire
+from headrace.wire import episode_from_wire, outcome_to_wire, sample_from_wire, score_to_wire
 
 _log = logging.getLogger("headrace.environment")
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 5.0
@@ -59,7 +61,7 @@ class DialOptions:
 class Attachment:
     """An environment that is attached to a hub, in a thread with an event loop of its own.
 
-    `scored` and `failed` count the samples that it has answered with a reward, and those that it could not score.
+    `scored` and `failed` count the samples and episodes that it has answered, and those that failed.
     """
 
     def __init__(
@@ -68,6 +70,9 @@ class Attachment:
         self.hub, self.name = hub, name
         self.scored = self.failed = 0
         self._scorer = BatchScorer(environment, capacity=capacity, on_free=self._grant)
+        self._programs = (
+            Programs(environment, capacity=capacity, on_free=self._grant) if environment.runs_episodes else None
+        )
         self._options = options
         self._process_id = secrets.token_hex(16)
         self._began = time.monotonic()
@@ -82,7 +87,8 @@ class Attachment:
     @property
     def line(self) -> str:
         """How it fares."""
-        counts = f"{self._scorer.busy} at work, {self.scored} scored, {self.failed} failed"
+        busy = self._scorer.busy + (0 if self._programs is None else self._programs.busy)
+        counts = f"{busy} at work, {self.scored} scored, {self.failed} failed"
         state = "attached" if self._stream is not None else f"not attached ({self._trouble})"
         return f"environment {self.name}, {state} to {self.hub}: {counts}"
 
@@ -165,7 +171,7 @@ class Attachment:
 
     async def _attached(self, stub: Any, metadata: Sequence[tuple[str, str]]) -> None:
         """Work for the hub until the stream ends, or this is stopped."""
-        stream = _Stream(self._scorer, self.name, self._count)
+        stream = _Stream(self._scorer, self._programs, self.name, self._count)
         call = stub.Attach(metadata=metadata)
         writing = asyncio.create_task(_write(call, stream.requests(self._process_id, self._began)))
         reading = asyncio.create_task(self._read(stream, call))
@@ -199,10 +205,10 @@ class Attachment:
         if self._stream is not None:
             self._stream.grant()
 
-    def _count(self, results: Sequence[trajectory_pb2.Result]) -> None:
-        for result in results:
-            self.scored += result.status == trajectory_pb2.STATUS_SCORED
-            self.failed += result.status not in (trajectory_pb2.STATUS_SCORED, trajectory_pb2.STATUS_NOT_STARTED)
+    def _count(self, statuses: Iterable[trajectory_pb2.Status.ValueType]) -> None:
+        for status in statuses:
+            self.scored += status == trajectory_pb2.STATUS_SCORED
+            self.failed += status not in (trajectory_pb2.STATUS_SCORED, trajectory_pb2.STATUS_NOT_STARTED)
 
 
 async def _write(call: Any, requests: AsyncIterator[pb.AttachRequest]) -> None:
@@ -216,30 +222,44 @@ async def _write(call: Any, requests: AsyncIterator[pb.AttachRequest]) -> None:
 
 
 class _Stream:
-    """One stream: what came in is being scored, what goes out waits in a line. Only this side's loop calls it."""
+    """One stream: what came in is being worked on, what goes out waits in a line. Only this side's loop calls it."""
 
     def __init__(
-        self, scorer: BatchScorer, name: str, count: Callable[[Sequence[trajectory_pb2.Result]], None]
+        self,
+        scorer: BatchScorer,
+        programs: Programs | None,
+        name: str,
+        count: Callable[[Iterable[trajectory_pb2.Status.ValueType]], None],
     ) -> None:
         self._scorer = scorer
+        self._programs = programs
         self._name = name
         self._count = count
-        self._flow = Flow(scorer.capacity)
+        # what does each kind of work
+        self._workers: dict[pb.WorkKind.ValueType, BatchScorer | Programs] = {}
+        if scorer.environment.scores_samples:
+            self._workers[pb.WORK_KIND_SCORE] = scorer
+        if programs is not None:
+            self._workers[pb.WORK_KIND_EPISODE] = programs
+        self._flows = {kind: Flow(worker.capacity) for kind, worker in self._workers.items()}
         self._max_message_bytes = 0  # until the hub has said it
         self._outgoing: asyncio.Queue[pb.AttachRequest | None] = asyncio.Queue()
-        self._tasks: dict[str, asyncio.Task[list[trajectory_pb2.Result]]] = {}
+        self._tasks: dict[str, asyncio.Task[pb.Answer]] = {}
         self._closed = False
 
     async def requests(self, process_id: str, began: float) -> AsyncIterator[pb.AttachRequest]:
         """`began`: when the process first offered its environment, by the monotonic clock."""
-        offer = pb.Offer(
-            environment=self._scorer.description,
-            capacity=self._scorer.capacity,
-            name=self._name,
-            kind=pb.WORK_KIND_SCORE,
-            age_ms=round(1000 * (time.monotonic() - began)),
-        )
-        register = pb.Register(process_id=process_id, offers=[offer], max_message_bytes=rpc.MAX_MESSAGE_BYTES)
+        offers = [
+            pb.Offer(
+                environment=self._scorer.description,
+                capacity=worker.capacity,
+                name=self._name,
+                kind=kind,
+                age_ms=round(1000 * (time.monotonic() - began)),
+            )
+            for kind, worker in self._workers.items()
+        ]
+        register = pb.Register(process_id=process_id, offers=offers, max_message_bytes=rpc.MAX_MESSAGE_BYTES)
         yield pb.AttachRequest(register=register)
         while (request := await self._outgoing.get()) is not None:
             yield request
@@ -252,10 +272,13 @@ class _Stream:
                 self.grant()
             case "work":
                 work = event.work
-                self._flow.send(work.work_id, len(work.score.trajectories))
-                task = asyncio.create_task(self._score(work))
+                kind, size, doing = self._begin(work)
+                if kind not in self._flows:
+                    raise CodecError(f"work {work.work_id!r} is of a kind that was not offered")
+                self._flows[kind].send(work.work_id, size)
+                task = asyncio.create_task(doing(work))
                 self._tasks[work.work_id] = task
-                task.add_done_callback(functools.partial(self._answer, work.work_id))
+                task.add_done_callback(functools.partial(self._answer, kind, work.work_id))
             case "cancel":
                 withdrawn = self._tasks.get(event.cancel.work_id)
                 if withdrawn is not None:
@@ -263,16 +286,17 @@ class _Stream:
 
     def grant(self) -> None:
         """Tell the hub of what can be begun on."""
-        amount = self._flow.room(self._scorer.busy)
-        if amount and self._max_message_bytes and not self._closed:
-            self._flow.grant(amount)
-            credit = pb.Credit(name=self._name, kind=pb.WORK_KIND_SCORE, amount=amount)
-            self._outgoing.put_nowait(pb.AttachRequest(credit=credit))
+        for kind, flow in self._flows.items():
+            amount = flow.room(self._workers[kind].busy)
+            if amount and self._max_message_bytes and not self._closed:
+                flow.grant(amount)
+                credit = pb.Credit(name=self._name, kind=kind, amount=amount)
+                self._outgoing.put_nowait(pb.AttachRequest(credit=credit))
 
     async def drain(self) -> None:
         """Answer what is held, soon, and end the stream."""
         self._outgoing.put_nowait(pb.AttachRequest(drain=pb.Drain()))
-        await self._scorer.drain(GRACE_S)
+        await asyncio.gather(*(worker.drain(GRACE_S) for worker in self._workers.values()))
         if self._tasks:
             await asyncio.wait(self._tasks.values())
             await asyncio.sleep(0)  # their callbacks come first
@@ -284,25 +308,52 @@ class _Stream:
         for task in self._tasks.values():
             task.cancel()
 
-    async def _score(self, work: pb.Work) -> list[trajectory_pb2.Result]:
+    def _begin(
+        self, work: pb.Work
+    ) -> tuple[pb.WorkKind.ValueType, int, Callable[[pb.Work], Coroutine[Any, Any, pb.Answer]]]:
+        """(its kind, its size, what does it)."""
+        if work.WhichOneof("batch") == "episode":
+            return pb.WORK_KIND_EPISODE, 1, self._play
+        return pb.WORK_KIND_SCORE, len(work.score.trajectories), self._score
+
+    async def _score(self, work: pb.Work) -> pb.Answer:
+        answer = pb.Answer(work_id=work.work_id)
         try:
             samples = [sample_from_wire(trajectory) for trajectory in work.score.trajectories]
         except CodecError as error:
-            return [score_to_wire(Score("INVALID", message=str(error)))] * len(work.score.trajectories)
-        scores = await self._scorer.score(samples, rpc.time_before(work.deadline_ms / 1000))
-        return fitted([score_to_wire(score) for score in scores], self._max_message_bytes)
+            results = [score_to_wire(Score("INVALID", message=str(error)))] * len(work.score.trajectories)
+        else:
+            scores = await self._scorer.score(samples, rpc.time_before(work.deadline_ms / 1000))
+            results = fitted([score_to_wire(score) for score in scores], self._max_message_bytes)
+        self._count(result.status for result in results)
+        answer.score.results.extend(results)
+        return answer
 
-    def _answer(self, work_id: str, task: asyncio.Task[list[trajectory_pb2.Result]]) -> None:
+    async def _play(self, work: pb.Work) -> pb.Answer:
+        assert self._programs is not None
+        try:
+            episode = episode_from_wire(work.episode.episode, rpc.time_before(work.deadline_ms / 1000))
+        except CodecError as error:
+            outcome = outcome_to_wire(EpisodeOutcome(Score("INVALID", message=str(error))))
+        else:
+            outcome = outcome_to_wire(await self._programs.run(episode))
+        if (size := outcome.ByteSize()) > 0.9 * self._max_message_bytes:
+            said = f"its outcome has {size} bytes, and a message to the hub {self._max_message_bytes}; leave less in artifacts"
+            outcome = outcome_to_wire(EpisodeOutcome(Score("FAILED", message=said)))
+        # one without a result has ended well: a grader scores it
+        self._count([outcome.result.status if outcome.HasField("result") else trajectory_pb2.STATUS_SCORED])
+        answer = pb.Answer(work_id=work.work_id)
+        answer.episode.outcome.CopyFrom(outcome)
+        return answer
+
+    def _answer(self, kind: pb.WorkKind.ValueType, work_id: str, task: asyncio.Task[pb.Answer]) -> None:
         del self._tasks[work_id]
         if self._closed:
             return
-        answer = pb.Answer(work_id=work_id)
-        if not task.cancelled():
-            results = task.result()
-            self._count(results)
-            answer.score.results.extend(results)
+        # of what was withdrawn it says nothing but that it has ended
+        answer = pb.Answer(work_id=work_id) if task.cancelled() else task.result()
         self._outgoing.put_nowait(pb.AttachRequest(answer=answer))
-        self._flow.answer(work_id)
+        self._flows[kind].answer(work_id)
         self.grant()
 
 

@@ -18,7 +18,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from headrace import conformance_episodes
 from headrace.asking import ask
+from headrace.conformance_episodes import EpisodeExamination
 from headrace.environment import Sample, ranged
 from headrace.errors import CodecError, ServiceError
 from headrace.example_samples import ODD_COMPLETIONS, ORDINARY, GoldenSample, close
@@ -42,12 +44,15 @@ _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 Verdict = Literal["right", "note", "wrong", "not looked at"]
 
-# What is looked at, in the order of the table, and how what is wrong with it is mended.
-REMEDIES = {
+# What is looked at, in the order of the table, and how what is wrong with it is mended. (Of one that runs episodes, what
+# `conformance_episodes` has comes after it.)
+_ANY = {
     "start": "answer Describe at once, also while samples are being scored: load what takes long before you listen, score in threads "
     "or processes of their own",
     "description": "state name, build and capacity in Describe; reward_min is at most reward_max",
     "health and reflection": "serve grpc.health.v1.Health and server reflection, if your library has them",
+}
+_SCORING = {
     "one by one": "every ordinary sample gets a reward; if these lack what yours have in extra_env_info, give yours: --samples FILE",
     "golden samples": "the environment or the sample is wrong: correct one of them",
     "calls at a time": "score several calls at a time, up to the capacity that Describe states; state less if it is less",
@@ -66,6 +71,7 @@ REMEDIES = {
     "statuses": "answer one of the statuses, with a message that says why unless it is SCORED, and a reward only if it is",
     "metadata": "metadata_json is a JSON object; a score has at most 8 KiB",
 }
+REMEDIES = _ANY | _SCORING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +94,8 @@ async def examine(
     renew: Callable[[], Awaitable[None]] | None = None,
     metadata: Sequence[tuple[str, str]] = (),
 ) -> list[Finding]:
-    """A finding for each of `REMEDIES`. `samples` are ordinary ones of the author's; `timeout_s` is what a call may take.
+    """A finding for each thing that is looked at in it. `samples` are ordinary ones of the author's; `timeout_s` is what a call may
+    take.
 
     `renew` starts the process anew, after one died or hangs. `metadata` go with streams, to which the channel adds no token. Raises
     `ServiceError` if nobody answers as an environment.
@@ -179,7 +186,8 @@ class _Examination:
         self._took_s = 0.0  # the largest batch
 
     def findings(self) -> list[Finding]:
-        return [self._finding(check, remedy) for check, remedy in REMEDIES.items()]
+        applies = (REMEDIES if self._scores else _ANY) | (conformance_episodes.REMEDIES if self._plays else {})
+        return [self._finding(check, remedy) for check, remedy in applies.items()]
 
     def _finding(self, check: str, remedy: str) -> Finding:
         if wrong := self._wrong.get(check):
@@ -190,6 +198,18 @@ class _Examination:
     async def run(self) -> None:
         await self._start()
         await self._services()
+        if self._scores:
+            await self._scoring()
+        if self._plays:
+            await EpisodeExamination(
+                self._stub,
+                self._golden or ORDINARY,
+                self._timeout_s,
+                self._fault,
+                lambda check, said: self._say(check, "right", said),
+            ).run()
+
+    async def _scoring(self) -> None:
         await self._one_by_one()
         await self._equal_keys()
         await self._samples_apart()
@@ -226,8 +246,11 @@ class _Examination:
         least, most = bounds(said)
         if least is not None and most is not None and not least <= most:
             self._fault("description", f"reward_min {least:g} and reward_max {most:g}: no reward is between them")
-        missing = [field for field in ("name", "build", "capacity") if not getattr(said, field)]
-        stated = f"{said.name} build {said.build or '(none)'}, capacity {said.capacity}"
+        wanted = ("name", "build", *(("capacity",) if self._scores else ()))
+        missing = [field for field in wanted if not getattr(said, field)]
+        room = [f"capacity {said.capacity}"] if self._scores else []
+        room += [f"{said.episodes} episodes at a time"] if self._plays else []
+        stated = f"{said.name} build {said.build or '(none)'}, {', '.join(room)}"
         self._say(
             "description", "note" if missing else "right", stated + (f"; no {', '.join(missing)}" if missing else "")
         )
@@ -572,6 +595,14 @@ class _Examination:
 
     def _say(self, check: str, verdict: Verdict, said: str) -> None:
         self._said[check] = verdict, said
+
+    @property
+    def _plays(self) -> bool:
+        return self._description.episodes > 0
+
+    @property
+    def _scores(self) -> bool:
+        return self._description.capacity > 0 or not self._plays
 
     @property
     def _settled(self) -> bool:

@@ -3,9 +3,9 @@
     operator Rk9V…                 everything over HTTP
     reader 4gXq…                   reading over HTTP
     scorer Zn2c…                   RewardService.Score of the reward hub
-    agents 7dWk…                   calls of episodes, on rollout replicas
+    agents 8vTd…                   RewardService.RunEpisode of the reward hub, and calls of replicas; in a run with episodes
     environment math 0PfQ…         the process that serves environment `math` (env.math.target)
-    redis trainer Yt7b…            password of the buffer's user RUN-trainer; likewise replay, rollout, operator, reader, up, admin
+    redis trainer Yt7b…            password of the buffer's user RUN-trainer; likewise replay, rollout, agents, operator, reader, up, admin
 
 A file holds what its reader needs: a service that asks for a token knows the tokens that it accepts, a caller the one that it
 presents. Of several tokens of one role all are accepted and the first is presented, so a token is replaced by adding the new line
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from headrace.config import Config
 
 FILE = "credentials"
-REDIS_ROLES = ("replay", "trainer", "rollout", "operator", "reader", "up", "admin")
+REDIS_ROLES = ("replay", "trainer", "rollout", "agents", "operator", "reader", "up", "admin")
 
 _log = logging.getLogger("headrace.security")
 
@@ -96,7 +96,8 @@ def credentials_of(config: Config) -> Credentials | None:
 def names_of(config: Config, *, redis: bool) -> list[str]:
     """The roles of a run; with `redis` those of the buffer's users too."""
     served = [f"environment {name}" for name, env in config.env.items() if env.is_served]
-    return ["operator", "reader", "scorer", "agents", *served, *(f"redis {role}" for role in REDIS_ROLES if redis)]
+    runners = ["agents"] if any(env.episodes for env in config.env.values()) else []
+    return ["operator", "reader", "scorer", *runners, *served, *(f"redis {role}" for role in REDIS_ROLES if redis)]
 
 
 def complete(path: Path, names: Iterable[str]) -> None:

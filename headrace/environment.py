@@ -21,12 +21,14 @@ from typing import Any, cast
 
 import msgspec
 
+from headrace.episode import Episode
 from headrace.source_build import source_build
 from headrace.trajectory import FinishReason, Message, Score
 
 _LONGEST_MESSAGE = 2000
 # Of a traceback's end, where it says what was raised.
 _LONGEST_TRACEBACK = 2000
+_CALLERS = ("headrace.environment_server", "headrace.programs", "headrace.slots")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +56,21 @@ Scored = float | Score
 
 
 class Environment:
-    """Base class of an environment. Override `score`, or `score_batch` if scoring many at once is cheaper; both may be `async def`.
+    """Base class of an environment. Override `score`, or `score_batch` if scoring many at once is cheaper; or `episode`, for a program that
+    calls the policy itself. All may be `async def`.
 
     A plain `score` runs in a thread, an `async` one in the event loop, at most `concurrency` at a time: set it to 1 if yours is
     not thread-safe. No more is sent to the environment than it can begin on at once, which is `capacity`.
     An exception becomes FAILED with its message; so does a reward that is not a finite number, or beyond `reward_min` or `reward_max`.
-    Return `Score("INVALID", message=…)` for a sample that can never be scored.
+    Return `Score("INVALID", message=…)` for a sample that can never be scored. All of it holds for `episode` too, at most `episodes` at a
+    time.
     """
 
     name: str = ""  # default: the name of the class
     description: str = ""  # one line
     concurrency: int = 16
     max_batch_size: int = 64  # samples in one call of `score_batch`
+    episodes: int = 64  # calls of `episode` at a time
     deterministic: bool = False  # equal samples get equal rewards, whatever is scored before or beside them
     reward_min: float | None = None  # no reward is below; one that is becomes FAILED. None: no bound
     reward_max: float | None = None
@@ -77,6 +82,10 @@ class Environment:
     def score_batch(self, samples: Sequence[Sample]) -> Sequence[Scored] | Awaitable[Sequence[Scored]]:
         """The rewards of a batch, one for each sample, in order. If it is not overridden, every sample goes through `score`."""
         raise NotImplementedError
+
+    def episode(self, e: Episode) -> Scored | Awaitable[Scored | None] | None:
+        """Play one episode, and return its reward: a number or a `Score`; None where the run names a grader (`env.<name>.grader`)."""
+        raise NotImplementedError(f"{type(self).__name__} defines no episode")
 
     @functools.cached_property
     def build(self) -> str:
@@ -93,21 +102,30 @@ class Environment:
         return type(self).score_batch is not Environment.score_batch
 
     @property
+    def runs_episodes(self) -> bool:
+        return type(self).episode is not Environment.episode
+
+    @property
+    def scores_samples(self) -> bool:
+        """Whether it is there for samples: one that runs episodes may do nothing else."""
+        return self.scores_batches or type(self).score is not Environment.score or not self.runs_episodes
+
+    @property
     def capacity(self) -> int:
         """Samples that it works on at a time."""
         return self.concurrency * (self.max_batch_size if self.scores_batches else 1)
 
 
-def checked(environment: Environment, value: object) -> Score:
-    """Turn what `score` returned into a `Score` that names the environment. Law 7: anything but a finite number in its range is FAILED."""
+def checked(environment: Environment, value: object, method: str = "score") -> Score:
+    """Turn what `method` returned into a `Score` that names the environment. Law 7: anything but a finite number in its range is FAILED."""
     if isinstance(value, Score):
         score = msgspec.structs.replace(value, environment=environment.label, build=value.build or environment.build)
         return ranged(score, environment.reward_min, environment.reward_max)
     if not hasattr(value, "__float__"):
-        return failed(environment, f"score returned {value!r:.80} ({type(value).__name__}), not a number or a Score")
+        return failed(environment, f"{method} returned {value!r:.80} ({type(value).__name__}), not a number or a Score")
     reward = float(cast(float, value))
     if not math.isfinite(reward):
-        return failed(environment, f"score returned {reward}, not a finite number")
+        return failed(environment, f"{method} returned {reward}, not a finite number")
     score = Score("SCORED", reward=reward, environment=environment.label, build=environment.build)
     return ranged(score, environment.reward_min, environment.reward_max)
 
@@ -147,8 +165,8 @@ def place_of(environment: Environment, error: BaseException) -> str:
 
 
 def _traceback_of(error: BaseException) -> list[str]:
-    """Without the frames of the server that called the environment."""
+    """Without the frames of what called the environment."""
     frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_globals.get("__name__") == "headrace.environment_server":
+    while frame is not None and frame.tb_frame.f_globals.get("__name__") in _CALLERS:
         frame = frame.tb_next
     return traceback.format_exception(type(error), error, frame or error.__traceback__)

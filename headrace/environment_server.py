@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import logging
 import math
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -17,21 +15,21 @@ import msgspec
 
 from headrace import rpc
 from headrace.credentials import Credentials
-from headrace.environment import Environment, Sample, checked, failed, place_of
+from headrace.environment import Environment, Sample, checked, failed
 from headrace.errors import ConfigError
-from headrace.printable import printable
-from headrace.repeats import Repeats, alike
+from headrace.failure_log import FailureLog
+from headrace.programs import Programs
+from headrace.repeats import Repeats
 from headrace.service import stop_on_signals
+from headrace.slots import Slots
 from headrace.tls import CertificateFiles
 from headrace.trajectory import Score
 from headrace.v1 import environment_pb2 as pb
 from headrace.v1 import environment_pb2_grpc as pb_grpc
-from headrace.wire import sample_from_wire, score_to_wire
+from headrace.wire import episode_from_wire, outcome_to_wire, sample_from_wire, score_to_wire
 
 _log = logging.getLogger("headrace.environment")
 GRACE_S = 2.0
-# Characters of a prompt, a completion and the information about a problem that the log of a failure shows.
-_SHOWN = 600
 
 
 def run(
@@ -67,27 +65,31 @@ async def serving(
     service = pb.DESCRIPTOR.services_by_name["EnvironmentService"]
     methods = [f"/{service.full_name}/{method.name}" for method in service.methods]
     roles = dict.fromkeys([*methods, rpc.REFLECTION], ("environment",))
-    server = rpc.server(access=None if credentials is None else rpc.RpcAccess(credentials, roles))
+    access = None if credentials is None else rpc.RpcAccess(credentials, roles)
+    # a call whose program runs for minutes is silent meanwhile
+    server = rpc.server(access=access, keep_alive=environment.runs_episodes)
     scorer = BatchScorer(environment)
-    pb_grpc.add_EnvironmentServiceServicer_to_server(_Servicer(scorer), server)
+    programs = Programs(environment) if environment.runs_episodes else None
+    pb_grpc.add_EnvironmentServiceServicer_to_server(_Servicer(scorer, programs), server)
     bound = rpc.listen(server, host, port, "port", certificate)
     health = await rpc.add_health_and_reflection(server, [service.full_name])
     await server.start()
     try:
         yield bound
     finally:
-        await asyncio.shield(_shut_down(scorer, health, server))
+        await asyncio.shield(_shut_down(scorer, programs, health, server))
 
 
-async def _shut_down(scorer: BatchScorer, health: Any, server: grpc.aio.Server) -> None:
+async def _shut_down(scorer: BatchScorer, programs: Programs | None, health: Any, server: grpc.aio.Server) -> None:
     await health.enter_graceful_shutdown()
-    await scorer.drain(GRACE_S)
+    await asyncio.gather(*(each.drain(GRACE_S) for each in (scorer, programs) if each is not None))
     await server.stop(GRACE_S)
 
 
 class _Servicer(pb_grpc.EnvironmentServiceServicer):
-    def __init__(self, scorer: BatchScorer) -> None:
+    def __init__(self, scorer: BatchScorer, programs: Programs | None) -> None:
         self._scorer = scorer
+        self._programs = programs
 
     async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.DescribeResponse:
         return self._scorer.description
@@ -99,11 +101,22 @@ class _Servicer(pb_grpc.EnvironmentServiceServicer):
         scores = await self._scorer.score(samples, rpc.time_to_answer(context))
         return pb.EnvironmentServiceScoreResponse(results=[score_to_wire(score) for score in scores])
 
+    async def RunEpisode(
+        self, request: pb.EnvironmentServiceRunEpisodeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.EnvironmentServiceRunEpisodeResponse:
+        if self._programs is None:
+            label = self._scorer.environment.label
+            return await context.abort(
+                grpc.StatusCode.UNIMPLEMENTED, f"{label} runs no episodes; define `async def episode(self, e)`"
+            )
+        outcome = await self._programs.run(episode_from_wire(request.episode, rpc.time_to_answer(context)))
+        return pb.EnvironmentServiceRunEpisodeResponse(outcome=outcome_to_wire(outcome))
+
     async def Step(
         self, request: pb.EnvironmentServiceStepRequest, context: grpc.aio.ServicerContext
     ) -> pb.EnvironmentServiceStepResponse:
         return await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED, "Step (multi-turn) is not in this release; the environment answers Score"
+            grpc.StatusCode.UNIMPLEMENTED, "Step is deprecated and never answered; use RunEpisode"
         )
 
 
@@ -134,8 +147,7 @@ class BatchScorer:
         self._failures = FailureLog(environment, repeats or Repeats())
         self._in_slot = environment.max_batch_size if environment.scores_batches else 1
         self._concurrency = environment.concurrency if capacity is None else math.ceil(capacity / self._in_slot)
-        self._free = self._concurrency
-        self._on_free = on_free
+        self._slots = Slots(self._concurrency, on_free)
         self._draining = False
         self._calls: set[asyncio.Future[Any]] = set()  # under way
         self._cut = asyncio.Event()
@@ -147,7 +159,8 @@ class BatchScorer:
             name=self.environment.label,
             build=self.environment.build,
             description=self.environment.description,
-            capacity=self.capacity,
+            capacity=self.capacity if self.environment.scores_samples else 0,
+            episodes=self.environment.episodes if self.environment.runs_episodes else 0,
             calls=self._concurrency if self.environment.scores_batches else 0,
             deterministic=self.environment.deterministic,
             reward_min=self.environment.reward_min,
@@ -157,7 +170,7 @@ class BatchScorer:
     @property
     def busy(self) -> int:
         """Samples that take its room: being scored, though they may be given up on, or kept from it by others in their call."""
-        return (self._concurrency - self._free) * self._in_slot
+        return self._slots.busy * self._in_slot
 
     async def score(self, samples: Sequence[Sample], timeout_s: float | None) -> list[Score]:
         """One `Score` per sample, in order, within `timeout_s`: samples scored by then keep their reward, the others that were begun are
@@ -165,10 +178,10 @@ class BatchScorer:
         begun = samples[: self._room()]
         if self.environment.scores_batches:
             parts = [begun] if begun else []
-            tasks = [asyncio.create_task(self._batch(part, self._slot())) for part in parts]
+            tasks = [asyncio.create_task(self._batch(part, self._slots.take())) for part in parts]
         else:
             parts = [[sample] for sample in begun]
-            tasks = [asyncio.create_task(self._one(sample, self._slot())) for sample in begun]
+            tasks = [asyncio.create_task(self._one(sample, self._slots.take())) for sample in begun]
         refused = [self._refusal()] * (len(samples) - len(begun))
         scores = await self._scores(tasks, timeout_s)
         late = self._late(timeout_s)
@@ -205,13 +218,12 @@ class BatchScorer:
         """Samples of a call that it can begin on now."""
         if self._draining:
             return 0
-        return self._free if not self.environment.scores_batches else self.environment.max_batch_size * (self._free > 0)
+        free = self._slots.free
+        return free if not self.environment.scores_batches else self.environment.max_batch_size * (free > 0)
 
     def _refusal(self) -> Score:
         label, concurrency = self.environment.label, self._concurrency
-        message = (
-            f"{label} is at work on {concurrency - self._free} of the {concurrency} calls that its concurrency allows"
-        )
+        message = f"{label} is at work on {self._slots.busy} of the {concurrency} calls that its concurrency allows"
         return self._not_started(f"{label} is shutting down" if self._draining else message)
 
     def _not_started(self, message: str) -> Score:
@@ -226,7 +238,9 @@ class BatchScorer:
     async def _one(self, sample: Sample, slot: Callable[[], None]) -> list[Score]:
         began = time.monotonic()
         try:
-            score = _timed(checked(self.environment, await self._call(self.environment.score, sample, slot)), began)
+            score = _timed(
+                checked(self.environment, await self._slots.call(self.environment.score, sample, slot)), began
+            )
         except Exception as error:  # noqa: BLE001  # whatever the user's code raised reaches the caller as FAILED
             score = failed(self.environment, error)
             self._failures.raised(error, [sample], score)
@@ -237,7 +251,7 @@ class BatchScorer:
     async def _batch(self, samples: Sequence[Sample], slot: Callable[[], None]) -> list[Score]:
         began = time.monotonic()
         try:
-            values = list(await self._call(self.environment.score_batch, samples, slot))
+            values = list(await self._slots.call(self.environment.score_batch, samples, slot))
             if len(values) != len(samples):
                 raise ValueError(f"score_batch returned {len(values)} results for {len(samples)} samples")
             scores = [_timed(checked(self.environment, value), began) for value in values]
@@ -248,100 +262,6 @@ class BatchScorer:
             self._failures.note(samples, scores)
         return scores
 
-    def _slot(self) -> Callable[[], None]:
-        """Take one of the `concurrency` slots; the function that is returned gives it back."""
-        self._free -= 1
-
-        def give_back() -> None:
-            self._free += 1
-            self._on_free()
-
-        return give_back
-
-    async def _call(self, method: Callable[..., Any], argument: object, give_back: Callable[[], None]) -> Any:
-        if inspect.iscoroutinefunction(method):
-            try:
-                return await method(argument)
-            finally:
-                give_back()
-        # A thread can't be stopped: it keeps its slot until it ends, even if the caller has given up.
-        running = _in_thread(method, argument)
-        running.add_done_callback(lambda _: give_back())
-        result = await asyncio.shield(running)
-        return await result if inspect.isawaitable(result) else result
-
-
-class FailureLog:
-    """Logs what an environment could not score: each kind of failure once, with what caused it, and from then on as a count.
-
-    What is shown of the sample is data that others wrote: it is escaped and cut.
-    """
-
-    def __init__(self, environment: Environment, repeats: Repeats) -> None:
-        self._environment = environment
-        self._repeats = repeats
-
-    def raised(self, error: Exception, samples: Sequence[Sample], score: Score) -> None:
-        """`error` came out of scoring `samples`, which got `score` for it. Its kind is its type and the environment's line that it came
-        through."""
-        kind = f"{type(error).__name__}{place_of(self._environment, error)}"
-        self._log(kind, f"raised {kind}", samples[0], len(samples), str(score.metadata["traceback"]))
-
-    def note(self, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
-        """`samples` got `scores`; of these, log what is no reward."""
-        for sample, score in zip(samples, scores, strict=True):
-            if score.status not in ("SCORED", "NOT_STARTED"):
-                said = f"{score.status}: {score.message}"
-                self._log(alike(said), f"answered {said}", sample, 1, "")
-
-    def _log(self, kind: str, what: str, sample: Sample, times: int, traceback: str) -> None:
-        count = self._repeats.due(kind, times)
-        if count is None:
-            return
-        label = self._environment.label
-        if count > times:
-            _log.error("%s %s, %d times by now", label, printable(what), count)
-            return
-        prompt = " ".join(f"{message.get('role')}: {message.get('content')}" for message in sample.messages)
-        lines = [
-            f"{label} {printable(what)}; from now on this is only counted",
-            f"prompt: {_shown(prompt)}",
-            f"completion: {_shown(sample.completion)}",
-            f"extra_env_info: {_shown(str(sample.extra_env_info))}",
-            *printable(traceback, keep="\n").splitlines(),
-        ]
-        _log.error("%s", "\n    ".join(lines))
-
-
-def _shown(text: str) -> str:
-    return printable(text[:_SHOWN]) + ("…" if len(text) > _SHOWN else "")
-
 
 def _timed(score: Score, began: float) -> Score:
     return msgspec.structs.replace(score, timings={"environment": time.monotonic() - began})
-
-
-def _in_thread(function: Callable[[Any], Any], argument: object) -> asyncio.Future[Any]:
-    """Run in a daemon thread: unlike a pool's thread, one that hangs does not keep the process from exiting."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = function(argument)
-        except BaseException as raised:  # noqa: BLE001  # handed to the caller, SystemExit included
-            error = raised if isinstance(raised, Exception) else RuntimeError(f"{type(raised).__name__}: {raised}")
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, daemon=True, name="headrace-score").start()
-    return future

@@ -19,6 +19,14 @@ class ServiceError(HeadraceError):
     """A service can't start or go on (busy port, wrong model path, too little memory, …)."""
 
 
+class ChatError(HeadraceError):
+    """The policy refused a call of an episode (`Episode.chat`), or can't be reached. `status` is HTTP's, `code` OpenAI's."""
+
+    def __init__(self, message: str, status: int | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
 class Restartable(ServiceError):
     """This process of a service can't go on, but a new one in its place can: its inference engine died, or one of its parts hangs."""
 

@@ -36,11 +36,12 @@ def _problems(config: Config, service: str) -> Iterator[str]:
         "replay": config.replay.host,
         "reward": config.reward.host,
         "rollout": config.rollout.host,
+        "agents": config.agents.host,
         "trainer": config.trainer.host,
     }[service]
     if not is_loopback(host) and not guarded:
         yield f"{service}.host {host}: a service doesn't listen beyond the loopback interface without TLS and credentials; {_REMEDY}"
-    if service == "replay":
+    if service in ("replay", "agents"):  # they call the hub
         if config.reward.address is not None:
             for address in config.reward.addresses:
                 if not target_is_local(address):

@@ -125,8 +125,11 @@ def server(
 
 
 def listen(server: grpc.aio.Server, host: str, port: int, key: str, certificate: CertificateFiles | None = None) -> int:
-    """Bind and return the port (0 takes a free one), with TLS if there is a certificate. Raises `ServiceError` naming `key`, where the port
-    was set, `ConfigError` for a certificate that can't be used."""
+    """Bind and return the port (0 takes a free one), with TLS if there is a certificate. A `host` unix:PATH is a socket, which has no port
+    (0 is returned). Raises `ServiceError` naming `key`, where the port was set, `ConfigError` for a certificate that can't be used."""
+    if host.startswith("unix:"):
+        server.add_insecure_port(host)
+        return 0
     bind(host, port, key).close()  # gRPC would also log a busy port
     address = with_port(host, port)
     try:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ServiceError
-from headrace.tls import Reloading
+from headrace.tls import CertificateFiles, Reloading
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -152,16 +152,23 @@ def bind(host: str, port: int, key: str) -> socket.socket:
 async def serve_http(app: FastAPI, sock: socket.socket, access: HttpAccess) -> AsyncIterator[None]:
     """Serve `app` on `sock` to those whom `access` lets in, while the context is open. Raises `ConfigError` for a certificate that can't
     be used."""
-    import uvicorn
-
     from headrace.http_access import Guard
 
+    async with serve_openly(Guard(app, access), sock, access.certificate):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serve_openly(
+    app: Any, sock: socket.socket, certificate: CertificateFiles | None = None
+) -> AsyncIterator[None]:
+    """Serve an ASGI application that knows by itself whom it answers. Raises as `serve_http` does."""
+    import uvicorn
+
     # log_config None: its records go through the service's own handlers
-    config = uvicorn.Config(
-        Guard(app, access), log_config=None, log_level="warning", lifespan="on", timeout_graceful_shutdown=2
-    )
+    config = uvicorn.Config(app, log_config=None, log_level="warning", lifespan="on", timeout_graceful_shutdown=2)
     config.load()
-    config.ssl = Reloading(access.certificate).context() if access.certificate is not None else None
+    config.ssl = Reloading(certificate).context() if certificate is not None else None
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]  # the service handles signals
     task = asyncio.create_task(server.serve(sockets=[sock]))

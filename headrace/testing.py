@@ -6,6 +6,10 @@
         exact = serve_environment(Exact())
         assert exact.reward(sample("4", {"answer": "4"})) == 1
 
+    def test_a_program_that_guesses_right_earns_one(serve_environment):
+        guess = serve_environment(Guess())
+        assert guess.episode(["3", "7"], public={"secret": 7}).reward == 1
+
 `serve_environment` is a fixture that pytest finds by itself. Elsewhere `with headrace.testing.served(Exact()) as exact:` does the same.
 """
 
@@ -13,8 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import secrets
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+import time
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from headrace import conformance, rpc
@@ -23,16 +30,47 @@ from headrace.asking import ask
 from headrace.conformance import Finding
 from headrace.environment import Environment, Sample
 from headrace.environment_server import serving
+from headrace.episode import Episode, EpisodeOutcome
 from headrace.example_samples import ODD_COMPLETIONS, GoldenSample, read_samples, sample
-from headrace.trajectory import Score
+from headrace.scripted_policy import Answers, PolicyCall, ScriptedPolicy
+from headrace.trajectory import Message, Score
 from headrace.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
-from headrace.wire import sample_to_wire
+from headrace.wire import episode_to_wire, outcome_from_wire, sample_to_wire
 
 T = TypeVar("T")
 
 TIMEOUT_S = 60.0
 
-__all__ = ["ODD_COMPLETIONS", "GoldenSample", "Served", "read_samples", "sample", "served"]
+__all__ = [
+    "ODD_COMPLETIONS",
+    "GoldenSample",
+    "Played",
+    "PolicyCall",
+    "ScriptedPolicy",
+    "Served",
+    "read_samples",
+    "sample",
+    "served",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """An episode that has ended: its outcome, and the calls of the policy that its program made."""
+
+    outcome: EpisodeOutcome
+    calls: list[PolicyCall]
+
+    @property
+    def reward(self) -> float:
+        """Raises `AssertionError`, with the message and the traceback of the program, if it said none."""
+        assert self.outcome.score is not None, "the program said no reward, and leaves it to a grader"
+        return _rewarded(self.outcome.score)
+
+
+def _rewarded(score: Score) -> float:
+    assert score.reward is not None, f"{score.status}: {score.message}\n{score.metadata.get('traceback', '')}"
+    return score.reward
 
 
 class Served:
@@ -49,9 +87,33 @@ class Served:
     def reward(self, sample: Sample, timeout_s: float = TIMEOUT_S) -> float:
         """The reward of a sample. Raises `AssertionError`, with the message and the traceback of the environment, if it has none."""
         (score,) = self.score(sample, timeout_s=timeout_s)
-        traceback = score.metadata.get("traceback", "")
-        assert score.reward is not None, f"{score.status}: {score.message}\n{traceback}"
-        return score.reward
+        return _rewarded(score)
+
+    def episode(
+        self,
+        answers: Answers,
+        *,
+        prompt: str | Sequence[Message] = "",
+        public: Mapping[str, Any] | None = None,
+        timeout_s: float = TIMEOUT_S,
+        **fields: Any,
+    ) -> Played:
+        """Run its program, whose calls get these answers: texts or whole messages in turn, or what a function makes of the messages of a
+        call. Past them a call is refused, as after a limit of the run. `prompt` is what the user says, or all messages; `fields` are other
+        fields of `headrace.Episode`."""
+        messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
+        with ScriptedPolicy() as policy:
+            session = policy.session(answers)
+            given = {"group_id": f"test-{secrets.token_hex(8)}", **fields}
+            episode = Episode(
+                session.base_url,
+                session.api_key,
+                messages,
+                dict(public or {}),
+                deadline=time.monotonic() + timeout_s,
+                **given,
+            )
+            return Played(self._run(self._episode(episode, timeout_s)), session.calls)
 
     def faults(self, samples: Sequence[GoldenSample] = (), timeout_s: float = conformance.TIMEOUT_S) -> list[Finding]:
         """What `headrace env check` finds wrong with it."""
@@ -70,6 +132,12 @@ class Served:
                 return results
 
             return await ask(send, samples, timeout_s)
+
+    async def _episode(self, episode: Episode, timeout_s: float) -> EpisodeOutcome:
+        async with rpc.channel(self.target) as channel:
+            stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
+            request = environment_pb2.EnvironmentServiceRunEpisodeRequest(episode=episode_to_wire(episode))
+            return outcome_from_wire((await stub.RunEpisode(request, timeout=timeout_s)).outcome)
 
     async def _check(self, samples: Sequence[GoldenSample], timeout_s: float) -> list[Finding]:
         async with rpc.channel(self.target) as channel:

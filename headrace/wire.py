@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from typing import Any
 
 from headrace.environment import Sample
+from headrace.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.errors import CodecError
 from headrace.trajectory import BUILD_BYTES, AnyTrajectory, FinishReason, Group, Message, Score
+from headrace.v1 import episode_pb2
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.v1.environment_pb2 import DescribeResponse
 
+_LONGEST_MS = 2**32 - 1
 _FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 _STATUS = {
     "SCORED": pb.STATUS_SCORED,
@@ -126,6 +130,67 @@ def score_from_wire(result: pb.Result) -> Score:
         )
     except CodecError as error:
         return Score("FAILED", message=str(error), environment=result.environment[:40], build=result.build[:40])
+
+
+def episode_to_wire(episode: Episode) -> episode_pb2.Episode:
+    """With what is left until its deadline. Raises `CodecError` if `public` or a message holds anything but JSON types."""
+    return episode_pb2.Episode(
+        group_id=episode.group_id,
+        index=episode.index,
+        environment=episode.environment,
+        task_name=episode.task_name,
+        messages=[_message_to_wire(message) for message in episode.messages],
+        public_json=_dump(episode.public, "public"),
+        base_url=episode.base_url,
+        api_key=episode.api_key,
+        limits=episode_pb2.EpisodeLimits(calls=episode.limits.calls, tokens=episode.limits.tokens),
+        deadline_ms=max(1, round(min(1000 * episode.remaining_s, _LONGEST_MS))),
+        attempt=episode.attempt,
+        idempotency_key=episode.idempotency_key,
+    )
+
+
+def episode_from_wire(episode: episode_pb2.Episode, within_s: float | None = None) -> Episode:
+    """Its deadline is counted from now, and at most `within_s` away."""
+    where = f"episode {episode.group_id!r}[{episode.index}]"
+    if not episode.deadline_ms:
+        raise CodecError(f"{where}: deadline_ms is 0; say how many milliseconds its program has")
+    if not episode.base_url.startswith(("http://", "https://")):
+        raise CodecError(f"{where}: base_url is no http or https address; say where the policy is called")
+    return Episode(
+        base_url=episode.base_url.rstrip("/"),
+        api_key=episode.api_key,
+        messages=tuple(_message_from_wire(message, where) for message in episode.messages),
+        public=_load(episode.public_json, f"{where}: public_json"),
+        limits=EpisodeLimits(episode.limits.calls, episode.limits.tokens),
+        deadline=time.monotonic() + min(episode.deadline_ms / 1000, math.inf if within_s is None else within_s),
+        attempt=episode.attempt,
+        environment=episode.environment,
+        task_name=episode.task_name,
+        group_id=episode.group_id,
+        index=episode.index,
+        idempotency_key=episode.idempotency_key,
+    )
+
+
+def outcome_to_wire(outcome: EpisodeOutcome) -> episode_pb2.EpisodeOutcome:
+    """Law 7: what can't be sent is FAILED."""
+    result = None if outcome.score is None else score_to_wire(outcome.score)
+    try:
+        return episode_pb2.EpisodeOutcome(result=result, artifacts_json=_dump(outcome.artifacts, "artifacts"))
+    except CodecError as error:
+        build = "" if outcome.score is None else outcome.score.build
+        refused = pb.Result(status=pb.STATUS_FAILED, message=f"what it leaves can't be sent: {error}", build=build)
+        return episode_pb2.EpisodeOutcome(result=refused)
+
+
+def outcome_from_wire(outcome: episode_pb2.EpisodeOutcome) -> EpisodeOutcome:
+    """Law 7: an outcome that breaks the contract is FAILED, with the reason as its message."""
+    score = score_from_wire(outcome.result) if outcome.HasField("result") else None
+    try:
+        return EpisodeOutcome(score, _load(outcome.artifacts_json, "artifacts_json"))
+    except CodecError as error:
+        return EpisodeOutcome(Score("FAILED", message=f"the program answered {error}"))
 
 
 def bounds(description: DescribeResponse) -> tuple[float | None, float | None]:

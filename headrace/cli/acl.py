@@ -33,7 +33,7 @@ def acl(
         ),
     ] = False,
 ) -> None:
-    """Print a Redis ACL file with a user for each role of the run: replay, trainer, rollout, reader, up (all of these), admin."""
+    """Print a Redis ACL file with a user for each role of the run: replay, trainer, rollout, agents, reader, up (all of these), admin."""
     run_id = load(config, overrides or ()).run.id
     if run_id is None:
         raise ConfigError("run.id is not set: give run.id=NAME")

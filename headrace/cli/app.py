@@ -49,6 +49,7 @@ SERVICES = {
     "replay": "The replay buffer: its state machine in Redis, the scorer and the HTTP API.",
     "reward": "The gRPC hub of reward environments.",
     "rollout": "One generation replica: a vLLM engine. Start as many as you like, at any time.",
+    "agents": "A runner of episodes, and the gateway that their programs call. Start as many as you like, at any time.",
     "trainer": "The trainer; under torchrun, one of its ranks.",
 }
 

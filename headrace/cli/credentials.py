@@ -35,12 +35,15 @@ def credentials(
 
 def needed(config: Config) -> dict[str, list[str]]:
     """The roles whose tokens each service accepts or presents, and those of each environment in a process of its own."""
-    served = [name for name in names_of(config, redis=False) if name.startswith("environment ")]
+    known = names_of(config, redis=False)
+    served = [name for name in known if name.startswith("environment ")]
+    runners = [name for name in known if name == "agents"]
     people = ["operator", "reader"]
     return {
         "replay": [*people, "scorer", "redis replay"],
-        "reward": [*people, "scorer", *served],
-        "rollout": [*people, "agents", "redis rollout"],
+        "reward": [*people, "scorer", *runners, *served],
+        "rollout": [*people, *runners, "redis rollout"],
+        **({"agents": [*people, *runners, "redis agents"]} if runners else {}),
         "trainer": [*people, "redis trainer", "redis reader"],
         **{name.replace(" ", "-").replace("/", "-"): [name] for name in served},
     }

@@ -193,7 +193,7 @@ def environment_table(environments: Iterable[reward_pb2.EnvironmentStatus]) -> T
         recent, described = each.recent, each.description
         rate = recent.scored / (recent.window_ms / 1000) if recent.window_ms else 0.0
         where = each.target or (f"{len(each.processes)} processes" if kind == "attached" else "hub")
-        counts = f"{each.in_hand}", f"{described.capacity or '-'}", f"{rate:.1f}"
+        counts = f"{each.in_hand}", f"{described.episodes or described.capacity or '-'}", f"{rate:.1f}"
         took = (f"{each_ms:.0f} ms" if recent.scored else "-" for each_ms in (recent.p50_ms, recent.p99_ms))
         state = "ready" if each.ready else each.message
         texts = each.name, kind, where, described.build or "-", *counts, *took, f"{recent.failed}", state

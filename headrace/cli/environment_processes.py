@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,13 @@ from headrace.cli.supervisor import Child, child_environ
 from headrace.config import Config
 from headrace.errors import ConfigError
 
+_IMPORT_S = 120.0
 # How an environment that `headrace up` starts is told what to serve.
 NAME, HOST, PORT, TOKEN_FILE = (f"ENVIRONMENT_{what}" for what in ("NAME", "HOST", "PORT", "TOKEN_FILE"))
 
 
 def check(config: Config) -> None:
-    """Refuse environments that `headrace up` can't start: a file, class or program that isn't there. Raises `ConfigError`."""
+    """Refuse environments that can't start: a file, class, program or function that isn't there. Raises `ConfigError`."""
     for name, env in config.env.items():
         if env.command is not None and shutil.which(env.command[0]) is None:
             raise ConfigError(
@@ -32,10 +34,23 @@ def check(config: Config) -> None:
                 environment_file.check(env.target)
             except ConfigError as error:
                 raise ConfigError(f"env.{name}.target {error}") from error
+        if env.kind(name) == "function":
+            _check_function(name, str(env.function))
+
+
+def _check_function(name: str, function: str) -> None:
+    """In a process of its own, as it will run: what it imports is no business of this one."""
+    argv = [sys.executable, "-P", "-m", "headrace.program_function", name, function]
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_IMPORT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"env.{name}.function {function}: its import takes more than {_IMPORT_S:g} s") from error
+    if done.returncode:
+        raise ConfigError(done.stderr.strip() or f"env.{name}.function {function}: its import ended the process")
 
 
 def described(config: Config) -> Iterator[str]:
-    """A line about each environment that runs in a process of its own."""
+    """A line about each environment that is code of the user's own."""
     for name, env in config.env.items():
         if env.command is not None:
             yield f"environment {name}: `headrace up` starts {shlex.join(env.command)}"
@@ -43,6 +58,8 @@ def described(config: Config) -> Iterator[str]:
             yield f"environment {name}: `headrace up` serves {env.target}"
         elif env.attached:
             yield f"environment {name}: processes that attach (`headrace.attach`), for one of which the run waits"
+        elif env.kind(name) == "function":
+            yield f"environment {name}: the reward service runs {env.function}, in a process of its own"
         elif env.is_served:
             yield f"environment {name}: {env.target}, which the run waits for if it isn't there"
 

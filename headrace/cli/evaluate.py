@@ -232,6 +232,7 @@ def evaluation_config(
         "replay": given["replay"] | here | {"redis_url": None, "redis_host": LOOPBACK, "redis_port": redis_port},
         "rollout": given["rollout"] | here | {"advertise_host": None},
         "reward": given["reward"] | here | {"http_port": 0, "address": None},
+        "agents": given["agents"] | here | {"http_port": 0, "advertised_url": None},
         "trainer": given["trainer"] | here,
         "weight_channel": given["weight_channel"] | here,
         "checkpointing": {"enabled": False},

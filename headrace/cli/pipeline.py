@@ -11,7 +11,7 @@ import signal
 import ssl
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from headrace.cli.supervisor import Child, ServiceFailed, Supervisor, child_envi
 from headrace.config import Config
 from headrace.credentials import buffer_url, credentials_of
 from headrace.errors import HeadraceError, ReplayUnavailable, ServiceError
-from headrace.replay import EnvironmentState, ReplayClient, Replica, frequent
+from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, frequent
 from headrace.tls import client_context
 
 # Importing torch takes a while on a busy machine; past this, a service hangs rather than being slow.
@@ -51,7 +51,7 @@ NO_ANSWER = 504
 
 def check(config: Config) -> None:
     """Refuse, before anything is written, what can't be started. Raises `ConfigError`."""
-    for service in ("replay", "reward", "rollout", "trainer"):
+    for service in ("replay", "reward", "rollout", *(["agents"] if config.has_episodes else []), "trainer"):
         exposure.check(config, service)
     environment_processes.check(config)
 
@@ -98,10 +98,12 @@ class Children:
     reward: Child
     environments: dict[str, Child]
     rollouts: list[Child]
+    agents: list[Child]
     trainer: Child
 
     def __iter__(self) -> Iterator[Child]:
-        return iter((self.replay, self.reward, *self.environments.values(), *self.rollouts, self.trainer))
+        others = (*self.environments.values(), *self.rollouts, *self.agents)
+        return iter((self.replay, self.reward, *others, self.trainer))
 
     @classmethod
     def of(cls, config: Config, saved: Path) -> Children:
@@ -119,6 +121,10 @@ class Children:
             reward=child("reward", "reward"),
             environments=environment_processes.children(config, saved.parent / "logs"),
             rollouts=[child(f"rollout-{number + 1}", "rollout") for number in range(config.rollout.replicas)],
+            agents=[
+                child(f"agents-{number + 1}", "agents")
+                for number in range(config.agents.runners if config.has_episodes else 0)
+            ],
             trainer=child("trainer", "trainer", ends_run=True),
         )
 
@@ -199,6 +205,7 @@ class Pipeline:
                 ) as client:
                     await self._recall(client)
                     running += [tasks.create_task(self._supervise_rollout(each)) for each in self.children.rollouts]
+                    running += [tasks.create_task(supervise(each)) for each in self.children.agents]
                     trainer = tasks.create_task(supervise(self.children.trainer))
                     watch = tasks.create_task(self._watch(client))
                     await trainer
@@ -330,7 +337,7 @@ class Pipeline:
                 child.silent_s = 0.0
         try:
             entries = await client.metrics(self.summary.last_entry)
-            replicas = await client.replicas()
+            replicas, runners = await client.replicas(), await client.runners()
             self.summary.counts = await self._counts(client)
             self._broken = {each.name: each for each in await client.environments() if each.broken}
             if self.summary.failed:
@@ -349,7 +356,7 @@ class Pipeline:
                 self.display.metrics(kind, step, metrics)
                 if kind == "train":
                     self._note_progress(step)
-        self._show(replicas, after_s)
+        self._show(replicas, after_s, runners)
 
     async def _counts(self, client: ReplayClient) -> dict[str, int]:
         """The groups by state, of the lane that the run is about."""
@@ -373,8 +380,9 @@ class Pipeline:
             for line in record.counts.lines(self.config) if record else ():
                 self.display.print(line)
 
-    def _show(self, replicas: list[Replica], after_s: float = 0.0) -> None:
+    def _show(self, replicas: list[Replica], after_s: float = 0.0, runners: Sequence[Runner] = ()) -> None:
         by_pid = {replica.info.get("pid"): replica for replica in replicas}
+        runner_by_pid = {runner.info.get("pid"): runner for runner in runners}
         pages = {name: page.url(self.config, host, port) for name, host, port in pages_of(self.config)}
         lines = []
         for child in self.children:
@@ -384,6 +392,11 @@ class Pipeline:
                 child.set_ready(replica.state == "HEALTHY", _unready_state(child, replica))
                 child.heard(replica.state != "DEAD", after_s)
                 note, url = f"weights {replica.version}, {replica.leases} groups", str(replica.info.get("url", ""))
+            runner = runner_by_pid.get(child.pid) if child in self.children.agents else None
+            if runner is not None and child.pid is not None:
+                child.set_ready(runner.alive, "silent")
+                child.heard(runner.alive, after_s)
+                note, url = f"{runner.leases} groups of episodes", str(runner.info.get("url", ""))
             lines.append(ServiceLine(child.name, child.state, child.restarts, note, url))
         known = {child.pid for child in self.children}
         joined = [r for r in replicas if r.info.get("pid") not in known and r.state != "DEAD"]
@@ -397,7 +410,8 @@ class Pipeline:
 
     async def _stop(self) -> None:
         await asyncio.gather(
-            self.supervisor.stop([self.children.trainer], SAVE_DEADLINE_S), self.supervisor.stop(self.children.rollouts)
+            self.supervisor.stop([self.children.trainer], SAVE_DEADLINE_S),
+            self.supervisor.stop([*self.children.rollouts, *self.children.agents]),
         )
         await self.supervisor.stop([self.children.reward])
         await self.supervisor.stop(self.children.environments.values())

@@ -268,6 +268,8 @@ _LISTENERS: Mapping[str, Callable[[Config], tuple[str, int] | None]] = {
     "reward.port": lambda c: (c.reward.host, c.reward.port),
     "reward.http_port": lambda c: (c.reward.host, c.reward.http_port),
     "rollout.port": lambda c: (c.rollout.host, c.rollout.port),
+    "agents.port": lambda c: (c.agents.host, c.agents.port) if c.has_episodes else None,
+    "agents.http_port": lambda c: (c.agents.host, c.agents.http_port) if c.has_episodes else None,
     "trainer.port": lambda c: (c.trainer.host, c.trainer.port),
     "weight_channel.port": lambda c: (c.weight_channel.host, c.weight_channel.port),
 }
@@ -309,6 +311,11 @@ def settle_ports(config: Config) -> Config:
             f"rollout.port {config.rollout.port} with rollout.replicas {config.rollout.replicas}: "
             "each replica needs a port of its own; set rollout.port to 0"
         )
+    for key, port in (("agents.port", config.agents.port), ("agents.http_port", config.agents.http_port)):
+        if port and config.agents.runners > 1:
+            raise ConfigError(
+                f"{key} {port} with agents.runners {config.agents.runners}: each runner needs a port of its own; set {key} to 0"
+            )
     chosen, settled = _chosen(config), dict[str, dict[str, int]]()
     with contextlib.ExitStack() as held:
         for key, listener in _LISTENERS.items():

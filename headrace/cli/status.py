@@ -22,7 +22,7 @@ from headrace.credentials import buffer_url
 from headrace.errors import ConfigError, ReplayUnavailable
 from headrace.headlines import accuracy_name, alarms, waiting
 from headrace.history import RunHistory
-from headrace.replay import EnvironmentState, ReplayClient, Replica, RunState, frequent
+from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, RunState, frequent
 from headrace.replay.bias import Distribution, Moment, TrajectoryMeter, beyond, skews
 
 # Entries of the metric stream to read: in most runs they include the last validation.
@@ -55,7 +55,7 @@ def status(
         if run is not None and not runs.may_be_up(loaded):
             raise ReplayUnavailable("nobody is at work on it")
         found = asyncio.run(_read(buffer_url(loaded, "reader"), loaded.run.id))
-        state, replicas, meters, newest, environments, reasons = found
+        state, replicas, runners, meters, newest, environments, reasons = found
     except ReplayUnavailable:
         if run is None:
             raise
@@ -71,7 +71,7 @@ def status(
         *waits_for(environments),
         *progress(newest, loaded.log_folder),
     ]
-    show(sys.stdout, state, replicas, meters, loaded.replay.bias_warning, lines)
+    show(sys.stdout, state, replicas, runners, meters, loaded.replay.bias_warning, lines)
 
 
 def show_past(out: TextIO, past: RunHistory) -> None:
@@ -101,13 +101,15 @@ Newest = list[tuple[str, str, int, dict[str, float]]]
 
 async def _read(
     url: str, run_id: str | None
-) -> tuple[RunState, list[Replica], dict[Moment, TrajectoryMeter], Newest, list[EnvironmentState], list[str]]:
+) -> tuple[
+    RunState, list[Replica], list[Runner], dict[Moment, TrajectoryMeter], Newest, list[EnvironmentState], list[str]
+]:
     client = await ReplayClient.connect(url, run_id, timeout_s=3.0)
     try:
         newest = await client.newest_metrics(NEWEST)
         environments = await client.environments()
         state, replicas, reasons = await client.state(), await client.replicas(), await client.failures()
-        return state, replicas, await client.bias(), newest, environments, reasons
+        return state, replicas, await client.runners(), await client.bias(), newest, environments, reasons
     finally:
         await client.aclose()
 
@@ -157,11 +159,12 @@ def show(
     out: TextIO,
     state: RunState,
     replicas: list[Replica],
+    runners: list[Runner],
     meters: Mapping[Moment, TrajectoryMeter],
     bias_warning: float | None,
     progress: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Print one line per fact, then the replicas; plain enough for a pipe."""
+    """Print one line per fact, then the replicas and runners; plain enough for a pipe."""
     console = Console(file=out, width=WIDTH)
     groups = ", ".join(f"{count} {name}" for name, count in state.counts.items() if count) or "none yet"
     for name, value in (
@@ -170,6 +173,7 @@ def show(
         ("checkpoint", str(state.committed) if state.committed >= 0 else "none yet"),
         ("prompts taken", str(state.enqueued + 1)),
         ("groups", groups),
+        *([("waits for", f"a runner: {state.episodes} groups of episodes")] if is_without_runner(state) else []),
         *progress,
         *((replica.state.lower(), f"{replica.id}: {replica.reason}") for replica in replicas if replica.reason),
         *((moment, _described(meter)) for moment, meter in meters.items() if meter.trajectories),
@@ -184,12 +188,22 @@ def show(
         row = (replica.id, replica.state, version, str(replica.leases), error, seen, _address(replica))
         table.add_row(*map(cell, row))
     console.print(table if replicas else "no replica has joined")
+    if runners:
+        table = plain_table("runner", "state", "groups", "seen", "url")
+        for runner in runners:
+            life, seen = "ALIVE" if runner.alive else "DEAD", f"{runner.seen_s_ago:.0f} s ago"
+            table.add_row(*map(cell, (runner.id, life, str(runner.leases), seen, _address(runner))))
+        console.print(table)
 
 
-def _address(replica: Replica) -> str:
-    if "unreadable" in replica.info:
-        return f"what it says of itself can't be read ({replica.info['unreadable']})"
-    return str(replica.info.get("url", ""))
+def is_without_runner(state: RunState) -> bool:
+    return state.episodes > 0 and not state.alive_runners
+
+
+def _address(member: Replica | Runner) -> str:
+    if "unreadable" in member.info:
+        return f"what it says of itself can't be read ({member.info['unreadable']})"
+    return str(member.info.get("url", ""))
 
 
 def _described(meter: TrajectoryMeter) -> str:

@@ -29,7 +29,8 @@ _OPTIONS: Mapping[str, tuple[BuiltInName, ...]] = {
     "scale": ("llm_judge",),
     "vote": ("llm_judge",),
     "budget": ("llm_judge",),
-    "concurrency": ("llm_judge",),
+    "concurrency": ("llm_judge", "function"),
+    "function": ("function",),
     "model_name": ("reward_model",),
     "device": ("reward_model",),
     "precision": ("reward_model",),
@@ -43,7 +44,7 @@ _OPTIONS: Mapping[str, tuple[BuiltInName, ...]] = {
 # `type` is told by the kind, `device` by the process that computes there.
 _UNDECISIVE = frozenset({
     "type", "target", "command", "attached", "port", "timeout_s", "max_batch_size", "failure_share", "give_up_after", "unsafe_no_sandbox",
-    "budget", "concurrency", "device", "batch_size", "max_model_len",
+    "budget", "concurrency", "device", "batch_size", "max_model_len", "episodes", "public", "grader",
 })  # fmt: skip
 _UNDECISIVE_OF_JUDGE = frozenset({"api_key_file", "tls_ca"})
 _TAG = re.compile(r"[A-Za-z_][\w.-]*")
@@ -60,6 +61,10 @@ def problems(name: str, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
             yield f".{option} {value!r} is an option of {', '.join(owners)}, not of {whose}: leave it out"
     if kind in _CHECKS:
         yield from _CHECKS[kind](name, env, environments)
+    if env.episodes and kind not in (None, "function"):
+        yield f".episodes true is for a program, not for type {kind}, which scores: leave it out, and name it as a program's grader"
+    if env.grader is not None:
+        yield from _grader(name, env.grader, environments)
 
 
 def decisive_options(name: str, env: EnvConfig) -> dict[str, object]:
@@ -72,6 +77,20 @@ def decisive_options(name: str, env: EnvConfig) -> dict[str, object]:
     return env.model_dump(
         mode="json", include=own - undecisive, exclude={"judges": {"__all__": set(_UNDECISIVE_OF_JUDGE)}}
     )
+
+
+def _grader(name: str, grader: str, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
+    others = [other for other, env in environments.items() if not env.episodes and other != name]
+    if grader not in others:
+        wrong = "runs episodes itself" if grader in environments else "is not under env"
+        yield f".grader {grader!r} {wrong}: name an environment that scores ({', '.join(others) or 'there is none'})"
+
+
+def _function(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
+    if env.function is None:
+        yield ".function null: name the program, package.module:NAME"
+    if not env.episodes:
+        yield ".episodes false: a function runs episodes; set it to true"
 
 
 def _math(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
@@ -141,6 +160,9 @@ def _combine(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -
             known = ", ".join(other for other in environments if environments[other].kind(other) != "combine") or "none"
             yield f".parts.{part} is not another environment under env that is no combination itself ({known})"
             return
+        if environments[part].episodes:
+            yield f".parts.{part} runs episodes, and scores no completion: leave it out, or give what it earns to a grader"
+            return
         if env.combine == "product" and weight != 1:
             yield f".parts.{part} {weight:g} with combine product, which has no weights: give 1, or combine: sum"
     if env.require_stop:
@@ -166,4 +188,5 @@ _CHECKS = {
     "code": _code,
     "llm_judge": _llm_judge,
     "reward_model": _reward_model,
+    "function": _function,
 }

@@ -27,6 +27,7 @@ BuiltInName = Literal[
     "code",
     "llm_judge",
     "reward_model",
+    "function",
 ]
 BUILT_IN = get_args(BuiltInName)
 
@@ -56,6 +57,7 @@ OWN_CODE = re.compile(r".+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 # What `env.<name>.target` may be besides a gRPC address.
 _FILE_TARGET = re.compile(r".+\.py:[A-Za-z_][A-Za-z0-9_]*")
+_FUNCTION = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 # With a port, or a socket on this machine.
 _ADDRESS_TARGET = re.compile(r"unix(-abstract)?:.+|.*[^:]:\d{1,5}")
 # the data sets of a run that `evaluate` knows by name
@@ -297,6 +299,26 @@ class EnvConfig(Section):
         False,
         description="a custom environment: processes that dial in to the reward hub (`headrace.attach`) and share its load",
     )
+    episodes: bool = Field(
+        False,
+        description="it runs programs that call the policy themselves (the method `episode`); true of type function",
+    )
+    public: list[str] = Field(
+        [],
+        description="with episodes: fields of a problem (`extra_env_info`) that reach the program, besides the messages; all others reach "
+        "the grader alone",
+    )
+    grader: str | None = Field(
+        None,
+        description="with episodes: the environment that scores what the program did, by its name under env; null: the program says its "
+        "reward",
+    )
+    function: str | None = Field(
+        None,
+        pattern=_FUNCTION,
+        description="function: package.module:NAME of a function of one headrace.Episode, async or plain, which the reward service runs in "
+        "a process of its own",
+    )
     port: int = Field(
         0,
         ge=0,
@@ -370,7 +392,9 @@ class EnvConfig(Section):
         ge=0,
         description="llm_judge: requests that the run may send to the judges; when they are used up, its breaker opens. null: any number",
     )
-    concurrency: int = Field(16, ge=1, description="llm_judge: completions that are judged at a time")
+    concurrency: int = Field(
+        16, ge=1, description="llm_judge: completions that are judged at a time; function: episodes that run at a time"
+    )
     model_name: str | None = Field(
         None, description="reward_model: directory or name on the hub of a model with one label, and its tokenizer"
     )
@@ -417,6 +441,13 @@ class EnvConfig(Section):
         "the policy writes could then read and do whatever the reward service can",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _functions_run_episodes(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("type") == "function":
+            return {"episodes": True, **values}
+        return values
+
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         kinds = ("type", "target", "command", "attached")
@@ -433,6 +464,11 @@ class EnvConfig(Section):
             raise ValueError(
                 f"port {self.port} is for an environment that `headrace up` starts (target: FILE.py:CLASS, or command); leave it out"
             )
+        for key, value in {"public": self.public, "grader": self.grader}.items():
+            if value and not self.episodes:
+                raise ValueError(
+                    f"{key} {value!r} is for an environment with episodes: true; set that, or leave it out"
+                )
         return self
 
     def kind(self, name: str) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from headrace.config.agents import AgentsConfig
 from headrace.config.algorithm import AlgorithmConfig
 from headrace.config.base import Section
 from headrace.config.built_in import problems
@@ -48,6 +49,7 @@ class Config(Section):
     replay: ReplayConfig = ReplayConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    agents: AgentsConfig = AgentsConfig()
     trainer: TrainerConfig = TrainerConfig()
     weight_channel: WeightChannelConfig = WeightChannelConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
@@ -86,7 +88,13 @@ class Config(Section):
                     "environment), `command`, or `attached: true`"
                 )
             _check_environment(self, name, env)
+        _check_episodes(self)
         return self
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether there is work for runners."""
+        return any(env.episodes for env in self.env.values())
 
     @property
     def algorithm(self) -> AlgorithmConfig:
@@ -205,11 +213,54 @@ def _check_environment(config: Config, name: str, env: EnvConfig) -> None:
         raise ValueError(f"env.{name}: an environment's name is 1 to 64 letters, digits and ._-; rename it")
     for problem in problems(name, config.env):
         raise ValueError(f"env.{name}{problem}")
+    if env.episodes and config.algorithm.asynchrony.staleness_policy == "drop":
+        raise ValueError(
+            f"env.{name}.episodes true with staleness_policy drop: an episode would be played again for nothing but its age; use "
+            "ordered or mask"
+        )
     deadline = config.replay.scoring_deadline_s
     if env.timeout_s > deadline:
         raise ValueError(
             f"env.{name}.timeout_s {env.timeout_s:g} is more than replay.scoring_deadline_s {deadline:g}: after that, what a lost "
             "scorer had sent is sent again, and must not be at work any more; lower the one or raise the other"
+        )
+
+
+def _check_episodes(config: Config) -> None:
+    """Every group of episodes can be leased, and ends within its deadlines."""
+    episodes = {name for name, env in config.env.items() if env.episodes}
+    if not episodes:
+        return
+    agents, replay, algorithm = config.agents, config.replay, config.algorithm
+    most = max(
+        algorithm.num_generations_per_prompt + replay.redundant_generations, algorithm.val_num_generations_per_prompt
+    )
+    if agents.slots < most:
+        raise ValueError(
+            f"agents.slots {agents.slots} is less than {most}, the episodes of a group, which start at once "
+            f"({algorithm.name}.num_generations_per_prompt and replay.redundant_generations, or val_num_generations_per_prompt); raise it"
+        )
+    if 2 * most * agents.max_episode_bytes > replay.max_bytes:
+        raise ValueError(
+            f"agents.max_episode_bytes {agents.max_episode_bytes}: the {most} episodes of a group may hold twice as much each, which is "
+            f"more than replay.max_bytes {replay.max_bytes}: none would ever be leased; lower the one or raise the other"
+        )
+    if replay.group_deadline_s < replay.max_attempts * agents.episode_s:
+        raise ValueError(
+            f"replay.group_deadline_s {replay.group_deadline_s:g} is less than replay.max_attempts {replay.max_attempts} times "
+            f"agents.episode_s {agents.episode_s:g}: an episode could not be begun anew as often; raise it, or lower agents.episode_s"
+        )
+    if config.trainer.validation_deadline_s < agents.episode_s and any(
+        source.env_name in episodes for source in config.data.validation
+    ):
+        raise ValueError(
+            f"trainer.validation_deadline_s {config.trainer.validation_deadline_s:g} is less than agents.episode_s {agents.episode_s:g}: a "
+            "validation would be given up while its episodes still run; raise it, or lower agents.episode_s"
+        )
+    if agents.branches != "refuse" and (needs := config.needs_one_path) is not None:
+        raise ValueError(
+            f"{needs} with agents.branches allow: it is computed along a whole trajectory, and one that branches is no sequence; set "
+            "agents.branches to refuse, or change the setting"
         )
 
 

@@ -17,6 +17,7 @@ from headrace.replay.records import (
     EnvironmentState,
     Epoch,
     Replica,
+    Runner,
     RunState,
     decode_run_state,
     epoch_of,
@@ -63,6 +64,12 @@ class BufferClient:
         return [
             msgspec.convert({**unpack(replica), "info": info_of(info)}, Replica)
             for replica, info in await self._connection.call("replicas")
+        ]
+
+    async def runners(self) -> list[Runner]:
+        return [
+            msgspec.convert({**unpack(runner), "info": info_of(info)}, Runner)
+            for runner, info in await self._connection.call("runners")
         ]
 
     async def environments(self) -> list[EnvironmentState]:

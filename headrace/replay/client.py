@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 
 from headrace.errors import InvalidCall, ReplayError, ReplayUnavailable, WrongBuild
 from headrace.replay.connection import BufferConnection, open_redis, shown
+from headrace.replay.episodes import EpisodesClient
 from headrace.replay.inspection import InspectionClient
 from headrace.replay.records import Limits, RunState
 from headrace.replay.retry import BufferRetry
@@ -26,7 +27,7 @@ from headrace.replay.trainer import TrainerClient
 CURRENT_RUN = "headrace:run"
 
 
-class ReplayClient(TrainerClient, RolloutClient, ScoringClient, InspectionClient):
+class ReplayClient(TrainerClient, RolloutClient, EpisodesClient, ScoringClient, InspectionClient):
     """One connection pool to the buffer of one run. Safe for concurrent use by tasks of one event loop.
 
     Every method raises `ReplayUnavailable` when the server can't be reached (after redis-py's own retries), `InvalidCall` on
@@ -110,11 +111,13 @@ class ReplayClient(TrainerClient, RolloutClient, ScoringClient, InspectionClient
             redundant=limits.redundant,
             max_scored=limits.max_scored_per_step,
             retain_steps=limits.retain_steps,
+            max_episode_bytes=limits.max_episode_bytes,
             staleness_policy=limits.staleness_policy,
             filter=bounds if limits.filter_equal else "",
             environments={
                 name: {
                     "failure_share": float(env.failure_share),
+                    "episodes": env.episodes,
                     "give_up_ms": None if env.give_up_after_s is None else _milliseconds(env.give_up_after_s),
                 }
                 for name, env in limits.environments.items()

@@ -18,7 +18,7 @@ from headrace.trajectory import AnyTrajectory, Group, Score, decode_trajectory
 # The indices in which the buffer keeps groups, and the states in each (groups.lua).
 _PLACES = {
     "queue": {"queued"},
-    "line": {"open", "scoring", "ready"},
+    "line": {"queued", "open", "scoring", "ready"},
     "steps": {"ready", "reserved", "trained"},
     "failed": {"failed"},
     "unused": {"unused"},
@@ -28,14 +28,15 @@ _PLACES = {
 
 class InspectionClient(BufferClient):
     async def stats(self) -> dict[str, Any]:
-        """Statistics of the run: RunState fields, counts by lane and state, refusals by code, bytes, ages, replicas, scoring line,
-        environments."""
+        """Statistics of the run: RunState fields, counts by lane and state, refusals by code, bytes, ages, replicas,
+        runners, scoring line, environments."""
         empty: dict[str, Any] = {"counts": {}, "refusals": {}, "requeues": {}}
         stats = empty | unpack(await self._connection.call("stats"))
         return {
             **stats,
             "counts": {"train": {}, "validation": {}} | stats["counts"],
             "replicas": [msgspec.structs.asdict(replica) for replica in await self.replicas()],
+            "runners": [msgspec.structs.asdict(runner) for runner in await self.runners()],
             "environments": [msgspec.structs.asdict(environment) for environment in await self.environments()],
         }
 
@@ -87,7 +88,8 @@ class InspectionClient(BufferClient):
         return newest[0][0].decode() if newest else "0"
 
     async def group(self, group_id: str) -> dict[str, Any] | None:
-        """One group as plain fields: its record, state, and trajectories pushed so far; None if the buffer does not hold it."""
+        """One group as plain fields: its record, state, trajectories pushed so far, and calls of episodes that have
+        not ended; None if the buffer does not hold it."""
         reply = await self._connection.call("group", group=group_id)
         if reply is None:
             return None
@@ -99,6 +101,7 @@ class InspectionClient(BufferClient):
             **found["fields"],
             "group": None if record is None else Group.decode(record),
             "trajectories": list(map(_described, found["trajectories"])),
+            "begun": [dict(zip(("index", "calls", "bytes"), each, strict=True)) for each in found.get("begun", ())],
         }
 
     async def retry(self, failures: Mapping[int, int]) -> int:

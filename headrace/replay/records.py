@@ -26,10 +26,12 @@ GroupState = Literal[
 # Dataclasses, because they are configuration and not replies.
 @dataclasses.dataclass(frozen=True)
 class EnvironmentLimits:
-    """When the breaker of an environment opens (`failure_share` of its last results), and how long the run then waits for it."""
+    """When the breaker of an environment opens (`failure_share` of its last results), and how long the run then waits for it; and of which
+    kind its groups are."""
 
     failure_share: float = 0.5
     give_up_after_s: float | None = None
+    episodes: bool = False  # runners lease its groups, not replicas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Limits:
     reward_max: float | None = None
     max_scored_per_step: int = 0  # groups scored since the last batch past which `reserve` refuses; 0 is no limit
     retain_steps: int = 0  # newest committed steps whose payloads stay
+    # of the calls that are appended, and of the record; a lease of n episodes counts for 2 n of it
+    max_episode_bytes: int = 4 << 20
     # by name; the default for others
     environments: Mapping[str, EnvironmentLimits] = dataclasses.field(default_factory=dict)
 
@@ -66,7 +70,8 @@ class RunState(msgspec.Struct, frozen=True):
     the newest published checkpoint's version (-1 before the first); `enqueued` the highest `order` taken so far (-1: none).
     `refill`: prompts up to `enqueued` are missing (neither trained nor held) until the trainer has enqueued them again and called
     `refilled`. `wanted`: how many prompts it is to enqueue again because their failed groups are retried.
-    `timelines`: those that the weights descend from, each with the version it began at, oldest first.
+    `timelines`: those that the weights descend from, each with the version it began at, oldest first. `episodes`: groups that wait for a
+    runner to lease them; `alive_runners`: how many there are.
     """
 
     run_id: str
@@ -80,6 +85,8 @@ class RunState(msgspec.Struct, frozen=True):
     refill: bool = False
     wanted: int = 0
     timelines: tuple[tuple[str, int], ...] = ()
+    episodes: int = 0
+    alive_runners: int = 0
 
     def timeline_of(self, version: int) -> str | None:
         """The timeline on which the weights of `version` > 0 were made; None if the buffer does not know it."""
@@ -118,7 +125,7 @@ class Lease(msgspec.Struct, frozen=True):
     token: str
     attempt: int
     ticket: int  # place in line; -1 in the validation lane
-    version: int  # verified version of the replica when the lease was granted
+    version: int  # verified version of the replica when the lease was granted; of episodes the lowest that any held
     timeline: str
     incarnation: str
     expires_in_s: float
@@ -126,6 +133,7 @@ class Lease(msgspec.Struct, frozen=True):
     missing: tuple[int, ...]  # indices to generate: the others are pushed, or were given up
     # saved prefixes of those, by index, which another replica has sampled and this one continues
     prefixes: Mapping[int, Trajectory] = {}
+    tries: Mapping[int, int] = {}  # how often each episode was begun before, by index; none are left out
 
 
 class Epoch(msgspec.Struct, frozen=True):
@@ -168,6 +176,16 @@ class Replica(msgspec.Struct, frozen=True):
         return self.state in ("HEALTHY", "STALE")
 
 
+class Runner(msgspec.Struct, frozen=True):
+    """A registered runner, which leases episodes."""
+
+    id: str
+    alive: bool
+    leases: int
+    seen_s_ago: float
+    info: dict[str, str | int | float | bool]  # for display (`info_of`)
+
+
 class RefitVerdict(msgspec.Struct, frozen=True):
     """Whether a replica's log-probabilities of the probe proved its weights, and their largest difference from the trainer's, in nats."""
 
@@ -185,6 +203,18 @@ class HeartbeatReply(msgspec.Struct, frozen=True):
     epoch: Epoch | None
     complete: tuple[str, ...] = ()
     reason: str = ""
+
+
+class RunnerReply(msgspec.Struct, frozen=True):
+    """The answer to a runner's heartbeat. One that is not `alive` has to register under a new name. `lost` are the caller's lease tokens
+    that are no longer valid: end their episodes. `complete` are those of them whose groups have their n trajectories, and `surplus` the
+    token and index of each of their episodes that has not ended."""
+
+    alive: bool
+    timeline: str
+    lost: tuple[str, ...]
+    complete: tuple[str, ...]
+    surplus: tuple[tuple[str, int], ...]
 
 
 class EnvironmentState(msgspec.Struct, frozen=True):
@@ -337,7 +367,8 @@ _decode_info = msgspec.msgpack.Decoder(dict[str, str | int | float | bool]).deco
 
 
 def info_of(data: bytes) -> dict[str, str | int | float | bool]:
-    """What a replica says of itself; of one that the buffer took from an earlier build and nobody can read, only why (`unreadable`)."""
+    """What a replica or runner says of itself; of one that the buffer took from an earlier build and nobody can read, only why
+    (`unreadable`)."""
     try:
         info = _decode_info(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -366,6 +397,13 @@ def epoch_of(reply: Sequence[bytes]) -> Epoch:
         interrupted=tuple(sorted(m for m, (what, _, _) in words.items() if what == "interrupted")),
         rendezvous=rendezvous,
     )
+
+
+def said_of(score: Score) -> dict[str, Any]:
+    """The fields of a score that the buffer reads, besides its record (_score.lua)."""
+    if score.reward is None:
+        return {"status": score.status}
+    return {"status": score.status, "reward": float(score.reward), "build": score.build}
 
 
 def score_key(payload_key: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -12,36 +10,21 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import CodecError, InvalidCall, ReplayError, Unstaged, WrongTimeline
-from headrace.replay.calls import BufferClient
+from headrace.errors import CodecError, InvalidCall, ReplayError, Unstaged
 from headrace.replay.connection import refusal
+from headrace.replay.leases import CARRIED_BYTES, LeaseClient, payload_of
 from headrace.replay.records import HeartbeatReply, Lease, RefitVerdict, unpack
-from headrace.trajectory import Group, Trajectory
-
-log = logging.getLogger(__name__)
-
-# A payload that no call has made visible expires after this many seconds.
-STAGED = b"60"
-# A payload of up to this many bytes travels in the call that makes it visible, which saves client and server a command. A larger one
-# would cost more there, and block the server for longer.
-CARRIED_BYTES = 32 << 10
-
+from headrace.trajectory import Trajectory
 
 # The columns of `push` and `save`, one entry per trajectory (_payload.lua).
 _COLUMNS = ("group", "index", "token", "nonce", "bytes", "length", "oldest", "newest")
 
 
-class RolloutClient(BufferClient):
+class RolloutClient(LeaseClient):
     async def register(self, replica: str, info: Mapping[str, Any]) -> None:
         """Enter the fleet as STALE. `replica` is a nonce: one that has left or died never enters again. `info` is for people: each value
         a text, a finite number or a flag. Raises `Fenced`, `InvalidCall`."""
-        entered = False
-        while not entered:
-            incarnation = (await self.state()).incarnation
-            with contextlib.suppress(WrongTimeline):  # a restore came in between
-                entered = bool(
-                    await self._connection.call("register", replica=replica, incarnation=incarnation, info=info)
-                )
+        await self._enter("register", replica=replica, info=info)
 
     async def deregister(self, replica: str, *, died: bool = False) -> None:
         """Leave the fleet; the leases that it still holds are passed on at once, without costing an attempt. `died`: an error ends it, and
@@ -59,10 +42,6 @@ class RolloutClient(BufferClient):
             self._epoch = await self.epoch()
         return msgspec.convert({**fields, "epoch": self._epoch}, HeartbeatReply)
 
-    async def wait_work(self, timeout_s: float) -> None:
-        """Return when a lease may be available or an epoch has changed, or after `timeout_s`."""
-        await self._wakeups.wait("work", timeout_s)
-
     async def lease(self, replica: str, max_groups: int) -> list[Lease]:
         """Lease up to `max_groups` groups: first those that another replica has begun, then validation, then training prompts as admission
         allows. If the result is empty, wait.
@@ -75,46 +54,6 @@ class RolloutClient(BufferClient):
                 "lease", replica=replica, most=max_groups, number=next(self._numbers), nonce=nonce
             )
         )
-
-    async def _read_leases(self, answer: bytes) -> list[Lease]:
-        reply = unpack(answer)
-        granted = reply.pop("leases")
-        records = await self._fetch([lease.pop("record") for lease in granted])
-        prefixes = await self._prefixes(granted)
-        leases = []
-        for lease, record in zip(granted, records, strict=True):
-            if record is None:  # dropped since: the lease is void
-                continue
-            group_id, token = lease.pop("group"), lease["token"]
-            try:
-                group = Group.decode(record)
-            except CodecError as error:  # no replica can ever generate this group
-                await self._release(reply["timeline"], reply["incarnation"], group_id, token, "rejected", str(error))
-                continue
-            lease["missing"] = tuple(lease.get("missing") or range(lease["count"]))
-            lease["prefixes"] = prefixes.get(token, {})
-            leases.append(Lease(group=group, **reply, **lease))
-        return leases
-
-    async def _prefixes(self, granted: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Trajectory]]:
-        """The saved prefixes of these leases, by token and index. One that was freed or can't be read is left out: its trajectory starts
-        over."""
-        begun: dict[str, dict[int, Trajectory]] = {}
-        saved = [(lease, index, key) for lease in granted for index, key in lease.get("prefixes", ())]
-        payloads = await self._read_batches(self._fetch, [key for _, _, key in saved])
-        for (lease, index, key), payload in zip(saved, payloads, strict=True):
-            if payload is None:
-                continue
-            try:
-                prefix = Trajectory.decode(payload)
-            except CodecError as error:
-                log.warning("a saved trajectory (%r) can't be continued: %s", key, error)
-                continue
-            if (prefix.group_id, prefix.index) == (lease["group"], index):
-                begun.setdefault(lease["token"], {})[index] = prefix
-            else:
-                log.warning("a saved trajectory (%r) is of another: %s[%d]", key, prefix.group_id, prefix.index)
-        return begun
 
     async def push(self, lease: Lease, trajectory: Trajectory) -> None:
         """Hand in one finished trajectory (law 3: index not yet pushed, 0 <= index < `lease.count`). Pushing the same index again under the
@@ -161,7 +100,7 @@ class RolloutClient(BufferClient):
         calls: dict[tuple[str, str], tuple[list[tuple[Any, ...]], list[bytes], list[int]]] = {}
         for position, (lease, trajectory) in enumerate(items):
             try:
-                payload = _payload(lease, trajectory)
+                payload = payload_of(lease, trajectory)
             except (InvalidCall, CodecError) as error:
                 errors[position] = error
                 continue
@@ -171,8 +110,7 @@ class RolloutClient(BufferClient):
             size = len(payload), trajectory.completion_token_ids.size
             entries.append((lease.group.id, trajectory.index, lease.token, nonce, *size, *versions))
             if len(payload) > carried_bytes:
-                key = f"{self._connection.key}:{lease.incarnation}:p:{nonce}"
-                commands.append((b"SET", key, payload, b"NX", b"EX", STAGED))
+                commands.append(self._staging(lease, nonce, payload))
                 payload = b""
             payloads.append(payload)
             positions.append(position)
@@ -187,11 +125,6 @@ class RolloutClient(BufferClient):
                 errors[position] = refusal(text.decode()) if text else None
         return errors
 
-    async def release(self, lease: Lease, reason: str, *, failed: bool) -> None:
-        """Return the lease. With `failed` it costs an attempt (after `max_attempts` the group ends as failed with `reason`), and the
-        next attempt starts over; otherwise (shutdown, refit) another replica continues it."""
-        await self._release_lease(lease, "failed" if failed else "returned", reason)
-
     async def abandon(self, lease: Lease, index: int, reason: str) -> bool:
         """Report that trajectory `index` can't be generated. Returns True if the group can do without it; False if too few are left, and
         the whole group was released as failed."""
@@ -205,17 +138,6 @@ class RolloutClient(BufferClient):
             reason=reason,
         )
         return bool(kept)
-
-    async def reject(self, lease: Lease, reason: str) -> None:
-        """End the group as failed with `reason`, without further attempts, because it can never succeed (its prompt is too long, …)."""
-        await self._release_lease(lease, "rejected", reason)
-
-    async def _release_lease(self, lease: Lease, how: str, reason: str) -> None:
-        await self._release(lease.timeline, lease.incarnation, lease.group.id, lease.token, how, reason)
-
-    async def _release(self, timeline: str, incarnation: str, group_id: str, token: str, how: str, reason: str) -> None:
-        fence = {"timeline": timeline, "incarnation": incarnation}
-        await self._connection.call("release", **fence, group=group_id, token=token, how=how, reason=reason)
 
     # -- epochs of the weight channel --------------------------------------------------------------------------------------
 
@@ -238,14 +160,3 @@ class RolloutClient(BufferClient):
 
 def _size(item: tuple[Lease, Trajectory]) -> int:
     return item[1].nbytes
-
-
-def _payload(lease: Lease, trajectory: Trajectory) -> bytes:
-    """The encoded trajectory. Raises `CodecError` if it is not valid, `InvalidCall` if it is of another group or attempt."""
-    trajectory.check()
-    if (trajectory.group_id, trajectory.attempt) != (lease.group.id, lease.attempt):
-        raise InvalidCall(
-            f"trajectory of group {trajectory.group_id!r} attempt {trajectory.attempt} pushed under the lease of "
-            f"{lease.group.id!r} attempt {lease.attempt}"
-        )
-    return trajectory.encode()

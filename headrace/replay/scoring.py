@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from headrace.errors import CodecError, LeaseLost, ReplayError
 from headrace.replay.calls import BATCH, BufferClient, chunks
 from headrace.replay.connection import refusal
-from headrace.replay.records import ScoringJob, unpack
+from headrace.replay.records import ScoringJob, said_of, unpack
 from headrace.trajectory import AnyTrajectory, Group, Score, decode_trajectory
 
 
@@ -98,12 +97,10 @@ class ScoringClient(BufferClient):
         return errors
 
     async def _score_batch(self, items: Sequence[tuple[str, int, str, Score]]) -> list[ReplayError | None]:
-        scores = []
-        for group_id, index, token, score in items:
-            entry: dict[str, Any] = {"group": group_id, "index": index, "token": token, "status": score.status}
-            if score.reward is not None:
-                entry |= {"reward": float(score.reward), "build": score.build}
-            scores.append(entry)
+        scores = [
+            {"group": group_id, "index": index, "token": token, **said_of(score)}
+            for group_id, index, token, score in items
+        ]
         replies = await self._connection.call("score", *(score.encode() for *_, score in items), scores=scores)
         return [refusal(text.decode()) if text else None for text in replies]
 

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from headrace.v1 import episode_pb2 as _episode_pb2
 from headrace.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
 import sys
@@ -16,6 +17,11 @@ if sys.version_info >= (3, 11):
     from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
+
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -47,6 +53,7 @@ class DescribeResponse(_message.Message):
     DETERMINISTIC_FIELD_NUMBER: _builtins.int
     REWARD_MIN_FIELD_NUMBER: _builtins.int
     REWARD_MAX_FIELD_NUMBER: _builtins.int
+    EPISODES_FIELD_NUMBER: _builtins.int
     SANDBOX_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The environment's own name."""
@@ -54,10 +61,18 @@ class DescribeResponse(_message.Message):
     """What tells two versions of its code apart: a version number, a commit."""
     description: _builtins.str
     """One line for people."""
-    steps: _builtins.bool
-    """It answers Step."""
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def steps(self) -> _builtins.bool:
+        """It answers Step, which nothing asks for."""
+
+    @steps.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def steps(self, value: _builtins.bool) -> None:
+        """It answers Step, which nothing asks for."""
+
     capacity: _builtins.int
-    """Trajectories it works on at a time. 0: as many as one call has at most."""
+    """Trajectories it works on at a time. 0: as many as one call has at most; with `episodes`, it scores no trajectories."""
     calls: _builtins.int
     """Score calls it works on at a time, if it scores a call as a whole; 0: as many as its capacity allows. A call then has
     at most capacity / calls trajectories.
@@ -71,6 +86,8 @@ class DescribeResponse(_message.Message):
     Absent: no bound.
     """
     reward_max: _builtins.float
+    episodes: _builtins.int
+    """Episodes that it runs at a time (RunEpisode). 0: it runs none."""
     sandbox: _builtins.str
     """The sandbox that it scores in: "A" (namespaces, Landlock, a filter of system calls), "B" (without namespaces), "none", or
     empty if it doesn't say.
@@ -87,11 +104,12 @@ class DescribeResponse(_message.Message):
         deterministic: _builtins.bool = ...,
         reward_min: _builtins.float | None = ...,
         reward_max: _builtins.float | None = ...,
+        episodes: _builtins.int = ...,
         sandbox: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward_max", b"_reward_max", "_reward_min", b"_reward_min", "reward_max", b"reward_max", "reward_min", b"reward_min"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward_max", b"_reward_max", "_reward_min", b"_reward_min", "build", b"build", "calls", b"calls", "capacity", b"capacity", "description", b"description", "deterministic", b"deterministic", "name", b"name", "reward_max", b"reward_max", "reward_min", b"reward_min", "sandbox", b"sandbox", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward_max", b"_reward_max", "_reward_min", b"_reward_min", "build", b"build", "calls", b"calls", "capacity", b"capacity", "description", b"description", "deterministic", b"deterministic", "episodes", b"episodes", "name", b"name", "reward_max", b"reward_max", "reward_min", b"reward_min", "sandbox", b"sandbox", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward_max: _TypeAlias = _typing.Literal["reward_max"]  # noqa: Y015
     _WhichOneofArgType__reward_max: _TypeAlias = _typing.Literal["_reward_max", b"_reward_max"]  # noqa: Y015
@@ -147,6 +165,47 @@ class EnvironmentServiceScoreResponse(_message.Message):
 Global___EnvironmentServiceScoreResponse: _TypeAlias = EnvironmentServiceScoreResponse  # noqa: Y015
 
 @_typing.final
+class EnvironmentServiceRunEpisodeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPISODE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def episode(self) -> _episode_pb2.Episode: ...
+    def __init__(
+        self,
+        *,
+        episode: _episode_pb2.Episode | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnvironmentServiceRunEpisodeRequest: _TypeAlias = EnvironmentServiceRunEpisodeRequest  # noqa: Y015
+
+@_typing.final
+class EnvironmentServiceRunEpisodeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def outcome(self) -> _episode_pb2.EpisodeOutcome: ...
+    def __init__(
+        self,
+        *,
+        outcome: _episode_pb2.EpisodeOutcome | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnvironmentServiceRunEpisodeResponse: _TypeAlias = EnvironmentServiceRunEpisodeResponse  # noqa: Y015
+
+@_deprecated("""This message has been marked as deprecated using proto message options.""")
+@_typing.final
 class EnvironmentServiceStepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -166,6 +225,7 @@ class EnvironmentServiceStepRequest(_message.Message):
 
 Global___EnvironmentServiceStepRequest: _TypeAlias = EnvironmentServiceStepRequest  # noqa: Y015
 
+@_deprecated("""This message has been marked as deprecated using proto message options.""")
 @_typing.final
 class EnvironmentServiceStepResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor

@@ -59,6 +59,11 @@ class EnvironmentServiceStub:
                 request_serializer=headrace_dot_v1_dot_environment__pb2.EnvironmentServiceScoreRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_environment__pb2.EnvironmentServiceScoreResponse.FromString,
                 _registered_method=True)
+        self.RunEpisode = channel.unary_unary(
+                '/headrace.v1.EnvironmentService/RunEpisode',
+                request_serializer=headrace_dot_v1_dot_environment__pb2.EnvironmentServiceRunEpisodeRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_environment__pb2.EnvironmentServiceRunEpisodeResponse.FromString,
+                _registered_method=True)
         self.Step = channel.unary_unary(
                 '/headrace.v1.EnvironmentService/Step',
                 request_serializer=headrace_dot_v1_dot_environment__pb2.EnvironmentServiceStepRequest.SerializeToString,
@@ -98,8 +103,20 @@ class EnvironmentServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RunEpisode(self, request, context):
+        """Run a program that calls the policy itself, and answer when it has ended, by the call's deadline. The charge is by the
+        status of the outcome. A failed call is one with the status of the table above; where the environment runs no programs it
+        is UNIMPLEMENTED. A call that is cancelled, or whose caller has gone, ends the program: its key is dead by then.
+        The call is silent for as long as the program runs, so the hub sends HTTP/2 pings every few seconds: permit them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Step(self, request, context):
-        """Multi-turn: answer one turn of each of these conversations. Answered UNIMPLEMENTED in this release.
+        """Never answered but with UNIMPLEMENTED. A policy whose turns an environment answers is a program whose loop is turned inside
+        out: it would need its state carried from call to call, and a lost one could not be told from one that was sent again.
+        RunEpisode takes its place.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,6 +134,11 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=headrace_dot_v1_dot_environment__pb2.EnvironmentServiceScoreRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_environment__pb2.EnvironmentServiceScoreResponse.SerializeToString,
+            ),
+            'RunEpisode': grpc.unary_unary_rpc_method_handler(
+                    servicer.RunEpisode,
+                    request_deserializer=headrace_dot_v1_dot_environment__pb2.EnvironmentServiceRunEpisodeRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_environment__pb2.EnvironmentServiceRunEpisodeResponse.SerializeToString,
             ),
             'Step': grpc.unary_unary_rpc_method_handler(
                     servicer.Step,
@@ -193,6 +215,33 @@ class EnvironmentService:
             '/headrace.v1.EnvironmentService/Score',
             headrace_dot_v1_dot_environment__pb2.EnvironmentServiceScoreRequest.SerializeToString,
             headrace_dot_v1_dot_environment__pb2.EnvironmentServiceScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RunEpisode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.EnvironmentService/RunEpisode',
+            headrace_dot_v1_dot_environment__pb2.EnvironmentServiceRunEpisodeRequest.SerializeToString,
+            headrace_dot_v1_dot_environment__pb2.EnvironmentServiceRunEpisodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from headrace.v1 import environment_pb2 as _environment_pb2
+from headrace.v1 import episode_pb2 as _episode_pb2
 from headrace.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,11 @@ if sys.version_info >= (3, 11):
     from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
+
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -31,8 +37,12 @@ class _WorkKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkKind.Val
     """Never sent. A stream that holds it is refused."""
     WORK_KIND_SCORE: _WorkKind.ValueType  # 1
     """A batch of trajectories to score."""
-    WORK_KIND_STEP: _WorkKind.ValueType  # 2
-    """A batch of turns to answer. Not in this release: an offer of it is refused."""
+    @_builtins.property
+    @_deprecated("""This enum value has been marked as deprecated using proto enum value options.""")
+    def WORK_KIND_STEP(self) -> _WorkKind.ValueType:   # 2
+        """Never used: an offer of it is refused. WORK_KIND_EPISODE takes its place."""
+    WORK_KIND_EPISODE: _WorkKind.ValueType  # 3
+    """An episode to run."""
 
 class WorkKind(_WorkKind, metaclass=_WorkKindEnumTypeWrapper):
     """What a piece of work is. Each kind has credit of its own, so that none waits for what another holds."""
@@ -42,7 +52,9 @@ WORK_KIND_UNSPECIFIED: WorkKind.ValueType  # 0
 WORK_KIND_SCORE: WorkKind.ValueType  # 1
 """A batch of trajectories to score."""
 WORK_KIND_STEP: WorkKind.ValueType  # 2
-"""A batch of turns to answer. Not in this release: an offer of it is refused."""
+"""Never used: an offer of it is refused. WORK_KIND_EPISODE takes its place."""
+WORK_KIND_EPISODE: WorkKind.ValueType  # 3
+"""An episode to run."""
 Global___WorkKind: _TypeAlias = WorkKind  # noqa: Y015
 
 @_typing.final
@@ -88,6 +100,47 @@ class ScoreResponse(_message.Message):
 Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
 
 @_typing.final
+class RunEpisodeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPISODE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def episode(self) -> _episode_pb2.Episode: ...
+    def __init__(
+        self,
+        *,
+        episode: _episode_pb2.Episode | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunEpisodeRequest: _TypeAlias = RunEpisodeRequest  # noqa: Y015
+
+@_typing.final
+class RunEpisodeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def outcome(self) -> _episode_pb2.EpisodeOutcome: ...
+    def __init__(
+        self,
+        *,
+        outcome: _episode_pb2.EpisodeOutcome | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunEpisodeResponse: _TypeAlias = RunEpisodeResponse  # noqa: Y015
+
+@_deprecated("""This message has been marked as deprecated using proto message options.""")
+@_typing.final
 class StepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -107,6 +160,7 @@ class StepRequest(_message.Message):
 
 Global___StepRequest: _TypeAlias = StepRequest  # noqa: Y015
 
+@_deprecated("""This message has been marked as deprecated using proto message options.""")
 @_typing.final
 class StepResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -220,7 +274,7 @@ class EnvironmentStatus(_message.Message):
     """Time for one batch, and trajectories in one call, as configured."""
     max_batch_size: _builtins.int
     in_hand: _builtins.int
-    """Trajectories of calls that the hub has not answered yet."""
+    """Trajectories and episodes of calls that the hub has not answered yet."""
     @_builtins.property
     def description(self) -> _environment_pb2.DescribeResponse:
         """What it says of itself. Absent if it can't be reached."""
@@ -441,7 +495,7 @@ class Offer(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
     capacity: _builtins.int
-    """Trajectories (or turns) it can work on at a time, from 1 to 65536: the most credit it may have. It has none before the
+    """Trajectories (or episodes) it can work on at a time, from 1 to 65536: the most credit it may have. It has none before the
     process grants it.
     """
     name: _builtins.str
@@ -452,7 +506,9 @@ class Offer(_message.Message):
     youngest offer's build get the work; the others wait until all of these have gone.
     """
     @_builtins.property
-    def environment(self) -> _environment_pb2.DescribeResponse: ...
+    def environment(self) -> _environment_pb2.DescribeResponse:
+        """All offers of one environment have one build."""
+
     def __init__(
         self,
         *,
@@ -494,7 +550,7 @@ Global___Registered: _TypeAlias = Registered  # noqa: Y015
 
 @_typing.final
 class Credit(_message.Message):
-    """The process can take this many more trajectories (or turns)."""
+    """The process can take this many more trajectories (or episodes)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -522,7 +578,7 @@ Global___Credit: _TypeAlias = Credit  # noqa: Y015
 
 @_typing.final
 class Work(_message.Message):
-    """A batch to score, or a batch of turns to answer."""
+    """A batch to score, or an episode to run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -531,6 +587,7 @@ class Work(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    EPISODE_FIELD_NUMBER: _builtins.int
     work_id: _builtins.str
     """A nonce of the hub."""
     name: _builtins.str
@@ -540,7 +597,10 @@ class Work(_message.Message):
     @_builtins.property
     def score(self) -> _environment_pb2.EnvironmentServiceScoreRequest: ...
     @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def step(self) -> _environment_pb2.EnvironmentServiceStepRequest: ...
+    @_builtins.property
+    def episode(self) -> _environment_pb2.EnvironmentServiceRunEpisodeRequest: ...
     def __init__(
         self,
         *,
@@ -549,12 +609,13 @@ class Work(_message.Message):
         deadline_ms: _builtins.int = ...,
         score: _environment_pb2.EnvironmentServiceScoreRequest | None = ...,
         step: _environment_pb2.EnvironmentServiceStepRequest | None = ...,
+        episode: _environment_pb2.EnvironmentServiceRunEpisodeRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "score", b"score", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "episode", b"episode", "score", b"score", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "deadline_ms", b"deadline_ms", "name", b"name", "score", b"score", "step", b"step", "work_id", b"work_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "deadline_ms", b"deadline_ms", "episode", b"episode", "name", b"name", "score", b"score", "step", b"step", "work_id", b"work_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_batch: _TypeAlias = _typing.Literal["score", "step"]  # noqa: Y015
+    _WhichOneofReturnType_batch: _TypeAlias = _typing.Literal["score", "step", "episode"]  # noqa: Y015
     _WhichOneofArgType_batch: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_batch) -> _WhichOneofReturnType_batch | None: ...
 
@@ -569,23 +630,28 @@ class Answer(_message.Message):
     WORK_ID_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    EPISODE_FIELD_NUMBER: _builtins.int
     work_id: _builtins.str
     @_builtins.property
     def score(self) -> _environment_pb2.EnvironmentServiceScoreResponse: ...
     @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def step(self) -> _environment_pb2.EnvironmentServiceStepResponse: ...
+    @_builtins.property
+    def episode(self) -> _environment_pb2.EnvironmentServiceRunEpisodeResponse: ...
     def __init__(
         self,
         *,
         work_id: _builtins.str = ...,
         score: _environment_pb2.EnvironmentServiceScoreResponse | None = ...,
         step: _environment_pb2.EnvironmentServiceStepResponse | None = ...,
+        episode: _environment_pb2.EnvironmentServiceRunEpisodeResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "score", b"score", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "episode", b"episode", "score", b"score", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "score", b"score", "step", b"step", "work_id", b"work_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "episode", b"episode", "score", b"score", "step", b"step", "work_id", b"work_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_batch: _TypeAlias = _typing.Literal["score", "step"]  # noqa: Y015
+    _WhichOneofReturnType_batch: _TypeAlias = _typing.Literal["score", "step", "episode"]  # noqa: Y015
     _WhichOneofArgType_batch: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_batch) -> _WhichOneofReturnType_batch | None: ...
 
@@ -593,7 +659,7 @@ Global___Answer: _TypeAlias = Answer  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
-    """The hub withdraws a piece of work: nobody waits for it any more."""
+    """The hub withdraws a piece of work: nobody waits for it any more. An episode ends then."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -41,6 +41,11 @@ class RewardServiceStub:
                 request_serializer=headrace_dot_v1_dot_reward__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_reward__pb2.ScoreResponse.FromString,
                 _registered_method=True)
+        self.RunEpisode = channel.unary_unary(
+                '/headrace.v1.RewardService/RunEpisode',
+                request_serializer=headrace_dot_v1_dot_reward__pb2.RunEpisodeRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_reward__pb2.RunEpisodeResponse.FromString,
+                _registered_method=True)
         self.Step = channel.unary_unary(
                 '/headrace.v1.RewardService/Step',
                 request_serializer=headrace_dot_v1_dot_reward__pb2.StepRequest.SerializeToString,
@@ -73,8 +78,22 @@ class RewardServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RunEpisode(self, request, context):
+        """Run a program that calls the policy itself, in the environment that the episode names, and answer when it has ended: within
+        the episode's deadline and the call's, whichever is earlier. What has not ended by then is STATUS_TIMED_OUT; an environment
+        that is unknown, or runs no episodes, is STATUS_INVALID. The charge is by the status of the outcome; a call that fails
+        (the hub is lost, or shuts down) charges nothing. An episode is never handed to a second process: what began is
+        STATUS_INTERRUPTED when its process is gone. A call that is cancelled, or whose caller has gone, ends the program.
+        For the runner's token alone.
+        INVALID_ARGUMENT    the episode is malformed; nothing was begun
+        RESOURCE_EXHAUSTED  the request is larger than `reward.max_message_bytes`; nothing was begun
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Step(self, request, context):
-        """Multi-turn: answer one turn of each of these conversations. Answered UNIMPLEMENTED in this release.
+        """Never answered but with UNIMPLEMENTED; `EnvironmentService.Step` says why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,12 +104,12 @@ class RewardServiceServicer:
         one and share its load.
 
         The process sends `register` first and is answered `registered`. Then it grants `credit`, and the hub sends `work`,
-        each piece spending as much credit of its environment and kind as it holds trajectories (or turns); with no credit
-        left, it waits. The process answers every piece with `answer` under the same work id, in any order, and grants the
+        each piece spending as much credit of its environment and kind as it holds trajectories (an episode is one); with no
+        credit left, it waits. The process answers every piece with `answer` under the same work id, in any order, and grants the
         credit of what it held once again when it can take more. At no time is the credit, with what is sent and not answered,
         more than the capacity on offer. Work that is not answered by its deadline is withdrawn with `cancel`; it is answered
         nevertheless, when its end has come, and the answer is ignored. When the stream ends, or no HTTP/2 ping is answered for
-        ten seconds, work not answered goes to the other processes, under the same idempotency keys.
+        ten seconds, work not answered goes to the other processes, under the same idempotency keys; an episode does not: it had begun.
         INVALID_ARGUMENT    the stream breaks these rules (the message says how)
         NOT_FOUND           the run doesn't declare such an environment as attached
         PERMISSION_DENIED   the token is another environment's
@@ -114,6 +133,11 @@ def add_RewardServiceServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=headrace_dot_v1_dot_reward__pb2.ScoreRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_reward__pb2.ScoreResponse.SerializeToString,
+            ),
+            'RunEpisode': grpc.unary_unary_rpc_method_handler(
+                    servicer.RunEpisode,
+                    request_deserializer=headrace_dot_v1_dot_reward__pb2.RunEpisodeRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_reward__pb2.RunEpisodeResponse.SerializeToString,
             ),
             'Step': grpc.unary_unary_rpc_method_handler(
                     servicer.Step,
@@ -160,6 +184,33 @@ class RewardService:
             '/headrace.v1.RewardService/Score',
             headrace_dot_v1_dot_reward__pb2.ScoreRequest.SerializeToString,
             headrace_dot_v1_dot_reward__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RunEpisode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.RewardService/RunEpisode',
+            headrace_dot_v1_dot_reward__pb2.RunEpisodeRequest.SerializeToString,
+            headrace_dot_v1_dot_reward__pb2.RunEpisodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from headrace.v1 import reward_pb2 as _reward_pb2
 import abc as _abc_1
+import builtins as _builtins
 import grpc as _grpc
 import sys
 import typing as _typing
@@ -15,6 +16,11 @@ if sys.version_info >= (3, 11):
     from typing import Self as _Self
 else:
     from typing_extensions import Self as _Self
+
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
 
 _T = _typing.TypeVar("_T")
 
@@ -41,19 +47,31 @@ class RewardServiceStub:
       INVALID_ARGUMENT    a trajectory is malformed (the message names it); nothing was scored
       RESOURCE_EXHAUSTED  the request is larger than `reward.max_message_bytes`; nothing was scored
     """
-    Step: _grpc.UnaryUnaryMultiCallable[_reward_pb2.StepRequest, _reward_pb2.StepResponse]
-    """Multi-turn: answer one turn of each of these conversations. Answered UNIMPLEMENTED in this release."""
+    RunEpisode: _grpc.UnaryUnaryMultiCallable[_reward_pb2.RunEpisodeRequest, _reward_pb2.RunEpisodeResponse]
+    """Run a program that calls the policy itself, in the environment that the episode names, and answer when it has ended: within
+    the episode's deadline and the call's, whichever is earlier. What has not ended by then is STATUS_TIMED_OUT; an environment
+    that is unknown, or runs no episodes, is STATUS_INVALID. The charge is by the status of the outcome; a call that fails
+    (the hub is lost, or shuts down) charges nothing. An episode is never handed to a second process: what began is
+    STATUS_INTERRUPTED when its process is gone. A call that is cancelled, or whose caller has gone, ends the program.
+    For the runner's token alone.
+      INVALID_ARGUMENT    the episode is malformed; nothing was begun
+      RESOURCE_EXHAUSTED  the request is larger than `reward.max_message_bytes`; nothing was begun
+    """
+    @_builtins.property
+    @_deprecated("""This method has been marked as deprecated using proto method options.""")
+    def Step(self) -> _grpc.UnaryUnaryMultiCallable[_reward_pb2.StepRequest, _reward_pb2.StepResponse]:
+        """Never answered but with UNIMPLEMENTED; `EnvironmentService.Step` says why."""
     Attach: _grpc.StreamStreamMultiCallable[_reward_pb2.AttachRequest, _reward_pb2.AttachResponse]
     """A process dials in and offers environments, so that it needs no inbound port; several processes may offer the same
     one and share its load.
 
     The process sends `register` first and is answered `registered`. Then it grants `credit`, and the hub sends `work`,
-    each piece spending as much credit of its environment and kind as it holds trajectories (or turns); with no credit
-    left, it waits. The process answers every piece with `answer` under the same work id, in any order, and grants the
+    each piece spending as much credit of its environment and kind as it holds trajectories (an episode is one); with no
+    credit left, it waits. The process answers every piece with `answer` under the same work id, in any order, and grants the
     credit of what it held once again when it can take more. At no time is the credit, with what is sent and not answered,
     more than the capacity on offer. Work that is not answered by its deadline is withdrawn with `cancel`; it is answered
     nevertheless, when its end has come, and the answer is ignored. When the stream ends, or no HTTP/2 ping is answered for
-    ten seconds, work not answered goes to the other processes, under the same idempotency keys.
+    ten seconds, work not answered goes to the other processes, under the same idempotency keys; an episode does not: it had begun.
       INVALID_ARGUMENT    the stream breaks these rules (the message says how)
       NOT_FOUND           the run doesn't declare such an environment as attached
       PERMISSION_DENIED   the token is another environment's
@@ -75,19 +93,31 @@ class RewardServiceAsyncStub(RewardServiceStub):
       INVALID_ARGUMENT    a trajectory is malformed (the message names it); nothing was scored
       RESOURCE_EXHAUSTED  the request is larger than `reward.max_message_bytes`; nothing was scored
     """
-    Step: _aio.UnaryUnaryMultiCallable[_reward_pb2.StepRequest, _reward_pb2.StepResponse]  # type: ignore[assignment]
-    """Multi-turn: answer one turn of each of these conversations. Answered UNIMPLEMENTED in this release."""
+    RunEpisode: _aio.UnaryUnaryMultiCallable[_reward_pb2.RunEpisodeRequest, _reward_pb2.RunEpisodeResponse]  # type: ignore[assignment]
+    """Run a program that calls the policy itself, in the environment that the episode names, and answer when it has ended: within
+    the episode's deadline and the call's, whichever is earlier. What has not ended by then is STATUS_TIMED_OUT; an environment
+    that is unknown, or runs no episodes, is STATUS_INVALID. The charge is by the status of the outcome; a call that fails
+    (the hub is lost, or shuts down) charges nothing. An episode is never handed to a second process: what began is
+    STATUS_INTERRUPTED when its process is gone. A call that is cancelled, or whose caller has gone, ends the program.
+    For the runner's token alone.
+      INVALID_ARGUMENT    the episode is malformed; nothing was begun
+      RESOURCE_EXHAUSTED  the request is larger than `reward.max_message_bytes`; nothing was begun
+    """
+    @_builtins.property
+    @_deprecated("""This method has been marked as deprecated using proto method options.""")
+    def Step(self) -> _aio.UnaryUnaryMultiCallable[_reward_pb2.StepRequest, _reward_pb2.StepResponse]:  # type: ignore[override]
+        """Never answered but with UNIMPLEMENTED; `EnvironmentService.Step` says why."""
     Attach: _aio.StreamStreamMultiCallable[_reward_pb2.AttachRequest, _reward_pb2.AttachResponse]  # type: ignore[assignment]
     """A process dials in and offers environments, so that it needs no inbound port; several processes may offer the same
     one and share its load.
 
     The process sends `register` first and is answered `registered`. Then it grants `credit`, and the hub sends `work`,
-    each piece spending as much credit of its environment and kind as it holds trajectories (or turns); with no credit
-    left, it waits. The process answers every piece with `answer` under the same work id, in any order, and grants the
+    each piece spending as much credit of its environment and kind as it holds trajectories (an episode is one); with no
+    credit left, it waits. The process answers every piece with `answer` under the same work id, in any order, and grants the
     credit of what it held once again when it can take more. At no time is the credit, with what is sent and not answered,
     more than the capacity on offer. Work that is not answered by its deadline is withdrawn with `cancel`; it is answered
     nevertheless, when its end has come, and the answer is ignored. When the stream ends, or no HTTP/2 ping is answered for
-    ten seconds, work not answered goes to the other processes, under the same idempotency keys.
+    ten seconds, work not answered goes to the other processes, under the same idempotency keys; an episode does not: it had begun.
       INVALID_ARGUMENT    the stream breaks these rules (the message says how)
       NOT_FOUND           the run doesn't declare such an environment as attached
       PERMISSION_DENIED   the token is another environment's
@@ -114,12 +144,29 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def RunEpisode(
+        self,
+        request: _reward_pb2.RunEpisodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_reward_pb2.RunEpisodeResponse, _abc.Awaitable[_reward_pb2.RunEpisodeResponse]]:
+        """Run a program that calls the policy itself, in the environment that the episode names, and answer when it has ended: within
+        the episode's deadline and the call's, whichever is earlier. What has not ended by then is STATUS_TIMED_OUT; an environment
+        that is unknown, or runs no episodes, is STATUS_INVALID. The charge is by the status of the outcome; a call that fails
+        (the hub is lost, or shuts down) charges nothing. An episode is never handed to a second process: what began is
+        STATUS_INTERRUPTED when its process is gone. A call that is cancelled, or whose caller has gone, ends the program.
+        For the runner's token alone.
+          INVALID_ARGUMENT    the episode is malformed; nothing was begun
+          RESOURCE_EXHAUSTED  the request is larger than `reward.max_message_bytes`; nothing was begun
+        """
+
+    @_deprecated("""Never answered but with UNIMPLEMENTED; `EnvironmentService.Step` says why.""")
+    @_abc_1.abstractmethod
     def Step(
         self,
         request: _reward_pb2.StepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.StepResponse, _abc.Awaitable[_reward_pb2.StepResponse]]:
-        """Multi-turn: answer one turn of each of these conversations. Answered UNIMPLEMENTED in this release."""
+        """Never answered but with UNIMPLEMENTED; `EnvironmentService.Step` says why."""
 
     @_abc_1.abstractmethod
     def Attach(
@@ -131,12 +178,12 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         one and share its load.
 
         The process sends `register` first and is answered `registered`. Then it grants `credit`, and the hub sends `work`,
-        each piece spending as much credit of its environment and kind as it holds trajectories (or turns); with no credit
-        left, it waits. The process answers every piece with `answer` under the same work id, in any order, and grants the
+        each piece spending as much credit of its environment and kind as it holds trajectories (an episode is one); with no
+        credit left, it waits. The process answers every piece with `answer` under the same work id, in any order, and grants the
         credit of what it held once again when it can take more. At no time is the credit, with what is sent and not answered,
         more than the capacity on offer. Work that is not answered by its deadline is withdrawn with `cancel`; it is answered
         nevertheless, when its end has come, and the answer is ignored. When the stream ends, or no HTTP/2 ping is answered for
-        ten seconds, work not answered goes to the other processes, under the same idempotency keys.
+        ten seconds, work not answered goes to the other processes, under the same idempotency keys; an episode does not: it had begun.
           INVALID_ARGUMENT    the stream breaks these rules (the message says how)
           NOT_FOUND           the run doesn't declare such an environment as attached
           PERMISSION_DENIED   the token is another environment's

@@ -25,6 +25,11 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
+
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class _Status:
@@ -273,9 +278,10 @@ class Result(_message.Message):
 
 Global___Result: _TypeAlias = Result  # noqa: Y015
 
+@_deprecated("""This message has been marked as deprecated using proto message options.""")
 @_typing.final
 class Turn(_message.Message):
-    """One turn of a conversation between the policy and an environment."""
+    """One turn of a conversation between the policy and an environment, for Step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -307,9 +313,10 @@ class Turn(_message.Message):
 
 Global___Turn: _TypeAlias = Turn  # noqa: Y015
 
+@_deprecated("""This message has been marked as deprecated using proto message options.""")
 @_typing.final
 class Outcome(_message.Message):
-    """What the environment answers to one turn."""
+    """What the environment answers to one turn, for Step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

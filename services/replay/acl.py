@@ -50,6 +50,7 @@ _TRAINER = (
 )
 _OPERATOR = "retry"
 _ROLLOUT = "make_room register deregister heartbeat lease push save release abandon acknowledge verify refuse"
+_AGENTS = "make_room register_runner deregister_runner runner_heartbeat lease_episodes append finish release"
 
 # They open the run.
 _OPENS = ("replay", "up")
@@ -58,6 +59,7 @@ ROLES = {
     "replay": Role(_names(_REPLAY), ("function|list", "set", *_SWEEP)),
     "trainer": Role(_names(_TRAINER), _SWEEP),
     "rollout": Role(_names(_ROLLOUT), ("set",)),
+    "agents": Role(_names(_AGENTS), ("set",)),
     "operator": Role(_names(_OPERATOR)),
     "reader": Role(),
 }

@@ -72,8 +72,10 @@ def limits_of(config: Config) -> Limits:
         reward_max=algorithm.reward_scaling.source_max if algorithm.reward_scaling.enabled else None,
         max_scored_per_step=most_scored(config) if algorithm.use_dynamic_sampling else 0,
         retain_steps=replay.retain_steps,
+        max_episode_bytes=config.agents.max_episode_bytes,
         environments={
-            name: EnvironmentLimits(env.failure_share, env.give_up_after) for name, env in config.env.items()
+            name: EnvironmentLimits(env.failure_share, env.give_up_after, env.episodes)
+            for name, env in config.env.items()
         },
     )
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
+import msgspec
+
 from headrace.environment import ranged
-from headrace.v1 import environment_pb2, trajectory_pb2
-from headrace.wire import bounds, score_from_wire, score_to_wire
+from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
+from headrace.wire import bounds, outcome_from_wire, outcome_to_wire, score_from_wire, score_to_wire
 
 
 def accepted(
@@ -23,6 +26,24 @@ def accepted(
         return [result_of(trajectory_pb2.STATUS_FAILED, wrong, environment)] * len(batch)
     least, most = bounds(description)
     return [score_to_wire(ranged(score_from_wire(result), least, most)) for result in results]
+
+
+def accepted_outcome(
+    outcome: episode_pb2.EpisodeOutcome, environment: str, description: environment_pb2.DescribeResponse
+) -> episode_pb2.EpisodeOutcome:
+    """How an episode of `environment` ended, which describes itself so: FAILED if it breaks the contract, or is out of the range."""
+    read = outcome_from_wire(outcome)
+    if read.score is None:
+        return outcome_to_wire(read)
+    score = ranged(read.score, *bounds(description))
+    build, name = score.build or description.build, score.environment or environment
+    score = msgspec.structs.replace(score, build=build, environment=name)
+    return outcome_to_wire(dataclasses.replace(read, score=score))
+
+
+def ended(status: trajectory_pb2.Status.ValueType, message: str, environment: str) -> episode_pb2.EpisodeOutcome:
+    """The outcome of an episode that was not begun, or did not come to its own end."""
+    return episode_pb2.EpisodeOutcome(result=result_of(status, message, environment))
 
 
 def result_of(status: trajectory_pb2.Status.ValueType, message: str, environment: str) -> trajectory_pb2.Result:

@@ -11,15 +11,22 @@ from headrace.config.data import EnvConfig
 from headrace.errors import CodecError, HeadraceError
 from headrace.flow import Flow
 from headrace.trajectory import BUILD_BYTES
-from headrace.v1 import environment_pb2, trajectory_pb2
+from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
-from headrace_services.reward.answers import accepted, result_of
+from headrace_services.reward.answers import accepted, accepted_outcome, ended, result_of
 
 _LARGEST_CAPACITY = 65536
 # How long a call waits for credit: for one on its way, or for another process to take what was lost.
 _CREDIT_WAIT_S = 1.0
 # Of a message, for what is not in its trajectories.
 _ENVELOPE_BYTES = 256
+
+
+_KINDS = (pb.WORK_KIND_SCORE, pb.WORK_KIND_EPISODE)
+_FULL = "all that are attached have all that they can take"
+_LATE = "the attached process that had it gave no answer in time"
+# An environment, and what a piece of its work is.
+Offered = tuple[str, pb.WorkKind.ValueType]
 
 
 class StreamEnded(HeadraceError):
@@ -33,48 +40,81 @@ class AttachedStream:
         """`address` is the process's."""
         self.address = address
         self.process_id = register.process_id
-        self.offers = _offers(register)
+        self._offers = _offers(register)
         self._registered = time.monotonic()
         self.max_message_bytes = min(register.max_message_bytes or max_message_bytes, max_message_bytes)
         self.ended: str | None = None  # why
         self._draining = False
-        self._flows = {name: Flow(offer.capacity) for name, offer in self.offers.items()}
-        self._work: dict[str, tuple[str, asyncio.Future[Sequence[trajectory_pb2.Result]] | None]] = {}
+        self._flows = {offered: Flow(offer.capacity) for offered, offer in self._offers.items()}
+        self._work: dict[str, tuple[Offered, asyncio.Future[pb.Answer] | None]] = {}
         self._events: asyncio.Queue[pb.AttachResponse | None] = asyncio.Queue()
 
     @property
     def takes_work(self) -> bool:
         return self.ended is None and not self._draining
 
+    @property
+    def names(self) -> list[str]:
+        """The environments on offer."""
+        return list(dict.fromkeys(name for name, _ in self._offers))
+
+    def offer(self, name: str, kind: pb.WorkKind.ValueType = pb.WORK_KIND_SCORE) -> pb.Offer | None:
+        return self._offers.get((name, kind))
+
+    def described(self, name: str) -> environment_pb2.DescribeResponse:
+        """What environment `name` says of itself, whatever of its work is on offer."""
+        return self._any(name).environment
+
     def began(self, name: str) -> float:
         """When its process first offered environment `name`, by the monotonic clock."""
-        return self._registered - self.offers[name].age_ms / 1000
+        return self._registered - self._any(name).age_ms / 1000
 
     def build(self, name: str) -> str:
-        return self.offers[name].environment.build
+        return self.described(name).build
+
+    def capacity(self, name: str) -> int:
+        """Trajectories and episodes of environment `name` that it can work on at a time."""
+        return sum(offer.capacity for (of, _), offer in self._offers.items() if of == name)
 
     def held(self, name: str) -> int:
-        """Trajectories of environment `name` that it has not answered."""
-        return self._flows[name].held
+        """Trajectories and episodes of environment `name` that it has not answered."""
+        return sum(flow.held for (of, _), flow in self._flows.items() if of == name)
 
-    def room(self, name: str) -> int:
-        """Trajectories of environment `name` that it may be sent now."""
-        flow, calls = self._flows[name], self.offers[name].environment.calls
-        return flow.credit if self.takes_work and not (calls and flow.pieces >= calls) else 0
+    def room(self, name: str, kind: pb.WorkKind.ValueType = pb.WORK_KIND_SCORE) -> int:
+        """Trajectories, or episodes, of environment `name` that it may be sent now."""
+        flow, calls = self._flows[name, kind], self._offers[name, kind].environment.calls
+        limited = kind == pb.WORK_KIND_SCORE and calls and flow.pieces >= calls
+        return flow.credit if self.takes_work and not limited else 0
 
     def send(
         self, name: str, batch: Sequence[trajectory_pb2.Trajectory], timeout_s: float
-    ) -> tuple[str, asyncio.Future[Sequence[trajectory_pb2.Result]]]:
+    ) -> tuple[str, asyncio.Future[pb.Answer]]:
         """(its work id; the answer to come, or `StreamEnded`)."""
-        work_id = secrets.token_hex(8)
-        self._flows[name].send(work_id, len(batch))
-        event = pb.AttachResponse(work=pb.Work(work_id=work_id, name=name, deadline_ms=round(1000 * timeout_s)))
+        event = _work(name, timeout_s)
         for trajectory in batch:  # copied once; a message that is given to another's constructor is copied again
             event.work.score.trajectories.add().CopyFrom(trajectory)
+        return self._send(event, pb.WORK_KIND_SCORE, len(batch))
+
+    def send_episode(
+        self, name: str, episode: episode_pb2.Episode, timeout_s: float
+    ) -> tuple[str, asyncio.Future[pb.Answer]]:
+        """As `send`."""
+        event = _work(name, timeout_s)
+        event.work.episode.episode.CopyFrom(episode)
+        return self._send(event, pb.WORK_KIND_EPISODE, 1)
+
+    def _send(
+        self, event: pb.AttachResponse, kind: pb.WorkKind.ValueType, size: int
+    ) -> tuple[str, asyncio.Future[pb.Answer]]:
+        work = event.work
+        self._flows[work.name, kind].send(work.work_id, size)
         self._events.put_nowait(event)
-        answer: asyncio.Future[Sequence[trajectory_pb2.Result]] = asyncio.get_running_loop().create_future()
-        self._work[work_id] = name, answer
-        return work_id, answer
+        answer: asyncio.Future[pb.Answer] = asyncio.get_running_loop().create_future()
+        self._work[work.work_id] = (work.name, kind), answer
+        return work.work_id, answer
+
+    def _any(self, name: str) -> pb.Offer:
+        return next(offer for (of, _), offer in self._offers.items() if of == name)
 
     def withdraw(self, work_id: str, reason: str) -> None:
         """Nobody waits for it any more. It keeps its room until the process answers it."""
@@ -86,16 +126,16 @@ class AttachedStream:
         match request.WhichOneof("event"):
             case "credit":
                 credit = request.credit
-                if credit.name not in self._flows or credit.kind != pb.WORK_KIND_SCORE:
+                if (credit.name, credit.kind) not in self._flows:
                     kind = pb.WorkKind.Name(credit.kind) if credit.kind in pb.WorkKind.values() else credit.kind
                     raise CodecError(f"credit for {credit.name!r} ({kind}), which this stream doesn't offer")
-                self._flows[credit.name].grant(credit.amount)
+                self._flows[credit.name, credit.kind].grant(credit.amount)
             case "answer":
-                name, answer = self._work.pop(request.answer.work_id, ("", None))
-                if name:
-                    self._flows[name].answer(request.answer.work_id)
+                offered, answer = self._work.pop(request.answer.work_id, (None, None))
+                if offered is not None:
+                    self._flows[offered].answer(request.answer.work_id)
                 if answer is not None and not answer.done():
-                    answer.set_result(request.answer.score.results)
+                    answer.set_result(request.answer)
             case "drain":
                 self._draining = True
             case other:
@@ -164,20 +204,49 @@ class AttachedBackend:
         if problem is not None:
             return [self._result(trajectory_pb2.STATUS_NOT_STARTED, problem)] * len(trajectories)
         limit = self._env.timeout_s if timeout_s is None else min(self._env.timeout_s, timeout_s)
-        full = self._result(trajectory_pb2.STATUS_NOT_STARTED, "all that are attached have all that they can take")
+        full = self._result(trajectory_pb2.STATUS_NOT_STARTED, _FULL)
         return await self._spread(trajectories, asyncio.get_running_loop().time() + limit, full, is_second=False)
+
+    async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
+        """As `RemoteBackend.run_episode`. It goes to one process, and to no other when that is gone: it had begun."""
+        kind = pb.WORK_KIND_EPISODE
+        if (problem := self._problem(kind)) is not None:
+            return ended(trajectory_pb2.STATUS_NOT_STARTED, problem, self._name)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        stream = await self._with_room(kind, min(deadline, loop.time() + _CREDIT_WAIT_S))
+        if stream is None:
+            return ended(trajectory_pb2.STATUS_NOT_STARTED, _FULL, self._name)
+        if episode.ByteSize() > stream.max_message_bytes - _ENVELOPE_BYTES:
+            return ended(trajectory_pb2.STATUS_INVALID, _too_large(episode, stream), self._name)
+        work_id, answer = stream.send_episode(self._name, episode, deadline - loop.time())
+        try:
+            async with asyncio.timeout_at(deadline):
+                outcome = (await answer).episode.outcome
+        except TimeoutError:
+            stream.withdraw(work_id, "its deadline has passed")
+            return ended(trajectory_pb2.STATUS_TIMED_OUT, _LATE, self._name)
+        except StreamEnded as error:
+            return ended(trajectory_pb2.STATUS_INTERRUPTED, f"{error}, while it was at work", self._name)
+        except asyncio.CancelledError:
+            stream.withdraw(work_id, "the caller has gone")
+            raise
+        return accepted_outcome(outcome, self._name, stream.described(self._name))
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
         """As `BuiltInBackend.describe`: of the newest build, with the capacity of all processes that are of it."""
-        problem = self._problem()
+        problem = self._problem(pb.WORK_KIND_EPISODE if self._env.episodes else pb.WORK_KIND_SCORE)
         if problem is not None:
             return None, problem
-        offers = [stream.offers[self._name] for stream in self._attached()]
+        attached = self._attached()
+        offers = [offer for stream in attached if (offer := stream.offer(self._name)) is not None]
         calls = [offer.environment.calls for offer in offers]
         description = environment_pb2.DescribeResponse()
-        description.CopyFrom(offers[-1].environment)
+        description.CopyFrom(attached[-1].described(self._name))
         description.capacity = sum(offer.capacity for offer in offers)
         description.calls = sum(calls) if all(calls) else 0
+        programs = (stream.offer(self._name, pb.WORK_KIND_EPISODE) for stream in attached)
+        description.episodes = sum(offer.capacity for offer in programs if offer is not None)
         return description, None
 
     def processes(self) -> list[pb.AttachedProcess]:
@@ -187,7 +256,7 @@ class AttachedBackend:
             pb.AttachedProcess(
                 address=stream.address,
                 build=stream.build(name),
-                capacity=stream.offers[name].capacity,
+                capacity=stream.capacity(name),
                 in_hand=stream.held(name),
                 age_ms=round(1000 * (now - stream.began(name))),
                 works=stream in working,
@@ -202,9 +271,13 @@ class AttachedBackend:
         newest = takers[-1].build(name) if takers else ""
         return [stream for stream in takers if stream.build(name) == newest]
 
-    def _problem(self) -> str | None:
-        if self._attached():
+    def _problem(self, kind: pb.WorkKind.ValueType = pb.WORK_KIND_SCORE) -> str | None:
+        attached = self._attached()
+        if any(stream.offer(self._name, kind) is not None for stream in attached):
             return None
+        if attached:
+            method = "score" if kind == pb.WORK_KIND_SCORE else "episode"
+            return f"what is attached as {self._name} has no `{method}`; attach an environment that defines it"
         return f'nobody is attached; run headrace.attach("{self._hub}", …, name="{self._name}")'
 
     async def _spread(
@@ -222,17 +295,16 @@ class AttachedBackend:
         start = 0
         try:
             while start < len(batch) and loop.time() < deadline:
-                stream = max(self._attached(), key=lambda stream: stream.room(self._name), default=None)
-                room = 0 if stream is None else min(stream.room(self._name), self._env.max_batch_size)
-                if stream is None or not room:
-                    if not await self._something_changed(until - loop.time()):
-                        break
-                    continue
+                stream = await self._with_room(pb.WORK_KIND_SCORE, until)
+                if stream is None:
+                    break
+                room = min(stream.room(self._name), self._env.max_batch_size)
                 sizes = (trajectory.ByteSize() for trajectory in batch[start : start + room])
                 piece = batch[start : start + _fitting(sizes, stream.max_message_bytes - _ENVELOPE_BYTES)]
                 if not piece:
                     pieces.append(loop.create_future())
-                    pieces[-1].set_result([self._too_large(batch[start], stream)])
+                    too_large = _too_large(batch[start], stream)
+                    pieces[-1].set_result([self._result(trajectory_pb2.STATUS_INVALID, too_large)])
                     start += 1
                     continue
                 # before anything else is awaited, so that nobody else takes the credit
@@ -250,7 +322,7 @@ class AttachedBackend:
         self,
         stream: AttachedStream,
         work_id: str,
-        answer: asyncio.Future[Sequence[trajectory_pb2.Result]],
+        answer: asyncio.Future[pb.Answer],
         piece: Sequence[trajectory_pb2.Trajectory],
         deadline: float,
         *,
@@ -259,15 +331,15 @@ class AttachedBackend:
         """The answer to a piece of work, by the deadline."""
         try:
             async with asyncio.timeout_at(deadline):
-                description = stream.offers[self._name].environment
-                results = accepted(await answer, piece, "an attached process", self._name, description)
+                description = stream.described(self._name)
+                answered = (await answer).score.results
+                results = accepted(answered, piece, "an attached process", self._name, description)
             for result in results:
                 result.build = result.build or description.build
             return results
         except TimeoutError:
             stream.withdraw(work_id, "its deadline has passed")
-            late = "the attached process that had it gave no answer in time"
-            return [self._result(trajectory_pb2.STATUS_TIMED_OUT, late)] * len(piece)
+            return [self._result(trajectory_pb2.STATUS_TIMED_OUT, _LATE)] * len(piece)
         except StreamEnded as error:
             lost = self._result(trajectory_pb2.STATUS_INTERRUPTED, f"{error}, while it was at work")
             if is_second:
@@ -277,36 +349,50 @@ class AttachedBackend:
             stream.withdraw(work_id, "the caller has gone")
             raise
 
-    async def _something_changed(self, within_s: float) -> bool:
-        try:
-            await asyncio.wait_for(self._changed.wait(), within_s)
-        except TimeoutError:
-            return False
-        return True
-
-    def _too_large(self, trajectory: trajectory_pb2.Trajectory, stream: AttachedStream) -> trajectory_pb2.Result:
-        said = (
-            f"its {trajectory.ByteSize()} bytes are more than the attached process takes ({stream.max_message_bytes})"
-        )
-        return self._result(trajectory_pb2.STATUS_INVALID, said)
+    async def _with_room(self, kind: pb.WorkKind.ValueType, until: float) -> AttachedStream | None:
+        """The one with the most room for work of this kind, as soon as there is any; None if there is none by `until`."""
+        while True:
+            takers = [stream for stream in self._attached() if stream.offer(self._name, kind) is not None]
+            stream = max(takers, key=lambda stream: stream.room(self._name, kind), default=None)
+            if stream is not None and stream.room(self._name, kind):
+                return stream
+            try:
+                await asyncio.wait_for(self._changed.wait(), until - asyncio.get_running_loop().time())
+            except TimeoutError:
+                return None
 
     def _result(self, status: trajectory_pb2.Status.ValueType, message: str) -> trajectory_pb2.Result:
         return result_of(status, message, self._name)
 
 
-def _offers(register: pb.Register) -> dict[str, pb.Offer]:
-    """By name. Raises `CodecError` for offers that can't be taken."""
-    offers: dict[str, pb.Offer] = {}
+def _work(name: str, timeout_s: float) -> pb.AttachResponse:
+    """A piece of work, without what is to be done."""
+    work = pb.Work(work_id=secrets.token_hex(8), name=name, deadline_ms=round(1000 * timeout_s))
+    return pb.AttachResponse(work=work)
+
+
+def _too_large(message: trajectory_pb2.Trajectory | episode_pb2.Episode, stream: AttachedStream) -> str:
+    return f"its {message.ByteSize()} bytes are more than the attached process takes ({stream.max_message_bytes})"
+
+
+def _offers(register: pb.Register) -> dict[Offered, pb.Offer]:
+    """Raises `CodecError` for offers that can't be taken."""
+    offers: dict[Offered, pb.Offer] = {}
+    builds: dict[str, str] = {}
     for offer in register.offers:
-        if len(offer.environment.build.encode()) > BUILD_BYTES:
+        build = offer.environment.build
+        if len(build.encode()) > BUILD_BYTES:
             raise CodecError(f"offer of {offer.name!r}: its build has more than {BUILD_BYTES} bytes")
-        if offer.kind != pb.WORK_KIND_SCORE:
-            raise CodecError(f"offer of {offer.name!r}: its kind is {offer.kind}; this hub sends WORK_KIND_SCORE alone")
+        if offer.kind not in _KINDS:
+            known = " and ".join(pb.WorkKind.Name(kind) for kind in _KINDS)
+            raise CodecError(f"offer of {offer.name!r}: its kind is {offer.kind}; this hub sends {known} alone")
         if not 1 <= offer.capacity <= _LARGEST_CAPACITY:
             raise CodecError(f"offer of {offer.name!r}: its capacity is {offer.capacity}, not 1 to {_LARGEST_CAPACITY}")
-        if offer.name in offers:
-            raise CodecError(f"{offer.name!r} is offered twice")
-        offers[offer.name] = offer
+        if (offer.name, offer.kind) in offers:
+            raise CodecError(f"{offer.name!r} is offered twice for {pb.WorkKind.Name(offer.kind)}")
+        if builds.setdefault(offer.name, build) != build:
+            raise CodecError(f"offers of {offer.name!r} are of builds {builds[offer.name]!r} and {build!r}; give one")
+        offers[offer.name, offer.kind] = offer
     if not offers or not register.process_id:
         raise CodecError("register without offers, or without process_id")
     return offers

@@ -8,7 +8,7 @@ import dataclasses
 import time
 import urllib.parse
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import grpc
 import prometheus_client
@@ -19,11 +19,11 @@ from headrace.config.data import EnvConfig
 from headrace.config.security import SecurityConfig
 from headrace.credentials import Credentials
 from headrace.errors import CodecError
-from headrace.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
+from headrace.v1 import environment_pb2, environment_pb2_grpc, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
-from headrace.wire import check_trajectory
-from headrace_services.reward.answers import accepted, result_of
+from headrace.wire import check_trajectory, episode_from_wire
+from headrace_services.reward.answers import accepted, accepted_outcome, ended, result_of
 from headrace_services.reward.attached import AttachedBackend, AttachedStream
 from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.recent import Recent
@@ -115,12 +115,14 @@ class RemoteBackend:
             max_message_bytes,
             security=None if target_is_local(env.address) else security,
             token=None if credentials is None else credentials.presented(f"environment {name}"),
+            keep_alive=env.episodes,  # a call whose program runs for minutes is silent meanwhile
         )
         self._stub = environment_pb2_grpc.EnvironmentServiceStub(self._channel)
         # of the process that the channel is connected to
         self._description: environment_pb2.DescribeResponse | None = None
         self._sent = 0  # trajectories that are with it
         self._calls = 0
+        self._episodes = 0  # that are with it
 
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
@@ -159,12 +161,32 @@ class RemoteBackend:
             return None, f"{away} ({error.code().name}: {said}); {hint}"
         return self._described(self._description), None
 
+    async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
+        """How the episode ended, within `timeout_s`. Does not raise. Cancelled, it cancels the program."""
+        problem = await self._unreachable()
+        if problem is None and self._description is not None and self._episodes >= self._description.episodes:
+            problem = f"{self._target} runs {self._episodes} episodes, which is all that it runs at a time"
+        if problem is not None or self._description is None:
+            return ended(trajectory_pb2.STATUS_NOT_STARTED, problem or "", self._name)
+        description = self._description
+        sent = environment_pb2.EnvironmentServiceRunEpisodeRequest(episode=episode)
+        # what it answers at its deadline has to come back within the call's
+        sent.episode.deadline_ms = max(1, round(1000 * rpc.time_before(timeout_s)))
+        self._episodes += 1
+        try:
+            response = await self._stub.RunEpisode(sent, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return episode_pb2.EpisodeOutcome(result=self._failure(error, timeout_s))
+        finally:
+            self._episodes -= 1
+        return accepted_outcome(response.outcome, self._name, description)
+
     async def aclose(self) -> None:
         await self._channel.close()
 
     def _described(self, description: environment_pb2.DescribeResponse) -> environment_pb2.DescribeResponse:
-        """With a capacity, if it states none."""
-        if description.capacity:
+        """With a capacity, if it states none and scores."""
+        if description.capacity or description.episodes:
             return description
         stated = environment_pb2.DescribeResponse()
         stated.CopyFrom(description)
@@ -267,6 +289,13 @@ class EnvironmentBackend(Protocol):
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]: ...
 
 
+@runtime_checkable
+class RunsEpisodes(Protocol):
+    """An environment whose program calls the policy itself; `EpisodeBackend` has what the method promises."""
+
+    async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome: ...
+
+
 async def metered(
     name: str,
     environment: EnvironmentBackend,
@@ -277,9 +306,13 @@ async def metered(
     started = time.monotonic()
     results = await environment.score(trajectories, timeout_s)
     SECONDS.labels(name).observe(time.monotonic() - started)
+    _count(name, results)
+    return results
+
+
+def _count(name: str, results: Sequence[trajectory_pb2.Result]) -> None:
     for status, count in collections.Counter(result.status for result in results).items():
         RESULTS.labels(name, trajectory_pb2.Status.Name(status).removeprefix("STATUS_")).inc(count)
-    return results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,11 +332,16 @@ class Hub(pb_grpc.RewardServiceServicer):
         self,
         environments: Mapping[str, EnvironmentBackend],
         env: Mapping[str, EnvConfig],
+        attached: Mapping[str, AttachedBackend],
         max_message_bytes: int = rpc.MAX_MESSAGE_BYTES,
         access: rpc.RpcAccess | None = None,
     ) -> None:
+        """`attached` are those of which processes dial in, be it for their programs."""
         self._environments = environments
         self._env = env
+        self._attached = attached
+        found = {name: each for name, each in environments.items() if env[name].episodes}
+        self._programs = {name: each for name, each in found.items() if isinstance(each, RunsEpisodes)}
         self._max_message_bytes = max_message_bytes
         self._access = access
         self._streams: set[AttachedStream] = set()
@@ -326,9 +364,35 @@ class Hub(pb_grpc.RewardServiceServicer):
         }
         return pb.ScoreResponse(results=[results[place] for place in range(len(results))])
 
+    async def RunEpisode(
+        self, request: pb.RunEpisodeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.RunEpisodeResponse:
+        """Run an episode where its environment's program is, until it ends, its time does, or the caller goes."""
+        episode = request.episode
+        within_s = episode_from_wire(episode, rpc.time_to_answer(context)).remaining_s
+        name = episode.environment
+        programs = self._programs.get(name)
+        if name not in self._environments:
+            outcome = episode_pb2.EpisodeOutcome(result=self._unknown(name))
+        elif programs is None:
+            said = f"environment {name!r} runs no episodes; set env.{name}.episodes, if it has a program that calls the policy"
+            outcome = ended(trajectory_pb2.STATUS_INVALID, said, name)
+        else:
+            started = time.monotonic()
+            self._in_hand[name] += 1
+            try:
+                outcome = await programs.run_episode(episode, within_s)
+            finally:
+                self._in_hand[name] -= 1
+            if outcome.HasField("result"):  # else its trajectory is counted when it has been graded
+                _count(name, [outcome.result])
+                now = time.monotonic()
+                self._recent[name].note([outcome.result], now - started, now)
+        return pb.RunEpisodeResponse(outcome=outcome)
+
     async def Step(self, request: pb.StepRequest, context: grpc.aio.ServicerContext) -> pb.StepResponse:
         return await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED, "Step (multi-turn) is not in this release; send whole completions to Score"
+            grpc.StatusCode.UNIMPLEMENTED, "Step is deprecated and never answered; use RunEpisode"
         )
 
     async def Attach(
@@ -340,11 +404,10 @@ class Hub(pb_grpc.RewardServiceServicer):
             raise CodecError(f"event {first.WhichOneof('event') or 'nothing'}: send register first")
         stream = AttachedStream(first.register, self._max_message_bytes, _address(context.peer()))
         role = None if self._access is None else self._access.role(context.invocation_metadata())
-        for name in stream.offers:
+        for name in stream.names:
             if (refused := self._refusal(name, role)) is not None:
                 await context.abort(*refused)
-        found = (self._environments[name] for name in stream.offers)
-        backends = [backend for backend in found if isinstance(backend, AttachedBackend)]
+        backends = [backend for name in stream.names if (backend := self._attached.get(name)) is not None]
         reading = asyncio.create_task(_read(stream, request_iterator, backends))
         self._streams.add(stream)
         try:
@@ -417,10 +480,7 @@ class Hub(pb_grpc.RewardServiceServicer):
     ) -> list[trajectory_pb2.Result]:
         environment = self._environments.get(name)
         if environment is None:
-            known = ", ".join(sorted(self._environments)) or "none"
-            message = f"environment {name!r} is not one of this run's ({known}); add env.{name} to its configuration"
-            refusal = trajectory_pb2.Result(status=trajectory_pb2.STATUS_INVALID, message=message)
-            return [refusal] * len(trajectories)
+            return [self._unknown(name)] * len(trajectories)
         started = time.monotonic()
         self._in_hand[name] += len(trajectories)
         try:
@@ -431,8 +491,16 @@ class Hub(pb_grpc.RewardServiceServicer):
         self._recent[name].note(results, ended - started, ended)
         return results
 
+    def _unknown(self, name: str) -> trajectory_pb2.Result:
+        known = ", ".join(sorted(self._environments)) or "none"
+        message = f"environment {name!r} is not one of this run's ({known}); add env.{name} to its configuration"
+        return trajectory_pb2.Result(status=trajectory_pb2.STATUS_INVALID, message=message)
+
     async def _status(self, name: str) -> pb.EnvironmentStatus:
         environment, env = self._environments[name], self._env[name]
+        # its trajectories are the grader's
+        scored = env if env.grader is None else self._env[env.grader]
+        attached = self._attached.get(name)
         description, problem = await environment.describe()
         return pb.EnvironmentStatus(
             name=name,
@@ -441,11 +509,11 @@ class Hub(pb_grpc.RewardServiceServicer):
             description=description,
             ready=problem is None,
             message=problem or "",
-            timeout_ms=round(1000 * env.timeout_s),
-            max_batch_size=env.max_batch_size,
+            timeout_ms=round(1000 * scored.timeout_s),
+            max_batch_size=scored.max_batch_size,
             in_hand=self._in_hand[name],
             recent=self._recent[name].summary(time.monotonic()),
-            processes=environment.processes() if isinstance(environment, AttachedBackend) else [],
+            processes=[] if attached is None else attached.processes(),
         )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from headrace import rpc
 from headrace.addresses import reached, with_port
@@ -21,19 +21,23 @@ from headrace_services.reward.attached import AttachedBackend
 from headrace_services.reward.combine import CombineBackend
 from headrace_services.reward.environments.llm_judge import LLMJudge, VerdictStore
 from headrace_services.reward.environments.reward_model import RewardModel
+from headrace_services.reward.functions import FunctionBackend
 from headrace_services.reward.hosted import Hosted, HostedBackend
 from headrace_services.reward.http import build_app
 from headrace_services.reward.hub import BuiltInBackend, EnvironmentBackend, Hub, RemoteBackend
 from headrace_services.reward.pool import WorkerPool
+from headrace_services.reward.programs import EpisodeBackend
 
 _log = logging.getLogger("headrace.reward")
 _GRACE_S = 2.0
 # The built-in environments that score in no worker.
 HOSTED = ("llm_judge", "reward_model")
 _SERVICE = "headrace.v1.RewardService"
-# Who may call which method. A score is worth what the environments say: nobody but the scorer may ask for one.
+# Who may call which method. A score is worth what the environments say: nobody but the scorer may ask for one, and nobody but a runner
+# for an episode.
 ROLES = {
     f"/{_SERVICE}/Score": ("scorer",),
+    f"/{_SERVICE}/RunEpisode": ("agents",),
     f"/{_SERVICE}/ListEnvironments": ("operator", "reader", "scorer"),
     f"/{_SERVICE}/Attach": ("environment", "operator"),
     rpc.REFLECTION: ("operator", "reader"),
@@ -81,7 +85,9 @@ async def running(config: Config) -> AsyncIterator[Running]:
         stack.callback(http.close)
 
         built_in = {name: env for name, env in config.env.items() if not env.is_served}
-        sandboxed = {name: env for name, env in built_in.items() if env.kind(name) not in ("combine", *HOSTED)}
+        sandboxed = {
+            name: env for name, env in built_in.items() if env.kind(name) not in ("combine", "function", *HOSTED)
+        }
         pool = WorkerPool(sandboxed, reward.workers, sources_of_parts(config))
         await pool.start()
         stack.push_async_callback(pool.aclose)
@@ -94,18 +100,26 @@ async def running(config: Config) -> AsyncIterator[Running]:
                 stack.push_async_callback(hosted.aclose)
                 await hosted.start()
                 environments[name] = HostedBackend(env, hosted)
+            elif env.kind(name) == "function":
+                function = FunctionBackend(name, env)
+                stack.push_async_callback(function.aclose)
+                await function.start()
+                environments[name] = EpisodeBackend(name, env, function, environments)
+        attached: dict[str, AttachedBackend] = {}
         for name in config.env.keys() - built_in.keys():
-            if config.env[name].attached:
-                environments[name] = AttachedBackend(name, config.env[name], with_port(reached(reward.host), port))
-                continue
-            remote = RemoteBackend(name, config.env[name], reward.max_message_bytes, config.security, credentials)
-            stack.push_async_callback(remote.aclose)
-            environments[name] = remote
+            env = config.env[name]
+            backend: AttachedBackend | RemoteBackend
+            if env.attached:
+                backend = attached[name] = AttachedBackend(name, env, with_port(reached(reward.host), port))
+            else:
+                backend = RemoteBackend(name, env, reward.max_message_bytes, config.security, credentials)
+                stack.push_async_callback(backend.aclose)
+            environments[name] = EpisodeBackend(name, env, backend, environments) if env.episodes else backend
         for name, env in built_in.items():
             if env.kind(name) == "combine":
                 environments[name] = CombineBackend(name, env, environments)
 
-        hub = Hub(environments, config.env, reward.max_message_bytes, rpc_access)
+        hub = Hub(environments, config.env, attached, reward.max_message_bytes, rpc_access)
         reward_pb2_grpc.add_RewardServiceServicer_to_server(hub, server)
         health = await rpc.add_health_and_reflection(server, [_SERVICE])
         await server.start()
@@ -125,13 +139,19 @@ def make_hosted(name: str, env: EnvConfig, config: Config) -> Hosted:
 
 
 def sources_of_parts(config: Config) -> list[DataSourceConfig]:
-    """The run's data sets, each also under every environment that scores it as a part of another."""
-    named = [(source, str(source.env_name)) for source in config.data.sources]
+    """The run's data sets, each also under every environment that scores it as a part of another, or as its grader."""
     return [
         source.model_copy(update={"env_name": name})
-        for source, whole in named
-        for name in (whole, *(config.env[whole].parts if whole in config.env else ()))
+        for source in config.data.sources
+        for name in _scored_by(str(source.env_name), config)
     ]
+
+
+def _scored_by(name: str, config: Config) -> Iterator[str]:
+    yield name
+    if (env := config.env.get(name)) is not None:
+        for part in (*env.parts, *([] if env.grader is None else [env.grader])):
+            yield from _scored_by(part, config)
 
 
 def _check_started(config: Config) -> None:

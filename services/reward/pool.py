@@ -238,6 +238,11 @@ class WorkerProcess:
             )
         )
 
+    async def ended(self) -> None:
+        """Return when the process has ended, by whatever."""
+        assert self._process is not None
+        await self._process.wait()
+
     async def kill(self) -> None:
         self._usable = False
         if self._process is not None and self._process.returncode is None:

@@ -13,11 +13,11 @@ import grpc
 import pytest
 from google.protobuf.message import DecodeError
 
-from headrace import Environment, Sample, rpc
+from headrace import Environment, Episode, Sample, rpc
 from headrace.environment_server import serving
 from headrace.errors import CodecError
-from headrace.v1 import environment_pb2, reward_pb2, trajectory_pb2
-from headrace.wire import sample_from_wire, sample_to_wire
+from headrace.v1 import environment_pb2, episode_pb2, reward_pb2, trajectory_pb2
+from headrace.wire import episode_from_wire, episode_to_wire, sample_from_wire, sample_to_wire
 from tests.fuzz.mutation import Mutator
 from tests.support.reward_hub import WAIT_S, start_hub
 
@@ -34,6 +34,16 @@ SAMPLES = [
     ),
 ]
 TRAJECTORIES = [sample_to_wire(sample) for sample in SAMPLES]
+EPISODE = episode_to_wire(
+    Episode(
+        "http://127.0.0.1:1/s/key/v1",
+        "key",
+        ({"role": "user", "content": "5+127"},),
+        {"board": [1, {"b": 2}]},
+        environment="mine",
+        group_id="e0-train-0",
+    )
+)
 # Texts that are no JSON object, or a strange one.
 JSON = [
     "[]",
@@ -76,6 +86,9 @@ class Exact(Environment):
     def score(self, sample: Sample) -> float:
         return float(sample.completion == sample.extra_env_info.get("answer"))
 
+    async def episode(self, e: Episode) -> float:
+        return float(len(e.messages))
+
 
 @contextlib.asynccontextmanager
 async def environment() -> AsyncIterator[tuple[int, Any]]:
@@ -97,10 +110,12 @@ def messages_of(service: Any) -> dict[str, tuple[Any, bool]]:
         return {
             "Describe": (environment_pb2.DescribeRequest(), False),
             "Score": (environment_pb2.EnvironmentServiceScoreRequest(trajectories=TRAJECTORIES), False),
+            "RunEpisode": (environment_pb2.EnvironmentServiceRunEpisodeRequest(episode=EPISODE), False),
             "Step": (environment_pb2.EnvironmentServiceStepRequest(turns=turns), False),
         }
     return {
         "Score": (reward_pb2.ScoreRequest(trajectories=TRAJECTORIES), False),
+        "RunEpisode": (reward_pb2.RunEpisodeRequest(episode=EPISODE), False),
         "Step": (reward_pb2.StepRequest(turns=turns), False),
         "Attach": (REGISTER, True),
         "ListEnvironments": (reward_pb2.ListEnvironmentsRequest(), False),
@@ -114,6 +129,9 @@ def malformed(good: Any, mutator: Mutator) -> bytes:
         return mutator.bytes(good.SerializeToString())
     request = type(good)()
     request.CopyFrom(good)
+    if good.DESCRIPTOR.name.endswith("RunEpisodeRequest"):
+        _spoil_episode(request.episode, mutator)
+        return bytes(request.SerializeToString())
     trajectories = getattr(request, "trajectories", None) or [turn.trajectory for turn in getattr(request, "turns", ())]
     for trajectory in trajectories:
         if random.random() < 0.7:
@@ -144,6 +162,22 @@ def _spoil(trajectory: Any, mutator: Mutator) -> None:
             trajectory.completion_token_ids.extend(random.choice([[-1], [2**31 - 1] * 5, [0] * 100_000]))
         case _:
             trajectory.messages.extend([trajectory_pb2.ChatMessage()] * random.choice([1, 3000]))
+
+
+def _spoil_episode(episode: episode_pb2.Episode, mutator: Mutator) -> None:
+    random = mutator.random
+    match random.choice(["json", "text", "deadline_ms", "base_url", "messages"]):
+        case "json":
+            episode.public_json = random.choice(JSON)
+        case "text":
+            name = random.choice(["group_id", "environment", "task_name", "api_key", "idempotency_key"])
+            setattr(episode, name, random.choice(["", "\0", "é\u2028", "x" * 1_000_000, "\r\nhost: a"]))
+        case "deadline_ms":
+            episode.deadline_ms = random.choice([0, 1, 2**32 - 1])
+        case "base_url":
+            episode.base_url = random.choice(["", "file:///etc/passwd", "http://", "http://[", "x" * 1_000_000])
+        case _:
+            episode.messages.add(role="user", extra_json=random.choice(JSON))
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
@@ -182,7 +216,7 @@ async def test_malformed_messages(serve: Any, messages: int, session_seed: int) 
                     said = f"{method} answered {code} to {data[:2000]!r} ({len(data)} bytes)"
                     replaced = stream and code is grpc.StatusCode.UNAVAILABLE  # by the next stream of the same process
                     assert code is grpc.StatusCode.OK or code in BLAME_THE_CALLER or replaced, said
-                    if name == "Score" and len(data) < LARGEST and not _decodes(type(good), data):
+                    if name in ("Score", "RunEpisode") and len(data) < LARGEST and not _decodes(type(good), data):
                         assert code is grpc.StatusCode.INVALID_ARGUMENT, said
             assert _answered(await _send(channel, method, good.SerializeToString(), stream=stream)) == wellformed
 
@@ -222,8 +256,12 @@ async def test_malformed_streams(messages: int, session_seed: int) -> None:
 
 def _decodes(kind: Any, data: bytes) -> bool:
     try:
-        for trajectory in kind.FromString(data).trajectories:
-            sample_from_wire(trajectory)
+        request = kind.FromString(data)
+        if "episode" in kind.DESCRIPTOR.fields_by_name:
+            episode_from_wire(request.episode)
+        else:
+            for trajectory in request.trajectories:
+                sample_from_wire(trajectory)
     except (CodecError, DecodeError):
         return False
     return True

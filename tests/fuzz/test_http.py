@@ -135,7 +135,7 @@ def service(
 async def _reward(config: Config) -> Service:
     env = EnvConfig(target="127.0.0.1:1")
     backend = RemoteBackend("mine", env, 2**20, config.security, None)
-    return Service(reward_app(Hub({"mine": backend}, {"mine": env})))
+    return Service(reward_app(Hub({"mine": backend}, {"mine": env}, {})))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ _LOOKS = "local info = redis.call('INFO', 'memory')"
 _SAYS = f"local left = redis.call('GET', '{MEMORY}')\n  if left then return tonumber(left) end\n  local info = ''"
 _SWEEPS = "local SWEEP = 64"
 _WINDOWS = "local WINDOW, FIRST = 32, 8"
-_RESCORED = "local MOST_RESCORED = 8"
+_RESCORED = "MOST_RESCORED = 8\n"
 _COHORTS = "local COHORTS = 8"
 # A time of day, so that sums are of the size they have in earnest.
 START_MS = 1_800_000_000_000
@@ -38,7 +38,7 @@ def for_test(source: str) -> str:
     assert source.count(_RESCORED) == 1, "the functions bound changes of the build in another way: see _scoring.lua"
     assert source.count(_COHORTS) == 1, "the functions make cohorts of suspects in another way: see _group.lua"
     source = source.replace(_WINDOWS, f"local WINDOW, FIRST = {WINDOW}, {FIRST}")
-    source = source.replace(_RESCORED, f"local MOST_RESCORED = {MOST_RESCORED}")
+    source = source.replace(_RESCORED, f"MOST_RESCORED = {MOST_RESCORED}\n")
     source = source.replace(_SWEEPS, f"local SWEEP = {SWEEP}").replace(_COHORTS, f"local COHORTS = {COHORTS}")
     return source.replace(_ASKS, _READS).replace(_LOOKS, _SAYS)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from headrace.errors import Fenced, InvalidCall, LeaseLost, NotVerified, ReplayError, Surplus, WrongTimeline
@@ -15,6 +17,30 @@ Take = Callable[[Lease, Trajectory], ReplayError | None]
 
 def milliseconds(seconds: float) -> int:
     return round(seconds * 1000)
+
+
+@dataclasses.dataclass
+class Taker:
+    """Who takes groups, and what it still may; `left` of what it was given, the next first."""
+
+    holder: str
+    member: Member
+    version: int
+    most: int
+    slots: float = math.inf  # trajectories that it can start
+    episodes: bool = False
+    left: list[Lease] = dataclasses.field(default_factory=list)
+
+    def fits(self, count: int) -> bool:
+        """A group that does not fit keeps what is behind it waiting as well."""
+        if not self.most or count > self.slots:
+            self.most = 0
+        return bool(self.most)
+
+    def next(self, held: Held) -> Lease:
+        assert _ids(self.left[:1]) == [held.id], f"{self.holder} could have {held.id}, and was given {_ids(self.left)}"
+        self.most -= 1
+        return self.left.pop(0)
 
 
 class Fleet(Scoring):
@@ -52,7 +78,7 @@ class Fleet(Scoring):
         self.expire()
         if member := self.members.get(replica):
             member.together = len(self.held_by(replica))
-            self.take_back(replica, died=died)
+            self.take_back(replica, member, died=died)
             del self.members[replica]
             self.used.add(replica)
 
@@ -64,7 +90,7 @@ class Fleet(Scoring):
         if not self.takes_part(replica) or not any(self.healthy(other) for other in self.members if other != replica):
             return False
         self.members[replica].quarantined = True
-        self.take_back(replica, died=False)
+        self.take_back(replica, self.members[replica], died=False)
         return True
 
     def quarantine_again(self, number: int, replica: str, timeline: str, reason: str, seen: object) -> bool:
@@ -202,12 +228,11 @@ class Fleet(Scoring):
         prompts = limits.prompts_per_step
         return (version + ahead + 1) * prompts - prompts * self.next_step - len(self.in_flight())
 
-    def _room_for_probe(self) -> int:
+    def _room_for_probe(self, episodes: bool) -> int:
         """Train groups up to the one that is to be a broken environment's probe, which admission must not keep out."""
-        queue = sorted(self.train("queued"), key=_order)
-        for place, held in enumerate(queue, 1):
+        for place, held in enumerate(self.queue("train"), 1):
             if self.environment(held.group.env_name).broken is not None:
-                return place if self.may_generate(held.group.env_name) else 0
+                return place if held.episodes == episodes and self.may_generate(held.group.env_name) else 0
         return 0
 
     def started(self, held: Held) -> int:
@@ -230,46 +255,75 @@ class Fleet(Scoring):
         if member is None or not self.healthy(replica):
             self.refuse(NotVerified)
         assert isinstance(seen, list), seen
-        member.answer = seen
-        self._lease(member, replica, most, seen)
-        member.together = len(self.held_by(replica))
+        self.lease_to(Taker(replica, member, member.version, most), seen)
         return seen
 
-    def _lease(self, member: Member, replica: str, most: int, seen: list[Lease]) -> None:
-        version, left = member.version, list(seen)
-        suspects = sorted((h for h in self.groups.values() if h.cohort is not None), key=_ticket)
-        if self.held_by(replica):
-            if member.cohort or (suspects and self._drains(replica, suspects[0])):
-                assert not left, (
-                    f"{replica} was given {[lease.group.id for lease in left]}, and has to be empty for suspects"
-                )
+    def lease_to(self, taker: Taker, seen: list[Lease]) -> None:
+        taker.member.answer, taker.left = seen, list(seen)
+        self._lease(taker)
+        assert not taker.left, f"{taker.holder} was given {_ids(taker.left)} against admission, memory, slots or order"
+        taker.member.together = len(self.held_by(taker.holder))
+
+    def _lease(self, taker: Taker) -> None:
+        mine = [held for held in self.groups.values() if held.episodes == taker.episodes]
+        suspects = sorted((held for held in mine if held.cohort is not None), key=_ticket)
+        if self.held_by(taker.holder):
+            if taker.member.cohort or (suspects and self._drains(taker, suspects[0])):
+                assert not taker.left, f"{taker.holder} was given {_ids(taker.left)}, and has to be empty for suspects"
                 return
         else:
-            member.cohort = bool(suspects)
-        if member.cohort:
-            self._lease_cohort(suspects, replica, most, left)
+            taker.member.cohort = bool(suspects)
+        if taker.member.cohort:
+            self._lease_cohort(suspects, taker)
             return
-        orphans = sorted((h for h in self.groups.values() if h.orphaned and not h.overdue(self.now)), key=_ticket)
-        for held in orphans[:most]:
-            assert left, f"{replica} could go on with {held.id}, and was not given it"
-            self._hand_on(held, replica, left.pop(0))
-            most -= 1
-        for lane in ("validation", "train"):
-            queue = sorted((h for h in self.groups.values() if (h.lane, h.state) == (lane, "queued")), key=_order)
-            room = most
-            if lane == "train":
-                admitted = self.room(version)
-                room = 0 if self.refill else min(most, admitted if admitted > 0 else self._room_for_probe())
-            for held in queue[:room]:
-                if not self.may_generate(held.group.env_name) or not self.fits(held):
-                    break
-                assert left, f"{replica} could have {held.id}, and was not given it"
-                self._grant(held, replica, version, left.pop(0))
-                environment = self.environment(held.group.env_name)
-                if environment.broken is not None:
-                    environment.group, environment.asked = held.id, environment.probes
-                most -= 1
-        assert not left, f"{replica} was given {[lease.group.id for lease in left]} against admission, memory or order"
+        for held in sorted((held for held in mine if held.orphaned and not held.overdue(self.now)), key=_ticket):
+            if taker.fits(len(self.missing(held))):
+                self._hand_on(held, taker)
+        for held in self.queue("validation"):
+            if held.episodes == taker.episodes and not self._begin(held, taker):
+                break
+        if not self.refill and self._lease_passed(taker, sorted((h for h in mine if h.passed), key=_ticket)):
+            room = self.room(taker.version)
+            self._lease_queue(taker, room if room > 0 else self._room_for_probe(taker.episodes))
+
+    def _lease_passed(self, taker: Taker, passed: Sequence[Held]) -> bool:
+        """Those that have their place in line, as far as it is admitted. Returns whether that is all of them."""
+        for held in passed:
+            admitted = self.room(taker.version) + len(self.line())
+            if self.line().index(held) >= admitted or not self._begin(held, taker):
+                return False
+        return True
+
+    def _lease_queue(self, taker: Taker, room: int) -> None:
+        """The first so many: those of the other kind get their place in line."""
+        for held in self.queue("train")[:room]:
+            if not taker.most:
+                return
+            if held.episodes == taker.episodes:
+                if not self._begin(held, taker):
+                    return
+            elif self.environment(held.group.env_name).broken is not None or not self.fits(held):
+                return
+            else:
+                self.last_place += 1e-6
+                held.passed, held.ticket, held.count = True, self.last_place, self.started(held)
+
+    def _begin(self, held: Held, taker: Taker) -> bool:
+        """Lease a queued group, if its environment, the slots and memory allow it."""
+        environment = self.environment(held.group.env_name)
+        if not taker.most or not self.may_generate(held.group.env_name) or not taker.fits(self.started(held)):
+            return False
+        if not held.passed and not self.fits(held):
+            return False
+        self._grant(held, taker)
+        if environment.broken is not None:
+            environment.group, environment.asked = held.id, environment.probes
+        return True
+
+    def missing(self, held: Held) -> list[int]:
+        """What is to be generated once it goes on."""
+        kept = {i for i, p in held.pieces.items() if held.lane != "train" or self._trainable(p.trajectory)}
+        return [i for i in range(held.count) if i not in kept and i not in held.dropped]
 
     def lease_again(self, number: int, replica: str, most: int, seen: list[Lease]) -> list[Lease]:
         """The newest is answered as before; nothing more is granted."""
@@ -282,45 +336,64 @@ class Fleet(Scoring):
         assert {lease.token for lease in seen} <= {lease.token for lease in member.answer}
         return seen
 
-    def _drains(self, replica: str, first: Held) -> bool:
-        """Whether the replica, which holds groups, gets no more until it has none: the lowest ticket is a suspect, and no other drains."""
+    def _drains(self, taker: Taker, first: Held) -> bool:
+        """Whether the taker, which holds groups, gets no more until it has none: the lowest ticket is a suspect, and no other drains."""
         if first.lane == "train" and self.line()[0] is not first:
             return False
-        if self.draining != replica and self.healthy(self.draining):
+        other = self.draining[taker.episodes]
+        if other != taker.holder and (self.healthy(other) or self.is_alive(other)):
             return False
-        self.draining = replica
+        self.draining[taker.episodes] = taker.holder
         return True
 
-    def _lease_cohort(self, suspects: list[Held], replica: str, most: int, left: list[Lease]) -> None:
+    def is_alive(self, holder: str) -> bool:
+        runner = self.runners.get(holder)
+        return runner is not None and not runner.dead
+
+    def _lease_cohort(self, suspects: list[Held], taker: Taker) -> None:
         """As many, lowest tickets first, as each of them allows."""
-        chosen: list[Held] = []
+        chosen, most = 0, taker.most
         for held in suspects:
             most = min(most, held.cohort or 1)
-            if len(chosen) >= most:
+            if chosen >= most or not taker.fits(len(self.missing(held))):
                 break
-            chosen.append(held)
-        assert [lease.group.id for lease in left] == [held.id for held in chosen], "another cohort of suspects"
-        for held, lease in zip(chosen, left, strict=True):
             held.deadline, held.cohort = self.now + milliseconds(self.limits.group_deadline_s), None
-            self._hand_on(held, replica, lease)
-        self.draining = ""
+            self._hand_on(held, taker)
+            chosen += 1
+        assert not taker.left, "another cohort of suspects"
+        if chosen:
+            self.draining[taker.episodes] = ""
 
-    def _grant(self, held: Held, replica: str, version: int, lease: Lease) -> None:
+    def _grant(self, held: Held, taker: Taker) -> None:
+        lease = taker.next(held)
         held.attempt += 1
         held.leased = self.now
         held.deadline = self.now + milliseconds(self.limits.group_deadline_s)
-        self._check_lease(held, version, lease)
-        assert (lease.count, lease.missing, lease.prefixes) == (self.started(held), tuple(range(lease.count)), {})
-        if held.lane == "train":
-            assert lease.ticket > self.last_ticket, "tickets are taken in order"
-            self.last_ticket = held.ticket = lease.ticket
-        else:
-            held.ticket = -1
+        self._check_lease(held, taker, lease)
+        assert (lease.count, lease.missing) == (self.started(held), tuple(range(lease.count)))
+        assert (lease.prefixes, lease.tries) == ({}, {})
+        taker.slots -= lease.count
+        if held.lane != "train":
+            held.ticket = held.number = -1
             assert lease.ticket == -1
-        held.state, held.replica, held.count = "open", replica, lease.count
+        elif held.passed:
+            numbered = [other for other in self.line() if other.number >= 0 and not other.passed]
+            before = [other.number < lease.ticket for other in numbered]
+            assert before == [(other.ticket or 0) < (held.ticket or 0) for other in numbered], (
+                "it keeps its place in line"
+            )
+            held.number = lease.ticket
+            self.last_ticket = max(self.last_ticket, lease.ticket)
+        else:
+            assert lease.ticket > self.last_ticket, "tickets are taken in order"
+            self.last_ticket = held.number = lease.ticket
+            self.last_place += 1e-6
+            held.ticket = self.last_place
+        held.state, held.replica, held.count, held.passed = "open", taker.holder, lease.count, False
 
-    def _hand_on(self, held: Held, replica: str, lease: Lease) -> None:
-        """The group goes on where it was: what could not be trained any more starts over."""
+    def _hand_on(self, held: Held, taker: Taker) -> None:
+        """The group goes on where it was: what could not be trained any more starts over, and so do episodes that have not ended."""
+        lease = taker.next(held)
         if held.lane == "train":
             for piece in held.pieces.values():
                 # over age; what an abandoned timeline wrote is not
@@ -328,18 +401,25 @@ class Fleet(Scoring):
                     self.meters.add("expired", piece, self.next_step)
             held.pieces = {i: p for i, p in held.pieces.items() if self._trainable(p.trajectory)}
             held.saved = {i: prefix for i, prefix in held.saved.items() if self._trainable(prefix)}
-        self._check_lease(held, self.members[replica].version, lease)
-        missing = [i for i in range(held.count) if i not in held.pieces and i not in held.dropped]
-        assert (lease.count, list(lease.missing), lease.ticket) == (held.count, missing, held.ticket)
+        held.calls = {}
+        self._check_lease(held, taker, lease)
+        missing = self.missing(held)
+        assert (lease.count, list(lease.missing), lease.ticket) == (held.count, missing, held.number)
         prefixes = {index: prefix.encode() for index, prefix in lease.prefixes.items()}
         assert prefixes == {index: prefix.encode() for index, prefix in held.saved.items()}
-        held.replica = replica
+        assert lease.tries == {index: tries for index, (tries, _) in held.tries.items()}
+        taker.slots -= len(missing)
+        held.replica = taker.holder
 
     def _trainable(self, trajectory: Trajectory) -> bool:
         return self.lawful(trajectory.oldest_version, trajectory.newest_version)
 
-    def _check_lease(self, held: Held, version: int, lease: Lease) -> None:
-        assert (lease.group.encode(), lease.attempt, lease.version) == (held.group.encode(), held.attempt, version)
+    def _check_lease(self, held: Held, taker: Taker, lease: Lease) -> None:
+        assert (lease.group.encode(), lease.attempt, lease.version) == (
+            held.group.encode(),
+            held.attempt,
+            taker.version,
+        )
         assert (lease.timeline, lease.incarnation) == (self.timeline, self.incarnation)
         assert lease.token not in self.tokens, "a token is never used twice"
         self.tokens.add(lease.token)
@@ -426,17 +506,21 @@ class Fleet(Scoring):
         if len(held.dropped) >= held.count - held.group.n:
             self.requeue(held, "failed", counted=True)
             return False
+        self.do_without(held, index)
+        return True
+
+    def do_without(self, held: Held, index: int) -> None:
         held.dropped.add(index)
         self.meters.trajectories["failed"] += 1
         held.saved.pop(index, None)
+        held.calls.pop(index, None)
         if held.generated:
             held.state = "scoring"
-        return True
 
 
-def _ticket(held: Held) -> tuple[int, str]:
+def _ids(leases: Sequence[Lease]) -> list[str]:
+    return [lease.group.id for lease in leases]
+
+
+def _ticket(held: Held) -> tuple[float, str]:
     return -1 if held.ticket is None else held.ticket, held.id
-
-
-def _order(held: Held) -> int:
-    return held.group.order

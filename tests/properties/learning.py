@@ -1,4 +1,4 @@
-"""The model's part of scores, batches, checkpoints and validation: with `Fleet`, the whole of it."""
+"""The model's part of scores, batches, checkpoints and validation: with `Episodes`, the whole of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from headrace.errors import EnvironmentBroken, SamplingStarved, WrongStep
 from headrace.replay import End, Ended, Reservation, RunState, Waiting
-from tests.properties.fleet import Fleet, milliseconds
+from tests.properties.episodes import Episodes
+from tests.properties.fleet import milliseconds
 from tests.properties.records import IN_FLIGHT, Held
 
 
-class Model(Fleet):
+class Model(Episodes):
     # -- scores
 
     def settle(self, held: Held) -> None:
@@ -22,7 +23,7 @@ class Model(Fleet):
         self.meters.trajectories["surplus"] += held.count - held.group.n - len(held.dropped) - len(held.unscored)
         for piece in held.unscored.values():
             self.meters.add("surplus", piece, self.next_step)
-        held.pieces, held.saved = held.scored, {}
+        held.pieces, held.saved, held.calls = held.scored, {}, {}
         if held.lane == "validation":
             held.state = "evaluated"
             return
@@ -175,7 +176,7 @@ class Model(Fleet):
 
     def _unpin(self, need: int) -> None:
         """Nothing else can fill the holes: survivors of the last steps give up theirs."""
-        while len(self.train("queued")) + len(self.wanted) + len(self.line()) < need:
+        while len(self.queue("train")) + len(self.wanted) + len(self.line()) < need:
             steps = [held.step for held in self.in_flight() if held.pinned and held.step != self.next_step]
             if not steps:
                 return
@@ -243,6 +244,8 @@ class Model(Fleet):
         for held in list(self.groups.values()):
             if held.lane == "validation":
                 self._drop(held)
+            elif held.state == "queued":
+                held.passed = False
             elif held.state == "unused":
                 self.requeue(held, "rewind", counted=False)
             elif held.state in ("open", "scoring", "ready", "reserved"):
@@ -263,7 +266,7 @@ class Model(Fleet):
         self.expire()
         if incarnation != self.incarnation:
             self.require_unused(incarnation, timeline)
-            self.used |= {self.timeline, self.incarnation, *self.members}
+            self.used |= {self.timeline, self.incarnation, *self.members, *self.runners}
             self.begin(timeline, incarnation, version, version, enqueued)
             self.refill = True
             self.gone["train", "trained"] = version * self.limits.prompts_per_step
@@ -296,6 +299,8 @@ class Model(Fleet):
             self.refill,
             len(self.wanted),
             tuple(self.timelines),
+            self.waiting_episodes(),
+            sum(not runner.dead for runner in self.runners.values()),
         )
 
     # -- validation

@@ -14,13 +14,13 @@ from hypothesis.stateful import initialize, rule
 from headrace.replay import End, Reservation
 from headrace.trajectory import Score
 from tests.properties.caller import deliveries
-from tests.properties.rollout_rules import RolloutRules
+from tests.properties.runner_rules import RunnerRules, endings
 from tests.properties.scorer_rules import Said, ScorerRules, Status, said
 from tests.properties.setting import Setting, settings_of_runs
 from tests.properties.trainer_rules import TrainerRules
 
 
-class Everyone(TrainerRules, RolloutRules, ScorerRules):
+class Everyone(TrainerRules, RunnerRules, ScorerRules):
     def __init__(self) -> None:
         super().__init__()
         self.slow: set[str] = set()  # tokens of leases that nobody finishes for now
@@ -29,6 +29,7 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
     def open(self, setting: Setting) -> None:
         self.begin(setting)
         self.refit([0, 1])
+        self.enter_runner(0)
 
     @rule(differ=st.booleans())
     def finish_everything(self, differ: bool) -> None:
@@ -42,6 +43,7 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
         ]
         if items:
             self.call("push_many", items)
+        self.finish_episodes(differ)
         self.call("release_scoring")
         while jobs := self.call("take_scoring", dict.fromkeys(self.all_environments, 64)):
             scores = [Score("SCORED", float(job.trajectory.index + (not differ))) for job in jobs]
@@ -64,6 +66,11 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
             self.refit([0])
         leases = self.call("lease", self.replica(0), 8) or []
         self.leases += leases
+        if self.setting.episodes:
+            self.be_there(0)
+            episodes = self.lease_some_episodes(0, 16)
+            if until != "leased":
+                self.begin_episodes(episodes)
         items = [(lease, self.trajectory(lease, index, versions)) for lease in leases for index in lease.missing]
         if until == "begun":
             items = items[:-1]
@@ -129,6 +136,62 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
             if busy:
                 self.leases += self.call("lease", self.replica(0), 2) or []
         self.slow = set()
+
+    @rule(
+        groups=st.integers(1, 4),
+        calls=st.integers(0, 2),
+        endings=endings,
+        how=deliveries,
+        dies=st.sampled_from([False, False, True]),
+    )
+    def episodes_are_run(self, groups: int, calls: int, endings: Sequence[Said], how: str, dies: bool) -> None:
+        """Of the groups that a runner gets. It ends some of them; the last as `how` says. `dies`: then another goes on."""
+        if not self.setting.episodes:
+            return
+        self.a_round(groups, "plain", True, "leased")
+        held = {group.token for group in self.model.groups.values() if group.state == "open" and group.episodes}
+        tokens = list(dict.fromkeys(lease.token for lease in self.episodes if lease.token in held))[-groups:]
+        if tokens and calls:
+            self.programs_are_at_work(groups, calls, 0)
+        for place, ending in enumerate(endings if tokens else ()):
+            lease = self.newest_lease(tokens[place // self.setting.n % len(tokens)])
+            delivery = how if place == len(endings) - 1 else "once"
+            self.end_episode(lease, place % lease.count, ending, how=delivery)
+        if dies:
+            self.call("deregister_runner", self.runner_id(0), True)
+            self.enter_runner(0)
+            self.lease_some_episodes(0, 16)
+
+    @rule(
+        groups=st.integers(1, 4),
+        slots=st.sampled_from([2, 8, 16]),
+        deaths=st.lists(st.sampled_from(["silent", "died", "died", "left"]), min_size=1, max_size=4),
+        calls=st.booleans(),
+    )
+    def runners_die(self, groups: int, slots: int, deaths: Sequence[str], calls: bool) -> None:
+        """With what they hold, again and again."""
+        assert self.world
+        if not self.setting.episodes or self.model.closed:
+            return
+        self.enqueue(groups, 0, 0, "once")
+        for death in deaths:
+            self.refit([0])
+            self.be_there(0)
+            self.be_there(1)
+            self.lease(0, 8, "once")
+            leases = self.lease_some_episodes(1, slots)
+            if calls and leases:
+                self.programs_are_at_work(min(2, len(leases)), 2, 0)
+            self.lease_some_episodes(0, 4)
+            if death != "silent":
+                self.call("deregister_runner", self.runner_id(1), death == "died")
+            else:
+                self.run(self.world.pass_time(7_000))
+                self.call("runner_heartbeat", self.runner_id(0), [lease.token for lease in self.episodes[-8:]])
+                self.call("heartbeat", self.replica(0), [lease.token for lease in self.leases[-8:]])
+                self.run(self.world.pass_time(14_000))
+                self.call("runner_heartbeat", self.runner_id(0), [])
+            self.lease_some_episodes(0, 16)
 
     @rule(groups=st.integers(1, 4), said=st.lists(said, min_size=2, max_size=8), how=deliveries)
     def a_round_is_scored(self, groups: int, said: Sequence[Said], how: str) -> None:
@@ -235,8 +298,9 @@ class Everyone(TrainerRules, RolloutRules, ScorerRules):
         for _ in range(400):
             self.refit([0])
             self.finish_everything(True)
-            while leases := self.call("lease", self.replica(0), 8):
-                self.leases += leases
+            self.be_there(0)
+            while (leases := self.call("lease", self.replica(0), 8)) or self.lease_some_episodes(0, 64):
+                self.leases += leases or []
                 self.finish_everything(True)
             batch = self.call("reserve", model.next_step, model.timeline)
             if isinstance(batch, End):

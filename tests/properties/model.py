@@ -72,9 +72,12 @@ class Core:
         self.tokens: set[str] = set()
         self.scored_since = self.filtered_since = 0
         self.batch_counts = (0, 0)
+        self.last_place = 0.0
         self.members: dict[str, Member] = {}
+        self.runners: dict[str, Member] = {}  # by the name that groups have for their runner
         self.environments: dict[str, EnvironmentModel] = {}  # those that groups were enqueued for
-        self.draining = ""  # the replica that gets no more groups until it can have suspects
+        # the replica, and the runner, that get no more groups until they can have suspects
+        self.draining = {False: "", True: ""}
         self.epoch_now: Announced | None = None
         self.epochs: set[str] = set()  # of this timeline
         self.validation = 0  # groups of older ones are dropped, and come no more
@@ -94,7 +97,12 @@ class Core:
         return [held for held in self.groups.values() if held.lane == "train" and held.state in states]
 
     def in_flight(self) -> list[Held]:
-        return self.train(*IN_FLIGHT)
+        return [*self.train(*IN_FLIGHT), *(held for held in self.train("queued") if held.passed)]
+
+    def queue(self, lane: str) -> list[Held]:
+        """Those that have no place in line, in their order."""
+        queued = [held for held in self.groups.values() if held.lane == lane and held.state == "queued"]
+        return sorted((held for held in queued if not held.passed), key=lambda held: held.group.order)
 
     def line(self) -> list[Held]:
         """Groups with a place in line, lowest ticket first; those that a rewind kept for a step have their place there."""
@@ -267,7 +275,7 @@ class Core:
         if need <= 0 or sum(held.state == "ready" for held in first) >= need:
             return
         for held in line[need:][::-1][:SHED]:
-            if lacks > 0 and (held.pieces or held.saved):
+            if lacks > 0 and (held.pieces or held.saved or held.calls):
                 lacks -= sum(piece.size for piece in held.pieces.values())
                 self.requeue(held, "memory", counted=False)
 
@@ -278,7 +286,7 @@ class Core:
         self.tell_time()
         if fills:
             self.full = 0
-        if self._expire_replica():
+        if self._expire_member(self.members) or self._expire_member(self.runners):
             return
         due = [(held.lease_end, held.id) for held in self.groups.values() if held.overdue(self.now)]
         for _, group in sorted(due)[:SWEEP]:
@@ -297,29 +305,28 @@ class Core:
             for _, _, (group, index) in sorted(overdue)[:SWEEP]:
                 self.void(self.groups[group], index)
 
-    def _expire_replica(self) -> bool:
+    def _expire_member(self, members: dict[str, Member]) -> bool:
         """One a call: its groups are the work."""
-        due = sorted((member.due, replica) for replica, member in self.members.items() if member.due <= self.now)
+        due = sorted((member.due, name) for name, member in members.items() if member.due <= self.now)
         if not due:
             return False
-        replica = due[0][1]
-        member = self.members[replica]
+        name = due[0][1]
+        member = members[name]
         if member.dead:
-            del self.members[replica]
-            self.used.add(replica)
+            del members[name]
+            self.used.add(name)
         else:
-            self.take_back(replica, died=True)
+            self.take_back(name, member, died=True)
             member.dead, member.due = True, self.now + REMEMBER_DEAD_MS
         return True
 
     def held_by(self, replica: str) -> list[Held]:
         return [held for held in self.groups.values() if held.state == "open" and held.replica == replica]
 
-    def take_back(self, replica: str, *, died: bool) -> None:
-        groups = self.held_by(replica)
-        for held in groups:
+    def take_back(self, holder: str, member: Member, *, died: bool) -> None:
+        for held in self.held_by(holder):
             if died:
-                self.suspect(held, self.members[replica].together)
+                self.suspect(held, member.together)
             else:
                 self.pass_on(held, "returned")
 
@@ -330,7 +337,7 @@ class Core:
         pieces = [piece for held in self.groups.values() for piece in held.pieces.values()]
         times += [piece.deadline for piece in pieces if piece.taken] + [piece.since for piece in pieces if piece.waits]
         times += [environment.probe_at for environment in self.environments.values() if environment.broken is not None]
-        times += [member.due for member in self.members.values()]
+        times += [member.due for member in (*self.members.values(), *self.runners.values())]
         return min((time for time in times if self.now < time < NEVER), default=None)
 
     # -- the queue
@@ -355,7 +362,11 @@ class Core:
             self.refuse(InvalidCall)
         for group in new.values():
             worst = worst_case_bytes(1, group.prompt_token_ids.size, group.sampling.max_new_tokens)
-            self.groups[group.id] = Held(group, worst, validation if group.lane == "validation" else 0)
+            settings = self.limits.environments.get(group.env_name)
+            episodes = settings is not None and settings.episodes
+            if episodes:  # its calls, and then its record
+                worst = 2 * self.limits.max_episode_bytes
+            self.groups[group.id] = Held(group, worst, validation if group.lane == "validation" else 0, episodes)
             self.environments.setdefault(group.env_name, EnvironmentModel())
             if group.lane == "train":
                 self.enqueued = max(self.enqueued, group.order)

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 
 from headrace.replay import Lease
-from headrace.trajectory import Group, Trajectory
+from headrace.trajectory import Call, Group, Trajectory
 
 # A group takes part in admission (the `O` of the design) in these states.
 IN_FLIGHT = ("open", "scoring", "ready")
@@ -57,21 +57,33 @@ class Held:
     group: Group
     worst: int  # bytes that one of its trajectories may take
     validation: int = 0  # the version that it evaluates
+    episodes: bool = False  # runners lease it
+    passed: bool = (
+        False  # queued, but with its place in line and its bytes: groups of the other kind behind it were leased
+    )
     count: int = 0  # trajectories started under its newest lease
     dropped: set[int] = dataclasses.field(default_factory=set)  # those of them that failed for good
     surplus: bool = False  # complete without some that may still be generated
     state: str = "queued"
     attempt: int = 0
     failures: int = 0
-    ticket: int | None = None
+    ticket: float | None = None  # its place in line, by the model's own numbers
+    number: int = -1  # what the buffer calls it
     token: str | None = None
-    replica: str = ""
+    replica: str = ""  # or `runner <id>`
     leased: int = 0
     lease_end: int = 0
     deadline: int = 0
     cohort: int | None = None  # its replica died: with how many at most, itself included, it is leased again
     pieces: dict[int, Piece] = dataclasses.field(default_factory=dict)
     saved: dict[int, Trajectory] = dataclasses.field(default_factory=dict)  # what was begun of others
+    calls: dict[int, list[tuple[str, Call]]] = dataclasses.field(
+        default_factory=dict
+    )  # of episodes, each with its nonce
+    tries: dict[int, tuple[int, int]] = dataclasses.field(
+        default_factory=dict
+    )  # times that they began before, and failed
+    rebuilt: int = 0  # times that it was generated again, because another build scored
     step: int | None = None  # reserved or trained for it, or kept for it by a rewind
     evicted: bool = False
     metered: bool = False  # as trained
@@ -119,6 +131,7 @@ class Held:
         """Nothing of this attempt is kept."""
         self.token, self.step, self.evicted, self.surplus, self.metered = None, None, False, False, False
         self.pieces, self.dropped, self.saved, self.replica, self.cohort = {}, set(), {}, "", None
+        self.calls, self.tries, self.passed = {}, {}, False
         self.rescored = 0
 
     @property
@@ -132,7 +145,7 @@ class Held:
     @property
     def bytes(self) -> int:
         """What it counts for in the run's memory: its worst case while leased, then what came."""
-        if self.state == "open":
+        if self.state == "open" or self.passed:
             return self.worst * self.count
         return sum(piece.size for piece in self.pieces.values()) if self.state in HOLDING else 0
 
@@ -162,7 +175,7 @@ class EnvironmentModel:
 
 @dataclasses.dataclass
 class Member:
-    """A registered replica. `due`: when it is dead for want of a heartbeat; if dead, when it is forgotten."""
+    """A registered replica or runner. `due`: when it is dead for want of a heartbeat; if dead, when it is forgotten."""
 
     due: int
     dead: bool = False

@@ -160,7 +160,7 @@ class Scoring(Core):
                     answers[place] = self.refusal(LeaseLost(""))
                 else:
                     answers[place] = self._reward(*items[place], turns if too_often else members)
-        before = {name: self._count_scored(name, places) for name, places in members.items()}
+        before = {name: self.count_scored(name, places) for name, places in members.items()}
         for name, places in turns.items():
             self._take_turns(name, places)
         rest = [place for place in accepted if place not in scored]
@@ -210,12 +210,14 @@ class Scoring(Core):
                 taken, build = number, score.build
         others = {job.trajectory.index for job, score in items if score.build != build}
         for index in others:
-            self.void(held, index, alone=False)
+            self.void(held, index)
         changes = bool(held.scored) and build != before[1]
         if changes:
+            sent_alone = self.environment(held.group.env_name).sent_alone
             for index, piece in held.scored.items():
                 piece.reward = None
-                self.void(held, index, alone=False)
+                # one whose environment had died with it was scored since, and is a suspect no longer
+                self.void(held, index, alone=piece.alone and sent_alone == (held.id, index))
             held.rescored += 1
         held.build = taken, build
         return others, changes and held.rescored > MOST_RESCORED
@@ -235,7 +237,7 @@ class Scoring(Core):
         self.settle(self.groups[job.group.id])
         return None
 
-    def _count_scored(self, name: str, places: Sequence[Place]) -> int:
+    def count_scored(self, name: str, places: Sequence[Place]) -> int:
         """Returns how many the environment had scored before."""
         environment = self.environment(name)
         environment.scored += len(places)

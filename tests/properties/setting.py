@@ -11,6 +11,7 @@ from headrace.replay.trainer import worst_case_bytes
 
 LEASE_S, SCORING_S, DEADLINE_S = 10.0, 15.0, 25.0
 PROMPT_TOKENS, NEW_TOKENS = 4, 16  # of `make_group`
+EPISODE_BYTES = 40_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +34,12 @@ class Setting:
     share: float = 0.5
     give_up: float | None = None
     dead_s: float = 20.0  # shorter or longer than a lease
+    episodes: tuple[str, ...] = ()  # environments that have them
 
     def limits(self) -> Limits:
         worst = worst_case_bytes(self.n + self.redundant, PROMPT_TOKENS, NEW_TOKENS)
+        if self.episodes:
+            worst = 2 * (self.n + self.redundant) * EPISODE_BYTES
         return Limits(
             prompts_per_step=self.prompts,
             generations_per_prompt=self.n,
@@ -55,8 +59,16 @@ class Setting:
             reward_max=1.0,
             max_scored_per_step=self.max_scored,
             retain_steps=self.retain,
-            environments={"math": EnvironmentLimits(self.share, self.give_up)},
+            max_episode_bytes=EPISODE_BYTES,
+            environments={
+                "math": EnvironmentLimits(self.share, self.give_up, "math" in self.episodes),
+                "code": EnvironmentLimits(episodes="code" in self.episodes),
+            },
         )
+
+
+def _lawful(setting: Setting) -> bool:
+    return setting.policy != "drop" or not setting.episodes
 
 
 settings_of_runs = st.builds(
@@ -77,4 +89,5 @@ settings_of_runs = st.builds(
     share=st.sampled_from([0.5, 0.5, 0.2]),
     give_up=st.sampled_from([None, 30.0]),
     dead_s=st.sampled_from([8.0, 8.0, 20.0]),
-)
+    episodes=st.sampled_from([(), ("math",), ("math",), ("code",), ("math", "code")]),
+).filter(_lawful)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.replay import Ended, EnvironmentState, Epoch, Limits, ReplayClient, Reservation, RunState
+from headrace.replay import Ended, EnvironmentState, Epoch, Lease, Limits, ReplayClient, Reservation, RunState
 from headrace.replay.bias import MOMENTS, QUANTITIES, Moment, TrajectoryMeter
 from headrace.replay.connection import BufferConnection, open_redis
 from tests.properties.clock import CLOCK, MEMORY, START_MS
@@ -24,8 +24,8 @@ NAMES = {"refuse": "refuse_epoch", "ended": "groups_ended"}
 
 # Calls that have a number, and what reads their answers where callers live on them: the server knows the second delivery, and answers it
 # again at most.
-HEARD = {"lease": "_read_leases", "take_scoring": "_read_jobs"}
-NUMBERED = {*HEARD, "heartbeat", "renew_scoring", "release_scoring", "reserve", "quarantine"}
+HEARD = {"lease": "_read_leases", "lease_episodes": "_read_leases", "take_scoring": "_read_jobs"}
+NUMBERED = {*HEARD, "heartbeat", "runner_heartbeat", "renew_scoring", "release_scoring", "reserve", "quarantine"}
 # Calls that change nothing when they come again, and say nothing that their caller has to hear.
 IDEMPOTENT = {
     *("enqueue", "close", "commit", "rewind", "restore", "refilled", "drop_validation"),
@@ -40,7 +40,7 @@ IDEMPOTENT = {
         "deregister",
     ),
     *("make_room", "push_many", "save_many", "release", "reject", "abandon", "reject_step"),
-    *("score_many", "retry"),
+    *("score_many", "retry", "register_runner", "deregister_runner", "append", "finish"),
 }
 
 
@@ -186,8 +186,8 @@ class World:
         """Of the second delivery of a call, at once or late."""
         if delivered.name in NUMBERED:
             return self._expected(f"{delivered.name}_again", (delivered.number, *delivered.args), seen)
-        if delivered.name == "register":
-            return self._expected("register", delivered.args, seen, incarnation=delivered.incarnation)
+        if delivered.name in ("register", "register_runner"):
+            return self._expected(delivered.name, delivered.args, seen, incarnation=delivered.incarnation)
         return self._expected(delivered.name, delivered.args, seen)
 
     def _expected(self, name: str, args: tuple[Any, ...], seen: Any, **context: Any) -> Any:
@@ -234,8 +234,9 @@ class World:
         """The run as a whole, and these groups."""
         model, client = self.model, self.client
         # at once: what it costs is to wait for the server
-        stats, replicas, environments, meters, *held = await asyncio.gather(
-            client.stats(), client.replicas(), client.environments(), client.bias(), *map(client.group, groups)
+        stats, replicas, runners, environments, meters, *held = await asyncio.gather(
+            *(client.stats(), client.replicas(), client.runners(), client.environments(), client.bias()),
+            *map(client.group, groups),
         )
         counts = stats["counts"]
         assert _plain(msgspec.convert(stats | {"counts": counts["train"]}, RunState)) == model.state()
@@ -255,6 +256,8 @@ class World:
         assert [environment.name for environment in environments] == sorted(model.environments)
         seen = {r.id: (r.state, r.version, r.leases) for r in replicas}
         assert seen == {replica: self._replica(replica) for replica in model.members}
+        alive = {f"runner {r.id}": (r.alive, r.leases) for r in runners}
+        assert alive == {name: (model.is_alive(name), len(model.held_by(name))) for name in model.runners}
         self._compare_meters(meters)
         for group, found in zip(groups, held, strict=True):
             self._compare_group(group, found)
@@ -300,6 +303,8 @@ class World:
             for t in seen["trajectories"]
         ]
         assert pieces == [(i, p.reward, *shape(p.trajectory)) for i, p in sorted(held.pieces.items())], group
+        begun = [(each["index"], each["calls"]) for each in seen["begun"]]
+        assert begun == [(index, len(calls)) for index, calls in sorted(held.calls.items())], group
         if held.state in ("reserved", "trained"):
             assert seen["step"] == held.step
 
@@ -308,7 +313,7 @@ class World:
         await self.compare(list(self.model.groups))
         groups = self.model.groups.values()
         pieces = [piece for held in groups for piece in held.pieces.values()]
-        saved = sum(len(held.saved) for held in groups)
+        saved = sum(len(held.saved) + len(held.calls) for held in groups)
         kept = {"p": len(pieces) + saved, "s": sum(piece.reward is not None for piece in pieces), "d": len(groups)}
         found = dict.fromkeys(kept, 0)
         async for key in self.client.redis.scan_iter(match=f"hr:{{{self.client.run_id}}}:*", count=1000):
@@ -321,14 +326,15 @@ class World:
 
 def _seen_of(held: Held) -> tuple[object, ...]:
     pieces = tuple((index, piece.reward) for index, piece in sorted(held.pieces.items()))
-    return (held.state, held.token, held.attempt, held.failures, held.step, pieces)
+    calls = tuple((index, len(calls)) for index, calls in sorted(held.calls.items()))
+    return (held.state, held.token, held.attempt, held.failures, held.step, pieces, calls)
 
 
 async def _outcome(method: Any, name: str, args: tuple[Any, ...]) -> Any:
     options: dict[str, Any] = {}
     if name == "release":
         *args, options["failed"] = args  # type: ignore[assignment]
-    if name == "deregister":
+    if name in ("deregister", "deregister_runner"):
         *args, options["died"] = args  # type: ignore[assignment]
     if name == "end_epoch":
         *args, options["aborted"] = args  # type: ignore[assignment]
@@ -348,6 +354,8 @@ def _plain(seen: Any) -> Any:
         case Epoch():
             members = (seen.members, seen.acknowledged, seen.verified, seen.refused)
             return (seen.id, seen.version, seen.timeline, seen.state, *map(set, members))
+        case Lease():  # of `finish`
+            return seen.tries
         case RunState():
             return msgspec.structs.replace(seen, run_id="", counts=_nonzero(seen.counts))
         case Reservation():

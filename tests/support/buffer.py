@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from headrace.replay import Lease, Limits, ReplayClient, Reservation, RunState
-from headrace.trajectory import Group, Lane, Sampling, Score, Span, Trajectory
+from headrace.trajectory import Call, Group, Lane, Sampling, Score, Span, Trajectory
 
 
 def nonce() -> str:
@@ -51,6 +51,19 @@ def make_trajectory(lease: Lease, index: int, versions: Sequence[int] | None = N
         spans=tuple(Span(version, i * length, (i + 1) * length) for i, version in enumerate(versions)),
         finish_reason="stop",
         text="7",
+        replica="replica",
+    )
+
+
+def make_call(parent: int = -1, version: int = 0, length: int = 2) -> Call:
+    """One call of an episode."""
+    return Call(
+        parent=parent,
+        context_token_ids=np.arange(1, 4, dtype=np.int32),
+        completion_token_ids=np.arange(length, dtype=np.int32),
+        logprobs=np.full(length, -0.5, dtype=np.float32),
+        spans=(Span(version, 0, length),),
+        finish_reason="stop",
         replica="replica",
     )
 

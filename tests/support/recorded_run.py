@@ -8,12 +8,13 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from headrace.replay import Limits, ReplayClient
+from headrace.replay import EnvironmentLimits, Limits, ReplayClient
 from headrace.replay.connection import BufferConnection, function_name
 from headrace.trajectory import Score
 from tests.support.buffer import (
     enqueue,
     generate,
+    make_call,
     make_group,
     make_trajectory,
     nonce,
@@ -67,6 +68,7 @@ LIMITS = Limits(
     max_bytes=2**30,
     redundant=1,
     retain_steps=2,
+    environments={"game": EnvironmentLimits(episodes=True)},
 )
 
 
@@ -132,6 +134,7 @@ async def run(replay: ReplayClient) -> None:
     await enqueue(replay, range(8))
     await replay.enqueue([make_group(0, lane="validation")], timeline)
     await _generate(replay, replicas)
+    await _run_episodes(replay)
     await replay.evaluated(["e0-validation-0"])
     batch = await reserve(replay, 0)
     await replay.reject_step(0, timeline, nonce(), {batch.groups[0]: 1}, "of an old build")
@@ -181,6 +184,26 @@ async def _generate(replay: ReplayClient, replicas: list[str]) -> None:
     leases = [validation, first, *others, *await replay.lease(replicas[1], 8)]
     await replay.push_many([(lease, make_trajectory(lease, index)) for lease in leases for index in lease.missing[:2]])
     await score_all(replay)
+
+
+async def _run_episodes(replay: ReplayClient) -> None:
+    """Everything that a runner does, for validation."""
+    timeline = (await replay.state()).timeline
+    await replay.enqueue([make_group(1, lane="validation", env_name="game")], timeline)
+    runner, another = nonce(), nonce()
+    for each in (runner, another):
+        await replay.register_runner(each, {"host": "here"})
+    (lease,) = await replay.lease_episodes(runner, 4)
+    await replay.append(lease, 0, 0, nonce(), make_call())
+    await replay.append(lease, 0, 1, nonce(), make_call(0))
+    await replay.runners()
+    await replay.group(lease.group.id)
+    lease = await replay.finish(lease, 0, None, Score("FAILED", message="the program raised")) or lease
+    await replay.append(lease, 0, 0, nonce(), make_call())
+    await replay.runner_heartbeat(runner, [lease.token])
+    await replay.finish(lease, 0, make_trajectory(lease, 0), Score("SCORED", 1.0, build="a"))
+    await replay.finish(lease, 1, make_trajectory(lease, 1), Score("SCORED", 0.0, build="a"))
+    await replay.deregister_runner(another)
 
 
 async def _look(replay: ReplayClient) -> None:

@@ -28,6 +28,7 @@ SDK = {
     "headrace",
     "headrace.codec",
     "headrace.environment",
+    "headrace.episode",
     "headrace.errors",
     "headrace.source_build",
     "headrace.trajectory",

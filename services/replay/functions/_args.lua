@@ -25,6 +25,11 @@ local function natural(value, what)
   return value
 end
 
+-- -1 says that there is none.
+local function natural_or_none(value, what)
+  return value == -1 and -1 or natural(value, what)
+end
+
 local function positive(value, what)
   if natural(value, what) == 0 then refuse('HR_INVALID', what .. ' is 0, not a whole number of at least 1') end
   return value

@@ -1,6 +1,6 @@
--- What is due: every call that writes first ends the leases, scoring tokens and replicas whose time has passed, so that
+-- What is due: every call that writes first ends the leases, scoring tokens, replicas and runners whose time has passed, so that
 -- correctness needs no janitor (law 6). The run's `due` is a lower bound of the next deadline: most calls stop there.
--- uses: _group, _run, _scoring
+-- uses: _fleet, _group, _run, _scoring
 
 -- Deadlines of a kind that are looked at in one call, and groups of a lost replica: bounds its time; the next call goes on.
 local SWEEP = 64
@@ -18,9 +18,9 @@ local function expire_leases(run)
       requeue(run, group, 'deadline', false, 'not finished within the deadline, and no replica to go on with it')
     elseif run.now >= group.deadline then
       local counted = not is_broken(run, environment_of(run, group))
-      requeue(run, group, 'deadline', counted, 'not finished within the deadline by replica ' .. group.replica)
+      requeue(run, group, 'deadline', counted, 'not finished within the deadline by ' .. who(group.replica))
     else
-      pass_on(run, group, 'lease', 'lease not renewed by replica ' .. group.replica)
+      pass_on(run, group, 'lease', 'lease not renewed by ' .. who(group.replica))
     end
   end
   return #ids
@@ -37,49 +37,49 @@ local function expire_scoring(run)
   return most
 end
 
--- What a replica holds goes back, `LOST` groups at most; true when nothing is left. If it `died`, each of them is suspected together with
--- all that it held when it was heard of last: others may have been finished by their scores since, without a word of it.
-local function take_back(run, replica, died)
-  local held = run.base .. 'h:' .. replica
-  local left_with, together = unpack(redis.call('HMGET', run.base .. 'r:' .. replica, 'left_with', 'together'))
+-- What a replica or runner holds goes back, `LOST` groups at most; true when nothing is left. If it `died`, each of them is suspected
+-- together with all that it held when it was heard of last: others may have been finished by their scores since, without a word of it.
+local function take_back(run, holder, died)
+  local held = run.base .. 'h:' .. holder
+  local left_with, together = unpack(redis.call('HMGET', replica_key(run, holder), 'left_with', 'together'))
   together = tonumber(left_with or together or 0)
   for _, id in ipairs(redis.call('SRANDMEMBER', held, LOST)) do
     local group = load_group(run, id)
-    if died then suspect(run, group, together) else pass_on(run, group, 'returned', 'given back by replica ' .. replica) end
+    if died then suspect(run, group, together) else pass_on(run, group, 'returned', 'given back by ' .. who(holder)) end
   end
   return redis.call('EXISTS', held) == 0
 end
 
--- One replica a call: its groups are the work.
-local function expire_replicas(run)
+-- One replica, or runner, a call: its groups are the work.
+local function expire_holder(run, registry)
   local remember_dead_ms = 600000  -- for people to see
-  local id = redis.call('ZRANGEBYSCORE', run.base .. 'replicas', '-inf', run.now, 'LIMIT', 0, 1)[1]
+  local id = redis.call('ZRANGEBYSCORE', run.base .. registry, '-inf', run.now, 'LIMIT', 0, 1)[1]
   if not id then return 0 end
-  local key = run.base .. 'r:' .. id
+  local key = replica_key(run, id)
   if redis.call('HGET', key, 'state') ~= 'DEAD' then
     redis.call('HSET', key, 'state', 'DEAD', 'reason', 'no heartbeat')
-    event(run, 'replica', 'replica', id, 'state', 'DEAD')
-    wake(run, 'epoch')
+    tell_state(run, id, 'DEAD')
   elseif redis.call('EXISTS', run.base .. 'h:' .. id) == 0 then
     redis.call('UNLINK', key)
-    redis.call('ZREM', run.base .. 'replicas', id)
+    redis.call('ZREM', run.base .. registry, id)
     redis.call('SADD', run.key .. ':used', id)
     return SWEEP
   end
-  if take_back(run, id, true) then redis.call('ZADD', run.base .. 'replicas', run.now + remember_dead_ms, id) end
+  if take_back(run, id, true) then redis.call('ZADD', run.base .. registry, run.now + remember_dead_ms, id) end
   return SWEEP
 end
 
--- Replicas before leases: what a dead one held is suspected, although its leases may be over as well.
+-- Replicas and runners before leases: what a dead one held is suspected, although its leases may be over as well.
 local function expire(run)
   if run.now < run.due then return end
-  local most = expire_replicas(run)
+  local most = expire_holder(run, 'replicas')
+  if most == 0 then most = expire_holder(run, 'runners') end
   if most == 0 then most = math.max(expire_leases(run), expire_scoring(run)) end
   -- more may be due: the next call goes on
   run.backlog = most >= SWEEP
   run.due = run.backlog and run.now or 1e15
   if run.backlog then return end
-  local kinds = {'leases', 'replicas'}
+  local kinds = {'leases', 'replicas', 'runners'}
   for _, env in ipairs(environments_of(run)) do kinds[#kinds + 1] = 'taken:' .. env end
   for _, what in ipairs(kinds) do
     local first = redis.call('ZRANGE', run.base .. what, 0, 0, 'WITHSCORES')

@@ -1,14 +1,35 @@
 -- The fleet. A replica is HEALTHY (verified weights of this timeline), STALE, DEAD or QUARANTINED (quarantine.lua).
 -- There is no way from STALE or new to HEALTHY but `verify`, and none from DEAD or QUARANTINED: such a replica registers under a new name.
+--
+-- Runners lease episodes. They hold no weights: they are in no epoch, and not among the replicas. A runner is ALIVE or DEAD, and dies as a
+-- replica does.
 -- uses: _run
 
 local function replica_key(run, id) return run.base .. 'r:' .. id end
 
-local function see(run, id, ...)
+-- What a runner is called among those that hold groups: no replica's name has a space.
+local function runner_name(id) return 'runner ' .. id end
+
+-- Of one that holds groups: `runner` or `replica`, and its id.
+local function told_apart(holder)
+  local id = string.match(holder, '^runner (.+)$')
+  return id and 'runner' or 'replica', id or holder
+end
+
+local function registry_of(run, holder) return run.base .. told_apart(holder) .. 's' end
+
+local function see(run, holder, ...)
   local dead_at = run.now + run.replica_dead_ms
-  redis.call('ZADD', run.base .. 'replicas', dead_at, id)
-  redis.call('HSET', replica_key(run, id), 'seen', run.now, ...)
+  redis.call('ZADD', registry_of(run, holder), dead_at, holder)
+  redis.call('HSET', replica_key(run, holder), 'seen', run.now, ...)
   due_at(run, dead_at)
+end
+
+-- It enters, leaves or dies.
+local function tell_state(run, holder, state)
+  local kind, id = told_apart(holder)
+  event(run, kind, kind, id, 'state', state)
+  wake(run, 'epoch')
 end
 
 -- HEALTHY holds only on the timeline it was proved on.

@@ -1,6 +1,6 @@
 -- Groups: their hash, and the moves that several transitions share.
 --
--- Fields of g:<id>: state, lane, order, env (the environment that scores it), n, record (nonce), worst (bytes n trajectories may grow to), attempt (leases so far), failures,
+-- Fields of g:<id>: state, lane, order, env (the environment that scores it), kind (`episodes`: runners lease it; else none: replicas do), n, record (nonce), worst (bytes n trajectories may grow to), attempt (leases so far), failures,
 -- ticket, token, replica, deadline (ms, absolute), pushed, scored, oldest, newest (versions), actual and held (bytes pushed,
 -- bytes accounted), step, reason; count (trajectories this attempt starts: n, and in the train lane the run's `redundant` beyond) and
 -- dropped (those of them that failed for good). For each trajectory i: p<i> = `<nonce> <length> <oldest> <newest> <ms from lease to push>`, w<i> =
@@ -9,10 +9,14 @@
 -- many others at most, itself included, it is leased. build: `<number> <build>`, the environment's build that its scores are of, after the number of
 -- the newest take_scoring that led to one; rescored: how often another build's scores took their place.
 --
+-- Of episodes, p:<nonce> of q<i> is the list of the calls that were appended (append.lua), `<nonce> <bytes> <oldest> <newest>`; a<i> =
+-- `<times begun> <failures>` before, where that is not none (finish.lua); rebuilt: how often it began anew, because another build scored.
+-- A queued group that was passed over has its place in line and its bytes (_lease.lua).
+--
 -- The first n that are scored are the group (law 3); which indices they have is for chance to say, so that readers go by p<i>.
--- uses: _args, _fields, _meter, _run
+-- uses: _args, _fields, _fleet, _meter, _run
 
-local TEXTS = {'state', 'lane', 'record', 'env', 'token', 'replica', 'reason'}
+local TEXTS = {'state', 'lane', 'record', 'env', 'kind', 'token', 'replica', 'reason'}
 local WHOLES = {
   'order', 'n', 'worst', 'attempt', 'failures', 'ticket', 'deadline', 'pushed', 'scored', 'oldest', 'newest', 'held', 'step', 'lost',
   'count', 'dropped', 'actual', 'saves',
@@ -53,8 +57,19 @@ local function leased_group(run, id, token)
   return group
 end
 
-local function queue_of(run, lane)
-  return run.base .. (lane == 'train' and 'queue' or 'validation')
+-- Bytes that the calls of an episode may take, and its record. (What every call reads of the run costs every call.)
+local function max_episode_bytes(run)
+  run.max_episode_bytes = run.max_episode_bytes or tonumber(redis.call('HGET', run.key, 'max_episode_bytes'))
+  return run.max_episode_bytes
+end
+
+-- A place that groups of each kind have for themselves.
+local function of_kind(run, place, kind)
+  return run.base .. place .. (kind and ':' .. kind or '')
+end
+
+local function queue_of(run, lane, kind)
+  return lane == 'train' and run.base .. 'queue' or of_kind(run, 'validation', kind)
 end
 
 -- Memory: `bytes` is what payloads take plus what leases may still add.
@@ -142,6 +157,7 @@ local function discard(run, group)
   take_out(run, group, payload_keys(run, group))
   forget_prefixes(run, group)
   if (group.dropped or 0) > 0 then redis.call('HDEL', group.key, unpack(field_names_of(group, 'x'))) end
+  if group.kind then redis.call('HDEL', group.key, unpack(field_names_of(group, 'a'))) end
   hold(run, group, 0)
 end
 
@@ -149,8 +165,8 @@ end
 local function end_lease(run, group)
   redis.call('ZREM', run.base .. 'leases', group.id)
   if group.replica == '' then
-    redis.call('ZREM', run.base .. 'orphans', group.id)
-    if redis.call('ZREM', run.base .. 'suspects', group.id) == 1 then redis.call('HDEL', group.key, 'cohort') end
+    redis.call('ZREM', of_kind(run, 'orphans', group.kind), group.id)
+    if redis.call('ZREM', of_kind(run, 'suspects', group.kind), group.id) == 1 then redis.call('HDEL', group.key, 'cohort') end
   else
     redis.call('SREM', run.base .. 'h:' .. group.replica, group.id)
   end
@@ -158,7 +174,10 @@ end
 
 -- Take the group out of wherever its state keeps it. Groups of a reserved step are the caller's to take out of `steps`.
 local function leave(run, group)
-  if group.state == 'queued' then redis.call('ZREM', queue_of(run, group.lane), group.id) end
+  if group.state == 'queued' then
+    redis.call('ZREM', queue_of(run, group.lane, group.kind), group.id)
+    redis.call('ZREM', of_kind(run, 'passed', group.kind), group.id)
+  end
   if group.state == 'open' then end_lease(run, group) end
   if group.lane == 'train' then
     redis.call('ZREM', run.base .. 'line', group.id)
@@ -231,7 +250,7 @@ local function requeue(run, group, cause, counted, reason)
   redis.call('HSET', group.key, 'state', 'queued', 'token', '', 'failures', failures, 'reason', words(reason),
     'held', 0, 'pushed', 0, 'scored', 0, 'actual', 0)
   redis.call('HDEL', group.key, 'oldest', 'newest', 'step', 'lost', 'count', 'dropped', 'metered', 'rescored')
-  redis.call('ZADD', queue_of(run, group.lane), group.order, group.id)
+  redis.call('ZADD', queue_of(run, group.lane, group.kind), group.order, group.id)
   move(run, group.lane, group.state, 'queued')
   event(run, 'requeued', 'group', group.id, 'cause', cause, 'reason', words(reason))
   wake(run, 'work')
@@ -251,9 +270,15 @@ end
 -- Another replica goes on with the group, before its deadline; no attempt is charged.
 local function pass_on(run, group, cause, reason)
   lose_lease(run, group, cause, reason)
-  redis.call('ZADD', run.base .. 'orphans', group.ticket, group.id)
+  redis.call('ZADD', of_kind(run, 'orphans', group.kind), group.ticket, group.id)
   redis.call('ZADD', run.base .. 'leases', group.deadline, group.id)
   due_at(run, group.deadline)
+end
+
+-- Whoever holds groups, for people.
+local function who(holder)
+  local kind, id = told_apart(holder)
+  return kind .. ' ' .. id
 end
 
 -- Groups that a replica held when it died are leased again in cohorts of this share of them: the poison among 64 is found by the next two
@@ -263,7 +288,7 @@ local COHORTS = 8
 -- The group's replica died with `together` groups. Any of them may have killed it, so that all are suspects: they wait to be leased apart
 -- from others, and no deadline runs meanwhile (law 6). An attempt is charged to a group that was alone with its replica, and to no other.
 local function suspect(run, group, together)
-  local died = 'replica ' .. group.replica .. ' died'
+  local died = who(group.replica) .. ' died'
   if together == 1 then
     local failures = group.failures + 1
     if failures >= run.max_attempts then return requeue(run, group, 'dead', true, died .. ' with this group alone') end
@@ -271,7 +296,7 @@ local function suspect(run, group, together)
   end
   lose_lease(run, group, 'dead', died .. ' with ' .. (together == 1 and 'this group alone' or together .. ' groups'))
   redis.call('HSET', group.key, 'cohort', math.max(1, math.floor(together / COHORTS)))
-  redis.call('ZADD', run.base .. 'suspects', group.ticket, group.id)
+  redis.call('ZADD', of_kind(run, 'suspects', group.kind), group.ticket, group.id)
 end
 
 -- Nothing more will be generated in this attempt: the lease is done and its unused bytes are free. The token stays, so that a repeated push
@@ -281,6 +306,15 @@ local function end_generation(run, group)
   hold(run, group, group.actual)
   redis.call('HSET', group.key, 'state', 'scoring', 'held', group.actual)
   move(run, group.lane, 'open', 'scoring')
+end
+
+-- A trajectory will not be generated, and others were started beyond n: the group does without it.
+local function do_without(run, group, index, reason)
+  meter_count(run, 'failed', 1)
+  forget_prefix(run, group, index)
+  redis.call('HSET', group.key, 'x' .. index, words(reason), 'dropped', group.dropped + 1)
+  event(run, 'dropped', 'group', group.id, 'index', index, 'reason', words(reason))
+  if group.pushed + group.dropped + 1 == group.count then end_generation(run, group) end
 end
 
 -- A pushed trajectory has failed for good: the group fails with it, unless others were started beyond n (law 7: it is never a reward).

@@ -1,6 +1,6 @@
--- Trajectories as replicas hand them in, finished (push) or to be gone on from (save).
+-- Trajectories as they are handed in, finished (push, finish) or to be gone on from (save).
 --
--- A call brings up to BATCH of them in columns, lists with an entry for each: group (its id), index, token (of the lease), nonce, bytes (of
+-- A call of `push` or `save` brings up to BATCH of them in columns, lists with an entry for each: group (its id), index, token (of the lease), nonce, bytes (of
 -- the payload), length (in tokens), oldest and newest (weight versions). Its bytes are the payload, or '' where that is staged at
 -- p:<nonce> with a time to live. (A map for each took the server a tenth longer.)
 -- uses: _args, _group
@@ -61,6 +61,15 @@ local function record_refusal(run, entry, group)
   if entry.oldest > entry.newest or entry.newest > run.next_step then
     return 'HR_INVALID', 'versions ' .. entry.oldest .. ' to ' .. entry.newest .. ' of group ' .. entry.id .. '; the newest weights are ' .. run.next_step
   end
+end
+
+-- The trajectory is the group's: its `p<i>`, which is to be written with the group's sums.
+local function take_in(run, group, entry)
+  forget_prefix(run, group, entry.index)
+  group.pushed, group.actual = group.pushed + 1, group.actual + entry.bytes
+  group.oldest = math.min(group.oldest or entry.oldest, entry.oldest)
+  group.newest = math.max(group.newest or entry.newest, entry.newest)
+  return entry.nonce .. ' ' .. entry.extent .. ' ' .. math.max(0, run.now - group.leased)
 end
 
 -- The payload is there to stay; or code and message.

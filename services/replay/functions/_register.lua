@@ -1,5 +1,5 @@
 -- How a transition becomes a Redis function: load the run, expire what is due, do it, and write what is common once.
--- uses: _args, _due, _meter, _run
+-- uses: _args, _due, _fleet, _group, _meter, _run
 
 -- `BUILD`, the digest of these files, is declared before them (library.py). A server that several installations share holds the functions of
 -- each of their builds.
@@ -101,6 +101,22 @@ local function counts_of(run)
   return counts
 end
 
+-- Groups of episodes that wait for a runner to lease them: those that lost theirs, of validation, passed over, or the first in the queue.
+local function count_waiting_episodes(run)
+  local count = 0
+  for _, place in ipairs({'orphans', 'suspects', 'validation', 'passed'}) do count = count + redis.call('ZCARD', of_kind(run, place, 'episodes')) end
+  local first = redis.call('ZRANGE', queue_of(run, 'train'), 0, 0)[1]
+  return count + (first and redis.call('HEXISTS', group_key(run, first), 'kind') or 0)
+end
+
+local function count_runners(run)
+  local count = 0
+  for _, holder in ipairs(redis.call('ZRANGE', run.base .. 'runners', 0, -1)) do
+    if redis.call('HGET', replica_key(run, holder), 'state') == 'ALIVE' then count = count + 1 end
+  end
+  return count
+end
+
 -- The run as `state` and the calls that change it as a whole answer: msgpack.
 local function run_state(run)
   local timelines = redis.call('LRANGE', run.base .. 'timelines', 0, -1)
@@ -112,5 +128,6 @@ local function run_state(run)
     run_id = string.match(run.key, '^hr:{(.*)}$'), timeline = run.timeline, incarnation = run.incarnation, next_step = run.next_step,
     committed = run.committed, enqueued = run.enqueued, closed = run.closed == 1, counts = counts_of(run).train,
     refill = run.refill == 1, wanted = redis.call('ZCARD', run.base .. 'wanted'), timelines = timelines,
+    episodes = count_waiting_episodes(run), alive_runners = count_runners(run),
   }
 end

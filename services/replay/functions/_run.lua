@@ -8,10 +8,12 @@
 --   line        zset    train groups open, scoring, ready, by ticket; O = ZCARD
 --   ready       zset    those of `line` that are ready, by ticket
 --   drains      string  the replica that gets no more groups until it can have suspects
+--   passed      zset    queued train groups that have their place in line, by ticket: those of the other kind behind them were leased
 --   leases      zset    open groups by the time the lease ends, or the group's deadline where another replica is to go on with them
 --   orphans     zset    open groups whose lease was lost, by ticket: the next leases
 --   environments, broken, env:<name>, and the places `unscored:<name>`, `alone:<name>`, `taken:<name>`, `failing:<name>`: see _scoring.lua
 --   suspects    zset    open groups whose replica died, by ticket: leased apart from others. They have no deadline, and are not in `leases`
+--   Of episodes, `validation`, `passed`, `drains`, `orphans` and `suspects` are keys of their own, `<name>:episodes`.
 --   steps       hash    step -> ids of reserved, retained, or kept by a rewind for it (one a line, in ticket order)
 --   timelines   list    `<timeline> <version it began at>`: what the weights descend from, oldest first
 --   trash       list    groups trained for good whose payloads are still to be freed
@@ -25,6 +27,7 @@
 --   rejected    string  nonce of the newest rejection of a step
 --   refusals    hash    code -> calls refused (law 4)      requeues   hash    cause -> groups requeued, passed on
 --   replicas    zset    replicas by the time they are due  r:<id>     hash    a replica; h:<id> set of groups it holds
+--   runners     zset    runners likewise, each as `runner <id>`, by which name it has its hash and set, and groups name it
 --   epoch       hash    the newest membership epoch        members    hash    replica -> what it did in that epoch
 --   epochs      set     every epoch of this timeline
 -- Of all incarnations: `events` and `metrics` (streams), `m:<moment>` (hashes, see _meter.lua), `clients` (hash: `<what> <client>` -> number of the newest such call, and

@@ -4,7 +4,7 @@
 -- ARGV     timeline, incarnation, group (its id), token, index, reason
 -- Returns  1: the lease goes on without it; 0: the group is no longer the caller's
 -- Errors   HR_TIMELINE, HR_LEASE_LOST, HR_INVALID
--- uses: _args, _group, _meter, _register, _run
+-- uses: _args, _group, _register, _run
 register('abandon', {
   timeline = text, incarnation = text, group = name, token = name, index = natural, reason = text,
 }, function(run, call)
@@ -21,10 +21,6 @@ register('abandon', {
     requeue(run, group, 'failed', true, call.reason)
     return 0
   end
-  meter_count(run, 'failed', 1)
-  forget_prefix(run, group, index)
-  redis.call('HSET', group.key, 'x' .. index, words(call.reason), 'dropped', group.dropped + 1)
-  event(run, 'dropped', 'group', id, 'index', index, 'reason', words(call.reason))
-  if group.pushed + group.dropped + 1 == group.count then end_generation(run, group) end
+  do_without(run, group, index, call.reason)
   return 1
 end)

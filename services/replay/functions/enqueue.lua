@@ -5,10 +5,10 @@
 --          its record (msgpack; kept at d:<nonce>)
 -- Returns  how many were new. A train group is new if its order is past the watermark `enqueued` (with `refill`: or is wanted for a retry; any
 --          order while the run wants a refill) and not in `ended`, and its id unknown; a validation group if its id is unknown and its
---          validation not dropped.
+--          validation not dropped. It is of episodes if its environment is; so it stays, however the run is opened again.
 -- Errors   HR_TIMELINE, HR_STEP (train groups that leave out some after `enqueued`), HR_INVALID (malformed; new train groups after close, but
 --          for those that are wanted; refill while steps are being freed)
--- uses: _args, _group, _register, _run
+-- uses: _args, _group, _register, _run, _scoring
 
 local MOST_TRAJECTORIES = 1024
 -- bits of the bitmap `ended`
@@ -51,7 +51,8 @@ local function add(run, group)
   redis.call('HSET', group.key, 'state', 'queued', 'lane', group.lane, 'order', group.order, 'env', group.env, 'n', group.n,
     'record', group.nonce, 'worst', group.worst, 'attempt', 0, 'failures', 0, 'token', '', 'held', 0, 'pushed', 0,
     'scored', 0, 'actual', 0)
-  redis.call('ZADD', queue_of(run, group.lane), group.order, group.id)
+  if group.kind then redis.call('HSET', group.key, 'kind', group.kind) end
+  redis.call('ZADD', queue_of(run, group.lane, group.kind), group.order, group.id)
   if group.lane == 'validation' then
     redis.call('HSET', group.key, 'validation', group.validation)
     redis.call('SADD', run.base .. 'lane', group.id)
@@ -94,9 +95,12 @@ register('enqueue', {
   for _, group in ipairs(new) do check_new(run, group) end
   local enqueued, environments = run.enqueued, {}
   for _, group in ipairs(new) do
+    if not environments[group.env] then
+      redis.call('SADD', run.base .. 'environments', group.env)
+      environments[group.env] = {kind = setting_of(run, group.env).episodes and 'episodes' or nil}
+    end
+    group.kind = environments[group.env].kind
     add(run, group)
-    if not environments[group.env] then redis.call('SADD', run.base .. 'environments', group.env) end
-    environments[group.env] = true
     if group.lane == 'train' then enqueued = math.max(enqueued, group.order) end
   end
   if enqueued ~= run.enqueued then set(run, 'enqueued', enqueued) end

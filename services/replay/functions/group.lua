@@ -2,7 +2,8 @@
 -- KEYS     the run
 -- ARGV     group (its id)
 -- Returns  msgpack: state, record (key), the group's fields, and for each trajectory pushed so far index, key (of its payload), pushed
---          (`p<i>`) and reward once it is scored; or nil if the buffer does not know the group
+--          (`p<i>`) and reward once it is scored; of an open group of episodes also begun: of each with calls index, calls and bytes; or nil if the
+--          buffer does not know the group
 -- Errors   HR_INVALID
 -- uses: _args, _group, _register, _steps
 register_reader('group', {group = name}, function(run, call)
@@ -17,9 +18,15 @@ register_reader('group', {group = name}, function(run, call)
         {index = i, key = run.base .. 'p:' .. string.match(pushed, '^%S+'), pushed = pushed, reward = tonumber(reward or nil)}
     end
   end
-  for _, field in ipairs({'lane', 'order', 'n', 'count', 'dropped', 'saves', 'attempt', 'failures', 'ticket', 'replica', 'pushed', 'scored', 'oldest',
+  for _, field in ipairs({'lane', 'kind', 'order', 'n', 'count', 'dropped', 'saves', 'attempt', 'failures', 'ticket', 'replica', 'pushed', 'scored', 'oldest',
     'newest', 'step', 'reason'}) do
     fields[field] = group[field]
   end
-  return cmsgpack.pack({state = group.state, record = run.base .. 'd:' .. group.record, fields = fields, trajectories = trajectories})
+  local begun
+  for i = 0, group.kind and (group.saves or 0) > 0 and group.count - 1 or -1 do
+    local nonce, bytes = string.match(redis.call('HGET', group.key, 'q' .. i) or '', '^(%S+) (%d+)')
+    begun = begun or {}
+    if nonce then begun[#begun + 1] = {i, redis.call('LLEN', run.base .. 'p:' .. nonce), tonumber(bytes)} end
+  end
+  return cmsgpack.pack({begun = begun, state = group.state, record = run.base .. 'd:' .. group.record, fields = fields, trajectories = trajectories})
 end)

@@ -7,35 +7,19 @@
 --
 -- Renews the replica, and its leases up to their groups' absolute deadlines (law 6). DEAD, unknown and QUARANTINED replicas are told so. One that arrives
 -- again, or late, renews nothing.
--- uses: _args, _fleet, _group, _register
-local function renew(run, id, token, renewed, complete)
-  local group = string.match(token, '^[^/]+/(.+)$')
-  local state, current, deadline, replica, n, count =
-    unpack(redis.call('HMGET', group_key(run, group or ''), 'state', 'token', 'deadline', 'replica', 'n', 'count'))
-  if current ~= token then return false end
-  if state ~= 'open' or replica ~= id then
-    local surplus = state ~= 'scoring' and n ~= count
-    if surplus then complete[#complete + 1] = token end
-    return not surplus
-  end
-  if lease_over(run, group) then return false end
-  renewed[#renewed + 1] = math.min(run.now + run.lease_ms, tonumber(deadline))
-  renewed[#renewed + 1] = group
-  return true
-end
+-- uses: _args, _fleet, _lease, _register
 
 register('heartbeat', {replica = name, number = natural, epoch = text, tokens = list_of(name, 4 * BATCH)}, function(run, call)
   local id = call.replica
   local state, timeline, newest, reason = unpack(redis.call('HMGET', replica_key(run, id), 'state', 'timeline', 'heartbeat', 'reason'))
   state = state_of(run, state or nil, timeline)
-  local lost, renewed, complete = {}, {}, {}
+  local there, lost, renewed, complete = takes_part(state), {}, {}, {}
   for _, token in ipairs(call.tokens) do
-    if not takes_part(state) or not renew(run, id, token, renewed, complete) then lost[#lost + 1] = token end
+    local why = not there and 'lost' or renew(run, id, token, renewed)
+    if why then lost[#lost + 1] = token end
+    if why == 'complete' then complete[#complete + 1] = token end
   end
-  if state ~= 'DEAD' and call.number > tonumber(newest or 0) then
-    if #renewed > 0 then redis.call('ZADD', run.base .. 'leases', unpack(renewed)) end
-    see(run, id, 'heartbeat', call.number, 'together', redis.call('SCARD', run.base .. 'h:' .. id))
-  end
+  if state ~= 'DEAD' and call.number > tonumber(newest or 0) then live_on(run, id, call.number, renewed) end
   local epoch, epoch_state = unpack(redis.call('HMGET', run.base .. 'epoch', 'id', 'state'))
   local known = epoch and epoch .. ' ' .. epoch_state or ''
   return cmsgpack.pack({

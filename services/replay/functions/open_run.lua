@@ -1,7 +1,7 @@
 -- open_run: make the run if it is not there, else give it these limits. Calls of other builds are refused from now on.
 -- KEYS     the run
 -- ARGV     timeline, incarnation (nonces, used only for a new run; the timeline names this call too), the limits by their names in _run.lua, environments
---          (of each name failure_share, and give_up_ms if the run does not wait for it for ever)
+--          (of each name failure_share, episodes (runners lease its groups), and give_up_ms if the run does not wait for it for ever)
 -- Returns  the run's state, msgpack
 -- Errors   HR_TIMELINE (it arrives late: another start of the replay service has set the limits since), HR_INVALID
 -- uses: _args, _filter, _group, _register, _run
@@ -25,6 +25,7 @@ local function environments(value, what)
   for env, setting in pairs(map(value, what)) do
     name(env, what)
     finite(map(setting, what).failure_share, 'failure_share')
+    flag(setting.episodes, 'episodes')
     if setting.give_up_ms ~= nil then natural(setting.give_up_ms, 'give_up_ms') end
   end
   return cmsgpack.pack(value)
@@ -37,13 +38,25 @@ local SPEC = {
   max_scoring_attempts = positive, lease_ms = positive, group_deadline_ms = positive, scoring_deadline_ms = positive,
   replica_dead_ms = positive, max_bytes = positive, ahead_steps = natural, redundant = redundant, max_scored = natural,
   retain_steps = natural, staleness_policy = one_of({'ordered', 'drop', 'mask'}), filter = filter, environments = environments,
+  max_episode_bytes = positive,
 }
+
+-- Under `drop` a group over age is generated again: an episode costs too much for that, and long ones would be lost more often than short ones.
+local function require_no_episodes_dropped(limits)
+  if limits.staleness_policy ~= 'drop' then return end
+  for env, setting in pairs(cmsgpack.unpack(limits.environments)) do
+    if setting.episodes then
+      refuse('HR_INVALID', 'environment ' .. env .. ' has episodes, and staleness_policy is drop; set it to ordered or mask')
+    end
+  end
+end
 
 -- Returns whether the call arrives again.
 local function make_run(keys, args)
   local key = run_key(keys)
   local limits = parse_call(SPEC, false, args)
   local timeline, incarnation, fields = limits.timeline, limits.incarnation, {}
+  require_no_episodes_dropped(limits)
   limits.timeline, limits.incarnation = nil, nil
   for field, value in pairs(limits) do fields[#fields + 1], fields[#fields + 2] = field, value end
   if redis.call('EXISTS', key) == 0 then

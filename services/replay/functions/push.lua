@@ -37,15 +37,10 @@ local function push(run, entries_of_group, foreign, reply)
       if not code then code, message = record_refusal(run, entry, group) end
       if not code then code, message = keep_payload(entry) end
       if not code then
-        local latency = math.max(0, run.now - group.leased)
-        local value = entry.nonce .. ' ' .. entry.extent .. ' ' .. latency
+        local value = take_in(run, group, entry)
         group['p' .. entry.at] = value
         written[#written + 1], written[#written + 2] = 'p' .. entry.at, value
         members[#members + 1], members[#members + 2] = now, entry.id .. ':' .. entry.at
-        forget_prefix(run, group, entry.index)
-        group.pushed, group.actual = group.pushed + 1, group.actual + entry.bytes
-        group.oldest = math.min(group.oldest or entry.oldest, entry.oldest)
-        group.newest = math.max(group.newest or entry.newest, entry.newest)
       end
     end
     if code then reply[entry.place] = refuse_entry(run, code, message) else reply[entry.place] = '' end

@@ -8,10 +8,6 @@
 -- Errors   HR_TIMELINE: this timeline or incarnation has ended; HR_INVALID
 -- uses: _args, _register, _run
 
-local function order_or_none(value, what)
-  return value == -1 and -1 or natural(value, what)
-end
-
 -- The groups that ended, as the checkpoint knows them.
 local function take_over_ended(run, failed, filtered, bitmap, failures)
   if #bitmap > 0 then redis.call('SET', run.base .. 'ended', bitmap) end
@@ -21,7 +17,7 @@ local function take_over_ended(run, failed, filtered, bitmap, failures)
 end
 
 register('restore', {
-  version = natural, timeline = name, incarnation = name, enqueued = order_or_none, failed = natural, filtered = natural,
+  version = natural, timeline = name, incarnation = name, enqueued = natural_or_none, failed = natural, filtered = natural,
 }, function(run, call, args)
   require_bytes(2, args)
   local version, timeline, incarnation, enqueued = call.version, call.timeline, call.incarnation, call.enqueued
@@ -30,7 +26,9 @@ register('restore', {
   require_unused(run, timeline)
   retire(run, run.incarnation)
   retire(run, run.timeline)
-  for _, replica in ipairs(redis.call('ZRANGE', run.base .. 'replicas', 0, -1)) do retire(run, replica) end
+  for _, registry in ipairs({'replicas', 'runners'}) do
+    for _, member in ipairs(redis.call('ZRANGE', run.base .. registry, 0, -1)) do retire(run, member) end
+  end
   redis.call('SADD', run.key .. ':old', run.incarnation)
   run.deltas, run.bytes_delta = {}, 0
   run.timeline, run.incarnation, run.base = timeline, incarnation, run.key .. ':' .. incarnation .. ':'

@@ -51,10 +51,22 @@ local function reopen_steps(run, version)
   set(run, 'freed', math.min(run.freed, version))
 end
 
+-- What was passed over waits with the others again, in their order.
+local function lose_place(run, group)
+  leave(run, group)
+  hold(run, group, 0)
+  redis.call('HSET', group.key, 'held', 0)
+  redis.call('ZADD', queue_of(run, group.lane, group.kind), group.order, group.id)
+end
+
 local function sift_line(run, version)
   for _, id in ipairs(redis.call('ZRANGE', run.base .. 'line', 0, -1)) do
     local group = load_group(run, id)
-    if not survives(group, version) then requeue(run, group, 'rewind', false, 'rewind to version ' .. version) end
+    if group.state == 'queued' then
+      lose_place(run, group)
+    elseif not survives(group, version) then
+      requeue(run, group, 'rewind', false, 'rewind to version ' .. version)
+    end
   end
 end
 

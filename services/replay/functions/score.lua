@@ -21,48 +21,7 @@
 --
 -- Dynamic sampling (the run's `filter`, see _filter.lua): a train group whose trajectories were all worth the same is filtered here, on
 -- its last score, so that it leaves the line at once and another takes its place.
--- uses: _args, _fields, _filter, _group, _meter, _register, _run, _scoring
-
--- SCORE_BYTES in headrace/trajectory.py: what leases reserve for a score.
-local MOST_BYTES = 8192
-
--- BUILD_BYTES in headrace/trajectory.py.
-local MOST_BUILD_BYTES = 256
-
-local STATUS = one_of({'SCORED', 'FAILED', 'TIMED_OUT', 'INVALID', 'INTERRUPTED', 'NOT_STARTED', 'UNSENDABLE'})
-
--- `at` as in _payload.lua.
-local function parse(by_components, place, given, record)
-  local entry = {
-    id = name(given.group, 'group'), index = natural(given.index, 'index'), token = name(given.token, 'token'),
-    status = STATUS(given.status, 'status'), reward = given.reward, record = record, place = place,
-  }
-  entry.at = tostring(entry.index)
-  if #record > MOST_BYTES then
-    refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' has ' .. #record .. ' bytes, more than ' .. MOST_BYTES)
-  end
-  if entry.status == 'SCORED' then
-    finite(entry.reward, 'reward')
-    entry.build = text(given.build, 'build')
-    if #entry.build > MOST_BUILD_BYTES then
-      refuse('HR_INVALID', 'build ' .. show(entry.build) .. ' has ' .. #entry.build .. ' bytes, more than ' .. MOST_BUILD_BYTES)
-    end
-    if by_components and not score_field(record, 'components', 'table') then
-      refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' is not one, and groups are filtered by its components')
-    end
-  else
-    if entry.reward ~= nil or given.build ~= nil then
-      refuse('HR_INVALID', 'status ' .. entry.status .. ' with reward ' .. show(entry.reward) .. ' and build ' .. show(given.build) ..
-        '; only SCORED has them')
-    end
-    entry.message = score_field(record, 'message', 'string')
-    if not entry.message then refuse('HR_INVALID', 'the score record of ' .. entry.id .. ':' .. entry.at .. ' says not what went wrong') end
-    text(entry.message, 'message')
-    entry.traceback = (score_field(record, 'metadata', 'table') or {}).traceback
-    if type(entry.traceback) == 'string' then text(entry.traceback, 'traceback') else entry.traceback = nil end
-  end
-  return entry
-end
+-- uses: _args, _fields, _group, _register, _score, _scoring
 
 -- The group with who has these entries (`w<i>`), their rewards (`r<i>`) and payloads (`p<i>`), under those names.
 local function load(run, entries_of_group)
@@ -73,74 +32,6 @@ local function load(run, entries_of_group)
     at = at + 3
   end
   return load_group(run, entries_of_group[1].id, fields) or {}
-end
-
--- `p<i>` and `r<i>` of all its trajectories, if `load` and these scores have brought them together; else nil.
-local function known_of(group)
-  if group.count > group.n then return nil end  -- some are surplus
-  local values = {}
-  for i, field in ipairs(field_names_of(group, 'pr')) do
-    if not group[field] then return nil end
-    values[i] = group[field]
-  end
-  return values
-end
-
--- The group ends as filtered: only its order stays.
-local function filter(run, group)
-  meter(run, 'filtered', group)
-  leave(run, group)
-  mark_ended(run, group)
-  erase(run, group)
-  move(run, group.lane, group.state, 'filtered')
-  redis.call('HINCRBY', run.base .. 'since', 'filtered', 1)
-  wake(run, 'ready')
-  wake(run, 'work')
-end
-
--- What was pushed beyond the n that are scored goes, and counts no more.
-local function drop_surplus(run, group)
-  local keys, indices = {}, {}
-  meter_count(run, 'surplus', group.count - group.n - group.dropped)
-  local pushed = redis.call('HMGET', group.key, unpack(field_names_of(group, 'p')))
-  local rewards = redis.call('HMGET', group.key, unpack(field_names_of(group, 'r')))
-  group.oldest, group.newest = math.huge, 0
-  for i, value in ipairs(pushed) do
-    local nonce, oldest, newest = string.match(value or '', '^(%S+) %d+ (%d+) (%d+)')
-    if rewards[i] then
-      group.oldest, group.newest = math.min(group.oldest, tonumber(oldest)), math.max(group.newest, tonumber(newest))
-    elseif nonce then
-      meter_one(run, 'surplus', value, nil, run.next_step)
-      keys[#keys + 1], indices[#indices + 1] = run.base .. 'p:' .. nonce, i - 1
-      group.actual = group.actual - redis.call('STRLEN', keys[#keys])
-    end
-  end
-  take_out(run, group, keys, indices)
-  hold(run, group, group.actual)
-  redis.call('HSET', group.key, 'pushed', group.n, 'oldest', group.oldest, 'newest', group.newest, 'actual', group.actual,
-    'held', group.actual)
-end
-
-local function all_scored(run, scored)
-  -- what `load` has read is enough where nothing goes
-  local plain = scored.state == 'scoring' and scored.count == scored.n and run.filter == ''
-  local group = plain and scored or load_group(run, scored.id)
-  if group.state == 'open' then
-    end_lease(run, group)
-    forget_prefixes(run, group)
-  end
-  if group.count > group.n then drop_surplus(run, group) end
-  local state = 'evaluated'
-  if group.lane == 'train' then
-    redis.call('HINCRBY', run.base .. 'since', 'scored', 1)
-    meter(run, 'generated', group, nil, nil, known_of(scored))
-    if run.filter ~= '' and all_equal(run, group) then return filter(run, group) end
-    state = 'ready'
-    redis.call('ZADD', run.base .. 'ready', group.ticket, group.id)
-  end
-  redis.call('HSET', group.key, 'state', state)
-  move(run, group.lane, group.state, state)
-  wake(run, 'ready')
 end
 
 local function refusal(run, group, entry, token)
@@ -266,8 +157,11 @@ end
 register('score', {scores = list_of(map, BATCH)}, function(run, call, args)
   require_bytes(#call.scores, args)
   local groups, by_id, reply, environments = {}, {}, {}, {}
-  local by_components = select(3, parse_filter(run.filter)) == 'components'
-  for i, given in ipairs(call.scores) do group_entry(groups, by_id, parse(by_components, i, given, args[i + 1])) end
+  for i, given in ipairs(call.scores) do
+    local entry = {id = name(given.group, 'group'), index = natural(given.index, 'index'), token = name(given.token, 'token'), place = i}
+    entry.at = tostring(entry.index)
+    group_entry(groups, by_id, parse_score(run, entry, given, args[i + 1]))
+  end
   for _, of_group in ipairs(groups) do
     local group = load(run, of_group)
     local scored, failed = sift(run, group, of_group, reply)

@@ -103,7 +103,8 @@ class LoopState:
     tried now. `reply`: the last answer of `reserve`, None if it must be called again. `target_reached`: a validation reached
     `stop_at_validation_threshold`. `must_save`: another step would end after `checkpoint_must_save_by`, and no checkpoint has been saved
     for it yet.
-    `counts`: the run's training groups by state.
+    `counts`: the run's training groups by state. `episodes`: groups that wait for a runner; `runners` are alive, and `runner_at` is when
+    one was last seen, or none was needed.
     """
 
     now: float
@@ -123,6 +124,9 @@ class LoopState:
     must_save: bool = False
     quarantined: int = 0
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    episodes: int = 0
+    runners: int = 0
+    runner_at: float = 0.0
 
 
 def decide(plan: Plan, state: LoopState) -> Decision:
@@ -190,7 +194,18 @@ def _await_fleet(plan: Plan, state: LoopState) -> Decision:
             f"{state.version}; {state.members} registered, {state.quarantined} more quarantined: look at the rollout logs, start a "
             "replica, and start the trainer again",
         )
-    return Decision(Action.WAIT)
+    return _miss_runners(plan, state) or Decision(Action.WAIT)
+
+
+def _miss_runners(plan: Plan, state: LoopState) -> Decision | None:
+    """The end of a run that waits for episodes which nobody runs; None if it doesn't, or not for long enough."""
+    if state.runners or not state.episodes or state.now - state.runner_at < plan.fleet_deadline_s:
+        return None
+    return Decision(
+        Action.FAIL,
+        f"no runner for {plan.fleet_deadline_s:g} s (trainer.fleet_deadline_s) at step {state.version}, and {state.episodes} groups of "
+        "episodes wait for one: look at the logs of `headrace agents`, start one, and start the trainer again",
+    )
 
 
 def _await_validation(plan: Plan, state: LoopState) -> Decision | None:
@@ -206,7 +221,7 @@ def _await_validation(plan: Plan, state: LoopState) -> Decision | None:
             Action.ABANDON_VALIDATION,
             f"not complete {plan.validation_deadline_s:g} s (trainer.validation_deadline_s) after the loop began to wait for it",
         )
-    return Decision(Action.AWAIT_VALIDATION)
+    return _miss_runners(plan, state) or Decision(Action.AWAIT_VALIDATION)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from headrace.errors import (
 from headrace.headlines import accuracy_name, build_changes
 from headrace.journal import surviving
 from headrace.lineage import Origin
-from headrace.replay import End, Replica, Reservation, Waiting, frequent
+from headrace.replay import End, Replica, Reservation, RunState, Waiting, frequent
 from headrace.replay.calls import BATCH
 from headrace.trajectory import Float32, Group, Int32
 from headrace.weights.probe import choose_token_ids
@@ -95,7 +95,7 @@ class Loop:
         self._validated = {line.step for line in validations}
         self._target_reached = any(self._reaches_target(line.metrics) for line in validations)
         # clocks, set when the first turn begins
-        self._began = self._step_began = self._healthy_at = context.began
+        self._began = self._step_began = self._healthy_at = self._runner_at = context.began
         self._init_metrics: dict[str, float] = {}  # until the first step's metrics have them
         self._step_s = 0.0  # how long the last step took
         self._seconds: dict[Action, float] = defaultdict(float)  # spent in this step
@@ -114,7 +114,7 @@ class Loop:
                 log.info("%d prompts that nothing was trained on are queued again", again)
             self._failed_before = (await self._call(self._replay.state)).counts.get("failed", 0)
             feeding = asyncio.create_task(self._context.feeder.run(self._resumed.missing))
-            self._began = self._step_began = self._healthy_at = self._clock()
+            self._began = self._step_began = self._healthy_at = self._runner_at = self._clock()
             self._init_metrics = {"efficiency/init/total_s": self._began - self._context.began}
             return await self._take_turns(feeding)
         except (Fenced, InvalidCall, ServiceError) as error:
@@ -141,9 +141,10 @@ class Loop:
             fleet = await self._call(self._replay.replicas)
             if self._validation is not None and await self._validation.poll():
                 await self._report_validation(self._validation)
-            counts = (await self._call(self._replay.state)).counts
+            run = await self._call(self._replay.state)
+            counts = run.counts
             await self._note_failures(counts.get("failed", 0))
-            decision = decisions.decide(self._plan, self._look(fleet, counts))
+            decision = decisions.decide(self._plan, self._look(fleet, run))
             began = self._clock()
             match decision.action:
                 case Action.STOP:
@@ -189,13 +190,13 @@ class Loop:
                     self._reply = None
             took = self._clock() - began
             if decision.action is Action.TRAIN:  # a step ends where its metrics are taken, in `_train`
-                self._healthy_at = self._clock()
+                self._healthy_at = self._runner_at = self._clock()
             else:
                 self._seconds[decision.action] += took
             if decision.action in (Action.WAIT, Action.RESERVE):
                 self._awaiting_scores += decisions.share_in_scoring(counts) * took
 
-    def _look(self, fleet: Sequence[Replica], counts: Mapping[str, int]) -> LoopState:
+    def _look(self, fleet: Sequence[Replica], run: RunState) -> LoopState:
         now, running = self._clock(), self._validation
         self._alive = frozenset(replica.id for replica in decisions.alive(fleet))
         # while older weights are being evaluated, the replicas that hold those weights count
@@ -203,6 +204,8 @@ class Loop:
         healthy = decisions.count_verified(fleet, held, self._timeline)
         if healthy:
             self._healthy_at = now
+        if run.alive_runners or not run.episodes:
+            self._runner_at = now
         if self._refitted or not self._alive:
             self._context.readiness.problem = None if healthy else "no rollout replica holds verified weights"
         behind = decisions.behind(fleet, self._version, self._timeline)
@@ -223,7 +226,10 @@ class Loop:
             target_reached=self._target_reached,
             quarantined=sum(replica.state == "QUARANTINED" for replica in fleet),
             must_save=not self._saved_in_time and self._plan.must_save_now(now - self._began, self._step_s),
-            counts=counts,
+            counts=run.counts,
+            episodes=run.episodes,
+            runners=run.alive_runners,
+            runner_at=self._runner_at,
         )
 
     async def _reasons_of_failures(self) -> str:

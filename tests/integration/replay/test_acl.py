@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
 from headrace.credentials import REDIS_ROLES
 from headrace.errors import ReplayDenied, ReplayUnavailable
-from headrace.replay import Limits, ReplayClient
+from headrace.replay import EnvironmentLimits, Limits, ReplayClient
 from headrace.replay.build import BUILD
 from headrace.replay.connection import function_name, open_redis
+from headrace.replay.leases import CARRIED_BYTES
 from headrace.trajectory import Score
 from headrace_services.replay import acl, library
 from headrace_services.replay.embedded import EmbeddedServer
-from tests.support.buffer import make_group, make_trajectory, nonce, reserve
+from tests.support.buffer import make_call, make_group, make_trajectory, nonce, reserve
 from tests.support.ports import free_port
 
 RUN = "guarded"
@@ -65,7 +68,7 @@ async def opened(server: EmbeddedServer, limits: Limits) -> EmbeddedServer:
         await library.load(admin.redis)
     async with connected(server, "replay") as replay:
         await library.load(replay.redis)  # it is there
-        await replay.open_run(limits)
+        await replay.open_run(dataclasses.replace(limits, environments={"game": EnvironmentLimits(episodes=True)}))
     return server
 
 
@@ -73,9 +76,9 @@ async def opened(server: EmbeddedServer, limits: Limits) -> EmbeddedServer:
 async def test_each_role_does_its_whole_job_with_its_own_user(opened: EmbeddedServer, limits: Limits, up: bool) -> None:
     """A run from its first prompt to a restore. With `up`, one user stands for all roles, as under `headrace up`."""
     async with contextlib.AsyncExitStack() as stack:
-        replay, trainer, rollout, operator, reader = [
+        replay, trainer, rollout, agents, operator, reader = [
             await stack.enter_async_context(connected(opened, "up" if up and role != "reader" else role))
-            for role in ("replay", "trainer", "rollout", "operator", "reader")
+            for role in ("replay", "trainer", "rollout", "agents", "operator", "reader")
         ]
         state = await trainer.rewind(0, nonce())
         groups = [make_group(order) for order in range(8)] + [make_group(0, lane="validation")]
@@ -115,12 +118,28 @@ async def test_each_role_does_its_whole_job_with_its_own_user(opened: EmbeddedSe
         assert await trainer.wanted() == [failing.group.order]
         assert await trainer.enqueue(groups[failing.group.order :][:1], state.timeline, refill=True) == 1
 
+        await run_an_episode(trainer, agents)
         await people_look(reader)
         await people_look(replay)
         await rollout.deregister(replica)
         restored = await trainer.restore(1, nonce(), nonce(), 1)
         assert await trainer.enqueue([make_group(1)], restored.timeline, refill=True) == 1
         await replay.open_run(limits)
+
+
+async def run_an_episode(trainer: ReplayClient, agents: ReplayClient) -> None:
+    group = make_group(1, lane="validation", env_name="game")
+    assert await trainer.enqueue([group], (await trainer.state()).timeline, validation=1) == 1
+    runner = nonce()
+    await agents.register_runner(runner, {"host": "here"})
+    await agents.wait_work(0.01)
+    (lease,) = await agents.lease_episodes(runner, 2)
+    await agents.append(lease, 0, 0, nonce(), make_call())
+    long = msgspec.structs.replace(make_trajectory(lease, 0), text="7" * CARRIED_BYTES)
+    await agents.finish(lease, 0, long, Score("SCORED", 1.0))
+    assert (await agents.runner_heartbeat(runner, [lease.token])).alive
+    await agents.release(lease, "shutdown", failed=False)
+    await agents.deregister_runner(runner)
 
 
 async def transfer(trainer: ReplayClient, rollout: ReplayClient, replica: str, version: int) -> None:
@@ -171,6 +190,7 @@ FORBIDDEN = {
         "open_run",
     ),
     "reader": ("reserve", "rewind", "restore", "commit", "enqueue", "lease", "push", "score", "register", "open_run"),
+    "agents": ("reserve", "rewind", "enqueue", "lease", "push", "heartbeat", "verify", "score", "open_run", "retry"),
     "operator": ("reserve", "rewind", "enqueue", "lease", "push", "score", "open_run"),
 }
 

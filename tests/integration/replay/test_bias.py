@@ -304,7 +304,7 @@ async def test_the_service_warns_once_and_shows_the_bias_wherever_people_look(
     assert [said in record.getMessage() for record in caplog.records if "bias" in record.getMessage()] == [True]
 
     out = io.StringIO()
-    show(out, await replay.state(), [], await replay.bias(), 0.9)
+    show(out, await replay.state(), [], [], await replay.bias(), 0.9)
     lines = out.getvalue().splitlines()
     assert f"bias          {said}" in lines
     assert any(line.startswith("trained       200 trajectories, length 4 ± 0, reward 0.5 ± 0.5") for line in lines)

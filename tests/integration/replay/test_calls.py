@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 from headrace.errors import CodecError, InvalidCall, LeaseLost
 from headrace.replay import Lease, Limits, ReplayClient
 from headrace.replay.connection import function_name
-from headrace.replay.rollout import CARRIED_BYTES
+from headrace.replay.leases import CARRIED_BYTES
 from headrace.trajectory import SCORE_BYTES, Score, Trajectory
 from headrace_services.replay import library
 from tests.support.buffer import (

@@ -17,7 +17,7 @@ from headrace.cli.status import show as show_status
 from headrace.config import Config
 from headrace.errors import HeadraceError
 from headrace.lineage import GroupLineage
-from headrace.replay import Replica, RunState
+from headrace.replay import Replica, Runner, RunState
 from headrace.replay.bias import meters_of
 from headrace.samples import by_group
 from headrace_services.trainer.telemetry.samples import show as show_samples
@@ -57,7 +57,8 @@ def test_status() -> None:
         reason="its refit failed",
         logprob_error=1.25,
     )
-    show_status(out, state, [replica], meters_of({}), None)
+    runner = Runner(id=HOSTILE, alive=True, leases=0, seen_s_ago=0.0, info={"url": HOSTILE})
+    show_status(out, state, [replica], [runner], meters_of({}), None)
     assert harmless(out.getvalue())
     assert f"quarantined   {SHOWN}: its refit failed\n" in out.getvalue()
     assert " 1.25 " in out.getvalue()

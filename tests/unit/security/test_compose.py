@@ -34,7 +34,7 @@ def test_nothing_is_reached_from_other_machines() -> None:
 
 
 def test_each_service_has_its_own_secrets_alone() -> None:
-    for name in ("redis", "replay", "reward", "rollout", "trainer"):
+    for name in ("redis", "replay", "reward", "rollout", "agents", "trainer"):
         mounted = [volume for volume in SERVICES[name]["volumes"] if volume.startswith("secrets")]
         assert mounted == [f"secrets-{name}:/run/headrace:ro"]
     assert not [volume for volume in SERVICES["model"]["volumes"] if "secrets" in volume]
@@ -46,7 +46,7 @@ def test_the_hubs_token_goes_where_models_are_loaded() -> None:
 
 
 def test_services_speak_tls_and_ask_for_tokens() -> None:
-    for name in ("replay", "reward", "rollout", "trainer"):
+    for name in ("replay", "reward", "rollout", "agents", "trainer"):
         environment = SERVICES[name]["environment"]
         assert environment["HEADRACE_REPLAY__REDIS_URL"].startswith("rediss://")
         assert {key for key in environment if key.startswith("HEADRACE_SECURITY__")} == {

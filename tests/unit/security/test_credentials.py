@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headrace.cli.credentials import needed
 from headrace.config import Config
 from headrace.credentials import REDIS_ROLES, Credentials, buffer_url, complete, names_of
 from headrace.errors import ConfigError
@@ -70,8 +71,14 @@ def test_a_line_that_is_none_is_named_without_what_it_says(tmp_path: Path, text:
 
 def test_a_run_has_a_token_for_each_environment_of_its_own_and_for_each_user_of_its_server() -> None:
     config = config_of(None, env={"math": {"type": "math"}, "mine": {"target": "127.0.0.1:50400"}})
+    assert names_of(config, redis=False) == ["operator", "reader", "scorer", "environment mine"]
+    assert names_of(config, redis=True)[4:] == [f"redis {role}" for role in REDIS_ROLES]
+
+
+def test_a_run_with_episodes_has_a_token_for_who_asks_for_them() -> None:
+    config = config_of(None, env={"mine": {"attached": True, "episodes": True}})
     assert names_of(config, redis=False) == ["operator", "reader", "scorer", "agents", "environment mine"]
-    assert names_of(config, redis=True)[5:] == [f"redis {role}" for role in REDIS_ROLES]
+    assert "agents" in needed(config)["reward"]
 
 
 def test_each_role_has_its_own_login_at_the_buffers_server(tmp_path: Path) -> None:

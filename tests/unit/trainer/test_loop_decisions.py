@@ -126,6 +126,23 @@ def test_the_failure_names_the_key_and_the_step() -> None:
     assert "30 s (trainer.fleet_deadline_s) at step 3" in decision.reason
 
 
+def test_episodes_that_nobody_runs_are_waited_for_up_to_the_deadline() -> None:
+    nobody = {"episodes": 2, "runners": 0}
+    assert at(**nobody, runner_at=70.1) is Action.WAIT
+    assert at(**nobody, runner_at=70.0) is Action.FAIL
+    assert at(**nobody, runner_at=70.0, reply=Reservation(3, (), ())) is Action.TRAIN
+    assert at(**{**nobody, "runners": 1}, runner_at=70.0) is Action.WAIT
+    assert at(**{**nobody, "episodes": 0}, runner_at=70.0) is Action.WAIT
+    reason = decide(PLAN, dataclasses.replace(AT_WORK, **nobody, runner_at=0.0)).reason
+    assert "no runner for 30 s (trainer.fleet_deadline_s) at step 3, and 2 groups" in reason
+
+
+def test_a_validation_of_episodes_that_nobody_runs_ends_the_run_as_well() -> None:
+    validating = {"refitted": False, "reply": None, "validating": 2, "awaited_since": None, "episodes": 1}
+    assert at(**validating, runner_at=70.1) is Action.AWAIT_VALIDATION
+    assert at(**validating, runner_at=70.0) is Action.FAIL
+
+
 @pytest.mark.parametrize("reply", [None, End(unused=1)])
 def test_the_end_is_saved_validated_and_then_finished(reply: End | None) -> None:
     version = 10 if reply is None else 3

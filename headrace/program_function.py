@@ -1,0 +1,58 @@
+"""`package.module:name`: a program by the path of its function. `load` imports it.
+
+`python -m headrace.program_function ENVIRONMENT FUNCTION` says what is wrong with it, and ends with 1 if anything is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import traceback
+
+from headrace.environment import Environment
+from headrace.errors import ConfigError
+
+
+def load(name: str, function: str, episodes: int) -> Environment:
+    """An environment whose program is this function. Modules of the working directory can be imported, after installed ones.
+
+    Raises `ConfigError`, with the traceback of what the import raised.
+    """
+    where = f"env.{name}.function {function}"
+    path, _, attribute = function.partition(":")
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)
+    try:
+        module = importlib.import_module(path)
+    except (Exception, SystemExit) as error:
+        remedy = (
+            f"install it, put its folder into PYTHONPATH, or start the run in the folder of {path.partition('.')[0]}"
+        )
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        raise ConfigError(f"{where}: {path} can't be imported; {remedy}\n{trace}") from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise ConfigError(
+            f"{where}: {getattr(module, '__file__', path)} has no function {attribute}; name one that it has"
+        )
+    try:
+        inspect.signature(found).bind(None)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: it can't be called with one argument, the episode ({error}); take a headrace.Episode and nothing else"
+        ) from error
+    # a class of the function's module: its source is the build, and its lines are those that failures name
+    members = {"episode": staticmethod(found), "__module__": getattr(found, "__module__", path), "episodes": episodes}
+    environment: Environment = type(attribute, (Environment,), members)()
+    environment.name = name
+    environment.build  # noqa: B018  # what has none is refused here
+    return environment
+
+
+if __name__ == "__main__":
+    try:
+        load(sys.argv[1], sys.argv[2], episodes=1)
+    except ConfigError as refused:
+        sys.exit(str(refused))

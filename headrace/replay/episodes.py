@@ -1,0 +1,122 @@
+"""A runner's calls: leases of episodes, their calls as they are made, and how each ends."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.errors import Unstaged
+from headrace.replay.leases import CARRIED_BYTES, LeaseClient, payload_of
+from headrace.replay.records import Lease, RunnerReply, said_of, unpack
+from headrace.trajectory import AnyTrajectory, Call, Score
+
+
+class EpisodesClient(LeaseClient):
+    async def register_runner(self, runner: str, info: Mapping[str, Any]) -> None:
+        """Enter as a runner. `runner` is a nonce: one that has left or died never enters again. `info` is for people: each value a text, a
+        finite number or a flag. Raises `Fenced`, `InvalidCall`."""
+        await self._enter("register_runner", runner=runner, info=info)
+
+    async def deregister_runner(self, runner: str, *, died: bool = False) -> None:
+        """Leave; the leases that it still holds are passed on at once, without costing an attempt. `died`: an error ends it, and any of the
+        groups that it holds may be the cause: they are leased apart from others, as after a lost heartbeat."""
+        await self._until_done("deregister_runner", runner=runner, died=died)
+
+    async def runner_heartbeat(self, runner: str, tokens: Sequence[str]) -> RunnerReply:
+        """Renew the runner and these leases (never past a group's absolute deadline, law 6)."""
+        number = next(self._numbers)
+        reply = await self._connection.call("runner_heartbeat", runner=runner, number=number, tokens=tokens)
+        return msgspec.convert(unpack(reply), RunnerReply)
+
+    async def lease_episodes(self, runner: str, slots: int) -> list[Lease]:
+        """Lease groups of episodes, each only if all the episodes that it misses fit into the `slots` that are left: first those that
+        another runner has begun, then validation, then training prompts as admission allows. If the result is empty, wait: there may be no
+        HEALTHY replica.
+
+        Raises `Fenced` if the runner has to register under a new name.
+        """
+        number, nonce = next(self._numbers), secrets.token_hex(8)
+        return await self._read_leases(
+            await self._connection.call("lease_episodes", runner=runner, slots=slots, number=number, nonce=nonce)
+        )
+
+    async def append(self, lease: Lease, index: int, number: int, nonce: str, call: Call) -> None:
+        """Keep call `number` of an episode, before its answer is given to the program. The same call under the same nonce is a no-op.
+
+        Raises `LeaseLost`, `WrongTimeline`; `Surplus` if the episode has ended, or its group is complete without it; `InvalidCall` if it
+        is out of order, its parent is absent, or the episode would have more than `max_episode_bytes`.
+        """
+        versions = [span.version for span in call.spans]
+        await self._connection.call(
+            "append",
+            call.encode(),
+            **_episode(lease, index),
+            number=number,
+            parent=call.parent,
+            nonce=nonce,
+            oldest=min(versions),
+            newest=max(versions),
+        )
+
+    async def finish(
+        self, lease: Lease, index: int, trajectory: AnyTrajectory | None, score: Score | None
+    ) -> Lease | None:
+        """End an episode: with its trajectory if its score is SCORED, or None because a grader scores it; else without.
+
+        FAILED and TIMED_OUT cost the episode one of its `max_attempts`, NOT_STARTED and INTERRUPTED nothing; INVALID fails the group.
+        Returns the lease under which the episode has to begin anew, None if it has ended, or its group has. Saying it again is a
+        no-op. Raises `LeaseLost`, `Surplus`, `WrongTimeline`, `InvalidCall`; a refused trajectory leaves nothing behind.
+        """
+        payload = b"" if trajectory is None else payload_of(lease, trajectory)
+        try:
+            again = await self._finish(lease, index, trajectory, score, payload, CARRIED_BYTES)
+        except Unstaged:  # the server lost it, or its time ran out
+            again = await self._finish(lease, index, trajectory, score, payload, math.inf)
+        tries = {**lease.tries, index: lease.tries.get(index, 0) + 1}
+        return msgspec.structs.replace(lease, tries=tries) if again else None
+
+    async def _finish(
+        self,
+        lease: Lease,
+        index: int,
+        trajectory: AnyTrajectory | None,
+        score: Score | None,
+        payload: bytes,
+        carried_bytes: float,
+    ) -> bool:
+        nonce = secrets.token_hex(8)
+        if len(payload) > carried_bytes:
+            await self._connection.command(*self._staging(lease, nonce, payload))
+        written = (0, 0, 0)
+        if trajectory is not None:
+            written = trajectory.length, trajectory.oldest_version, trajectory.newest_version
+        said = [] if score is None else [score]
+        return bool(
+            await self._connection.call(
+                "finish",
+                payload if len(payload) <= carried_bytes else b"",
+                *(each.encode() for each in said),
+                **_episode(lease, index),
+                order=lease.group.order if lease.group.lane == "train" else -1,
+                nonce=nonce,
+                bytes=len(payload),
+                **dict(zip(("length", "oldest", "newest"), written, strict=True)),
+                scores=[said_of(each) for each in said],
+            )
+        )
+
+
+def _episode(lease: Lease, index: int) -> dict[str, Any]:
+    """What names an episode, and the time that it was begun, in a call."""
+    return {
+        "timeline": lease.timeline,
+        "incarnation": lease.incarnation,
+        "group": lease.group.id,
+        "token": lease.token,
+        "index": index,
+        "tries": lease.tries.get(index, 0),
+    }

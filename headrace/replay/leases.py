@@ -1,0 +1,107 @@
+"""What replicas and runners do alike: enter, read their leases, stage what they hand in, give leases back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.errors import CodecError, InvalidCall, WrongTimeline
+from headrace.replay.calls import BufferClient
+from headrace.replay.records import Lease, unpack
+from headrace.trajectory import AnyTrajectory, Group, Trajectory
+
+log = logging.getLogger(__name__)
+
+# A payload that no call has made visible expires after this many seconds.
+STAGED = b"60"
+# A payload of up to this many bytes travels in the call that makes it visible, which saves client and server a command. A larger one
+# would cost more there, and block the server for longer.
+CARRIED_BYTES = 32 << 10
+
+
+class LeaseClient(BufferClient):
+    async def wait_work(self, timeout_s: float) -> None:
+        """Return when a lease may be available or an epoch has changed, or after `timeout_s`."""
+        await self._wakeups.wait("work", timeout_s)
+
+    async def release(self, lease: Lease, reason: str, *, failed: bool) -> None:
+        """Return the lease. With `failed` it costs an attempt (after `max_attempts` the group ends as failed with `reason`), and the
+        next attempt starts over; otherwise (shutdown, refit) another replica continues it."""
+        await self._release_lease(lease, "failed" if failed else "returned", reason)
+
+    async def reject(self, lease: Lease, reason: str) -> None:
+        """End the group as failed with `reason`, without further attempts, because it can never succeed (its prompt is too long, …)."""
+        await self._release_lease(lease, "rejected", reason)
+
+    async def _release_lease(self, lease: Lease, how: str, reason: str) -> None:
+        await self._release(lease.timeline, lease.incarnation, lease.group.id, lease.token, how, reason)
+
+    async def _release(self, timeline: str, incarnation: str, group_id: str, token: str, how: str, reason: str) -> None:
+        fence = {"timeline": timeline, "incarnation": incarnation}
+        await self._connection.call("release", **fence, group=group_id, token=token, how=how, reason=reason)
+
+    async def _enter(self, function: str, **arguments: Any) -> None:
+        entered = False
+        while not entered:
+            incarnation = (await self.state()).incarnation
+            with contextlib.suppress(WrongTimeline):  # a restore came in between
+                entered = bool(await self._connection.call(function, incarnation=incarnation, **arguments))
+
+    async def _read_leases(self, answer: bytes) -> list[Lease]:
+        reply = unpack(answer)
+        granted = reply.pop("leases")
+        records = await self._fetch([lease.pop("record") for lease in granted])
+        prefixes = await self._prefixes(granted)
+        leases = []
+        for lease, record in zip(granted, records, strict=True):
+            if record is None:  # dropped since: the lease is void
+                continue
+            group_id, token = lease.pop("group"), lease["token"]
+            try:
+                group = Group.decode(record)
+            except CodecError as error:  # no replica can ever generate this group
+                await self._release(reply["timeline"], reply["incarnation"], group_id, token, "rejected", str(error))
+                continue
+            lease["missing"] = tuple(lease.get("missing") or range(lease["count"]))
+            lease["prefixes"] = prefixes.get(token, {})
+            lease["tries"] = dict(lease.get("tries", ()))
+            leases.append(Lease(group=group, **reply, **lease))
+        return leases
+
+    async def _prefixes(self, granted: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Trajectory]]:
+        """The saved prefixes of these leases, by token and index. One that was freed or can't be read is left out: its trajectory starts
+        over."""
+        begun: dict[str, dict[int, Trajectory]] = {}
+        saved = [(lease, index, key) for lease in granted for index, key in lease.get("prefixes", ())]
+        payloads = await self._read_batches(self._fetch, [key for _, _, key in saved])
+        for (lease, index, key), payload in zip(saved, payloads, strict=True):
+            if payload is None:
+                continue
+            try:
+                prefix = Trajectory.decode(payload)
+            except CodecError as error:
+                log.warning("a saved trajectory (%r) can't be continued: %s", key, error)
+                continue
+            if (prefix.group_id, prefix.index) == (lease["group"], index):
+                begun.setdefault(lease["token"], {})[index] = prefix
+            else:
+                log.warning("a saved trajectory (%r) is of another: %s[%d]", key, prefix.group_id, prefix.index)
+        return begun
+
+    def _staging(self, lease: Lease, nonce: str, payload: bytes) -> tuple[Any, ...]:
+        """The command that writes a payload before the call that makes it visible."""
+        key = f"{self._connection.key}:{lease.incarnation}:p:{nonce}"
+        return (b"SET", key, payload, b"NX", b"EX", STAGED)
+
+
+def payload_of(lease: Lease, trajectory: AnyTrajectory) -> bytes:
+    """The encoded trajectory. Raises `CodecError` if it is not valid, `InvalidCall` if it is of another group or attempt."""
+    trajectory.check()
+    if (trajectory.group_id, trajectory.attempt) != (lease.group.id, lease.attempt):
+        raise InvalidCall(
+            f"trajectory of group {trajectory.group_id!r} attempt {trajectory.attempt} handed in under the lease of "
+            f"{lease.group.id!r} attempt {lease.attempt}"
+        )
+    return trajectory.encode()

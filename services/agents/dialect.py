@@ -1,0 +1,423 @@
+"""OpenAI's chat completions, as far as an episode speaks them: requests, answers, streams and errors. Pure: no I/O, no state.
+
+What would make the policy sample from another distribution than the run trains is refused by name, or set to the run's value; nothing of
+the kind is ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from headrace.errors import HeadraceError
+from headrace.trajectory import JSON_DEPTH, Message
+from headrace_services.agents.session import Asked, Refused, SessionCall
+
+TRAIN_HEADER = "x-headrace-train"
+_RETRY_HEADERS = ("x-stainless-retry-count", "x-headrace-retry-count")
+_IDEMPOTENCY_HEADER = "idempotency-key"
+_LONGEST_STOP, _MOST_STOPS = 256, 16
+
+# The run's own values hold; what was asked for is kept for people.
+IMPOSED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "length_penalty",
+)
+_OTHER_DISTRIBUTION = "the policy would sample from another distribution than the one that is trained"
+_TEMPLATE = "the run's chat template holds for every call (policy.tokenizer.chat_template_kwargs)"
+_TEXT_ALONE = "the policy reads and writes text alone"
+# Options that are refused, with the values that change nothing, and why.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "ask as often as you want answers: each request is a call of its own"),
+    "best_of": ((1,), "ask as often as you want answers: each request is a call of its own"),
+    "logit_bias": (({},), _OTHER_DISTRIBUTION),
+    "response_format": (({"type": "text"},), f"structured output: {_OTHER_DISTRIBUTION}"),
+    "structured_outputs": ((), f"structured output: {_OTHER_DISTRIBUTION}"),
+    "guided_json": ((), f"structured output: {_OTHER_DISTRIBUTION}"),
+    "guided_regex": ((), f"structured output: {_OTHER_DISTRIBUTION}"),
+    "guided_choice": ((), f"structured output: {_OTHER_DISTRIBUTION}"),
+    "guided_grammar": ((), f"structured output: {_OTHER_DISTRIBUTION}"),
+    "tool_choice": (("auto", "none"), f"a forced tool: {_OTHER_DISTRIBUTION}; leave it to the policy (auto)"),
+    "parallel_tool_calls": (
+        (True,),
+        "what the policy wrote is given whole; take the first call and answer the others with an error",
+    ),
+    "use_beam_search": ((False,), _OTHER_DISTRIBUTION),
+    "bad_words": (([],), _OTHER_DISTRIBUTION),
+    "allowed_token_ids": (([],), _OTHER_DISTRIBUTION),
+    "logits_processors": (([],), _OTHER_DISTRIBUTION),
+    "min_tokens": ((0,), _OTHER_DISTRIBUTION),
+    "ignore_eos": ((False,), _OTHER_DISTRIBUTION),
+    "thinking_token_budget": ((), _OTHER_DISTRIBUTION),
+    "repetition_detection": ((), _OTHER_DISTRIBUTION),
+    "vllm_xargs": (({},), _OTHER_DISTRIBUTION),
+    "stop_token_ids": (([],), "give `stop`, or policy.generation.stop_token_ids of the run"),
+    "include_stop_str_in_output": ((False,), "a call that a stop string ends is given without it"),
+    "skip_special_tokens": (
+        (True,),
+        "an answer is what the run's parsers make of the tokens; ask for `return_token_ids`",
+    ),
+    "prompt_logprobs": ((), "a prompt was not sampled"),
+    "top_logprobs": ((0,), "log-probabilities are of the sampled tokens alone"),
+    "echo": ((False,), "an answer is what the policy wrote"),
+    "truncate_prompt_tokens": ((), "shorten the messages: what the policy sees is what they say"),
+    "chat_template": ((), _TEMPLATE),
+    "chat_template_kwargs": (({},), _TEMPLATE),
+    "reasoning_effort": ((), _TEMPLATE),
+    "documents": (([],), _TEMPLATE),
+    "add_generation_prompt": ((True,), _TEMPLATE),
+    "continue_final_message": ((False,), "an answer is a turn of its own; the policy does not go on with a given one"),
+    "add_special_tokens": ((False,), _TEMPLATE),
+    "modalities": ((["text"],), _TEXT_ALONE),
+    "audio": ((), _TEXT_ALONE),
+    "mm_processor_kwargs": ((), _TEXT_ALONE),
+    "web_search_options": ((), "there are no built-in tools: give functions, and call them yourself"),
+    "functions": (([],), "give them as `tools`"),
+    "function_call": ((), "give functions as `tools`; the policy chooses"),
+    "prediction": ((), _OTHER_DISTRIBUTION),
+}
+
+
+class BadRequest(HeadraceError):
+    """A request that can't be answered, whoever asks again. `param` is the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatRequest:
+    """A request, and how its answer is to be written. `imposed` are the options that the run's own values replaced."""
+
+    asked: Asked
+    model: str
+    parses_tools: bool
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    logprobs: bool
+    imposed: Mapping[str, Any]
+
+
+def parse(body: bytes, headers: Mapping[str, str], model: str) -> ChatRequest:
+    """The request in the body of a POST of /v1/chat/completions. `headers` by lower-case name; `model` is the run's. Raises
+    `BadRequest`."""
+    try:
+        fields = json.loads(body, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise BadRequest("the body is no JSON object")
+    _check_text(body, fields)
+    for option, (harmless, why) in _REFUSED.items():
+        value = fields.get(option)
+        if value is not None and not any(value == each and type(value) is type(each) for each in harmless):
+            raise BadRequest(f"{option} {_shown(value)} is not supported in an episode: {why}", option)
+    messages = _messages(fields.get("messages"))
+    tools = _tools(fields.get("tools"))
+    stream_options = _typed(fields, "stream_options", dict) or {}
+    return ChatRequest(
+        asked=Asked(
+            messages=messages,
+            body=hashlib.sha256(body).digest(),
+            tools=tools,
+            max_tokens=_max_tokens(fields),
+            stop=_stop(fields.get("stop")),
+            train=_train(headers),
+            retry=any(_is_retry(headers.get(name, "0")) for name in _RETRY_HEADERS),
+            idempotency_key=headers.get(_IDEMPOTENCY_HEADER),
+        ),
+        model=_typed(fields, "model", str) or model,
+        parses_tools=fields.get("tool_choice") != "none",
+        stream=_typed(fields, "stream", bool) or False,
+        include_usage=_typed(stream_options, "include_usage", bool) or False,
+        return_token_ids=_typed(fields, "return_token_ids", bool) or False,
+        logprobs=_typed(fields, "logprobs", bool) or False,
+        imposed={name: fields[name] for name in IMPOSED if fields.get(name) is not None},
+    )
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _check_text(body: bytes, fields: Mapping[str, Any]) -> None:
+    """Half a surrogate pair, which JSON can carry, is no text; what is nested deeper than a record may be can't be kept."""
+    # an escaped one; raw, the body would be no UTF-8
+    if b"\\ud" in body.lower() and any("\ud800" <= each <= "\udfff" for each in json.dumps(fields, ensure_ascii=False)):
+        raise BadRequest("the request holds half a surrogate pair, which is no text; send valid Unicode")
+    depth, level = 0, list[Any]([fields])
+    while level:  # level by level: recursion would end at a depth that the caller chooses
+        depth += 1
+        if depth > JSON_DEPTH:
+            raise BadRequest(f"the request is nested more than {JSON_DEPTH} deep")
+        if any(isinstance(each, int) and not -(2**63) <= each < 2**64 for each in level):
+            raise BadRequest("the request holds a whole number of more than 64 bits")
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list))]
+        level = [item for items in inner for item in items]
+
+
+def _typed(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise BadRequest(f"{name} {_shown(value)} is not of type {kind.__name__}", name)
+    return value
+
+
+def _messages(value: Any) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        raise BadRequest("messages is not a list of at least one message", "messages")
+    for place, message in enumerate(value):
+        name = f"messages.{place}"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRequest(f"{name} is no object with a role", name)
+        content = message.get("content")
+        if isinstance(content, list):
+            for part in content:
+                if not isinstance(part, dict) or part.get("type") not in ("text", "refusal") or not _has_text(part):
+                    raise BadRequest(f"{name}.content has a part that is no text: {_TEXT_ALONE}", name)
+        elif content is not None and not isinstance(content, str):
+            raise BadRequest(f"{name}.content is neither text nor a list of parts", name)
+        calls = message.get("tool_calls")
+        if calls is not None and not (isinstance(calls, list) and all(map(_is_tool_call, calls))):
+            raise BadRequest(f"{name}.tool_calls is no list of calls of functions", name)
+        if message.get("function_call") is not None:
+            raise BadRequest(f"{name}.function_call: give it as tool_calls", name)
+    return tuple(value)
+
+
+def _has_text(part: Mapping[str, Any]) -> bool:
+    return isinstance(part.get(str(part["type"])), str)
+
+
+def _is_tool_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise BadRequest("tools is no list", "tools")
+    for place, tool in enumerate(value):
+        if not isinstance(tool, dict) or tool.get("type") != "function" or not _is_tool_call(tool):
+            raise BadRequest(
+                f"tools.{place} is no function: there are no built-in tools; give functions, and call them yourself",
+                "tools",
+            )
+    return tuple(value)
+
+
+def _max_tokens(fields: Mapping[str, Any]) -> int | None:
+    given = [name for name in ("max_completion_tokens", "max_tokens") if fields.get(name) is not None]
+    for name in given:
+        value = fields[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise BadRequest(f"{name} {_shown(value)} is no number of tokens, at least 1", name)
+    return min((fields[name] for name in given), default=None)
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+        raise BadRequest(f"stop {_shown(value)} is neither a text nor a list of them", "stop")
+    if len(stops) > _MOST_STOPS or any(len(each) > _LONGEST_STOP for each in stops):
+        raise BadRequest(f"stop: at most {_MOST_STOPS} texts of {_LONGEST_STOP} characters", "stop")
+    return tuple(stops)
+
+
+def _train(headers: Mapping[str, str]) -> bool:
+    value = headers.get(TRAIN_HEADER, "1").strip()
+    if value not in ("0", "1"):
+        raise BadRequest(f"the header {TRAIN_HEADER} is {_shown(value)}; it is 0 for a call that is not trained, or 1")
+    return value == "1"
+
+
+def _is_retry(count: str) -> bool:
+    return count.strip().isdecimal() and int(count.strip()[:9]) > 0
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=True)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A call's answer: a pure function of the call's record, so that a retry gets the same."""
+
+    id: str
+    created: int
+    message: Message
+    finish_reason: str
+    stop_reason: int | str | None
+    prompt_tokens: int
+    completion_token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    prompt_token_ids: Sequence[int] | None = None
+
+    @property
+    def usage(self) -> dict[str, int]:
+        completion = len(self.completion_token_ids)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self.prompt_tokens + completion,
+        }
+
+
+def answer_of(call: SessionCall, request: ChatRequest, created: int) -> Answer:
+    completion, message = call.completion, call.answer
+    assert completion is not None
+    finish = str(completion.finish_reason)
+    whole = call.path
+    prompt = whole[: whole.size - len(completion.token_ids)]
+    return Answer(
+        id=f"chatcmpl-{call.number:06d}",
+        created=created,
+        message=message,
+        finish_reason="tool_calls" if finish == "stop" and message.get("tool_calls") else finish,
+        stop_reason=completion.stop_reason,
+        prompt_tokens=int(prompt.size),
+        completion_token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        prompt_token_ids=prompt.tolist() if request.return_token_ids else None,
+    )
+
+
+def response(answer: Answer, request: ChatRequest) -> dict[str, Any]:
+    """The body of an answer that is not streamed."""
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": answer.message,
+        "logprobs": _logprobs(answer) if request.logprobs else None,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }
+    head: dict[str, Any] = {
+        "id": answer.id,
+        "object": "chat.completion",
+        "created": answer.created,
+        "model": request.model,
+    }
+    if request.return_token_ids:
+        choice["token_ids"] = list(answer.completion_token_ids)
+        head["prompt_token_ids"] = answer.prompt_token_ids
+    return {**head, "choices": [choice], "usage": answer.usage}
+
+
+def chunks(answer: Answer, request: ChatRequest) -> Iterator[dict[str, Any]]:
+    """The same answer as the events of a stream."""
+    head = {"id": answer.id, "object": "chat.completion.chunk", "created": answer.created, "model": request.model}
+
+    def chunk(delta: Mapping[str, Any], finish: str | None = None, **more: Any) -> dict[str, Any]:
+        return {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish, **more}]}
+
+    message = answer.message
+    first = chunk({"role": message.get("role", "assistant"), "content": ""})
+    yield first | ({"prompt_token_ids": answer.prompt_token_ids} if request.return_token_ids else {})
+    for field in ("reasoning", "reasoning_content", "content"):
+        if message.get(field):
+            yield chunk({field: message[field]})
+    for place, call in enumerate(message.get("tool_calls") or ()):
+        yield chunk({"tool_calls": [{"index": place, **call}]})
+    more: dict[str, Any] = {"stop_reason": answer.stop_reason}
+    if request.logprobs:
+        more["logprobs"] = _logprobs(answer)
+    if request.return_token_ids:
+        more["token_ids"] = list(answer.completion_token_ids)
+    yield chunk({}, answer.finish_reason, **more)
+    if request.include_usage:
+        yield {**head, "choices": [], "usage": answer.usage}
+
+
+def _logprobs(answer: Answer) -> dict[str, Any]:
+    """Tokens are named by their ids, as vLLM does with `return_tokens_as_token_ids`."""
+    tokens = zip(answer.completion_token_ids, answer.logprobs, strict=True)
+    return {
+        "content": [
+            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in tokens
+        ]
+    }
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": waiting for the policy\n\n"
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """An error as OpenAI's clients know it, by its status above all: they ask again after 408, 409, 429 and those of 500 and more."""
+
+    status: int
+    type: str
+    message: str
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+# the rest of the body is not read
+_HANGS_UP = {"connection": "close"}
+
+
+def no_such_key() -> Problem:
+    return Problem(401, "authentication_error", "the key is of no episode, or of one that has ended", "invalid_api_key")
+
+
+def too_large(most: int) -> Problem:
+    message = f"the body has more than {most} bytes (agents.max_request_bytes)"
+    return Problem(413, "invalid_request_error", message, "request_too_large", headers=_HANGS_UP)
+
+
+def too_slow(seconds: float) -> Problem:
+    return Problem(408, "timeout_error", f"the body was not there after {seconds:g} s", headers=_HANGS_UP)
+
+
+def failed(message: str, *, late: bool) -> Problem:
+    """A call without an answer, which may be asked for again."""
+    return Problem(504, "timeout_error", message) if late else Problem(503, "server_error", message)
+
+
+def too_many(message: str) -> Problem:
+    return Problem(429, "rate_limit_error", message, "rate_limit_exceeded", headers={"retry-after": "1"})
+
+
+def problem_of(error: BadRequest | Refused) -> Problem:
+    if isinstance(error, BadRequest):
+        return Problem(400, "invalid_request_error", str(error), "unsupported_or_invalid", error.param)
+    match error.kind:
+        case "limit":
+            # the code by which harnesses know that they have to shorten, or to end
+            return Problem(400, "invalid_request_error", str(error), "context_length_exceeded", "messages")
+        case "conflict":
+            return Problem(400, "invalid_request_error", str(error), "idempotency_key_reused")
+        case "ended":
+            return no_such_key()

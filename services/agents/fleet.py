@@ -1,0 +1,174 @@
+"""The replicas that sample for episodes: which are HEALTHY, what each has to do, and the time in which there is one.
+
+A call whose replica is fenced or lost is sampled again elsewhere, from its beginning (which is counted: long completions are lost more
+often than short ones). While no replica can take it, it waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from headrace.replay import Replica
+from headrace.replica_client import ReplicaFenced, ReplicaUnavailable, Sampled, SampleRequest, StopReason
+from headrace.trajectory import FinishReason, Message
+from headrace_services.agents import metrics
+from headrace_services.agents.decisions import Candidate, choose
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+# A replica that refused a call is asked again after this long, unless something is heard of it first.
+_PAUSE_S = 1.0
+
+
+class ReplicaApi(Protocol):
+    """What a replica does for a call (`headrace.replica_client.ReplicaClient`)."""
+
+    async def sample(self, request: SampleRequest) -> Sampled: ...
+
+    async def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]: ...
+
+    async def derender(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[dict[str, Any]] | None,
+        finish_reason: FinishReason,
+        stop_reason: StopReason = None,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> Message: ...
+
+    async def aclose(self) -> None: ...
+
+
+class RunClock:
+    """Seconds in which a replica could sample: the clocks of episodes stand still in others."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._counted = 0.0
+        self._since: float | None = None  # when it was started; None while it stands still
+
+    def __call__(self) -> float:
+        return self._counted + (0.0 if self._since is None else self._clock() - self._since)
+
+    def run(self, goes: bool) -> None:
+        self._counted = self()
+        self._since = self._clock() if goes else None
+
+
+class Fleet:
+    """`connect` gives the client of a replica at a URL."""
+
+    def __init__(self, connect: Callable[[str], ReplicaApi], clock: RunClock) -> None:
+        self._connect = connect
+        self.clock = clock
+        self._replicas: dict[str, Replica] = {}
+        self._clients: dict[str, ReplicaApi] = {}
+        self._calls: Counter[str] = Counter()
+        self._news = asyncio.Event()
+
+    @property
+    def healthy(self) -> int:
+        return sum(replica.state == "HEALTHY" for replica in self._replicas.values())
+
+    def note(self, replicas: Iterable[Replica]) -> None:
+        """What the buffer says of the replicas now; of none, because it can't be asked, nothing is known to be HEALTHY."""
+        self._replicas = {replica.id: replica for replica in replicas if isinstance(replica.info.get("url"), str)}
+        self.clock.run(self.healthy > 0)
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def sample(self, request: SampleRequest, parent: str | None) -> Sampled:
+        """Sample from the replica `parent` if it can, else from another. Raises `RenderRefused`."""
+
+        async def one(client: ReplicaApi) -> Sampled:
+            sampled = await client.sample(request)
+            if not sampled.token_ids:
+                raise ReplicaUnavailable(f"{sampled.replica} answered without a token")
+            if sampled.timeline != request.timeline or min(sampled.spans).version < request.min_version:
+                raise ReplicaFenced(
+                    "timeline", f"{sampled.replica} answered with weights of another timeline or version"
+                )
+            return sampled
+
+        def pick(refused: set[str]) -> str | None:
+            return choose(self._candidates(), request.timeline, request.min_version, parent, refused)
+
+        return await self._on_one(one, pick)
+
+    async def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, answered: bool, near: str | None
+    ) -> list[int]:
+        """The tokens of a conversation, behind which the policy is to speak unless its answer is the end. Raises `RenderRefused`."""
+        listed = [dict(tool) for tool in tools] or None
+        return await self._on_one(
+            lambda client: client.render(messages, listed, add_generation_prompt=not answered), self._translator(near)
+        )
+
+    async def derender(self, sampled: Sampled, tools: Sequence[Mapping[str, Any]], prompt: Sequence[int]) -> Message:
+        """The message that a completion is. Raises `RenderRefused`."""
+        listed = [dict(tool) for tool in tools] or None
+        return await self._on_one(
+            lambda client: client.derender(
+                sampled.token_ids, listed, sampled.finish_reason, sampled.stop_reason, prompt
+            ),
+            self._translator(sampled.replica),
+        )
+
+    async def aclose(self) -> None:
+        for client in self._clients.values():
+            await client.aclose()
+
+    def _candidates(self) -> list[Candidate]:
+        return [
+            Candidate(each.id, each.state == "HEALTHY", each.timeline, each.version, self._calls[each.id])
+            for each in self._replicas.values()
+        ]
+
+    def _translator(self, near: str | None) -> Callable[[set[str]], str | None]:
+        """Picks a replica for what takes no weights: `near`, which the call has been with, or the least loaded that is alive."""
+
+        def pick(refused: set[str]) -> str | None:
+            alive = [each.id for each in self._replicas.values() if each.state != "DEAD" and each.id not in refused]
+            return near if near in alive else min(alive, key=lambda each: (self._calls[each], each), default=None)
+
+        return pick
+
+    async def _on_one(self, ask: Callable[[ReplicaApi], Awaitable[T]], pick: Callable[[set[str]], str | None]) -> T:
+        """What the replica of `pick` answers; one that can't is passed over until there is news, or for a moment."""
+        refused: set[str] = set()
+        while True:
+            news = self._news
+            replica = pick(refused)
+            if replica is None:
+                refused.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(news.wait(), _PAUSE_S)
+                continue
+            self._calls[replica] += 1
+            try:
+                return await ask(self._client(replica))
+            except (ReplicaFenced, ReplicaUnavailable) as error:
+                log.info("%s: %s", replica, error)
+                metrics.ASKED_ELSEWHERE.labels(getattr(error, "reason", "unavailable")).inc()
+                refused.add(replica)
+            finally:
+                self._calls[replica] -= 1
+
+    def _client(self, replica: str) -> ReplicaApi:
+        url = str(self._replicas[replica].info["url"])
+        if url not in self._clients:
+            self._clients[url] = self._connect(url)
+        return self._clients[url]

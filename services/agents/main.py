@@ -1,0 +1,88 @@
+"""`headrace agents`: one runner with its gateway. It leases episodes by itself until a signal stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+
+import httpx
+
+from headrace.addresses import with_port
+from headrace.config import Config
+from headrace.credentials import buffer_url, credentials_of
+from headrace.errors import ConfigError
+from headrace.http_access import HttpAccess
+from headrace.replay import ReplayClient
+from headrace.replica_client import ROLE, ReplicaClient
+from headrace.service import bind, create_app, serve_http, serve_openly, stop_on_signals
+from headrace.tls import client_context
+from headrace_services.agents.fleet import Fleet, RunClock
+from headrace_services.agents.gateway import Gateway, build_app, redact
+from headrace_services.agents.programs import hub_programs
+from headrace_services.agents.runner import Runner
+
+_log = logging.getLogger("headrace.agents")
+
+
+def main(config: Config) -> None:
+    """Run episodes until SIGTERM or SIGINT, then end their programs and return their leases. Raises `HeadraceError` for an error that the
+    user must fix."""
+    if not any(env.episodes for env in config.env.values()):
+        raise ConfigError("no environment has `episodes: true` (env.<name>.episodes): there is nothing to run")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(redact)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it says every call
+    asyncio.run(_serve(config))
+
+
+async def _serve(config: Config) -> None:
+    stop = stop_on_signals()
+    agents, access = config.agents, HttpAccess.of(config, config.agents.host)
+    async with contextlib.AsyncExitStack() as stack:
+        sock, http = (
+            bind(agents.host, agents.port, "agents.port"),
+            bind(agents.host, agents.http_port, "agents.http_port"),
+        )
+        stack.callback(sock.close)
+        stack.callback(http.close)
+        replay = await ReplayClient.connect(buffer_url(config, "agents"), config.run.id)
+        stack.push_async_callback(replay.aclose)
+        credentials = credentials_of(config)
+        token = None if credentials is None else credentials.presented(ROLE)
+        fleet = Fleet(lambda url: ReplicaClient(url, token, config.security.tls_ca), RunClock())
+        stack.push_async_callback(fleet.aclose)
+        gateway = Gateway(
+            config.policy.model_name,
+            max_request_bytes=agents.max_request_bytes,
+            max_parallel_calls=agents.max_parallel_calls,
+            max_requests_per_s=agents.max_requests_per_s,
+        )
+        scheme = "http" if access.certificate is None else "https"
+        host = socket.gethostname() if agents.host in ("0.0.0.0", "::") else agents.host
+        own = f"{scheme}://{with_port(host, sock.getsockname()[1])}"
+        pages = f"{scheme}://{with_port(host, http.getsockname()[1])}"
+        info = {
+            "name": gateway.name,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "gateway": own,
+            "url": pages,
+            "slots": agents.slots,
+        }
+        programs = await stack.enter_async_context(hub_programs(config))
+        runner = Runner(config, replay, fleet, gateway, programs, agents.advertised_url or own, info)
+
+        async def ready() -> str | None:
+            return runner.problem()
+
+        await stack.enter_async_context(serve_http(create_app("Headrace agents", ready), http, access))
+        # an answer takes as long as it takes: the clocks are the other gateway's
+        verify = True if access.certificate is None else client_context(config.security.tls_ca)
+        forward = httpx.AsyncClient(verify=verify, timeout=httpx.Timeout(None, connect=10.0), trust_env=False)
+        stack.push_async_callback(forward.aclose)
+        await stack.enter_async_context(serve_openly(build_app(gateway, forward), sock, access.certificate))
+        _log.info("gateway on %s, HTTP on %s", own, pages)
+        await runner.run(stop)

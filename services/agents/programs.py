@@ -1,0 +1,72 @@
+"""Starts programs, through the reward hub."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import grpc
+
+from headrace import rpc
+from headrace.config import Config
+from headrace.credentials import credentials_of
+from headrace.episode import Episode, EpisodeOutcome
+from headrace.errors import CodecError, ServiceError
+from headrace.trajectory import Score
+from headrace.v1 import reward_pb2 as pb
+from headrace.v1 import reward_pb2_grpc as pb_grpc
+from headrace.wire import episode_to_wire, outcome_from_wire
+
+# What the hub has beyond an episode's deadline, within which it always answers.
+_MARGIN_S = 10.0
+# Nobody but whoever set the run up can mend these.
+_OURS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED)
+_UNSENDABLE = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+class Programs(Protocol):
+    async def run(self, episode: Episode) -> EpisodeOutcome:
+        """Run the episode's program, and return when it has ended. To cancel this ends it. Raises `ServiceError` for what no other try
+        mends."""
+
+
+class HubPrograms:
+    """Those of the run's environments, by the hubs in turn."""
+
+    def __init__(self, channels: list[grpc.aio.Channel]) -> None:
+        self._stubs = itertools.cycle([pb_grpc.RewardServiceStub(channel) for channel in channels])
+
+    async def run(self, episode: Episode) -> EpisodeOutcome:
+        try:
+            request = pb.RunEpisodeRequest(episode=episode_to_wire(episode))
+        except (CodecError, ValueError) as error:
+            return EpisodeOutcome(Score("INVALID", message=f"can't be sent to its program: {error}"))
+        try:
+            response = await next(self._stubs).RunEpisode(request, timeout=episode.remaining_s + _MARGIN_S)
+        except grpc.aio.AioRpcError as error:
+            said = f"the reward hub: {error.code().name}: {error.details()}"
+            if error.code() in _OURS:
+                raise ServiceError(
+                    f"{said}; is `headrace reward` of the same version, and has security.credentials the line `agents`?"
+                ) from error
+            return EpisodeOutcome(Score("INVALID" if error.code() in _UNSENDABLE else "INTERRUPTED", message=said))
+        return outcome_from_wire(response.outcome)
+
+
+@contextlib.asynccontextmanager
+async def hub_programs(config: Config) -> AsyncIterator[HubPrograms]:
+    """Raises `ConfigError` for credentials or certificates that can't be used."""
+    credentials = credentials_of(config)
+    token = None if credentials is None else credentials.presented("agents")
+    async with contextlib.AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(
+                rpc.channel(
+                    address, config.reward.max_message_bytes, security=config.security, token=token, keep_alive=True
+                )
+            )
+            for address in config.reward.addresses
+        ]
+        yield HubPrograms(channels)

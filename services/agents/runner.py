@@ -1,0 +1,389 @@
+"""The runner's loop: heartbeat, lease what fits, run each episode, hand in what became of it.
+
+One task calls the buffer for leases. Each episode runs in a task of its own, from the start of its program to the answer of `finish`; under
+the same lease it begins anew as often as the buffer says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from headrace.config import Config
+from headrace.episode import Episode, EpisodeLimits, EpisodeOutcome
+from headrace.errors import CodecError, Fenced, InvalidCall, ReplayUnavailable, ServiceError, Surplus
+from headrace.replay import BufferRetry, Lease, ReplayClient
+from headrace.trajectory import AnyTrajectory, Score, episode_record
+from headrace_services.agents import decisions, metrics
+from headrace_services.agents.decisions import Outcome
+from headrace_services.agents.episode import OpenEpisode
+from headrace_services.agents.fleet import Fleet
+from headrace_services.agents.gateway import Gateway
+from headrace_services.agents.programs import Programs
+from headrace_services.agents.session import Clocks, Ending, Limits
+
+log = logging.getLogger(__name__)
+
+# How often clocks are looked at.
+_LOOK_S = 0.25
+# Before a program that could not be started is tried again, at first and at most.
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 15.0
+
+
+@dataclasses.dataclass
+class Status:
+    """The state shown by the HTTP pages."""
+
+    unreachable: str | None = None
+    outcomes: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+class Runner:
+    """One runner. `url` is where programs reach its gateway."""
+
+    def __init__(
+        self,
+        config: Config,
+        replay: ReplayClient,
+        fleet: Fleet,
+        gateway: Gateway,
+        programs: Programs,
+        url: str,
+        info: Mapping[str, Any],
+    ) -> None:
+        self.status = Status()
+        self.runner = _new_id()
+        self._config = config
+        self._replay = replay
+        self._fleet = fleet
+        self._gateway = gateway
+        self._programs = programs
+        self._url = url
+        self._info = info
+        pause_s = config.rollout.heartbeat_s
+        self._retry = BufferRetry(first_pause_s=min(0.2, pause_s), last_pause_s=pause_s, log_level=logging.DEBUG)
+        self._limits, self._clocks = limits_of(config), clocks_of(config)
+        # the episodes of each lease, by its token
+        self._held: dict[str, dict[int, asyncio.Task[None]]] = {}
+        self._open: set[OpenEpisode] = set()
+        self._builds: dict[str, str] = {}  # that scored last, by environment
+        self._changed = asyncio.Event()
+
+    @property
+    def episodes(self) -> int:
+        """The slots that are taken."""
+        return sum(len(tasks) for tasks in self._held.values())
+
+    def problem(self) -> str | None:
+        """Why no episode can run, or None."""
+        if self.status.unreachable is not None:
+            return f"the buffer is not reachable: {self.status.unreachable}"
+        return None if self._fleet.healthy else "no replica is HEALTHY: clocks stand still"
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Run until `stop`, then end every program and return the leases without costing an attempt. Waits for an unreachable buffer.
+        Raises what can't be mended by another try."""
+        await self._replay.register_runner(self.runner, self._info)
+        died = False
+        looking = asyncio.create_task(self._look())
+        try:
+            while not stop.is_set():
+                await self._turn()
+                await self._wait(stop)
+        except ServiceError:  # of what all episodes need
+            raise
+        except Exception:
+            died = True
+            raise
+        finally:
+            await _cancel([looking])
+            await self._end(list(self._held))
+            try:
+                await self._replay.deregister_runner(self.runner, died=died)
+            except ReplayUnavailable as error:
+                log.warning("could not deregister; the leases will expire by themselves: %s", error)
+
+    async def _turn(self) -> None:
+        self._changed.clear()
+        self._reap()
+        try:
+            self._fleet.note(await self._replay.replicas())
+            reply = await self._replay.runner_heartbeat(self.runner, sorted(self._held))
+            self.status.unreachable = None
+            if not reply.alive:
+                await self._enter_again()
+                return
+            await self._end(reply.lost, "surplus", only=frozenset(reply.complete))
+            await self._end(reply.lost, "lost")
+            if self._config.agents.advertised_url is not None:
+                others = [runner.info for runner in await self._replay.runners() if runner.alive]
+                self._gateway.peers = {str(info.get("name")): str(info.get("gateway")) for info in others}
+            free = self._config.agents.slots - self.episodes
+            if free > 0 and self._fleet.healthy:
+                for lease in await self._replay.lease_episodes(self.runner, free):
+                    self._begin(lease)
+        except ReplayUnavailable as error:
+            if self.status.unreachable is None:
+                log.warning("the buffer is not reachable: %s", error)
+            self.status.unreachable = str(error)
+            self._fleet.note(())  # nobody says that a replica may sample; nothing could be kept
+        except Fenced as refusal:
+            # the state changed between the heartbeat and the lease: the next turn sees the new one
+            log.info("refused: %s", refusal)
+
+    async def _enter_again(self) -> None:
+        """The buffer took this runner for dead, and has passed its leases on."""
+        await self._end(list(self._held), "lost")
+        old, self.runner = self.runner, _new_id()
+        log.warning("%s enters again as %s", old, self.runner)
+        await self._replay.register_runner(self.runner, self._info)
+        self._changed.set()
+
+    async def _wait(self, stop: asyncio.Event) -> None:
+        """Wait until there may be something to do, at most one heartbeat period."""
+        period = self._config.rollout.heartbeat_s
+        waits = [
+            asyncio.create_task(each) for each in (self._replay.wait_work(period), self._changed.wait(), stop.wait())
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if waits[0].done() and isinstance(waits[0].exception(), ReplayUnavailable):
+                await asyncio.wait(waits[1:], timeout=period, return_when=asyncio.FIRST_COMPLETED)
+            elif waits[0].done():
+                waits[0].result()
+        finally:
+            await _cancel(waits)
+
+    async def _look(self) -> None:
+        """Look at the clocks."""
+        while True:
+            for episode in list(self._open):
+                episode.look()
+            await asyncio.sleep(_LOOK_S)
+
+    # -- leases --------------------------------------------------------------------------------------------------------------
+
+    def _begin(self, lease: Lease) -> None:
+        self._held[lease.token] = {
+            index: asyncio.create_task(self._run_episode(lease, index)) for index in lease.missing
+        }
+        for task in self._held[lease.token].values():
+            task.add_done_callback(lambda _: self._changed.set())
+
+    def _reap(self) -> None:
+        """Free the slots of episodes that have ended; raise the error of one that nothing mends."""
+        for token, tasks in list(self._held.items()):
+            for index, task in list(tasks.items()):
+                if task.done():
+                    del tasks[index]
+                    if not task.cancelled():
+                        task.result()
+            if not tasks:
+                del self._held[token]
+
+    async def _end(
+        self, tokens: Iterable[str], outcome: str = "returned", *, only: frozenset[str] | None = None
+    ) -> None:
+        """End the episodes of these leases, which are void or about to be: their programs are cancelled, their keys dead."""
+        ended = [token for token in tokens if token in self._held and (only is None or token in only)]
+        tasks = [task for token in ended for task in self._held.pop(token).values()]
+        self.status.outcomes[outcome] += sum(not task.done() for task in tasks)
+        await _cancel(tasks)
+
+    # -- an episode ----------------------------------------------------------------------------------------------------------
+
+    async def _run_episode(self, lease: Lease, index: int) -> None:
+        """Run it until it has ended, however often it begins anew. Raises `ServiceError`."""
+        again: Lease | None = lease
+        pause_s = _FIRST_PAUSE_S
+        try:
+            while again is not None:
+                current = again
+                trajectory, score = await self._attempt(current, index)
+                again, score = await self._hand_in(current, index, trajectory, score)
+                status = "graded" if score is None else score.status
+                self._count(current, status.lower())
+                if score is None or again is None:
+                    continue
+                log.info("%s begins anew: %s: %s", _name(lease, index), status, score.message)
+                if status in ("NOT_STARTED", "INTERRUPTED"):
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        except Surplus:
+            self._count(lease, "surplus")
+        except Fenced as refusal:
+            self._count(lease, "lost")
+            log.info("%s: %s", _name(lease, index), refusal)
+
+    async def _hand_in(
+        self, lease: Lease, index: int, trajectory: AnyTrajectory | None, score: Score | None
+    ) -> tuple[Lease | None, Score | None]:
+        """Returns the lease under which the episode has to begin anew, if it has to, and the score that the buffer took."""
+        try:
+            return await self._retry(partial(self._replay.finish, lease, index, trajectory, score)), score
+        except (CodecError, InvalidCall) as error:
+            if trajectory is None:
+                raise
+            log.warning("%s: %s", _name(lease, index), error)
+            failed = Score(
+                "FAILED", message=f"what it wrote can't be handed in: {error}", environment=lease.group.env_name
+            )
+            return await self._retry(partial(self._replay.finish, lease, index, None, failed)), failed
+
+    async def _attempt(self, lease: Lease, index: int) -> tuple[AnyTrajectory | None, Score | None]:
+        """Play the episode once. Returns what is handed in. Raises `Fenced` if the lease was lost meanwhile, `ServiceError`."""
+        env_name = lease.group.env_name
+        seed = f"{self._config.algorithm.seed} {lease.group.id} {index}"
+        keep = partial(self._keep, lease, index)
+        name = _name(lease, index)
+        episode = OpenEpisode(name, lease, index, self._fleet, keep, self._limits, self._clocks, seed)
+        key = self._gateway.open(episode)
+        self._open.add(episode)
+        metrics.OPEN.set(len(self._open))
+        began = time.monotonic()
+        try:
+            score, hung = await self._play(episode, key)
+        finally:
+            self._open.discard(episode)
+            metrics.OPEN.set(len(self._open))
+            self._gateway.close(key)
+            ending = await episode.end()
+            _observe(env_name, episode, ending)
+        seconds = time.monotonic() - began
+        if score is not None and score.build:
+            self._builds[env_name] = score.build
+        ended = Outcome(score, hung, ending.limit, sum(call.trained for call in ending.calls), ending.paths)
+        agents, graded = self._config.agents, self._config.env[env_name].grader is not None
+        finish = decisions.finish(ended, on_limit=agents.on_limit, branches=agents.branches, graded=graded)
+        said = None if finish.score is None else self._completed(finish.score, episode, seconds)
+        if not finish.with_trajectory:
+            return None, said
+        truncated, timings = ending.limit is not None, {"episode_s": seconds}
+        try:
+            record = episode_record(
+                lease.group.id,
+                lease.attempt,
+                index,
+                ending.calls,
+                truncated=truncated,
+                runner=self.runner,
+                timings=timings,
+            )
+        except CodecError as error:
+            return None, Score("FAILED", message=f"what it wrote can't be recorded: {error}", environment=env_name)
+        return record, said
+
+    async def _play(self, episode: OpenEpisode, key: str) -> tuple[Score | None, str | None]:
+        """Run the program. Returns what it came to (None: it said no reward), and the clock that ended it, if one did. Raises what
+        `OpenEpisode.over` holds, `ServiceError`."""
+        running = asyncio.create_task(self._programs.run(self._asked(episode, key)))
+        ends: list[asyncio.Future[Any]] = [running, episode.over]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                why = episode.over.result()
+                if isinstance(why, str):
+                    return None, why
+                if isinstance(why, (CodecError, InvalidCall)):
+                    return Score("FAILED", message=f"a call could not be kept: {why}"), None
+                raise why
+            outcome: EpisodeOutcome = running.result()
+            return outcome.score, None
+        finally:
+            await _cancel([running])
+
+    def _asked(self, episode: OpenEpisode, key: str) -> Episode:
+        group, index, lease = episode.lease.group, episode.index, episode.lease
+        began_before = lease.tries.get(index, 0)
+        env = self._config.env[group.env_name]
+        return Episode(
+            base_url=f"{self._url}/s/{key}/v1",
+            api_key=key,
+            messages=group.messages,
+            public={name: group.extra_env_info[name] for name in env.public if name in group.extra_env_info},
+            limits=EpisodeLimits(self._limits.calls, self._limits.tokens),
+            # the clocks of the run are the gateway's, and stand still while nobody can sample; this one does not
+            deadline=time.monotonic() + self._config.replay.group_deadline_s,
+            attempt=lease.attempt - 1 + began_before,
+            environment=group.env_name,
+            task_name=group.task_name,
+            group_id=group.id,
+            index=index,
+            idempotency_key=f"{lease.token}/{index}/{began_before}",
+        )
+
+    async def _keep(self, lease: Lease, index: int, number: int, nonce: str, call: Any) -> None:
+        await self._retry(partial(self._replay.append, lease, index, number, nonce, call))
+
+    def _completed(self, score: Score, episode: OpenEpisode, seconds: float) -> Score:
+        """The score with what the runner knows: its environment and build, what the program asked for and did not get, its time."""
+        metadata = dict(score.metadata)
+        if episode.imposed:
+            metadata["headrace_asked"] = episode.imposed
+        name = episode.lease.group.env_name
+        known = self._builds.get(name, "") if score.status == "SCORED" else ""
+        completed = Score(
+            score.status,
+            score.reward,
+            score.components,
+            metadata,
+            score.message,
+            score.environment or name,
+            score.build or known,
+            {**score.timings, "environment": seconds},
+        )
+        return completed.fitted()
+
+    def _count(self, lease: Lease, outcome: str) -> None:
+        self.status.outcomes[outcome] += 1
+        metrics.EPISODES.labels(lease.group.env_name, outcome).inc()
+
+
+def limits_of(config: Config) -> Limits:
+    """Those of an episode."""
+    agents, context = config.agents, config.policy.max_total_sequence_length
+    return Limits(
+        calls=agents.max_rollout_turns,
+        tokens=agents.max_episode_tokens or agents.max_rollout_turns * context,
+        nbytes=agents.max_episode_bytes,
+        context=context,
+        new_tokens=config.policy.generation.max_new_tokens,
+    )
+
+
+def clocks_of(config: Config) -> Clocks:
+    agents = config.agents
+    return Clocks(agents.call_s, agents.think_s, agents.episode_s, agents.finish_s, agents.retry_grace_s)
+
+
+def _observe(env_name: str, episode: OpenEpisode, ending: Ending) -> None:
+    session = episode.session
+    metrics.CALLS.labels(env_name).observe(len(ending.calls))
+    metrics.TOKENS.labels(env_name).observe(sum(call.completion_token_ids.size for call in ending.calls))
+    metrics.ROOTS.labels(env_name).observe(sum(call.parent < 0 for call in ending.calls))
+    metrics.RENDERED_AGAIN.labels(env_name).inc(session.rendered_again)
+    metrics.JOINED.labels(env_name).inc(session.joined)
+    for reason, count in ending.dropped.items():
+        metrics.DROPPED.labels(env_name, reason).inc(count)
+
+
+def _name(lease: Lease, index: int) -> str:
+    return f"episode {lease.group.id}[{index}]"
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _new_id() -> str:
+    return f"agents-{secrets.token_hex(6)}"

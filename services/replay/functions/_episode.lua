@@ -1,0 +1,34 @@
+-- Episodes: trajectories that a program writes with several calls of the policy. Each call is appended under the lease (append.lua), and the
+-- whole record handed in at the end (finish.lua). What is not finished when its lease ends begins anew.
+--
+-- An episode may begin several times under one lease. `tries`, how often it was begun before, tells what is said of it now from what was
+-- said of an earlier time (law 4): at most one program is at an episode.
+-- uses: _group, _payload
+
+-- The group of a call that names an episode, how often that was begun before, and how often of these it failed; or code and message.
+local function episode_of(run, call, entry)
+  if is_foreign(run, call) then return nil, 'HR_TIMELINE', 'a rewind or restore has ended the timeline of group ' .. entry.id end
+  local group = load_group(run, entry.id)
+  if not group then return nil, lease_refusal(run, entry) end
+  local fields = redis.call('HMGET', group.key, 'p' .. entry.at, 'x' .. entry.at, 'a' .. entry.at, 'leased')
+  local tries, failures = string.match(fields[3] or '0 0', '^(%d+) (%d+)$')
+  group.tries, group.failed, group.leased = tonumber(tries), tonumber(failures), tonumber(fields[4] or nil)
+  group.has_ended = fields[1] ~= false or fields[2] ~= false
+  return group
+end
+
+-- Why the episode can't go on under this call: code and message, or nil.
+local function episode_refusal(run, call, entry, group)
+  local code, message = lease_refusal(run, entry, group)
+  if not code then code, message = record_refusal(run, entry, group) end
+  if code then return code, message end
+  local what = 'episode ' .. entry.at .. ' of group ' .. entry.id
+  if call.tries < group.tries then return 'HR_LEASE_LOST', what .. ' has begun anew' end
+  if call.tries > group.tries then return 'HR_INVALID', what .. ' was begun ' .. group.tries .. ' times before, not ' .. call.tries end
+end
+
+local function bytes_refusal(run, entry, bytes)
+  if bytes <= max_episode_bytes(run) then return end
+  return 'HR_INVALID', 'episode ' .. entry.at .. ' of group ' .. entry.id .. ' has ' .. bytes .. ' bytes, more than max_episode_bytes ' ..
+    max_episode_bytes(run)
+end

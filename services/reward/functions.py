@@ -1,0 +1,71 @@
+"""Programs that are functions: each in a process of its own that the hub starts, and starts again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace import rpc
+from headrace.config.data import EnvConfig
+from headrace.config.security import SecurityConfig
+from headrace.v1 import environment_pb2, episode_pb2
+from headrace.v1 import reward_pb2 as pb
+from headrace_services.reward.function_process import FunctionSpecification
+from headrace_services.reward.hub import RemoteBackend
+from headrace_services.reward.pool import WorkerProcess
+
+
+class FunctionProcess(WorkerProcess):
+    """The process of a function: of the user's own surroundings, without what is for services."""
+
+    program: Sequence[str] = ("-P", "-m", "headrace_services.reward.function_process")
+
+    def environ(self) -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+
+
+class FunctionBackend:
+    """A function in its process, which is called as one that is served is: on a socket that this user alone reaches."""
+
+    kind = pb.EnvironmentStatus.KIND_BUILT_IN
+
+    def __init__(self, name: str, env: EnvConfig) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # 0700
+        address = f"unix:{self._folder / 'program'}"
+        self._process = FunctionProcess(FunctionSpecification(name, env.model_dump(mode="json"), address))
+        self._process.what = f"the process of env.{name}"
+        served = env.model_copy(update={"type": None, "target": address})
+        self._remote = RemoteBackend(name, served, rpc.MAX_MESSAGE_BYTES, SecurityConfig(), None)
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raises `ServiceError` with the reason if the function can't be imported."""
+        await self._process.start()
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
+        """As `RemoteBackend.run_episode`."""
+        return await self._remote.run_episode(episode, timeout_s)
+
+    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
+        """As `BuiltInBackend.describe`."""
+        if not self._process.alive:
+            return None, self._process.problem or f"{self._process.what} has died, and is being started again"
+        return await self._remote.describe()
+
+    async def aclose(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        await self._remote.aclose()
+        await self._process.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _keep(self) -> None:
+        while True:
+            await self._process.ended()
+            await self._process.restart()

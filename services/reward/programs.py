@@ -1,0 +1,79 @@
+"""Environments of episodes, as the hub asks them: a program that owns its loop, and where the run names one, the grader of what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from headrace.config.data import EnvConfig
+from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
+from headrace.v1 import reward_pb2 as pb
+from headrace_services.reward.answers import ended, result_of
+from headrace_services.reward.hub import EnvironmentBackend, RunsEpisodes, metered
+
+
+class ProgramBackend(RunsEpisodes, Protocol):
+    """Where a program runs."""
+
+    kind: pb.EnvironmentStatus.Kind.ValueType
+
+    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]: ...
+
+
+class EpisodeBackend:
+    """A program runs its episodes; trajectories that they made are scored by its grader, under the grader's own name."""
+
+    awaited = True
+
+    def __init__(
+        self, name: str, env: EnvConfig, programs: ProgramBackend, environments: Mapping[str, EnvironmentBackend]
+    ) -> None:
+        """`environments` are all of the run's."""
+        self._name = name
+        self._env = env
+        self._programs = programs
+        self._environments = environments
+        self.kind = programs.kind
+
+    async def score(
+        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
+    ) -> list[trajectory_pb2.Result]:
+        """As `BuiltInBackend.score`."""
+        grader = self._env.grader
+        if grader is None:
+            said = f"env.{self._name} runs episodes, whose program says the reward; to have others score them, name a grader"
+            return [result_of(trajectory_pb2.STATUS_INVALID, said, self._name)] * len(trajectories)
+        asked = []
+        for trajectory in trajectories:
+            mine = trajectory_pb2.Trajectory()
+            mine.CopyFrom(trajectory)
+            mine.environment = grader
+            asked.append(mine)
+        return await metered(grader, self._environments[grader], asked, timeout_s)
+
+    async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
+        """How it ended, within `timeout_s`. There is no result but a failure where a grader gives the reward. Does not raise."""
+        outcome = await self._programs.run_episode(episode, timeout_s)
+        if self._env.grader is None and not outcome.HasField("result"):
+            said = f"the program says no reward; return one, or name who gives it (env.{self._name}.grader)"
+            return ended(trajectory_pb2.STATUS_FAILED, said, self._name)
+        if self._env.grader is not None and outcome.result.status == trajectory_pb2.STATUS_SCORED:
+            outcome.ClearField("result")
+        return outcome
+
+    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
+        """As `BuiltInBackend.describe`: the program's, with the grader's room for trajectories."""
+        said, problem = await self._programs.describe()
+        if said is None:
+            return None, problem
+        description = environment_pb2.DescribeResponse()
+        description.CopyFrom(said)
+        if problem is None and not description.episodes:
+            problem = f"{description.name or 'what answers'} runs no episodes; define `episode`, or leave episodes out of env.{self._name}"
+        description.capacity = description.calls = 0
+        if self._env.grader is not None:
+            graders, unable = await self._environments[self._env.grader].describe()
+            problem = problem or unable
+            if graders is not None:
+                description.capacity, description.calls = graders.capacity, graders.calls
+        return description, problem

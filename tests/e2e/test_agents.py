@@ -1,0 +1,80 @@
+"""`headrace up` with a program that uses OpenAI's client over two turns: real services, a real engine, a real trainer. Its runner is killed
+on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headrace.checkpoints import published
+from tests.support.up import Up
+
+PROGRAM = Path(__file__).parents[1] / "support" / "repair_program.py"
+STEPS = 6
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model: Path) -> Path:
+    settings: dict[str, Any] = {
+        "run": {"id": "repair", "dir": str(tmp_path / "runs")},
+        "grpo": {
+            "num_prompts_per_step": 4,
+            "num_generations_per_prompt": 4,
+            "max_num_steps": STEPS,
+            "val_period": 0,
+            "val_at_end": False,
+            "async_grpo": {"enabled": True, "in_flight_weight_updates": True},
+        },
+        "loss_fn": {"reference_policy_kl_penalty": 0},
+        "policy": {
+            "model_name": str(tiny_model),
+            "precision": "float32",
+            "max_total_sequence_length": 64,
+            "train_micro_batch_size": 64,
+            "generation": {"max_new_tokens": 6, "vllm_cfg": {"kv_cache_memory_bytes": 2**26}},
+        },
+        "data": {
+            "default": {"dataset_name": "arithmetic", "task_config": {"digits": 2}, "env_name": "repair"},
+            "train": {"size": 200, "seed": 1},
+        },
+        "env": {"repair": {"target": f"{PROGRAM}:Repair", "episodes": True, "public": ["answer"]}},
+        "trainer": {"num_threads": 1},
+        "logger": {"keep_step_data": None},
+    }
+    path = tmp_path / "repair.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_a_program_played_in_two_turns_is_trained_though_its_runner_is_killed(
+    config: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "repair"
+    up = Up(config, output=tmp_path / "up.log", cwd=tmp_path)
+    try:
+        up.wait_for("step 0:")
+        os.kill(up.pid_of("agents"), signal.SIGKILL)
+        assert up.ends() == 0, up.said()
+    finally:
+        if up.process.poll() is None:
+            up.stop(signal.SIGTERM)
+    assert published(run / "checkpoints")[-1] == STEPS
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line.get("kind") == "train"]
+    assert len(steps) == STEPS
+    # the trainer's log-probabilities, at the weights that sampled, in the contexts of the record, are the engine's
+    errors = [step["metrics"].get("on_policy_token_mult_prob_error") for step in steps]
+    assert len(errors) > errors.count(None)
+    assert all(error is None or error < 1.0001 for error in errors)
+    # two turns: more than a single completion can have
+    assert max(step["metrics"]["mean_gen_tokens_per_sample"] for step in steps) > 6
+    log = (run / "logs" / "agents-1.log").read_text()
+    assert "Traceback" not in log

@@ -1,0 +1,445 @@
+"""The runner on a real buffer and through its real gateway; programs run in this process, replicas are toys."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from headrace.config import Config
+from headrace.episode import Episode, EpisodeOutcome
+from headrace.errors import ServiceError
+from headrace.replay import EnvironmentLimits, Limits, ReplayClient
+from headrace.service import bind, serve_openly
+from headrace.trajectory import EpisodeTrajectory, Group, Sampling, Score, Trajectory, decode_trajectory
+from headrace_services.agents.fleet import Fleet, RunClock
+from headrace_services.agents.gateway import Gateway, build_app
+from headrace_services.agents.runner import Runner
+from tests.support.buffer import eventually, make_group, nonce, refit, reserve, rewind, tighten
+from tests.support.gateways import ToyReplica
+from tests.support.toy_policy import END, ToyPolicy
+
+Play = Callable[[Episode], Awaitable[EpisodeOutcome]]
+N = 2
+
+
+def scored(reward: float = 1.0) -> EpisodeOutcome:
+    return EpisodeOutcome(Score("SCORED", reward, build="one", environment="talk"))
+
+
+async def two_turns(episode: Episode) -> EpisodeOutcome:
+    async with openai.AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0) as client:
+        messages: list[Any] = list(episode.messages)
+        for _ in range(2):
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "and?"}]
+    return scored(float(episode.index))
+
+
+@dataclasses.dataclass
+class Played:
+    """Programs in this process. `began` are the episodes that were begun, `open` those that run."""
+
+    play: Play
+    began: list[Episode] = dataclasses.field(default_factory=list)
+    open: int = 0
+
+    async def run(self, episode: Episode) -> EpisodeOutcome:
+        self.began.append(episode)
+        self.open += 1
+        try:
+            return await self.play(episode)
+        finally:
+            self.open -= 1
+
+
+@dataclasses.dataclass
+class Stage:
+    """A buffer with a replica, on which runners play."""
+
+    replay: ReplayClient
+    config: Config
+    toy: ToyReplica
+    now: list[float] = dataclasses.field(default_factory=lambda: [0.0])
+
+    @contextlib.asynccontextmanager
+    async def runner(
+        self, programs: Played, **agents: Any
+    ) -> AsyncIterator[tuple[Runner, asyncio.Event, asyncio.Task[None]]]:
+        config = self.config.model_copy(update={"agents": self.config.agents.model_copy(update=agents)})
+        fleet = Fleet(lambda url: self.toy, RunClock(lambda: self.now[0]))
+        gateway = Gateway("policy", max_request_bytes=10**6, max_parallel_calls=64, max_requests_per_s=10**6)
+        with contextlib.closing(bind("127.0.0.1", 0, "agents.port")) as sock:
+            async with httpx.AsyncClient() as forward, serve_openly(build_app(gateway, forward), sock):
+                url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+                reached = config.agents.advertised_url or url
+                info = {"name": gateway.name, "gateway": url}
+                runner = Runner(config, self.replay, fleet, gateway, programs, reached, info)
+                stop = asyncio.Event()
+                running = asyncio.create_task(runner.run(stop))
+                try:
+                    yield runner, stop, running
+                finally:
+                    stop.set()
+                    await asyncio.gather(running, return_exceptions=True)
+
+    async def enqueue(self, *orders: int, n: int = N) -> None:
+        groups = [
+            dataclasses_replace(
+                make_group(order, n=n, env_name="talk"), sampling=Sampling(1.0, 64, stop_token_ids=(END,))
+            )
+            for order in orders
+        ]
+        await self.replay.enqueue(groups, (await self.replay.state()).timeline)
+
+    async def counts(self) -> dict[str, int]:
+        return {state: count for state, count in (await self.replay.state()).counts.items() if count}
+
+    async def until(self, **counts: int) -> None:
+        """Return once as many groups are in these states, and none in others."""
+
+        async def reached() -> bool:
+            return await self.counts() == counts
+
+        await eventually(reached)
+
+
+def dataclasses_replace(group: Group, **changes: Any) -> Group:
+    import msgspec
+
+    return msgspec.structs.replace(group, **changes)
+
+
+@pytest.fixture
+def limits(limits: Limits) -> Limits:
+    return dataclasses.replace(
+        limits, generations_per_prompt=N, environments={"talk": EnvironmentLimits(episodes=True)}, max_attempts=2
+    )
+
+
+@pytest.fixture
+async def stage(replay: ReplayClient) -> Stage:
+    replica = nonce()
+    await replay.register(replica, {"url": "toy"})
+    await refit(replay, 0, [replica])
+    timeline = (await replay.state()).timeline
+    toy = ToyReplica(ToyPolicy(version=0, timeline=timeline, replica=replica))
+    config = Config.model_validate(
+        {
+            "run": {"id": replay.run_id},
+            "env": {"talk": {"attached": True, "episodes": True, "public": ["hint"]}},
+            "rollout": {"heartbeat_s": 0.1},
+            "grpo": {"num_generations_per_prompt": N},
+            "agents": {"slots": 16},
+        }
+    )
+    beating = asyncio.create_task(_beat(replay, replica))
+    stage = Stage(replay, config, toy)
+    yield stage
+    beating.cancel()
+    await asyncio.gather(beating, return_exceptions=True)
+
+
+async def _beat(replay: ReplayClient, replica: str) -> None:
+    while True:
+        await replay.heartbeat(replica, [])
+        await asyncio.sleep(0.05)
+
+
+async def payloads_of(stage: Stage, step: int) -> list[Trajectory | EpisodeTrajectory]:
+    batch = await reserve(stage.replay, step)
+    return [decode_trajectory(await stage.replay.redis.get(each.key)) for each in batch.trajectories]
+
+
+async def test_groups_of_episodes_are_played_scored_and_reserved(stage: Stage, limits: Limits) -> None:
+    programs = Played(two_turns)
+    await stage.enqueue(*range(limits.prompts_per_step))
+    async with stage.runner(programs):
+        await stage.until(ready=limits.prompts_per_step)
+    batch = await reserve(stage.replay, 0)
+    assert sorted(each.reward for each in batch.trajectories) == sorted([0.0, 1.0] * limits.prompts_per_step)
+    for each in batch.trajectories:
+        episode = decode_trajectory(await stage.replay.redis.get(each.key))
+        assert isinstance(episode, EpisodeTrajectory)
+        assert [call.parent for call in episode.calls] == [-1, 0]
+        assert each.length == episode.length
+    assert len({episode.api_key for episode in programs.began}) == len(programs.began) == N * limits.prompts_per_step
+
+
+async def test_a_program_gets_what_is_public_alone(stage: Stage) -> None:
+    programs = Played(two_turns)
+    group = dataclasses_replace(make_group(0, env_name="talk"), extra_env_info={"hint": "think", "answer": "secret"})
+    await stage.replay.enqueue([group], (await stage.replay.state()).timeline)
+    async with stage.runner(programs):
+        await stage.until(ready=1)
+    assert {str(episode.public) for episode in programs.began} == {"{'hint': 'think'}"}
+    assert programs.began[0].messages == group.messages
+
+
+async def test_an_episode_of_one_call_is_an_ordinary_trajectory(stage: Stage, limits: Limits) -> None:
+    async def one_turn(episode: Episode) -> EpisodeOutcome:
+        await episode.chat(episode.messages)
+        return scored(float(episode.index))
+
+    await stage.enqueue(*range(limits.prompts_per_step))
+    async with stage.runner(Played(one_turn)):
+        await stage.until(ready=limits.prompts_per_step)
+    assert all(isinstance(each, Trajectory) for each in await payloads_of(stage, 0))
+
+
+async def test_what_failed_begins_anew_alone_and_is_charged(stage: Stage) -> None:
+    async def fails_once(episode: Episode) -> EpisodeOutcome:
+        if episode.index == 0 and episode.attempt == 0:
+            return EpisodeOutcome(Score("FAILED", message="it raised"))
+        return await two_turns(episode)
+
+    programs = Played(fails_once)
+    await stage.enqueue(0)
+    async with stage.runner(programs):
+        await stage.until(ready=1)
+    assert sorted((episode.index, episode.attempt) for episode in programs.began) == [(0, 0), (0, 1), (1, 0)]
+    assert len({episode.idempotency_key for episode in programs.began}) == 3
+
+
+async def test_a_program_that_always_fails_fails_its_group(stage: Stage) -> None:
+    async def fails(episode: Episode) -> EpisodeOutcome:
+        return EpisodeOutcome(Score("FAILED", message="it raised"))
+
+    await stage.enqueue(0)
+    async with stage.runner(Played(fails)):
+        await stage.until(failed=1)
+    (failed,) = await stage.replay.failures()
+    assert "it raised" in str(failed)
+
+
+async def test_what_could_not_begin_is_not_charged(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_services.agents.runner._FIRST_PAUSE_S", 0.01)
+
+    async def busy(episode: Episode) -> EpisodeOutcome:
+        if episode.attempt < 5:
+            return EpisodeOutcome(Score("INTERRUPTED" if episode.attempt % 2 else "NOT_STARTED", message="no room"))
+        return await two_turns(episode)
+
+    await stage.enqueue(0)
+    async with stage.runner(Played(busy)):
+        await stage.until(ready=1)
+
+
+async def test_a_program_that_hangs_ends_with_the_name_of_its_clock(stage: Stage) -> None:
+    async def hangs(episode: Episode) -> EpisodeOutcome:
+        if episode.attempt == 0:
+            await asyncio.Event().wait()
+        return await two_turns(episode)
+
+    programs = Played(hangs)
+    await stage.enqueue(0)
+    async with stage.runner(programs) as (runner, _, _):
+        await eventually(lambda: _true(programs.open == N))
+        stage.now[0] += stage.config.agents.think_s
+        await stage.until(ready=1)
+        assert runner.status.outcomes["timed_out"] == N
+
+
+async def _true(value: bool) -> bool:
+    return value
+
+
+async def test_no_trajectory_comes_of_a_program_that_never_asked(stage: Stage) -> None:
+    async def silent(episode: Episode) -> EpisodeOutcome:
+        return scored()
+
+    await stage.enqueue(0)
+    async with stage.runner(Played(silent)):
+        await stage.until(failed=1)
+    (failed,) = await stage.replay.failures()
+    assert "no answer of the policy" in str(failed)
+
+
+async def test_a_runner_that_is_stopped_returns_its_leases_without_a_charge(stage: Stage) -> None:
+    async def waits(episode: Episode) -> EpisodeOutcome:
+        await episode.chat(episode.messages)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    waiting, playing = Played(waits), Played(two_turns)
+    await stage.enqueue(0)
+    async with stage.runner(waiting) as (_, stop, running):
+        await eventually(lambda: _true(waiting.open == N))
+        stop.set()
+        await running
+        assert waiting.open == 0
+        with pytest.raises(openai.AuthenticationError):
+            await _ask(waiting.began[0])
+        assert not [runner for runner in await stage.replay.runners() if runner.alive]
+    async with stage.runner(playing):
+        await stage.until(ready=1)
+    assert (await stage.replay.group("e0-train-0"))["attempt"] == 1
+
+
+async def _ask(episode: Episode) -> Any:
+    async with openai.AsyncOpenAI(base_url=episode.base_url, api_key="none", max_retries=0) as client:
+        return await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+
+
+async def test_a_rewind_ends_sessions_and_programs(stage: Stage) -> None:
+    async def waits(episode: Episode) -> EpisodeOutcome:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    programs = Played(waits)
+    await stage.enqueue(0)
+    async with stage.runner(programs) as (runner, _, _):
+        await eventually(lambda: _true(programs.open == N))
+        stage.toy.policy.timeline = (await rewind(stage.replay, 0)).timeline
+        await eventually(lambda: _true(programs.open == 0))
+        with pytest.raises(openai.AuthenticationError):
+            await _ask(programs.began[0])
+        assert runner.episodes == 0
+
+
+async def test_a_call_after_a_rewind_reaches_nobody(stage: Stage) -> None:
+    """Fenced by the buffer, before the runner has heard of it."""
+    asked: list[asyncio.Task[Any]] = []
+
+    async def asks(episode: Episode) -> EpisodeOutcome:
+        if not asked:
+            await rewind(stage.replay, 0)
+            asked.append(asyncio.create_task(_ask(episode)))
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    await stage.enqueue(0)
+    async with stage.runner(Played(asks)):
+        await eventually(lambda: _true(bool(asked)))
+        with pytest.raises(openai.APIStatusError):
+            await asked[0]
+
+
+async def test_a_group_is_leased_whole_or_not_at_all(stage: Stage) -> None:
+    async def waits(episode: Episode) -> EpisodeOutcome:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    programs = Played(waits)
+    await stage.enqueue(0, 1)
+    async with stage.runner(programs, slots=3) as (runner, _, _):
+        await eventually(lambda: _true(programs.open == N))
+        for _ in range(3):
+            await runner._turn()
+        assert runner.episodes == N
+
+
+async def test_an_episode_whose_runner_is_lost_begins_anew(stage: Stage, limits: Limits) -> None:
+    async def waits(episode: Episode) -> EpisodeOutcome:
+        await episode.chat(episode.messages)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    await tighten(stage.replay, limits, lease_s=1.0, replica_dead_s=1.0)
+    waiting, playing = Played(waits), Played(two_turns)
+    await stage.enqueue(0)
+    async with stage.runner(waiting) as (runner, _, running):
+        await eventually(lambda: _true(waiting.open == N))
+        runner._replay = _Dead(stage.replay)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        async with stage.runner(playing):
+            await stage.until(ready=1)
+    assert {episode.index for episode in playing.began} == {0, 1}
+
+
+class _Dead:
+    """A buffer that a dead runner says nothing to."""
+
+    def __init__(self, replay: ReplayClient) -> None:
+        self._replay = replay
+
+    async def deregister_runner(self, runner: str, *, died: bool = False) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replay, name)
+
+
+async def test_episodes_beyond_n_are_ended_once_the_group_is_complete(stage: Stage, limits: Limits) -> None:
+    async def first_two(episode: Episode) -> EpisodeOutcome:
+        if episode.index == 2:
+            await asyncio.Event().wait()
+        return await two_turns(episode)
+
+    await stage.replay.open_run(dataclasses.replace(limits, redundant=1))
+    programs = Played(first_two)
+    await stage.enqueue(0)
+    async with stage.runner(programs) as (runner, _, _):
+        await stage.until(ready=1)
+        await eventually(lambda: _true(programs.open == 0))
+        assert runner.status.outcomes["surplus"] == 1
+
+
+async def test_branches_can_be_refused(stage: Stage) -> None:
+    async def branches(episode: Episode) -> EpisodeOutcome:
+        for _ in range(2):
+            await episode.chat(episode.messages)
+        return scored()
+
+    await stage.enqueue(0)
+    async with stage.runner(Played(branches), branches="refuse"):
+        await stage.until(failed=1)
+    (failed,) = await stage.replay.failures()
+    assert "agents.branches" in str(failed)
+
+
+async def test_what_a_grader_scores_is_handed_in_without_a_score(stage: Stage) -> None:
+    async def says_nothing(episode: Episode) -> EpisodeOutcome:
+        await episode.chat(episode.messages)
+        return EpisodeOutcome(None)
+
+    env = stage.config.env["talk"].model_copy(update={"grader": "judge"})
+    stage.config = stage.config.model_copy(update={"env": {"talk": env}})
+    await stage.enqueue(0)
+    async with stage.runner(Played(says_nothing)):
+        await stage.until(scoring=1)
+
+
+@pytest.mark.parametrize(("on_limit", "rewards"), [(0.25, {0.25}), ("grade", {1.0})])
+async def test_a_limit_ends_an_episode_as_it_is_configured(
+    stage: Stage, limits: Limits, on_limit: Any, rewards: set[float]
+) -> None:
+    async def greedy(episode: Episode) -> EpisodeOutcome:
+        with contextlib.suppress(Exception):
+            while True:
+                await episode.chat(episode.messages)
+        return scored()
+
+    await stage.enqueue(*range(limits.prompts_per_step))
+    async with stage.runner(Played(greedy), on_limit=on_limit, max_rollout_turns=3):
+        await stage.until(ready=limits.prompts_per_step)
+    batch = await reserve(stage.replay, 0)
+    assert {each.reward for each in batch.trajectories} == rewards
+
+
+async def test_behind_one_address_any_gateway_takes_the_calls_of_every_runner(stage: Stage) -> None:
+    idle, playing = Played(two_turns), Played(two_turns)
+    async with stage.runner(idle, slots=N - 1, advertised_url="http://behind") as (front, _, _):
+        url = str(front._info["gateway"])
+        await stage.enqueue(0)
+        async with stage.runner(playing, advertised_url=url):
+            await stage.until(ready=1)
+    assert not idle.began
+    assert {episode.base_url.partition("/s/")[0] for episode in playing.began} == {url}
+
+
+async def test_what_no_other_try_mends_ends_the_runner(stage: Stage) -> None:
+    async def refused(episode: Episode) -> EpisodeOutcome:
+        raise ServiceError("the hub knows no such token")
+
+    await stage.enqueue(0)
+    async with stage.runner(Played(refused)) as (_, _, running):
+        with pytest.raises(ServiceError, match="no such token"):
+            await running

@@ -1,0 +1,450 @@
+"""Groups whose episodes runners run: the laws hold for them, beside groups that replicas generate and mixed with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from headrace.errors import Fenced, InvalidCall, LeaseLost, Surplus, WrongTimeline
+from headrace.replay import EnvironmentLimits, Lease, Limits, ReplayClient, Waiting
+from headrace.trajectory import Call, EpisodeTrajectory, Score, Status
+from tests.support.buffer import (
+    contents,
+    eventually,
+    group_of,
+    healthy_replica,
+    make_call,
+    make_group,
+    make_trajectory,
+    nonce,
+    payloads,
+    push_all,
+    refit,
+    reserve,
+    rewind,
+    score_all,
+    tighten,
+)
+
+GAME = {"game": EnvironmentLimits(episodes=True)}
+LONG = 64
+
+
+@pytest.fixture
+def limits(limits: Limits) -> Limits:
+    return dataclasses.replace(limits, environments=GAME)
+
+
+async def enqueue(replay: ReplayClient, kinds: str, first: int = 0) -> None:
+    """Groups in this order: `e` of episodes, `g` that a replica generates."""
+    envs = {"e": "game", "g": "math"}
+    groups = [make_group(order, env_name=envs[kind]) for order, kind in enumerate(kinds, first)]
+    await replay.enqueue(groups, (await replay.state()).timeline)
+
+
+async def new_runner(replay: ReplayClient) -> str:
+    runner = nonce()
+    await replay.register_runner(runner, {"host": "here"})
+    return runner
+
+
+async def leased(replay: ReplayClient, slots: int = LONG) -> list[Lease]:
+    return await replay.lease_episodes(await new_runner(replay), slots)
+
+
+def orders(leases: Sequence[Lease]) -> list[int]:
+    return [lease.group.order for lease in leases]
+
+
+async def append(replay: ReplayClient, lease: Lease, index: int, count: int, first: int = 0) -> None:
+    for number in range(first, first + count):
+        await replay.append(lease, index, number, nonce(), make_call(number - 1, lease.version))
+
+
+async def score(replay: ReplayClient, lease: Lease, index: int, reward: float = 1.0, build: str = "") -> Lease | None:
+    return await replay.finish(lease, index, make_trajectory(lease, index), Score("SCORED", reward, build=build))
+
+
+async def fail(replay: ReplayClient, lease: Lease, index: int, status: Status = "FAILED") -> Lease | None:
+    return await replay.finish(lease, index, None, Score(status, message="the program raised"))
+
+
+async def finish_all(replay: ReplayClient, leases: Sequence[Lease]) -> None:
+    for lease in leases:
+        for index in lease.missing:
+            await score(replay, lease, index, reward=float(index))
+
+
+# -- kinds
+
+
+async def test_law_5_the_order_of_batches_does_not_depend_on_which_kind_is_faster(replay: ReplayClient) -> None:
+    await enqueue(replay, "eggege")
+    replica = await healthy_replica(replay)
+    fast = await replay.lease(replica, 8)
+    assert orders(fast) == [1, 2]  # admission counts both kinds: two steps of two are under way
+    for lease in fast:
+        await push_all(replay, lease)
+    await score_all(replay)
+    timeline = (await replay.state()).timeline
+    assert await replay.reserve(0, timeline) == Waiting(1, 2)  # for the episodes before them
+    assert not await replay.lease(replica, 8)
+
+    slow = await leased(replay)
+    assert orders(slow) == [0, 3]
+    assert [lease.ticket for lease in (slow[0], *fast, slow[1])] == [0, 1, 2, 3]
+    await finish_all(replay, slow)
+    assert (await reserve(replay, 0)).groups == ("e0-train-0", "e0-train-1")
+    assert (await reserve(replay, 1)).groups == ("e0-train-2", "e0-train-3")
+
+
+async def test_law_5_what_was_passed_over_waits_in_its_order_again_after_a_rewind(replay: ReplayClient) -> None:
+    await enqueue(replay, "egeg")
+    replica = await healthy_replica(replay)
+    assert orders(await replay.lease(replica, 8)) == [1, 3]
+    await rewind(replay, 0)
+    await refit(replay, 0, [replica])
+    runner = await new_runner(replay)
+    first = await replay.lease_episodes(runner, LONG)
+    assert [(lease.group.order, lease.attempt) for lease in first] == [(0, 1), (2, 1)]
+    again = await replay.lease(replica, 8)
+    tickets = {lease.group.order: lease.ticket for lease in (*first, *again)}
+    assert sorted(tickets) == sorted(tickets, key=lambda order: tickets[order])
+
+
+async def test_law_6_what_was_passed_over_has_its_memory(replay: ReplayClient, limits: Limits) -> None:
+    """Else groups behind it would take it, and wait for it to be trained before them."""
+    worst = 4 * limits.max_episode_bytes
+    await tighten(replay, limits, max_bytes=worst)
+    await enqueue(replay, "eggg")
+    replica = await healthy_replica(replay)
+    assert orders(await replay.lease(replica, 8)) == []
+    assert (await replay.stats())["bytes"] == worst
+    await finish_all(replay, await leased(replay))
+    assert orders(await replay.lease(replica, 8)) == [1, 2, 3]
+
+
+async def test_law_2_what_was_passed_over_is_leased_when_its_place_is_admitted(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    await enqueue(replay, "gge")
+    replica, runner = await healthy_replica(replay), await new_runner(replay)
+    leases = await replay.lease(replica, 8)
+    await tighten(replay, limits, max_age=0)
+    assert await replay.lease_episodes(runner, LONG) == []  # its place is in step 1
+    for lease in leases:
+        await push_all(replay, lease)
+    await score_all(replay)
+    await reserve(replay, 0)
+    await refit(replay, 1, [replica])
+    assert [lease.version for lease in await replay.lease_episodes(runner, LONG)] == [1]
+
+
+async def test_a_runner_starts_whole_groups_only(replay: ReplayClient) -> None:
+    await enqueue(replay, "eee")
+    await healthy_replica(replay)
+    runner = await new_runner(replay)
+    assert orders(await replay.lease_episodes(runner, 1)) == []
+    (first, second) = await replay.lease_episodes(runner, 5)
+    assert (first.missing, second.missing) == ((0, 1), (0, 1))
+    await score(replay, first, 0)
+    await replay.release(first, "shutdown", failed=False)
+    (again,) = await replay.lease_episodes(await new_runner(replay), 1)  # only one of it is missing
+    assert (again.group.id, again.missing) == (first.group.id, (1,))
+
+
+async def test_law_2_a_lease_of_episodes_is_of_the_oldest_weights_that_may_answer(replay: ReplayClient) -> None:
+    await enqueue(replay, "e")
+    runner = await new_runner(replay)
+    assert await replay.lease_episodes(runner, LONG) == []  # nobody can answer
+    older = await healthy_replica(replay, version=0)
+    state = await replay.state()
+    assert (state.episodes, state.alive_runners) == (1, 1)
+    (lease,) = await replay.lease_episodes(runner, LONG)
+    assert lease.version == 0
+    assert [replica.id for replica in await replay.replicas()] == [older]  # a runner is none
+    assert [(known.id, known.alive, known.leases) for known in await replay.runners()] == [(runner, True, 1)]
+
+
+async def test_law_6_the_run_says_that_episodes_wait_for_a_runner(replay: ReplayClient) -> None:
+    await enqueue(replay, "ge")
+    assert (await replay.state()).episodes == 0  # the first of them is for replicas
+    await replay.lease(await healthy_replica(replay), 8)
+    state = await replay.state()
+    assert (state.episodes, state.alive_runners) == (1, 0)
+    runner = await new_runner(replay)
+    await replay.lease_episodes(runner, LONG)
+    assert (await replay.state()).episodes == 0
+    await replay.deregister_runner(runner, died=True)
+    state = await replay.state()
+    assert (state.episodes, state.alive_runners) == (1, 0)
+    with pytest.raises(Fenced):
+        await replay.lease_episodes(runner, LONG)
+
+
+async def test_drop_refuses_episodes(replay: ReplayClient, limits: Limits) -> None:
+    with pytest.raises(InvalidCall, match="environment game has episodes, and staleness_policy is drop"):
+        await replay.open_run(dataclasses.replace(limits, staleness_policy="drop"))
+
+
+# -- calls
+
+
+async def test_law_4_a_call_is_appended_once_in_order_under_its_lease(replay: ReplayClient, limits: Limits) -> None:
+    await enqueue(replay, "e")
+    await healthy_replica(replay)
+    runner = await new_runner(replay)
+    (lease,) = await replay.lease_episodes(runner, LONG)
+    name, call = nonce(), make_call()
+    await replay.append(lease, 0, 0, name, call)
+    await replay.append(lease, 0, 0, name, call)
+    before = await contents(replay)
+
+    async def refused(kind: type[Exception], index: int, number: int, call: Call) -> None:
+        with pytest.raises(kind):
+            await replay.append(lease, index, number, nonce(), call)
+        assert await contents(replay) == before
+
+    await refused(InvalidCall, 0, 0, call)  # another one
+    await refused(InvalidCall, 0, 2, call)
+    await refused(InvalidCall, 0, 1, make_call(1))
+    await refused(InvalidCall, 2, 0, call)
+    await refused(InvalidCall, 0, 1, make_call(0, version=1))  # weights that there are not yet
+    await refused(InvalidCall, 0, 1, make_call(0, length=limits.max_episode_bytes // 8))
+    await replay.release(lease, "shutdown", failed=False)
+    before = await contents(replay)
+    await refused(LeaseLost, 0, 1, make_call(0))
+    await rewind(replay, 0)
+    before = await contents(replay)
+    await refused(WrongTimeline, 0, 1, make_call(0))
+    assert await payloads(replay) == []
+
+
+@pytest.mark.parametrize("how", ["finished", "failed", "returned", "rejected", "rewound", "filtered", "surplus"])
+async def test_law_1_the_calls_of_an_episode_go_with_it(replay: ReplayClient, limits: Limits, how: str) -> None:
+    await replay.open_run(dataclasses.replace(limits, filter_equal=how == "filtered", redundant=int(how == "surplus")))
+    await enqueue(replay, "e")
+    await healthy_replica(replay)
+    (lease,) = await leased(replay)
+    for index in range(lease.count):
+        await append(replay, lease, index, 2)
+    assert len(await payloads(replay)) == lease.count
+    begun = (await group_of(replay, lease))["begun"]
+    assert [(each["index"], each["calls"]) for each in begun] == [(index, 2) for index in range(lease.count)]
+    match how:
+        case "finished" | "filtered" | "surplus":
+            for index in range(2):
+                await score(replay, lease, index, reward=0.0 if how == "filtered" else float(index))
+        case "failed":
+            await replay.release(lease, "no", failed=True)
+        case "rejected":
+            await replay.reject(lease, "no")
+        case "returned":
+            await replay.release(lease, "shutdown", failed=False)
+            (again,) = await leased(replay)
+            assert again.missing == (0, 1)
+        case "rewound":
+            await rewind(replay, 0)
+    kept = 2 if how in ("finished", "surplus") else 0
+    assert len(await payloads(replay)) == kept
+    if how != "returned":
+        held = sum([await replay.redis.strlen(key) for key in await payloads(replay)])
+        assert (await replay.stats())["bytes"] == held
+
+
+# -- ends
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+async def test_law_3_finish_is_push_and_score_in_one_and_can_be_said_again(
+    replay: ReplayClient, limits: Limits, filtered: bool
+) -> None:
+    await replay.open_run(dataclasses.replace(limits, filter_equal=True))
+    await enqueue(replay, "e")
+    await healthy_replica(replay)
+    (lease,) = await leased(replay)
+    for index in range(2):
+        assert await score(replay, lease, index, reward=0.0 if filtered else float(index)) is None
+    counts = {state: count for state, count in (await replay.state()).counts.items() if count}
+    assert counts == {"filtered" if filtered else "ready": 1}
+    before = await contents(replay)
+    for index in range(2):
+        assert await score(replay, lease, index, reward=9.0) is None
+    assert await contents(replay) == before
+    assert await replay.take_scoring({"game": 8}) == []
+
+
+async def test_an_episode_without_a_score_waits_for_its_grader(replay: ReplayClient) -> None:
+    await enqueue(replay, "e")
+    await healthy_replica(replay)
+    (lease,) = await leased(replay)
+    for index in range(2):
+        assert await replay.finish(lease, index, make_trajectory(lease, index), None) is None
+    jobs = await replay.take_scoring({"game": 8})
+    assert await replay.score_many([(job, Score("SCORED", float(job.trajectory.index))) for job in jobs]) == [None] * 2
+    assert (await group_of(replay, lease))["state"] == "ready"
+
+
+async def test_an_episode_of_several_calls_is_kept_byte_for_byte(replay: ReplayClient, limits: Limits) -> None:
+    await enqueue(replay, "e")
+    await healthy_replica(replay)
+    (lease,) = await leased(replay)
+    calls = (make_call(), make_call(0, length=9_000), make_call())
+    episode = EpisodeTrajectory(lease.group.id, lease.attempt, 0, calls, False, "runner")
+    await replay.finish(lease, 0, episode, Score("SCORED", 1.0))
+    (trajectory,) = (await group_of(replay, lease))["trajectories"]
+    assert await replay.redis.get(trajectory["key"]) == episode.encode()
+    assert (trajectory["length"], trajectory["reward"]) == (9_004, 1.0)
+    large = EpisodeTrajectory(
+        lease.group.id, lease.attempt, 1, (make_call(length=limits.max_episode_bytes // 8), *calls[1:]), False, "runner"
+    )
+    with pytest.raises(InvalidCall, match="more than max_episode_bytes"):
+        await replay.finish(lease, 1, large, Score("SCORED", 1.0))
+    assert len(await payloads(replay)) == 1
+
+
+async def test_law_6_an_episode_that_fails_is_charged_alone(replay: ReplayClient) -> None:
+    await enqueue(replay, "e")
+    await healthy_replica(replay)
+    (lease,) = await leased(replay)
+    await score(replay, lease, 1)
+    known = lease
+    for status in ("FAILED", "INTERRUPTED", "TIMED_OUT", "NOT_STARTED"):
+        await append(replay, known, 0, 1)
+        again = await fail(replay, known, 0, status)  # type: ignore[arg-type]
+        assert again is not None
+        assert await fail(replay, known, 0, status) == again  # type: ignore[arg-type]
+        known = again
+    assert known.tries == {0: 4}
+    group = await group_of(replay, lease)
+    assert (group["state"], group["failures"], group["pushed"], group["scored"]) == ("open", 0, 1, 1)
+
+    await replay.release(known, "shutdown", failed=False)
+    (known,) = await leased(replay)
+    assert (known.missing, known.tries) == ((0,), {0: 4})
+    assert await fail(replay, known, 0) is None  # the third that costs something
+    group = await group_of(replay, lease)
+    assert (group["state"], group["reason"]) == ("failed", "episode 0 failed 3 times: FAILED: the program raised")
+    assert await payloads(replay) == []
+
+
+async def test_law_6_the_group_does_without_an_episode_if_others_were_started(
+    replay: ReplayClient, limits: Limits
+) -> None:
+    await replay.open_run(dataclasses.replace(limits, redundant=1, max_attempts=1))
+    await enqueue(replay, "e")
+    await healthy_replica(replay)
+    (lease,) = await leased(replay)
+    assert await fail(replay, lease, 0) is None
+    await score(replay, lease, 1)
+    await score(replay, lease, 2, reward=0.0)
+    assert (await group_of(replay, lease))["state"] == "ready"
+
+
+async def test_law_7_a_refused_episode_fails_its_group(replay: ReplayClient) -> None:
+    await enqueue(replay, "e")
+    await healthy_replica(replay)
+    (lease,) = await leased(replay)
+    await score(replay, lease, 1)
+    assert await fail(replay, lease, 0, "INVALID") is None
+    group = await group_of(replay, lease)
+    assert (group["state"], group["reason"]) == ("failed", "episode 0 was refused: INVALID: the program raised")
+
+
+async def test_law_4_what_an_episode_said_before_it_began_anew_is_refused(replay: ReplayClient) -> None:
+    await enqueue(replay, "e")
+    await healthy_replica(replay)
+    (lease,) = await leased(replay)
+    await append(replay, lease, 0, 1)
+    again = await fail(replay, lease, 0, "INTERRUPTED")
+    assert again is not None
+    before = await contents(replay)
+    for first_call in (append(replay, lease, 0, 1), score(replay, lease, 0)):
+        with pytest.raises(LeaseLost, match="has begun anew"):
+            await first_call
+    assert await contents(replay) == before
+    await append(replay, again, 0, 1)
+    await score(replay, again, 0)
+    assert await fail(replay, again, 0) is None  # it has ended
+    with pytest.raises(Surplus):
+        await append(replay, again, 0, 1, first=1)
+    assert (await group_of(replay, lease))["scored"] == 1
+
+
+async def test_law_3_a_group_whose_episodes_two_builds_score_is_generated_again(replay: ReplayClient) -> None:
+    await enqueue(replay, "e")
+    await healthy_replica(replay)
+    for again in range(9):
+        (lease,) = await leased(replay)
+        await score(replay, lease, 0, build="a")
+        assert await score(replay, lease, 1, build="b") is None
+        group = await group_of(replay, lease)
+        assert (group["state"], group["failures"]) == ("queued" if again < 8 else "failed", 0)
+        assert await payloads(replay) == []
+    assert 'scored by build "a" and then by "b"' in group["reason"]
+
+
+async def test_surplus_episodes_are_told_by_the_heartbeat(replay: ReplayClient, limits: Limits) -> None:
+    await replay.open_run(dataclasses.replace(limits, redundant=2))
+    await enqueue(replay, "e")
+    await healthy_replica(replay)
+    runner = await new_runner(replay)
+    (lease,) = await replay.lease_episodes(runner, LONG)
+    reply = await replay.runner_heartbeat(runner, [lease.token])
+    assert (reply.alive, reply.lost, reply.complete, reply.surplus) == (True, (), (), ())
+    await score(replay, lease, 0)
+    await score(replay, lease, 2, reward=0.0)
+    reply = await replay.runner_heartbeat(runner, [lease.token])
+    assert (reply.lost, reply.complete) == ((lease.token,), (lease.token,))
+    assert reply.surplus == ((lease.token, 1), (lease.token, 3))
+    with pytest.raises(Surplus):
+        await score(replay, lease, 1)
+
+
+# -- runners that die
+
+
+async def test_law_6_the_death_of_a_runner_is_charged_to_a_group_that_was_alone_with_it(replay: ReplayClient) -> None:
+    await enqueue(replay, "ee")
+    await healthy_replica(replay)
+    failures = {0: 0, 1: 0}
+    while (await replay.state()).counts.get("failed", 0) == 0:
+        runner = await new_runner(replay)
+        leases = await replay.lease_episodes(runner, LONG)
+        if 0 in orders(leases):
+            await append(replay, leases[0], 0, 1)
+            await replay.deregister_runner(runner, died=True)
+        else:
+            await finish_all(replay, leases)
+        for order in failures:
+            failures[order] = (await replay.group(f"e0-train-{order}") or {})["failures"]
+    assert failures == {0: 3, 1: 0}
+    assert "died with this group alone" in (await replay.group("e0-train-0") or {})["reason"]
+
+
+async def test_law_1_a_silent_runner_loses_its_leases_and_siblings_stay(replay: ReplayClient, limits: Limits) -> None:
+    await enqueue(replay, "e")
+    runner = await new_runner(replay)
+    replica = await healthy_replica(replay)
+    (lease,) = await replay.lease_episodes(runner, LONG)
+    await score(replay, lease, 1)
+    await append(replay, lease, 0, 2)
+    await tighten(replay, limits, replica_dead_s=0.3)
+    await replay.runner_heartbeat(runner, [lease.token])  # the last
+
+    async def dead() -> bool:
+        await replay.heartbeat(replica, [])
+        return not (await replay.runners())[0].alive
+
+    await eventually(dead)
+    await tighten(replay, limits)
+    assert not (await replay.runner_heartbeat(runner, [lease.token])).alive
+    with pytest.raises(LeaseLost):
+        await append(replay, lease, 0, 1, first=2)
+    (again,) = await leased(replay)
+    assert (again.group.id, again.missing, again.tries) == (lease.group.id, (0,), {})
+    await append(replay, again, 0, 1)  # it begins anew
+    await score(replay, again, 0, reward=0.0)
+    assert (await group_of(replay, lease))["state"] == "ready"

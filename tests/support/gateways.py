@@ -1,0 +1,176 @@
+"""A gateway with an open episode, served over HTTP, whose replicas are toys: no buffer, no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+
+from headrace.errors import HeadraceError
+from headrace.replay import Lease, Replica
+from headrace.replica_client import RenderRefused, ReplicaUnavailable, Sampled, SampleRequest
+from headrace.service import bind, serve_openly
+from headrace.trajectory import Call, Group, Message, Sampling
+from headrace_services.agents.episode import OpenEpisode
+from headrace_services.agents.fleet import Fleet, RunClock
+from headrace_services.agents.gateway import Gateway, build_app
+from headrace_services.agents.session import Clocks, Limits
+from tests.support.toy_policy import END, ToyPolicy
+from tests.support.toy_sessions import CLOCKS, LIMITS
+
+TIMELINE = "now"
+
+
+def lease(n: int = 1) -> Lease:
+    group = Group(
+        id="group-1",
+        lane="train",
+        order=0,
+        task_name="talk",
+        env_name="talk",
+        messages=({"role": "user", "content": "hi"},),
+        prompt_token_ids=np.asarray([1], np.int32),
+        extra_env_info={},
+        dataset_index=0,
+        n=n,
+        sampling=Sampling(temperature=1.0, max_new_tokens=64, stop_token_ids=(END,)),
+    )
+    return Lease(group, "token", 0, 0, 3, TIMELINE, "incarnation", 60.0, n, tuple(range(n)))
+
+
+class ToyReplica:
+    """`before` is called before each sampling, and may wait or raise."""
+
+    def __init__(self, policy: ToyPolicy) -> None:
+        self.policy = policy
+        self.before: Callable[[SampleRequest], Any] = lambda request: asyncio.sleep(0)
+        self.sampling = 0
+
+    async def sample(self, request: SampleRequest) -> Sampled:
+        self.sampling += 1
+        try:
+            await self.before(request)
+        finally:
+            self.sampling -= 1
+        return self.policy.sample(request)
+
+    async def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        if any(message["role"] not in ("system", "user", "assistant", "tool") for message in messages):
+            raise RenderRefused("invalid", "the template knows no such role")
+        return self.policy.render(messages, tools or (), answered=not add_generation_prompt)
+
+    async def derender(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] | None,
+        finish_reason: Any,
+        stop_reason: Any = None,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> Message:
+        sampled = Sampled(list(token_ids), [], (), finish_reason, stop_reason, "", 0, "")
+        return self.policy.derender(sampled, tools or ())
+
+    async def aclose(self) -> None:
+        pass
+
+
+def replica(name: str, state: Any = "HEALTHY", version: int = 3, timeline: str = TIMELINE) -> Replica:
+    return Replica(name, state, version, timeline, {"url": name}, 0, 0.0)
+
+
+@dataclasses.dataclass
+class Open:
+    """An open episode, and how programs reach it. `kept` are the calls that were kept, in order."""
+
+    episode: OpenEpisode
+    gateway: Gateway
+    fleet: Fleet
+    replicas: dict[str, ToyReplica]
+    address: str
+    key: str
+    kept: list[Call]
+    fail_to_keep: HeadraceError | None = None
+    may_keep: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    @property
+    def url(self) -> str:
+        return f"{self.address}/s/{self.key}/v1"
+
+    @contextlib.asynccontextmanager
+    async def client(self, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+        given: dict[str, Any] = {"base_url": self.url, "api_key": "none", "max_retries": 0, "timeout": 60.0}
+        async with openai.AsyncOpenAI(**(given | options)) as client:
+            yield client
+
+    @contextlib.asynccontextmanager
+    async def http(self) -> AsyncIterator[httpx.AsyncClient]:
+        async with httpx.AsyncClient(base_url=self.url, timeout=60.0) as client:
+            yield client
+
+
+@contextlib.asynccontextmanager
+async def open_episode(
+    policy: ToyPolicy | None = None,
+    *,
+    replicas: int = 1,
+    limits: Limits = LIMITS,
+    clocks: Clocks = CLOCKS,
+    clock: Callable[[], float] | None = None,
+    **bounds: Any,
+) -> AsyncIterator[Open]:
+    toys = {
+        f"replica-{number + 1}": ToyReplica(
+            dataclasses.replace(policy or ToyPolicy(), replica=f"replica-{number + 1}", asked=[])
+        )
+        for number in range(replicas)
+    }
+    fleet = Fleet(lambda url: toys[url], RunClock() if clock is None else RunClock(clock))
+    fleet.note(map(replica, toys))
+    opened: Open
+
+    async def keep(number: int, nonce: str, call: Call) -> None:
+        await opened.may_keep.wait()
+        for _ in range(number * 7 % 5):  # some take longer than those that began after them
+            await asyncio.sleep(0)
+        if opened.fail_to_keep is not None:
+            raise opened.fail_to_keep
+        assert number == len(opened.kept)
+        opened.kept.append(call)
+
+    episode = OpenEpisode("group-1[0]", lease(), 0, fleet, keep, limits, clocks, "42 group-1 0")
+    given = {"max_request_bytes": 10_000, "max_parallel_calls": 64, "max_requests_per_s": 1000.0}
+    gateway = Gateway("policy", **(given | bounds))
+    key = gateway.open(episode)
+    with contextlib.closing(bind("127.0.0.1", 0, "agents.port")) as sock:
+        async with httpx.AsyncClient() as forward, serve_openly(build_app(gateway, forward), sock):
+            address = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            opened = Open(episode, gateway, fleet, toys, address, key, [])
+            opened.may_keep.set()
+            try:
+                yield opened
+            finally:
+                await episode.end()
+
+
+def unavailable(times: int) -> Callable[[SampleRequest], Any]:
+    """A replica that is lost in the middle of its first `times` calls."""
+    left = [times]
+
+    async def before(request: SampleRequest) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise ReplicaUnavailable("it is gone")
+
+    return before

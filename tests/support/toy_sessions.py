@@ -1,0 +1,68 @@
+"""A program and its session, without tasks and connections: what the gateway does, one step after the other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.replica_client import SampleRequest
+from headrace.trajectory import Message
+from headrace_services.agents.session import Asked, Clocks, Limits, Placed, Refused, Session, SessionCall
+from tests.support.toy_policy import END, ToyPolicy
+
+LIMITS = Limits(calls=100, tokens=10**6, nbytes=10**7, context=4096, new_tokens=64)
+CLOCKS = Clocks(call_s=20.0, think_s=10.0, episode_s=100.0, finish_s=5.0, retry_grace_s=3.0)
+TOOLS = ({"type": "function", "function": {"name": "look", "parameters": {}}},)
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+class Program:
+    def __init__(self, session: Session, policy: ToyPolicy) -> None:
+        self.session, self.policy = session, policy
+
+    def asked(self, messages: Sequence[Message], *, tools: Any = (), **options: Any) -> Asked:
+        own = {name: options.pop(name) for name in ("retry", "idempotency_key", "train") if name in options}
+        body = json.dumps([messages, list(tools), options]).encode()
+        known = {name: value for name, value in options.items() if name in ("max_tokens", "stop")}
+        return Asked(tuple(messages), hashlib.sha256(body).digest(), tools=tuple(tools), **known, **own)
+
+    def begin(self, messages: Sequence[Message], **options: Any) -> SessionCall:
+        return self.session.ask(self.asked(messages, **options), 0.0)[0]
+
+    def place(self, call: SessionCall) -> Placed:
+        parent = self.session.parent_of(call)
+        rendered = self.policy.render(call.asked.messages, call.asked.tools, answered=False)
+        if parent is not None and parent.told is None:
+            self.session.tell(parent, self.policy.render(parent.history, parent.asked.tools, answered=True))
+        try:
+            return self.session.place(call, rendered, parent, 0.0)
+        except Refused:
+            self.session.failed(call, 0.0, again=False)
+            raise
+
+    def carry_out(self, call: SessionCall, now: float = 0.0) -> None:
+        placed = self.place(call)
+        request = SampleRequest(
+            tuple(placed.token_ids.tolist()),
+            placed.max_new_tokens,
+            "now",
+            0,
+            stop=call.asked.stop,
+            stop_token_ids=(END,),
+            seed=placed.seed,
+        )
+        sampled = self.policy.sample(request)
+        self.session.sampled(call, sampled)
+        self.session.answered(call, self.policy.derender(sampled, call.asked.tools), now)
+
+    def ask(self, messages: Sequence[Message], **options: Any) -> SessionCall:
+        """A request, its answer, and its delivery."""
+        call = self.begin(messages, **options)
+        self.carry_out(call)
+        self.session.delivered(call)
+        return call

@@ -1,0 +1,89 @@
+"""Which replica a call goes to, and how an episode ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.trajectory import Score
+from headrace_services.agents.decisions import Candidate, Finish, Outcome, choose, finish
+
+SCORED = Score("SCORED", 1.0, build="b")
+FAILED = Score("FAILED", message="it raised")
+
+
+def candidate(name: str, calls: int = 0, *, healthy: bool = True, timeline: str = "t", version: int = 3) -> Candidate:
+    return Candidate(name, healthy, timeline, version, calls)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "parent", "refused", "chosen"),
+    [
+        ([candidate("a", 5), candidate("b", 2)], None, set(), "b"),
+        ([candidate("a", 5), candidate("b", 2)], "a", set(), "a"),
+        ([candidate("a", 5), candidate("b", 2)], "a", {"a"}, "b"),
+        ([candidate("a", 5), candidate("b", 2)], "gone", set(), "b"),
+        ([candidate("a", healthy=False)], "a", set(), None),
+        ([candidate("a", timeline="before"), candidate("b", 9)], "a", set(), "b"),
+        ([candidate("a", version=2), candidate("b", 9, version=4)], None, set(), "b"),
+        ([], None, set(), None),
+    ],
+)
+def test_a_call_goes_to_its_parents_replica_or_to_the_least_loaded(
+    candidates: Any, parent: Any, refused: Any, chosen: Any
+) -> None:
+    assert choose(candidates, "t", 3, parent, refused) == chosen
+
+
+def outcome(**changes: Any) -> Outcome:
+    return Outcome(**({"score": SCORED, "hung": None, "limit": None, "trained": 2, "paths": 1} | changes))
+
+
+def status(result: Finish) -> str:
+    return "graded" if result.score is None else result.score.status
+
+
+@pytest.mark.parametrize(
+    ("ended", "settings", "expected", "with_trajectory"),
+    [
+        ({}, {}, "SCORED", True),
+        ({"score": FAILED}, {}, "FAILED", False),
+        ({"score": Score("INVALID", message="no such game")}, {}, "INVALID", False),
+        ({"score": Score("NOT_STARTED", message="no room")}, {"graded": True}, "NOT_STARTED", False),
+        ({"score": None}, {}, "FAILED", False),
+        ({"score": None}, {"graded": True}, "graded", True),
+        ({}, {"graded": True}, "graded", True),
+        ({"score": FAILED}, {"graded": True}, "FAILED", False),
+        ({"score": None, "hung": "agents.think_s"}, {}, "TIMED_OUT", False),
+        ({"score": None, "hung": "agents.think_s"}, {"graded": True}, "TIMED_OUT", False),
+        ({"trained": 0}, {}, "FAILED", False),
+        ({"trained": 0, "score": None}, {"graded": True}, "FAILED", False),
+        ({"paths": 2}, {}, "SCORED", True),
+        ({"paths": 2}, {"branches": "refuse"}, "FAILED", False),
+        # a limit of the run
+        ({"limit": "calls"}, {}, "SCORED", True),
+        ({"limit": "calls", "score": FAILED}, {}, "FAILED", False),
+        ({"limit": "calls", "score": FAILED}, {"graded": True}, "graded", True),
+        ({"limit": "calls", "score": None, "hung": "agents.finish_s"}, {}, "TIMED_OUT", False),
+        ({"limit": "calls", "score": None, "hung": "agents.finish_s"}, {"graded": True}, "graded", True),
+        ({"limit": "calls"}, {"on_limit": "fail"}, "FAILED", False),
+        ({"limit": "calls", "score": None, "hung": "agents.finish_s"}, {"on_limit": -1.0}, "SCORED", True),
+        ({"limit": "calls", "trained": 0}, {"on_limit": -1.0}, "FAILED", False),
+        ({"limit": "calls", "score": Score("INTERRUPTED", message="lost")}, {"graded": True}, "INTERRUPTED", False),
+        ({"limit": "calls", "score": Score("INTERRUPTED", message="lost")}, {"on_limit": 0.5}, "INTERRUPTED", False),
+    ],
+)
+def test_how_an_episode_ends(ended: Any, settings: Any, expected: str, with_trajectory: bool) -> None:
+    chosen = {"on_limit": "grade", "branches": "allow", "graded": False} | settings
+    result = finish(outcome(**ended), **chosen)
+    assert (status(result), result.with_trajectory) == (expected, with_trajectory)
+    if chosen["on_limit"] in (-1.0, 0.5) and expected == "SCORED":
+        assert result.score.reward == chosen["on_limit"]
+
+
+def test_what_hung_names_its_clock() -> None:
+    result = finish(
+        outcome(score=None, hung="no call for 5 s (agents.think_s)"), on_limit="grade", branches="allow", graded=False
+    )
+    assert "agents.think_s" in result.score.message

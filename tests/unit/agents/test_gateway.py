@@ -1,0 +1,509 @@
+"""The gateway over HTTP, with real clients and replicas that are toys."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from headrace.errors import LeaseLost
+from headrace.replica_client import ReplicaFenced, SampleRequest
+from headrace_services.agents import gateway as gateway_module
+from headrace_services.agents.gateway import redact
+from tests.support.gateways import Open, open_episode, replica, unavailable
+from tests.support.toy_policy import ToyPolicy
+from tests.support.toy_sessions import LIMITS, TOOLS, user
+
+HI: Any = [user("hi")]
+
+
+async def until(condition: Any) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.001)
+
+
+async def ask(client: openai.AsyncOpenAI, messages: Any = HI, **options: Any) -> Any:
+    return await client.chat.completions.create(model="any", messages=messages, **options)
+
+
+def gate(opened: Open) -> asyncio.Event:
+    """What every sampling waits for from now on."""
+    event = asyncio.Event()
+    for toy in opened.replicas.values():
+        toy.before = lambda request: event.wait()
+    return event
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_an_openai_client_talks_over_several_turns() -> None:
+    async with open_episode() as opened, opened.client() as client:
+        messages = list(HI)
+        for turn in range(3):
+            answer = (await ask(client, messages)).choices[0]
+            assert answer.finish_reason in ("stop", "tool_calls")
+            messages += [answer.message.model_dump(), user(f"and {turn}?")]
+        ending = await opened.episode.end()
+    assert [call.parent for call in ending.calls] == [-1, 0, 1]
+    assert [call.completion_token_ids.tolist() for call in opened.kept] == [
+        call.completion_token_ids.tolist() for call in ending.calls
+    ]
+
+
+async def test_the_key_is_an_api_key_too() -> None:
+    async with open_episode() as opened, opened.client(base_url=f"{opened.address}/v1", api_key=opened.key) as client:
+        assert [model.id async for model in client.models.list()] == ["policy"]
+        assert (await ask(client)).usage.completion_tokens > 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_stream_says_what_an_answer_does(seed: int) -> None:
+    asked: dict[str, Any] = {"tools": TOOLS, "logprobs": True, "extra_body": {"return_token_ids": True}}
+    messages = [user(f"hi {seed}")]
+    async with open_episode() as opened, opened.client() as client:
+        whole = (await ask(client, messages, **asked)).model_dump()
+    async with open_episode() as opened, opened.client() as client:
+        stream = await ask(client, messages, **asked, stream=True, stream_options={"include_usage": True})
+        chunks = [chunk.model_dump() async for chunk in stream]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    message = whole["choices"][0]["message"]
+    assert "".join(delta.get("content") or "" for delta in deltas) == (message["content"] or "")
+    assert "".join(delta.get("reasoning") or "" for delta in deltas) == message.get("reasoning", "")
+    calls = [{**call, "index": None} for delta in deltas for call in delta.get("tool_calls") or ()]
+    assert calls == [{**call, "index": None} for call in message["tool_calls"] or ()]
+    last = chunks[-2]["choices"][0]
+    assert last["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert last["token_ids"] == whole["choices"][0]["token_ids"]
+    assert last["logprobs"] == whole["choices"][0]["logprobs"]
+    assert chunks[-1]["usage"] == whole["usage"]
+
+
+async def test_token_ids_and_log_probabilities_are_those_of_the_record() -> None:
+    async with open_episode() as opened, opened.client() as client:
+        answer = await ask(client, logprobs=True, extra_body={"return_token_ids": True})
+    (call,) = opened.kept
+    choice = answer.choices[0]
+    assert answer.prompt_token_ids == call.context_token_ids.tolist()
+    assert choice.token_ids == call.completion_token_ids.tolist()
+    assert [each.token for each in choice.logprobs.content] == [f"token_id:{token}" for token in choice.token_ids]
+    assert [each.logprob for each in choice.logprobs.content] == call.logprobs.tolist()
+
+
+async def test_no_answer_leaves_before_its_call_is_kept() -> None:
+    async with open_episode() as opened, opened.client() as client:
+        opened.may_keep.clear()
+        asking = asyncio.create_task(ask(client))
+        await until(lambda: any(call.answer for call in opened.episode.session.calls))
+        done, _ = await asyncio.wait([asking], timeout=0.05)
+        assert not done
+        opened.may_keep.set()
+        await asking
+        assert len(opened.kept) == 1
+
+
+async def test_parallel_calls_are_kept_in_the_order_of_their_numbers() -> None:
+    async with open_episode(replicas=3) as opened, opened.client() as client:
+        await asyncio.gather(*(ask(client, [user(f"{number}")]) for number in range(20)))
+        ending = await opened.episode.end()
+    assert len(opened.kept) == len(ending.calls) == 20
+
+
+async def test_a_stream_stays_alive_while_the_policy_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_module, "_KEEP_ALIVE_S", 0.01)
+    async with open_episode() as opened, opened.http() as client:
+        go = gate(opened)
+        async with client.stream("POST", "/chat/completions", json={"messages": HI, "stream": True}) as response:
+            parts = response.aiter_text()
+            assert (await anext(parts)).startswith(":")
+            go.set()
+            rest = "".join([part async for part in parts])
+    assert rest.endswith("data: [DONE]\n\n")
+
+
+# -- who is let in -----------------------------------------------------------------------------------------------------------
+
+
+async def test_an_unknown_key_and_one_of_an_episode_that_has_ended_open_nothing() -> None:
+    async with open_episode() as opened:
+        async with opened.client(base_url=f"{opened.address}/s/{'0' * 32}/v1") as client:
+            with pytest.raises(openai.AuthenticationError):
+                await ask(client)
+        async with opened.client() as client:
+            opened.gateway.close(opened.key)
+            with pytest.raises(openai.AuthenticationError, match="has ended"):
+                await ask(client)
+            with pytest.raises(openai.AuthenticationError):
+                await client.models.list()
+
+
+async def test_any_gateway_takes_a_request_and_forwards_what_is_another_ones() -> None:
+    async with open_episode() as mine, open_episode() as other:
+        other.gateway.peers = {mine.gateway.name: mine.address}
+        for options in (
+            {"base_url": f"{other.address}/s/{mine.key}/v1"},
+            {"base_url": f"{other.address}/v1", "api_key": mine.key},
+        ):
+            async with mine.client(**options) as client:
+                assert [model.id async for model in client.models.list()] == ["policy"]
+                answer = await ask(client)
+                stream = await ask(client, [user("streamed")], stream=True)
+                assert [chunk async for chunk in stream][-1].choices[0].finish_reason
+                with pytest.raises(openai.BadRequestError, match="n 2"):
+                    await ask(client, n=2)
+                assert answer.choices[0].message.role == "assistant"
+        assert len(mine.kept) == len((await mine.episode.end()).calls) == 4
+        assert not other.kept
+
+
+async def test_a_client_that_goes_is_gone_behind_a_forwarding_gateway_too() -> None:
+    async with open_episode() as mine, open_episode() as other:
+        go = gate(mine)
+        other.gateway.peers = {mine.gateway.name: mine.address}
+        async with httpx.AsyncClient(base_url=f"{other.address}/s/{mine.key}/v1") as client:
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post("/chat/completions", json={"messages": HI}, timeout=0.2)
+            await until(lambda: mine.episode.session.calls[0].readers == 0)
+        go.set()
+
+
+async def test_a_gateway_that_is_away_is_an_error_that_clients_retry_and_nothing_goes_round() -> None:
+    async with open_episode() as mine, open_episode() as other:
+        unknown = f"{'0' * 8}-{'0' * 32}"
+        mine.gateway.peers = {"0" * 8: "http://127.0.0.1:1"}
+        async with mine.client(base_url=f"{mine.address}/s/{unknown}/v1") as client:
+            with pytest.raises(openai.InternalServerError, match="can't be reached"):
+                await ask(client)
+        # two that take each other for its gateway
+        mine.gateway.peers, other.gateway.peers = {"0" * 8: other.address}, {"0" * 8: mine.address}
+        async with mine.client(base_url=f"{mine.address}/s/{unknown}/v1") as client:
+            with pytest.raises(openai.AuthenticationError):
+                await ask(client)
+
+
+async def test_a_body_that_is_too_large_is_not_read() -> None:
+    async with open_episode() as opened, opened.http() as client:
+
+        async def endless() -> Any:
+            while True:
+                yield b" " * 1000
+
+        refused = await client.post("/chat/completions", content=b" " * 20_000)
+        assert refused.status_code == 413
+        assert "agents.max_request_bytes" in refused.json()["error"]["message"]
+        with contextlib.suppress(httpx.HTTPError):  # who goes on sending may not get to read why
+            assert (await client.post("/chat/completions", content=endless())).status_code == 413
+
+
+async def test_requests_under_way_are_bounded() -> None:
+    async with open_episode(max_parallel_calls=2) as opened, opened.client() as client:
+        go = gate(opened)
+        two = [asyncio.create_task(ask(client)) for _ in range(2)]
+        await until(lambda: opened.replicas["replica-1"].sampling == 2)
+        with pytest.raises(openai.RateLimitError, match=r"agents\.max_parallel_calls"):
+            await ask(client)
+        go.set()
+        await asyncio.gather(*two)
+        await ask(client)
+
+
+async def test_the_rate_of_requests_is_bounded() -> None:
+    async with open_episode(max_requests_per_s=0.3) as opened, opened.client() as client:
+        for _ in range(3):
+            await ask(client)
+        with pytest.raises(openai.RateLimitError, match=r"agents\.max_requests_per_s"):
+            await ask(client)
+
+
+def test_no_key_gets_into_a_log() -> None:
+    key = f"01234567-{'0123456789abcdef' * 2}"
+    record = logging.LogRecord("any", logging.INFO, "", 0, "POST %s", (f"http://host/s/{key}/v1/chat",), None)
+    assert redact(record)
+    assert record.getMessage() == "POST http://host/s/01234567-KEY/v1/chat"
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n": 2},
+        {"logit_bias": {"5": 100}},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"choice": ["a"]}},
+        {"guided_regex": "a+"},
+        {"tool_choice": "required", "tools": list(TOOLS)},
+        {"tool_choice": {"type": "function", "function": {"name": "look"}}, "tools": list(TOOLS)},
+        {"tools": [{"type": "web_search"}]},
+        {"parallel_tool_calls": False},
+        {"use_beam_search": True},
+        {"prompt_logprobs": 0},
+        {"top_logprobs": 5, "logprobs": True},
+        {"chat_template": "{{ messages }}"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"continue_final_message": True},
+        {"stop_token_ids": [5]},
+        {"ignore_eos": True},
+        {"min_tokens": 5},
+        {"max_tokens": 0},
+        {"max_tokens": "many"},
+        {"stop": [1]},
+        {"stop": ["a"] * 17},
+        {"messages": []},
+        {"messages": "hi"},
+        {"messages": [{"content": "hi"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]},
+        {"messages": [{"role": "wizard", "content": "hi"}]},
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": [{"role": "user", "content": "hi", "seen": 2**70}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"type": "function"}]}]},
+        {"stream": "yes"},
+    ],
+    ids=lambda options: json.dumps(options)[:60],
+)
+async def test_what_would_change_what_is_sampled_is_refused_with_a_reason(options: dict[str, Any]) -> None:
+    async with open_episode() as opened, opened.http() as client:
+        response = await client.post("/chat/completions", content=json.dumps({"messages": HI, **options}))
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["message"]
+        assert not opened.kept
+        assert opened.episode.session.limit is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'{"messages": NaN}', b"[" * 100_000, b"\xff", b'{"messages": ' + b"[" * 80 + b"]" * 80 + b"}"],
+)
+async def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
+    async with open_episode(max_request_bytes=10**6) as opened, opened.http() as client:
+        response = await client.post("/chat/completions", content=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["message"]
+
+
+async def test_options_of_sampling_are_imposed_and_what_was_asked_is_kept() -> None:
+    seen: list[SampleRequest] = []
+
+    async def before(request: SampleRequest) -> None:
+        seen.append(request)
+
+    async with open_episode() as opened, opened.client() as client:
+        opened.replicas["replica-1"].before = before
+        harmless = {"n": 1, "user": "me", "tool_choice": "auto", "tools": TOOLS, "response_format": {"type": "text"}}
+        await ask(client, temperature=0.0, top_p=0.5, presence_penalty=1.0, seed=5, stop="z", max_tokens=7, **harmless)
+    (request,) = seen
+    assert (request.temperature, request.top_p, request.top_k) == (1.0, 1.0, None)
+    assert request.seed != 5
+    assert request.stop == ("z",)
+    assert request.max_new_tokens == 7
+    assert opened.episode.imposed == {"temperature": [0.0], "top_p": [0.5], "presence_penalty": [1.0], "seed": [5]}
+
+
+async def test_a_limit_is_an_error_of_the_contexts_length() -> None:
+    async with open_episode(limits=dataclasses.replace(LIMITS, calls=1)) as opened, opened.client() as client:
+        await ask(client)
+        for _ in range(2):
+            with pytest.raises(openai.BadRequestError, match=r"agents\.max_rollout_turns") as refused:
+                await ask(client)
+            assert refused.value.code == "context_length_exceeded"
+        assert (await opened.episode.end()).limit is not None
+
+
+async def test_without_tools_to_choose_none_is_parsed() -> None:
+    for number in range(20):
+        async with open_episode() as opened, opened.client() as client:
+            messages = [user(f"{number}")]
+            parsed = (await ask(client, messages, tools=TOOLS)).choices[0].message
+            if parsed.tool_calls:
+                plain = (await ask(client, messages, tools=TOOLS, tool_choice="none")).choices[0].message
+                assert not plain.tool_calls
+                return
+    raise AssertionError
+
+
+# -- retries, with the client's own ------------------------------------------------------------------------------------------
+
+
+async def test_a_client_that_times_out_and_asks_again_gets_the_answer_of_its_first_call() -> None:
+    async with open_episode() as opened, opened.client(max_retries=3, timeout=0.2) as client:
+        go = gate(opened)
+        asking = asyncio.create_task(ask(client))
+        await until(lambda: opened.episode.session.joined == 1)
+        go.set()
+        await asking
+        ending = await opened.episode.end()
+    assert len(opened.replicas["replica-1"].policy.asked) == len(ending.calls) == 1
+
+
+async def test_a_client_that_goes_in_the_middle_of_an_answer_gets_it_whole_the_next_time() -> None:
+    async with open_episode() as opened, opened.http() as client:
+        go = gate(opened)
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/chat/completions", json={"messages": HI}, timeout=0.1)
+        await until(lambda: opened.episode.session.calls[0].readers == 0)
+        go.set()
+        await until(lambda: opened.kept)
+        assert not opened.episode.session.calls[0].delivered
+        answer = await client.post("/chat/completions", json={"messages": HI})
+        assert answer.json()["choices"][0]["message"] == opened.kept[0].answer
+        assert len((await opened.episode.end()).calls) == len(opened.kept) == 1
+
+
+async def test_a_call_that_nobody_came_back_for_is_dropped() -> None:
+    async with open_episode() as opened, opened.http() as client:
+        go = gate(opened)
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/chat/completions", json={"messages": HI}, timeout=0.1)
+        await until(lambda: opened.episode.session.calls[0].readers == 0)
+        go.set()
+        await until(lambda: opened.kept)
+        await client.post("/chat/completions", json={"messages": [user("something else")]})
+        ending = await opened.episode.end()
+    assert len(ending.calls) == 1
+    assert ending.dropped == {"abandoned": 1}
+
+
+async def test_real_duplicates_at_once_are_calls_of_their_own() -> None:
+    async with open_episode() as opened, opened.client() as client:
+        answers = await asyncio.gather(*(ask(client, max_tokens=3) for _ in range(8)))
+        ending = await opened.episode.end()
+    assert len({answer.id for answer in answers}) == len(ending.calls) == 8
+
+
+async def test_duplicates_of_which_some_are_lost_leave_exactly_the_answers_that_were_used() -> None:
+    """Acceptance 6: time-outs, retries and real duplicates at once."""
+    async with open_episode(replicas=2) as opened:
+        asked = itertools.count()
+
+        async def before(request: SampleRequest) -> None:
+            joined = opened.episode.session.joined
+            if next(asked) % 3 == 0:  # slower than its client is patient
+                await until(lambda: opened.episode.session.joined > joined)
+
+        for toy in opened.replicas.values():
+            toy.before = before
+        async with opened.client(max_retries=8, timeout=0.2) as client:
+            answers = await asyncio.gather(*(ask(client) for _ in range(12)))
+        ending = await opened.episode.end()
+        delivered = {f"chatcmpl-{call.number:06d}" for call in opened.episode.session.calls if call.delivered}
+    assert {answer.id for answer in answers} == delivered
+    assert len(ending.calls) == len(delivered)
+    assert opened.episode.session.joined >= 4
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_call_whose_replica_is_lost_is_sampled_elsewhere() -> None:
+    async with open_episode(replicas=2) as opened, opened.client() as client:
+        opened.replicas["replica-1"].before = unavailable(1)
+        await ask(client)
+    assert opened.kept[0].replica == "replica-2"
+
+
+async def test_a_call_goes_to_the_replica_of_its_parent() -> None:
+    async with open_episode(replicas=3) as opened, opened.client() as client:
+        for number in range(6):
+            answer = (await ask(client, [user(f"{number}")])).choices[0].message.model_dump()
+            await ask(client, [user(f"{number}"), answer, user("and?")])
+    assert all(opened.kept[number].replica == opened.kept[number + 1].replica for number in range(0, 12, 2))
+
+
+async def test_with_no_healthy_replica_calls_wait_and_clocks_stand_still() -> None:
+    now = [0.0]
+    async with open_episode(clock=lambda: now[0]) as opened, opened.client() as client:
+        opened.fleet.note([replica("replica-1", "STALE")])
+        asking = asyncio.create_task(ask(client))
+        await until(lambda: opened.episode.session.calls)
+        now[0] = 1000.0
+        opened.episode.look()
+        assert not opened.episode.over.done()
+        opened.fleet.note([replica("replica-1")])
+        await asking
+        now[0] += 10.0
+        opened.episode.look()
+        assert "agents.think_s" in await opened.episode.over
+
+
+@pytest.mark.parametrize("other", [replica("replica-1", timeline="before"), replica("replica-1", version=2)])
+async def test_a_replica_of_another_timeline_or_with_older_weights_samples_nothing(other: Any) -> None:
+    async with open_episode() as opened, opened.client() as client:
+        opened.fleet.note([other])
+        asking = asyncio.create_task(ask(client))
+        await until(lambda: opened.episode.session.calls and opened.episode.session.calls[0].reserved)
+        assert not opened.replicas["replica-1"].policy.asked
+        opened.fleet.note([replica("replica-1")])
+        await asking
+
+
+@pytest.mark.parametrize("wrong", [{"timeline": "before"}, {"version": 2}])
+async def test_an_answer_from_other_weights_than_it_was_asked_from_does_not_count(wrong: dict[str, Any]) -> None:
+    async with open_episode(replicas=2) as opened, opened.client() as client:
+        opened.replicas["replica-1"].policy = ToyPolicy(**wrong)
+        await ask(client)
+    assert opened.replicas["replica-1"].policy.asked
+    assert [call.replica for call in opened.kept] == ["replica-2"]
+
+
+async def test_a_refit_is_waited_for() -> None:
+    async with open_episode() as opened, opened.client() as client:
+        refusals = [3]
+
+        async def before(request: SampleRequest) -> None:
+            if refusals[0]:
+                refusals[0] -= 1
+                asyncio.get_running_loop().call_later(0.01, opened.fleet.note, [replica("replica-1")])
+                raise ReplicaFenced("refit", "it takes no call until the refit is over")
+
+        opened.replicas["replica-1"].before = before
+        await ask(client)
+    assert refusals == [0]
+
+
+# -- clocks and ends ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_call_that_takes_too_long_is_an_error_that_clients_retry() -> None:
+    now = [0.0]
+    async with open_episode(clock=lambda: now[0]) as opened, opened.client() as client:
+        gate(opened)
+        asking = asyncio.create_task(ask(client))
+        await until(lambda: opened.replicas["replica-1"].sampling)
+        now[0] = 20.0
+        opened.episode.look()
+        with pytest.raises(openai.InternalServerError, match=r"agents\.call_s") as error:
+            await asking
+        assert error.value.status_code == 504
+        assert (await opened.episode.end()).dropped == {"failed": 1}
+
+
+async def test_an_answer_that_can_not_be_kept_does_not_leave() -> None:
+    async with open_episode() as opened, opened.client() as client:
+        opened.fail_to_keep = LeaseLost("the lease is void")
+        with pytest.raises(openai.InternalServerError, match="has ended"):
+            await ask(client)
+        assert isinstance(await opened.episode.over, LeaseLost)
+        assert not (await opened.episode.end()).calls
+
+
+async def test_the_end_of_an_episode_ends_its_calls() -> None:
+    async with open_episode() as opened, opened.client() as client:
+        gate(opened)
+        asking = asyncio.create_task(ask(client))
+        await until(lambda: opened.replicas["replica-1"].sampling)
+        await opened.episode.end()
+        assert opened.replicas["replica-1"].sampling == 0
+        with pytest.raises(openai.APIStatusError, match="ended"):
+            await asking

@@ -1,0 +1,452 @@
+"""The session of an episode: what a request continues, what is trained of it, and what a retry gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.trajectory import Message
+from headrace_services.agents.session import Clocks, Limits, Refused, Session, SessionCall
+from tests.support.toy_policy import ASSISTANT, BOS, END, USER, ToyPolicy, encode
+from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Program, user
+
+
+def session(limits: Limits = LIMITS, clocks: Clocks = CLOCKS) -> Session:
+    return Session(limits, clocks, [END], "42 group-1 0", 0.0)
+
+
+@pytest.fixture
+def program() -> Program:
+    return Program(session(), ToyPolicy())
+
+
+def path_of(calls: Any, number: int) -> list[int]:
+    """The tokens from the root to the end of a recorded call."""
+    tokens: list[int] = []
+    while number >= 0:
+        call = calls[number]
+        tokens = [*call.context_token_ids.tolist(), *call.completion_token_ids.tolist(), *tokens]
+        number = call.parent
+    return tokens
+
+
+# -- matching ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_is_one_path_whose_contexts_are_what_the_program_added(program: Program) -> None:
+    messages = [user("hi")]
+    first = program.ask(messages)
+    second = program.ask([*messages, first.answer, user("and?")])
+    assert second.parent is first
+    assert second.context.tolist() == [ord("\n"), USER, *encode("and?"), END, ord("\n"), ASSISTANT]
+    ending = program.session.end()
+    assert [call.parent for call in ending.calls] == [-1, 0]
+    assert tuple(path_of(ending.calls, 1)) == sum(program.policy.asked[1], ())
+    assert ending.calls[1].messages == (user("and?"),)
+
+
+def test_the_first_call_is_a_root_that_is_rendered_as_it_is(program: Program) -> None:
+    call = program.ask([user("hi")])
+    assert call.parent is None
+    assert call.context.tolist() == [BOS, USER, *encode("hi"), END, ord("\n"), ASSISTANT]
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        lambda answer: {**answer, "refusal": None, "audio": None, "function_call": None, "annotations": []},
+        lambda answer: dict(reversed(answer.items())),
+        lambda answer: {**answer, "content": answer["content"] or ""},
+        lambda answer: {**answer, "content": [{"type": "text", "text": answer["content"] or ""}]},
+        lambda answer: {**answer, "tool_calls": [_spaced(call) for call in answer.get("tool_calls", [])] or None},
+    ],
+    ids=["fields that are null", "order of keys", "empty text", "text in parts", "spaces in arguments"],
+)
+def test_an_answer_that_was_serialised_otherwise_is_the_same(echo: Any) -> None:
+    for hello in "abcdefgh":  # with and without tools, with and without text
+        program = Program(session(), ToyPolicy())
+        first = program.ask([user(hello)], tools=TOOLS)
+        second = program.ask([user(hello), echo(first.answer), user("and?")], tools=TOOLS)
+        assert second.parent is first
+
+
+def _spaced(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(dict(reversed(json.loads(call["function"]["arguments"]).items())), indent=4)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda messages: [user("other"), *messages[1:]],
+        lambda messages: messages[1:],
+        lambda messages: [messages[0], {**messages[1], "content": "what I never said"}, messages[2]],
+        lambda messages: [user("a summary of all that"), messages[-1]],
+        lambda messages: [messages[0], {**messages[1], "role": "user"}, messages[2]],
+    ],
+    ids=["first message", "left out", "edited answer", "compaction", "another's words"],
+)
+def test_a_changed_history_is_a_new_root(program: Program, edit: Any) -> None:
+    first = program.ask([user("hi")])
+    second = program.ask(edit([user("hi"), first.answer, user("and?")]))
+    assert second.parent is None
+    assert second.context.tolist() == list(program.policy.asked[1][0])
+    assert program.session.rendered_again == second.context.size
+
+
+def test_other_tools_are_another_history(program: Program) -> None:
+    first = program.ask([user("hi")], tools=TOOLS)
+    assert program.ask([user("hi"), first.answer, user("and?")]).parent is None
+
+
+def test_the_longest_conversation_is_continued(program: Program) -> None:
+    first = program.ask([user("hi")])
+    second = program.ask([user("hi"), first.answer, user("two")])
+    third = program.ask([user("hi"), first.answer, user("two"), second.answer, user("three")])
+    branch = program.ask([user("hi"), first.answer, user("other")])
+    assert third.parent is second
+    assert branch.parent is first
+    assert program.session.end().paths == 2
+
+
+def answer_with(reasoning: bool, policy: ToyPolicy) -> tuple[Program, SessionCall, list[Message]]:
+    """A program whose first answer has reasoning, or none."""
+    for place in range(100):
+        program = Program(session(), dataclasses.replace(policy, asked=[]))
+        first = program.ask(messages := [user(f"hi {place}")])
+        if bool(first.answer.get("reasoning")) is reasoning:
+            return program, first, messages
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("policy", "has_reasoning", "echoes_it", "is_root"),
+    [
+        (ToyPolicy("kept"), True, True, False),
+        (ToyPolicy("kept"), True, False, True),
+        (ToyPolicy("kept"), False, False, False),
+        (ToyPolicy("of the last answer"), True, True, True),
+        (ToyPolicy("of the last answer"), True, False, True),
+        (ToyPolicy("of the last answer"), False, False, False),
+        (ToyPolicy("stripped"), True, True, False),
+        (ToyPolicy("stripped"), True, False, False),
+    ],
+)
+def test_whether_reasoning_makes_a_root_is_the_templates_to_say(
+    policy: ToyPolicy, has_reasoning: bool, echoes_it: bool, is_root: bool
+) -> None:
+    program, first, messages = answer_with(has_reasoning, policy)
+    echo = {name: value for name, value in first.answer.items() if echoes_it or name != "reasoning"}
+    second = program.ask([*messages, echo, user("and?")])
+    assert (second.parent is None) is is_root
+    # either way: what is trained is what the engine was given and wrote
+    ending = program.session.end()
+    assert [tuple(path_of(ending.calls, number)) for number in range(2)] == [
+        sum(each, ()) for each in program.policy.asked
+    ]
+
+
+def test_a_cut_off_answer_gets_its_end_of_turn_as_context(program: Program) -> None:
+    first = program.ask([user("hello")], max_tokens=1)
+    assert first.completion.finish_reason == "length"
+    second = program.ask([user("hello"), first.answer, user("and?")])
+    assert second.parent is first
+    assert second.context.tolist()[:3] == [END, ord("\n"), USER]
+    assert END not in first.completion.token_ids
+
+
+def test_a_template_that_ends_no_answer_adds_nothing_between() -> None:
+    program = Program(session(), ToyPolicy(ends_answers=False))
+    first = program.ask([user("hi")])
+    second = program.ask([user("hi"), first.answer, user("and?")])
+    assert second.context.tolist() == [USER, *encode("and?"), END, ord("\n"), ASSISTANT]
+
+
+def test_a_call_that_a_stop_string_ended_is_not_continued() -> None:
+    for place in range(100):
+        program = Program(session(), ToyPolicy())
+        first = program.ask([user(f"{place}")], stop=("b",))
+        stopped = isinstance(first.completion.stop_reason, str)
+        second = program.ask([user(f"{place}"), first.answer, user("and?")])
+        assert (second.parent is None) is stopped
+        if stopped:
+            return
+    raise AssertionError
+
+
+def test_tool_calls_are_named_after_the_number_of_their_call() -> None:
+    named = []
+    program = Program(session(), ToyPolicy())
+    for place in range(30):
+        call = program.ask([user(f"{place}")], tools=TOOLS)
+        named += [each["id"] for each in call.answer.get("tool_calls", ())]
+        assert all(each["id"] == f"{call.number:06d}000" for each in call.answer.get("tool_calls", ()))
+    assert len(set(named)) == len(named) > 1
+
+
+def test_equal_answers_are_told_apart_by_whether_the_program_had_them(program: Program) -> None:
+    had = program.ask([user("hi")], max_tokens=1)
+    lost = program.begin([user("hi")], max_tokens=1, temperature=0.5)  # other bytes: no retry
+    program.carry_out(lost)
+    program.session.left(lost, 0.0)
+    lost.answer, lost.conversation = had.answer, had.conversation
+    program.session._by_conversation = {had.conversation: [had, lost]}
+    assert program.ask([user("hi"), had.answer, user("and?")]).parent is had
+
+
+# -- what is trained ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_that_was_discarded_is_trained(program: Program) -> None:
+    best_of = [program.ask([user("hi")]) for _ in range(3)]
+    assert len({call.number for call in best_of}) == 3
+    ending = program.session.end()
+    assert [call.parent for call in ending.calls] == [-1, -1, -1]
+    assert all(call.trained for call in ending.calls)
+    assert not ending.dropped
+
+
+def test_what_was_not_delivered_is_dropped_and_counted(program: Program) -> None:
+    program.ask([user("had")])
+    lost = program.begin([user("lost")])
+    program.carry_out(lost)
+    program.session.left(lost, 1.0)
+    program.begin([user("under way")])
+    failed = program.begin([user("failed")])
+    program.session.failed(failed, 1.0, again=True)
+    ending = program.session.end()
+    assert len(ending.calls) == 1
+    assert ending.dropped == {"abandoned": 1, "unanswered": 1, "failed": 1}
+
+
+def test_who_goes_on_from_an_answer_has_had_it(program: Program) -> None:
+    first = program.begin([user("hi")])
+    program.carry_out(first)
+    program.session.left(first, 1.0)
+    second = program.ask([user("hi"), first.answer, user("and?")])
+    assert second.parent is first
+    assert [call.parent for call in program.session.end().calls] == [-1, 0]
+
+
+def test_a_call_that_opts_out_is_context(program: Program) -> None:
+    first = program.ask([user("hi")], train=False)
+    program.ask([user("hi"), first.answer, user("and?")])
+    assert [call.trained for call in program.session.end().calls] == [False, True]
+
+
+def test_calls_are_numbered_anew_without_those_that_are_dropped(program: Program) -> None:
+    lost = program.begin([user("lost")])
+    program.carry_out(lost)
+    first = program.ask([user("hi")])
+    program.ask([user("hi"), first.answer, user("and?")])
+    assert first.number == 1
+    assert [call.parent for call in program.session.end().calls] == [-1, 0]
+
+
+# -- retries -----------------------------------------------------------------------------------------------------------------
+
+
+def test_equal_requests_are_calls_of_their_own_while_their_clients_are_there(program: Program) -> None:
+    calls = [program.begin([user("hi")]) for _ in range(3)]
+    assert len(set(map(id, calls))) == 3
+    for call in calls:
+        program.carry_out(call)
+    assert len({call.reserved or tuple(call.completion.token_ids) for call in calls}) > 1, "each has a seed of its own"
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_request_that_equals_one_whose_client_has_gone_gets_its_answer(program: Program, answered: bool) -> None:
+    first = program.begin([user("hi")])
+    if answered:
+        program.carry_out(first)
+    program.session.left(first, 1.0)
+    again, is_new = program.session.ask(program.asked([user("hi")]), 2.0)
+    assert (again, is_new) == (first, False)
+    assert program.session.joined == 1
+    _, is_new = program.session.ask(program.asked([user("hi ")]), 2.0)
+    assert is_new
+
+
+@pytest.mark.parametrize("mark", [{"retry": True}, {"idempotency_key": "once"}])
+def test_a_marked_retry_joins_a_call_whose_client_is_thought_to_be_there(
+    program: Program, mark: dict[str, Any]
+) -> None:
+    key = {"idempotency_key": mark["idempotency_key"]} if "idempotency_key" in mark else {}
+    first, _ = program.session.ask(program.asked([user("hi")], **key), 0.0)
+    again, is_new = program.session.ask(program.asked([user("hi")], **mark), 0.0)
+    assert (again, is_new) == (first, False)
+    program.carry_out(first)
+    program.session.delivered(first)
+    # the answer got lost on its way
+    assert program.session.ask(program.asked([user("hi")], **mark), 0.0) == (first, False)
+
+
+def test_a_retry_after_an_error_is_a_call_of_its_own_though_another_asked_the_same(program: Program) -> None:
+    failed, other = program.begin([user("hi")]), program.begin([user("hi")])
+    program.session.failed(failed, 1.0, again=True)
+    program.session.left(failed, 1.0)
+    again, is_new = program.session.ask(program.asked([user("hi")], retry=True), 1.0)
+    assert is_new
+    assert again is not other
+
+
+def test_two_retries_of_two_equal_requests_get_an_answer_each(program: Program) -> None:
+    first, second = program.begin([user("hi")]), program.begin([user("hi")])
+    for call in (first, second):
+        program.session.left(call, 1.0)
+    got = [program.session.ask(program.asked([user("hi")], retry=True), 2.0)[0] for _ in range(2)]
+    assert got == [first, second]
+
+
+def test_an_idempotency_key_of_another_request_is_refused(program: Program) -> None:
+    program.session.ask(program.asked([user("hi")], idempotency_key="once"), 0.0)
+    with pytest.raises(Refused, match="idempotency key") as refused:
+        program.session.ask(program.asked([user("other")], idempotency_key="once"), 0.0)
+    assert refused.value.kind == "conflict"
+
+
+def test_a_failed_call_is_asked_again_under_its_idempotency_key(program: Program) -> None:
+    first, _ = program.session.ask(program.asked([user("hi")], idempotency_key="once"), 0.0)
+    program.session.failed(first, 0.0, again=True)
+    _, is_new = program.session.ask(program.asked([user("hi")], idempotency_key="once"), 0.0)
+    assert is_new
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------------
+
+
+def test_calls_are_limited(program: Program) -> None:
+    program = Program(session(dataclasses.replace(LIMITS, calls=2)), ToyPolicy())
+    program.ask([user("a")])
+    assert program.session.limit is None
+    program.begin([user("b")])
+    for _ in range(2):
+        with pytest.raises(Refused, match="had its 2 calls") as refused:
+            program.ask([user("c")])
+        assert refused.value.kind == "limit"
+    assert program.session.end().limit is not None
+
+
+def test_parallel_calls_do_not_overshoot_the_tokens_of_an_episode() -> None:
+    program = Program(session(dataclasses.replace(LIMITS, tokens=60, new_tokens=20)), ToyPolicy())
+    calls = [program.begin([user("hello")]) for _ in range(10)]
+    placed = []
+    with pytest.raises(Refused, match=r"agents\.max_episode_tokens"):
+        placed.extend(map(program.place, calls))
+    assert sum(each.token_ids.size + each.max_new_tokens for each in placed) <= 60
+    assert placed[-1].max_new_tokens >= 1
+
+
+def test_what_a_call_reserved_and_did_not_need_is_free_again() -> None:
+    program = Program(session(dataclasses.replace(LIMITS, tokens=100, new_tokens=60)), ToyPolicy())
+    for _ in range(3):  # each of about 25 tokens with its prompt; two at once would not fit
+        program.ask([user("hello")])
+
+
+def test_a_path_is_no_longer_than_the_context() -> None:
+    program = Program(session(dataclasses.replace(LIMITS, context=16)), ToyPolicy())
+    first = program.ask([user("hello")])
+    assert first.context.size + len(first.completion.token_ids) <= 16
+    with pytest.raises(Refused, match=r"policy\.max_total_sequence_length"):
+        program.ask([user("hello"), first.answer, user("and now something long")])
+    assert program.session.limit is not None
+    # a program that shortens its history goes on
+    program.ask([user("short")], max_tokens=1)
+    assert program.session.hung(5.0) is None
+    assert program.session.end().limit is None
+
+
+def test_the_record_is_bounded_in_bytes() -> None:
+    program = Program(session(dataclasses.replace(LIMITS, nbytes=8000)), ToyPolicy())
+    with pytest.raises(Refused, match=r"agents\.max_episode_bytes"):
+        list(map(program.ask, ([user(f"{place}" * 1000)] for place in range(10))))
+    ending = program.session.end()
+    assert 0 < sum(len(call.encode()) for call in ending.calls) <= 8000
+
+
+def test_a_calls_own_max_tokens_is_no_limit_of_the_run(program: Program) -> None:
+    assert program.ask([user("hello")], max_tokens=1).completion.finish_reason == "length"
+    assert program.session.end().limit is None
+
+
+def test_after_its_end_every_request_is_refused(program: Program) -> None:
+    call = program.begin([user("hi")])
+    program.session.end()
+    for refused in (lambda: program.begin([user("hi")]), lambda: program.place(call)):
+        with pytest.raises(Refused) as error:
+            refused()
+        assert error.value.kind == "ended"
+
+
+# -- seeds -------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_question_asked_as_often_has_the_same_seed() -> None:
+    def seeds(seed: str) -> list[int]:
+        program = Program(Session(LIMITS, CLOCKS, [END], seed, 0.0), ToyPolicy())
+        return [program.place(program.begin([user(text)])).seed for text in ("a", "a", "b")]
+
+    assert seeds("42 g 0") == seeds("42 g 0")
+    assert len({*seeds("42 g 0"), *seeds("42 g 1")}) == 6
+
+
+# -- clocks ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_that_asks_nothing_has_hung(program: Program) -> None:
+    assert program.session.hung(9.0) is None
+    assert "agents.think_s" in program.session.hung(10.0)
+    call, _ = program.session.ask(program.asked([user("hi")]), 9.0)
+    assert program.session.hung(30.0) is None, "it waits for the policy"
+    program.carry_out(call, now=30.0)
+    assert program.session.hung(39.0) is None
+    assert "agents.think_s" in program.session.hung(40.0)
+
+
+def test_an_episode_ends_at_last(program: Program) -> None:
+    program.session.ask(program.asked([user("hi")]), 99.0)
+    assert program.session.hung(99.0) is None
+    assert "agents.episode_s" in program.session.hung(100.0)
+
+
+def test_a_call_without_an_answer_is_given_up(program: Program) -> None:
+    call, _ = program.session.ask(program.asked([user("hi")]), 5.0)
+    assert not list(program.session.overdue(24.0))
+    ((late, why),) = program.session.overdue(25.0)
+    assert late is call
+    assert "agents.call_s" in why
+
+
+def test_a_call_whose_client_has_gone_runs_on_for_a_while(program: Program) -> None:
+    call, _ = program.session.ask(program.asked([user("hi")]), 5.0)
+    program.session.left(call, 6.0)
+    assert not list(program.session.overdue(8.9))
+    assert [each for each, _ in program.session.overdue(9.0)] == [call]
+    program.session.ask(program.asked([user("hi")]), 8.0)
+    assert not list(program.session.overdue(9.0)), "somebody came back for it"
+
+
+def test_a_program_that_met_a_limit_has_to_end() -> None:
+    program = Program(session(dataclasses.replace(LIMITS, calls=1)), ToyPolicy())
+    program.ask([user("a")])
+    with pytest.raises(Refused):
+        program.session.ask(program.asked([user("b")]), 3.0)
+    with pytest.raises(Refused):
+        program.session.ask(program.asked([user("b")]), 4.0)
+    assert program.session.hung(7.9) is None
+    assert "agents.finish_s" in program.session.hung(8.0)
+
+
+def test_memory_does_not_grow_with_the_square_of_the_calls(program: Program) -> None:
+    messages = [user("hi")]
+    for _ in range(20):
+        call = program.ask(messages, max_tokens=1)
+        messages = [*messages, call.answer, user("x")]
+    calls = program.session.calls
+    assert sum(len(call.asked.messages) + len(call.prefixes) for call in calls) <= 3 * len(messages)
+    assert sum(call.context.size for call in calls) < 4 * len(program.policy.asked[-1][0])
+    assert np.array_equal(calls[-1].path, sum(program.policy.asked[-1], ()))

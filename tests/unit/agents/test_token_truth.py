@@ -1,0 +1,232 @@
+"""Acceptance 1, without an engine: whatever a program does with its conversations, each trained call's path is what the engine was given
+and what it wrote, the number of roots is as predicted, and what is trained are exactly the answers that the program was given."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace.replica_client import SampleRequest
+from headrace.trajectory import EpisodeTrajectory, Message
+from headrace_services.agents.session import Ending, Limits, Refused, Session, SessionCall
+from tests.support.toy_policy import END, ToyPolicy
+from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Program, user
+
+EPISODE_TOKENS, CONTEXT = 1500, 200
+
+
+class Conversation:
+    """A program's own copy of a conversation: its messages, the calls that answered, and whether it is still told as it was."""
+
+    def __init__(
+        self, messages: list[Message], tools: Any, last: SessionCall | None = None, *, kept: bool = True
+    ) -> None:
+        self.messages, self.tools, self.last, self.kept = messages, tools, last, kept
+
+
+class Episode(RuleBasedStateMachine):
+    @initialize(
+        reasoning=st.sampled_from(["kept", "of the last answer", "stripped"]),
+        ends_answers=st.booleans(),
+        tight=st.booleans(),
+    )
+    def start(self, reasoning: Any, ends_answers: bool, tight: bool) -> None:
+        limits = Limits(30, EPISODE_TOKENS, 60_000, CONTEXT, 64) if tight else LIMITS
+        self.policy = ToyPolicy(reasoning, ends_answers)
+        self.program = Program(Session(limits, CLOCKS, [END], "42 g 0", 0.0), self.policy)
+        self.limits = limits
+        self.conversations: list[Conversation] = []
+        self.under_way: list[tuple[Conversation, SessionCall]] = []
+        self.given: set[SessionCall] = set()  # whose answer the program has
+        self.roots = 0
+        self.added = 0
+
+    # -- what a program does -----------------------------------------------------------------------------------------------
+
+    @rule(text=st.sampled_from(["hi", "go on", "what?"]), with_tools=st.booleans())
+    def begin(self, text: str, with_tools: bool) -> None:
+        self.added += 1
+        self.conversations.append(Conversation([user(f"{text}{self.added}")], TOOLS if with_tools else ()))
+
+    @precondition(lambda self: self.conversations)
+    @rule(
+        data=st.data(),
+        max_tokens=st.sampled_from([None, None, 1, 3]),
+        stop=st.sampled_from([(), (), ("b",), ("cd", "e")]),
+        train=st.sampled_from([True, True, False]),
+    )
+    def ask(self, data: Any, max_tokens: int | None, stop: tuple[str, ...], train: bool) -> None:
+        """A request, which goes its own way beside others."""
+        conversation = data.draw(st.sampled_from(self.conversations))
+        options = {"max_tokens": max_tokens, "stop": stop, "train": train, "tools": conversation.tools}
+        try:
+            call = self.program.begin(
+                conversation.messages, **{k: v for k, v in options.items() if v not in (None, ())}
+            )
+            self.program.place(call)
+        except Refused:
+            assert self.program.session.limit is not None
+            return
+        self.under_way.append((conversation, call))
+        self.check_parent(conversation, call)
+
+    def check_parent(self, conversation: Conversation, call: SessionCall) -> None:
+        """Predicted by what the program did to its messages, not by comparing tokens."""
+        last = conversation.last
+        continues = last is not None and conversation.kept and not isinstance(last.completion.stop_reason, str)
+        if continues and last.answer.get("reasoning") and self.policy.reasoning == "of the last answer":
+            continues = False  # it is no longer the last, and its reasoning goes
+        if continues:
+            # an equal answer to an equal conversation may be taken for it, and is as good
+            assert call.parent is not None
+            assert call.parent.conversation == last.conversation
+        elif not conversation.kept:
+            assert call.parent is None
+        self.roots += call.parent is None
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data(), arrives=st.sampled_from([True, True, True, False]))
+    def answer(self, data: Any, arrives: bool) -> None:
+        """One of the calls under way ends, in any order."""
+        conversation, call = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
+        self.finish(call)
+        if not arrives:
+            self.program.session.left(call, 0.0)
+            return
+        self.hand_over(conversation, call)
+
+    def finish(self, call: SessionCall) -> None:
+        reserved = call.reserved
+        session = self.program.session
+        sampled = self.policy.sample(
+            SampleRequest(
+                tuple(reserved.token_ids.tolist()),
+                reserved.max_new_tokens,
+                "now",
+                0,
+                stop=call.asked.stop,
+                seed=reserved.seed,
+            )
+        )
+        session.sampled(call, sampled)
+        session.answered(call, self.policy.derender(sampled, call.asked.tools), 0.0)
+
+    def hand_over(self, conversation: Conversation, call: SessionCall) -> None:
+        self.program.session.delivered(call)
+        self.given.add(call)
+        messages = [*conversation.messages, call.answer]
+        for each in call.answer.get("tool_calls", ()):
+            messages.append({"role": "tool", "tool_call_id": each["id"], "content": "found"})
+        self.added += 1
+        messages.append(user(f"next{self.added}"))
+        self.conversations.append(Conversation(messages, conversation.tools, call))
+
+    @precondition(lambda self: any(not c.delivered and c.readers == 0 and c.answer for c in self.program.session.calls))
+    @rule()
+    def come_back(self) -> None:
+        """A client that had gone asks for the same, in the same bytes."""
+        lost = next(c for c in self.program.session.calls if not c.delivered and c.readers == 0 and c.answer)
+        again, is_new = self.program.session.ask(lost.asked, 0.0)
+        assert not is_new
+        assert again.asked.body == lost.asked.body
+        self.program.session.delivered(again)
+        self.given.add(again)
+
+    # -- what a program does to its messages -------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.conversations)
+    @rule(data=st.data())
+    def serialise_again(self, data: Any) -> None:
+        one = data.draw(st.sampled_from(self.conversations))
+        self.conversations.append(
+            Conversation([_echo(each) for each in one.messages], one.tools, one.last, kept=one.kept)
+        )
+
+    @precondition(lambda self: any(len(each.messages) > 2 for each in self.conversations))
+    @rule(data=st.data())
+    def compact(self, data: Any) -> None:
+        one = data.draw(st.sampled_from([each for each in self.conversations if len(each.messages) > 2]))
+        self.added += 1
+        messages = [user(f"summary{self.added}"), one.messages[-1]]
+        self.conversations.append(Conversation(messages, one.tools, kept=False))
+
+    @precondition(lambda self: any(each.last for each in self.conversations))
+    @rule(data=st.data())
+    def drop_reasoning(self, data: Any) -> None:
+        """As many programs do with every answer."""
+        one = data.draw(st.sampled_from([each for each in self.conversations if each.last]))
+        shown = self.policy.reasoning == "kept" and any(each.get("reasoning") for each in one.messages)
+        messages = [{name: value for name, value in each.items() if name != "reasoning"} for each in one.messages]
+        self.conversations.append(Conversation(messages, one.tools, one.last, kept=one.kept and not shown))
+
+    # -- what holds --------------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def stays_within_its_limits(self) -> None:
+        calls = [call for call in self.program.session.calls if not call.failed] if hasattr(self, "program") else []
+        if calls:
+            assert len(calls) <= self.limits.calls
+            assert sum(call.tokens for call in calls) <= self.limits.tokens
+            assert all(call.path.size <= self.limits.context for call in calls)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "program"):
+            return
+        self.check_ending(self.program.session.end())
+
+    def check_ending(self, ending: Ending) -> None:
+        assert sum(ending.dropped.values()) + len(ending.calls) == len(self.program.session.calls)
+        given = sorted(call.number for call in self.given)
+        kept = sorted(call.number for call in self.program.session.calls if call.answer and call.delivered)
+        assert given == kept, "what is trained are the answers that the program was given"
+        assert len(ending.calls) == len(set(given))
+        if not ending.calls or not any(call.trained for call in ending.calls):
+            return
+        trajectory = EpisodeTrajectory("g", 0, 0, ending.calls, ending.limit is not None, "runner-1")
+        trajectory.check()
+        assert sum(call.parent < 0 for call in ending.calls) <= self.roots
+        engine = {prompt + written for prompt, written in self.policy.asked}
+        for number in range(len(ending.calls)):
+            assert tuple(_path(ending.calls, number)) in engine
+        # each trained token once, in a context that the engine had
+        rows = trajectory.paths()
+        assert len(rows) == ending.paths
+        assert sum(int(row.loss_mask.sum()) for row in rows) == trajectory.length
+        assert len(trajectory.encode()) <= self.limits.nbytes
+        for row in rows:
+            assert tuple([*row.prompt_token_ids.tolist(), *row.completion_token_ids.tolist()]) in engine
+
+
+def _path(calls: Any, number: int) -> list[int]:
+    tokens: list[int] = []
+    while number >= 0:
+        call = calls[number]
+        tokens = [*call.context_token_ids.tolist(), *call.completion_token_ids.tolist(), *tokens]
+        number = call.parent
+    return tokens
+
+
+def _echo(message: Message) -> Message:
+    echo = {"refusal": None, **dict(reversed(message.items()))}
+    if isinstance(echo.get("content"), str):
+        echo["content"] = [{"type": "text", "text": echo["content"]}]
+    if echo.get("tool_calls"):
+        echo["tool_calls"] = [
+            {
+                **each,
+                "function": {
+                    **each["function"],
+                    "arguments": json.dumps(json.loads(each["function"]["arguments"]), indent=1),
+                },
+            }
+            for each in echo["tool_calls"]
+        ]
+    return echo
+
+
+TestTokenTruth = Episode.TestCase
+TestTokenTruth.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)

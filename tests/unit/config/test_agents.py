@@ -1,0 +1,73 @@
+"""What must hold of `agents` where an environment has episodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from headrace.cli import runs
+from headrace.config import Config
+from headrace.errors import ConfigError
+
+PROGRAM = {"attached": True, "episodes": True}
+GROUPS = {"num_generations_per_prompt": 8}
+
+
+def config(env: dict[str, Any] | None = None, **sections: Any) -> Config:
+    given = {"grpo": GROUPS, "env": {"game": PROGRAM} if env is None else env}
+    return Config.model_validate(given | sections)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"agents": {"slots": 7}}, r"agents\.slots 7 is less than 8"),
+        ({"agents": {"slots": 8}, "replay": {"redundant_generations": 1}}, r"agents\.slots 8 is less than 9"),
+        ({"grpo": {"val_num_generations_per_prompt": 99}}, r"agents\.slots 64 is less than 99"),
+        ({"replay": {"max_bytes": 2**24}}, r"agents\.max_episode_bytes 4194304"),
+        ({"agents": {"episode_s": 300}}, r"replay\.group_deadline_s 600 is less than replay\.max_attempts 3 times"),
+        (
+            {
+                "trainer": {"validation_deadline_s": 100},
+                "data": {"validation": {"dataset_name": "arithmetic", "env_name": "game"}},
+            },
+            r"trainer\.validation_deadline_s 100 is less than agents\.episode_s 180",
+        ),
+        (
+            {"loss_fn": {"sequence_level_importance_ratios": True, "token_level_loss": False}},
+            r"set agents\.branches to refuse",
+        ),
+        ({"agents": {"on_limit": "zero"}}, "on_limit"),
+        ({"agents": {"on_limit": float("nan")}}, "on_limit"),
+        ({"agents": {"advertised_url": "agents:8394"}}, "advertised_url"),
+    ],
+)
+def test_what_would_never_work_is_refused(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        config(**sections)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"agents": {"on_limit": -1.0}},
+        {"agents": {"episode_s": 300}, "replay": {"group_deadline_s": 900}},
+        {
+            "agents": {"branches": "refuse"},
+            "loss_fn": {"sequence_level_importance_ratios": True, "token_level_loss": False},
+        },
+        {"env": {"math": {}}, "agents": {"slots": 1}},
+        {"env": {"math": {}}, "loss_fn": {"sequence_level_importance_ratios": True, "token_level_loss": False}},
+        {"trainer": {"validation_deadline_s": 100}},
+    ],
+)
+def test_what_works_is_accepted(sections: dict[str, Any]) -> None:
+    assert config(**sections).has_episodes is ("env" not in sections)
+
+
+def test_runners_do_not_share_a_port() -> None:
+    with pytest.raises(ConfigError, match=r"agents\.port 8394 with agents\.runners 2"):
+        runs.settle_ports(config(agents={"port": 8394, "runners": 2}))

@@ -1,0 +1,73 @@
+"""What a configuration may say of programs that own their loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from headrace.cli import environment_processes
+from headrace.config import Config
+from headrace.errors import ConfigError
+
+PROGRAM = {"attached": True, "episodes": True}
+
+
+def config(env: dict[str, Any], **sections: Any) -> Config:
+    return Config.model_validate({"env": env, **sections})
+
+
+def test_a_program_with_a_grader_and_public_fields() -> None:
+    env = config({"game": {**PROGRAM, "public": ["board"], "grader": "judge"}, "judge": {"target": "h:1"}}).env["game"]
+    assert (env.episodes, env.public, env.grader) == (True, ["board"], "judge")
+    assert not config({"judge": {"target": "h:1"}}).env["judge"].episodes
+
+
+def test_a_function_runs_episodes_without_being_told() -> None:
+    env = config({"game": {"type": "function", "function": "games.chess:play"}}).env["game"]
+    assert (env.episodes, env.is_served, env.kind("game")) == (True, False, "function")
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"game": {"attached": True, "public": ["board"]}}, r"public \['board'\] is for an environment with episodes"),
+        (
+            {"game": {"attached": True, "grader": "math"}, "math": {}},
+            "grader 'math' is for an environment with episodes",
+        ),
+        ({"game": {**PROGRAM, "grader": "math"}}, r"env.game.grader 'math' is not under env: .* \(there is none\)"),
+        ({"game": {**PROGRAM, "grader": "game"}, "math": {}}, r"'game' runs episodes itself: name an .* \(math\)"),
+        ({"game": {**PROGRAM, "grader": "other"}, "other": PROGRAM}, "'other' runs episodes itself"),
+        ({"math": {"episodes": True}}, "env.math.episodes true is for a program, not for type math, which scores"),
+        ({"game": {"type": "function"}}, "env.game.function null: name the program"),
+        ({"game": {"type": "function", "function": "games.chess.play"}}, "should match pattern"),
+        ({"game": {"type": "function", "function": "games.py:play"}}, None),
+        ({"game": {"type": "function", "function": "g:p", "episodes": False}}, "env.game.episodes false: a function"),
+        ({"game": {**PROGRAM, "function": "g:p"}}, "function 'g:p' is an option of function, not of a custom"),
+        ({"game": PROGRAM, "all": {"type": "combine", "parts": {"game": 1.0}}}, "env.all.parts.game runs episodes"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_the_remedy(env: dict[str, Any], said: str | None) -> None:
+    if said is None:  # it looks like a file, and is the function of a module `py`
+        config(env)
+        return
+    with pytest.raises(ValidationError, match=said):
+        config(env)
+
+
+def test_drop_refuses_episodes_and_the_others_take_them() -> None:
+    for policy in ("ordered", "mask"):
+        config({"game": PROGRAM}, grpo={"async_grpo": {"enabled": True, "staleness_policy": policy}})
+    with pytest.raises(
+        ValidationError, match=r"env.game.episodes true with staleness_policy drop: .* use ordered or mask"
+    ):
+        config({"game": PROGRAM}, grpo={"async_grpo": {"enabled": True, "staleness_policy": "drop"}})
+
+
+def test_a_function_that_cannot_be_imported_is_named_before_anything_starts() -> None:
+    right = {"type": "function", "function": "tests.support.odd_program:play"}
+    environment_processes.check(config({"game": right}))
+    with pytest.raises(ConfigError, match=r"env.game.function nowhere:play: nowhere can't be imported; install it"):
+        environment_processes.check(config({"game": {**right, "function": "nowhere:play"}}))
