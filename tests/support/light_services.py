@@ -12,6 +12,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from headrace.errors import ReplayUnavailable, ServiceError
 from headrace.http_access import HttpAccess
 from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
+from headrace.replay.retry import BufferRetry
 from headrace.service import EXIT_STOPPED, bind, serve_http, stop_on_signals
 
 ROOT = Path(__file__).parents[2]
@@ -52,16 +54,18 @@ def idle_reward(config: Config) -> None:
 
 
 def talking_trainer(config: Config) -> None:
-    """Tells the buffer of a step every tenth of a second, and trains nothing."""
+    """Tells the buffer of a step every tenth of a second, and trains nothing. Goes on after the step that it told of last, and waits
+    for a buffer that is away."""
 
     async def train() -> None:
-        stop = stop_on_signals()
+        stop, retry = stop_on_signals(), BufferRetry()
         async with contextlib.aclosing(
             ReplayClient(open_redis(buffer_url(config, "trainer")), str(config.run.id))
         ) as replay:
-            timeline = (await replay.rewind(0, secrets.token_hex(8))).timeline
-            for step in range(config.algorithm.max_num_steps):
-                await replay.publish_metrics("train", step, {"reward": 0.5}, timeline)
+            timeline = (await retry(lambda: replay.rewind(0, secrets.token_hex(8)))).timeline
+            told = await retry(lambda: replay.newest_metrics(1))
+            for step in range(told[0][2] + 1 if told else 0, config.algorithm.max_num_steps):
+                await retry(partial(replay.publish_metrics, "train", step, {"reward": 0.5}, timeline))
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), 0.1)
                     sys.exit(EXIT_STOPPED)
@@ -104,10 +108,10 @@ def small_rollout(config: Config) -> None:
 
 
 def refusable_rollout(config: Config) -> None:
-    """`small_rollout`, unless a file `refused` in the run's folder says that it has no place here."""
+    """Belongs to the fleet and generates nothing, unless a file `refused` in the run's folder says that it has no place here."""
     if (config.run_folder / "refused").exists():
         raise ServiceError("this machine has no place for it")
-    small_rollout(config)
+    asyncio.run(_belong(config))
 
 
 class _OfThisProcess(ReplayClient):
@@ -115,6 +119,20 @@ class _OfThisProcess(ReplayClient):
 
     async def register(self, replica: str, info: Mapping[str, Any]) -> None:
         await super().register(replica, {**info, "pid": os.getpid(), "url": "http://127.0.0.1:1"})
+
+
+async def _belong(config: Config) -> None:
+    stop, retry = asyncio.create_task(stop_on_signals().wait()), BufferRetry()
+    async with contextlib.aclosing(
+        _OfThisProcess(open_redis(buffer_url(config, "rollout")), str(config.run.id))
+    ) as replay:
+        name = ""
+        while not stop.done():
+            if not name or (await retry(partial(replay.heartbeat, name, []))).state == "DEAD":
+                name = secrets.token_hex(6)
+                await retry(partial(replay.register, name, {}))
+            await asyncio.wait([stop], timeout=0.2)
+        await replay.deregister(name)
 
 
 async def _generate(config: Config) -> None:

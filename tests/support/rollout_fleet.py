@@ -22,6 +22,8 @@ from tests.support.source_model import SourceModel, Weights
 
 PATIENCE_S = 240.0  # for an engine to start, or a long completion to end, on a busy machine
 PROMPT = (3, 7, 8, 15, 9, 6, 4)
+# Tokens of a completion that is still being written when it is interrupted, and of one that a whole refit finds there.
+LONG, LONGEST = 900, 1900
 
 
 async def eventually(look: Callable[[], Awaitable[Any]], within_s: float = PATIENCE_S) -> Any:
@@ -148,8 +150,8 @@ class Fleet:
         probe = self.policy.logprobs(self.policy.probe_ids) - np.float32(wrong_by)
         return await self.sender.refit(version, self.timeline, self.policy, self.policy.probe_ids, probe)
 
-    async def enqueue(self, *, long: bool = False, n: int = 2, prompt: tuple[int, ...] = PROMPT) -> str:
-        """A group; `long`: greedy, which keeps clear of the end token, up to 1900 tokens."""
+    async def enqueue(self, *, tokens: int = 0, n: int = 2, prompt: tuple[int, ...] = PROMPT) -> str:
+        """A group; `tokens`: greedy, which keeps clear of the end token, so many of them."""
         group = Group(
             id=f"e0-train-{self.orders}",
             lane="train",
@@ -161,7 +163,7 @@ class Fleet:
             extra_env_info={},
             dataset_index=self.orders,
             n=n,
-            sampling=Sampling(temperature=0.0, max_new_tokens=1900) if long else Sampling(1.0, 24),
+            sampling=Sampling(temperature=0.0, max_new_tokens=tokens) if tokens else Sampling(1.0, 24),
         )
         self.orders += 1
         assert await self.replay.enqueue([group], self.timeline) == 1

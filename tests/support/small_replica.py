@@ -76,7 +76,7 @@ class SmallReplica:
                     taken = epoch.id
                     await self._take_part(epoch)
             if not await self._generate():
-                await asyncio.sleep(0.02)
+                await self._replay.wait_work(0.2)
 
     async def _take_part(self, epoch: Epoch) -> None:
         rendezvous = Rendezvous.decode(epoch.rendezvous)

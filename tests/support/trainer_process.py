@@ -45,7 +45,7 @@ class Trainer:
     async def run(self, fault: str = "none") -> int | None:
         return await ended(self.start(fault))
 
-    async def run_ranks(self, ranks: int, fault: str) -> list[int | None]:
+    async def run_ranks(self, ranks: int, fault: str = "none") -> list[int | None]:
         """The exit code of each."""
         arguments = (json.dumps(self.settings), fault)
         with fork_ranks(ranks, dying_trainer.run, *arguments, log=self.log) as processes:

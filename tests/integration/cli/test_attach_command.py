@@ -26,12 +26,12 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "attached_environment.py"
 ENV = [sys.executable, "-m", "headrace.cli", "env"]
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Of a run as `headrace up` makes it."""
     config = Config.model_validate(
         {
-            "run": {"id": "mine", "dir": str(tmp_path)},
+            "run": {"id": "mine", "dir": str(tmp_path_factory.mktemp("runs"))},
             "env": {"exact": {"attached": True}, "math": {}},
             "reward": {"port": free_port(), "workers": 1},
             "data": {},
@@ -43,7 +43,7 @@ def config(tmp_path: Path) -> Config:
     return config
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hub(config: Config) -> Iterator[str]:
     """The address of the run's hub, a process of its own."""
     saved = config.run_folder / runs.SAVED

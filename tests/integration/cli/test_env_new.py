@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import env_new
-from tests.support.command import headrace_process, refused, said
+from tests.support.command import headrace, headrace_process, refused, said
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,10 +41,11 @@ def test_it_has_no_fault(made: Path) -> None:
     assert "word_count.py: nothing is wrong" in checked.stdout
 
 
-def test_its_configuration_is_accepted(made: Path, tiny_model: Path) -> None:
+def test_its_configuration_is_accepted(made: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (made / "models").mkdir()
     (made / "models" / "tiny").symlink_to(tiny_model)
-    checked = headrace_process("config", "check", "word_count.yaml", cwd=made, timeout_s=280)
+    monkeypatch.chdir(made)
+    checked = headrace("config", "check", "word_count.yaml")
     assert checked.returncode == 0, checked.stderr
     assert checked.stderr == ""
     assert "environment word_count: `headrace up` serves word_count.py:WordCount" in checked.stdout

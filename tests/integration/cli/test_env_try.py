@@ -107,6 +107,7 @@ def test_a_runs_checkpoint_is_tried_as_the_run_samples_in_training_and_gets_no_n
     assert (asked.env_name, asked.system_prompt) == ("tried", "Add.")
 
 
+@pytest.mark.nightly  # `headrace eval`, in tests/e2e, goes the same road by day; the tests above have what is made of its results
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_completions_are_shown_with_their_rewards_on_a_terminal_and_as_a_page(tmp_path: Path, tiny_model: Path) -> None:

@@ -222,29 +222,45 @@ def test_changed_data_are_noticed_before_anything_starts(config: Path, tmp_path:
     assert "data.train.0.size: 1000 -> 1" in refused("up", config, "data.train.0.size=1")
 
 
-def test_a_model_that_a_service_cant_load_ends_the_run_with_its_words(config: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
+@pytest.fixture
+def broken_model(tmp_path: Path) -> Path:
+    folder = tmp_path / "broken"
+    folder.mkdir()
     for name in ("config.json", "tokenizer.json"):
-        (broken / name).write_text("{")
-    # the trainer: what vLLM says of one is in rollout/test_start.py
+        (folder / name).write_text("{")
+    return folder
+
+
+def test_a_model_that_the_trainer_cant_load_is_named(config: Path, broken_model: Path) -> None:
+    """What vLLM says of one is in rollout/test_start.py."""
+    said = headrace_process("trainer", "--config", config, f"policy.model_name={broken_model}")
+    assert said.returncode == 1
+    assert str(broken_model) in said.stderr.splitlines()[-1]
+
+
+@pytest.mark.nightly  # the words of an environment end one in test_up.py by day
+def test_a_model_that_a_service_cant_load_ends_the_run_with_its_words(
+    config: Path, broken_model: Path, tmp_path: Path
+) -> None:
     environ = instead_of(tmp_path / "services", rollout="idle_rollout")
-    said = error_of(headrace_process("up", config, f"policy.model_name={broken}", environ=environ))
+    said = error_of(headrace_process("up", config, f"policy.model_name={broken_model}", environ=environ))
     assert "can't go on: exit code 1" in said
-    assert str(broken) in said
+    assert str(broken_model) in said
 
 
-def test_an_unreachable_redis_is_named(config: Path) -> None:
+def test_an_unreachable_redis_is_named(config: Path, tmp_path: Path) -> None:
     port = free_port()
     url = f"replay.redis_url=redis://127.0.0.1:{port}/0"
-    for said in (refused("status", config, url), error_of(headrace_process("up", config, url))):
+    environ = instead_of(tmp_path / "services", reward="idle_reward")
+    for said in (refused("status", config, url), error_of(headrace_process("up", config, url, environ=environ))):
         assert f"127.0.0.1:{port}" in said
         assert "start it, or correct replay.redis_url" in said
 
 
-def test_a_redis_older_than_7_is_refused(config: Path, old_redis: int) -> None:
+def test_a_redis_older_than_7_is_refused(config: Path, old_redis: int, tmp_path: Path) -> None:
     url = f"replay.redis_url=redis://127.0.0.1:{old_redis}/0"
-    for said in (refused("status", config, url), error_of(headrace_process("up", config, url))):
+    environ = instead_of(tmp_path / "services", reward="idle_reward")
+    for said in (refused("status", config, url), error_of(headrace_process("up", config, url, environ=environ))):
         assert "6.2.14" in said
         assert "7" in said
 

@@ -13,13 +13,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.light_services import instead_of
-from tests.support.ports import free_port
+from tests.support.ports import free_port, free_ports
 from tests.support.processes import eventually, gone
 from tests.support.up import Up
 
@@ -53,6 +54,9 @@ trainer: {{num_threads: 1}}
 checkpointing: {{save_period: 2}}
 """
 
+
+# A run that a signal ends takes steps alone while it is waited for.
+ENDLESS = ("grpo.val_period=0", "checkpointing.save_period=1000")
 
 Start = Callable[..., Up]
 
@@ -88,11 +92,10 @@ def up(tmp_path: Path, tiny_model: Path, real: bool) -> Iterator[Start]:
             one.stop(signal.SIGTERM)
 
 
-def test_a_run_ends_with_its_table_goes_on_by_its_id_and_survives_the_kill_of_any_service(
-    up: Start, folder: Path
-) -> None:
-    """One run from its start to its end, since most of what such a test costs is to start services."""
-    first = up(2, rollout="small_rollout")
+# tests/e2e has the same of the demo by day, killed where this run is stopped
+@pytest.mark.parametrize("real", [pytest.param("real", marks=pytest.mark.nightly)], indirect=True)
+def test_a_run_ends_with_its_table_and_goes_on_by_its_id(up: Start, folder: Path) -> None:
+    first = up(2)
     first.wait_for("step 1:")
     left = first.started()
     assert first.ends() == 0, first.said()
@@ -111,20 +114,12 @@ def test_a_run_ends_with_its_table_goes_on_by_its_id_and_survives_the_kill_of_an
     assert logs >= {"replay.log", "reward.log", "rollout-1.log", "trainer.log"}
     assert trained(folder) == [0, 1]
 
-    again = up(2, "grpo.max_num_steps=100000", rollout="small_rollout")
+    again = up(2, "grpo.max_num_steps=100000")
     again.wait_for("step 3: reward")
     assert "changed: grpo.max_num_steps: 2 -> 100000" in again.said()
     assert f"continues from checkpoint 2 ({policy.parent})" in again.said()
     assert "step 1: reward" not in again.said(), "what an earlier start trained is no news"
     assert trained(folder)[:4] == [0, 1, 2, 3]
-    for service in ("rollout", "reward", "replay", "trainer"):
-        victim = again.pid_of("headrace.cli", f" {service} ")
-        os.kill(victim, signal.SIGKILL)
-        assert gone(victim)
-        name = "rollout-1" if service == "rollout" else service
-        again.wait_for(f"{name}: killed by signal 9; starting it again")
-        before = last_step(again)
-        eventually(lambda before=before: last_step(again) > before + 1, within_s=240)  # type: ignore[misc]
 
     # each step ends with a refit, during which the replica is STALE
     eventually(
@@ -142,10 +137,32 @@ def test_a_run_ends_with_its_table_goes_on_by_its_id_and_survives_the_kill_of_an
     assert f"`run.id=test` goes on with this run, from checkpoint {version} ({newest})" in again.said()
 
 
+def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_leaves_none(up: Start) -> None:
+    run = up(100_000, *ENDLESS, rollout="refusable_rollout", trainer="talking_trainer")
+    run.wait_for("step 1:")
+    for service in ("rollout", "reward", "replay", "trainer"):
+        name = "rollout-1" if service == "rollout" else service
+        victim, before = run.pid_of("headrace.cli", f" {service} "), run.said().count(f"\n{name}: ready")
+        os.kill(victim, signal.SIGKILL)
+        assert gone(victim)
+        run.wait_for(f"{name}: killed by signal 9; starting it again")
+        eventually(partial(is_back, run, service, name, before), within_s=240)
+        goes_on(run)
+    assert run.stop(signal.SIGINT) == []
+    assert run.process.returncode == 130
+
+
+def is_back(run: Up, service: str, name: str, before: int) -> bool:
+    """Whether the service runs again; and it was ready once more than `before`, if it is one that tells."""
+    runs_again = any(f" {service} " in command for command in run.started().values())
+    return runs_again and (not before or run.said().count(f"\n{name}: ready") > before)
+
+
 def test_a_replica_that_gives_up_costs_only_itself_and_what_hangs_is_replaced(
     up: Start, folder: Path, real: bool
 ) -> None:
-    run = up(100000, "rollout.replicas=2", "run.hang_timeout_s=4", rollout="refusable_rollout")
+    light = {"rollout": "refusable_rollout", "trainer": "talking_trainer"}
+    run = up(100000, *ENDLESS, "rollout.replicas=2", "run.hang_timeout_s=4", **light)
     run.wait_for("step 1:")
     if not real:
         (folder / "refused").touch()
@@ -165,33 +182,43 @@ def test_a_replica_that_gives_up_costs_only_itself_and_what_hangs_is_replaced(
     eventually(lambda: "run.hang_timeout_s); killing it" in log.read_text(), within_s=120)
     goes_on(run)
     assert run.stop(signal.SIGTERM) == []
+    assert run.process.returncode == 143
 
 
+# Takes a second, so that a run that waits for a process to start takes few steps meanwhile.
 JUDGE = """
-import os, pathlib, headrace
+import os, pathlib, time, headrace
 
 class Judge(headrace.Environment):
     def score(self, sample):
+        time.sleep(1)
         return float(len(sample.extra_env_info["answer"]) % 2 == len(sample.completion) % 2)
 """
 
 
-def test_environments_are_started_waited_for_started_again_and_repaired_while_the_run_goes_on(
+def test_environments_are_started_attached_waited_for_started_again_and_repaired_while_the_run_goes_on(
     up: Start, folder: Path, tmp_path: Path
 ) -> None:
-    """Three of them: `file` is served by `up` and has a misspelt field, `program` is a program that `up` starts, and `away` is one that
-    somebody else starts, later."""
-    misspelt, fine, port = tmp_path / "misspelt.py", tmp_path / "fine.py", free_port()
+    """Four of them: `file` is served by `up` and has a misspelt field, `program` is a program that `up` starts, `away` is one that
+    somebody else starts, later, and `mine` is a script that is given an address and nothing else; it is killed once, and another takes
+    its place."""
+    misspelt, fine, script = tmp_path / "misspelt.py", tmp_path / "fine.py", tmp_path / "cell.py"
     misspelt.write_text(JUDGE.replace("answer", "anwser"))
     fine.write_text(JUDGE)
+    script.write_text(f"{JUDGE}\nimport sys\nheadrace.attach(sys.argv[1], Judge(), 'mine')\n")
+    port, hub = free_ports(2)
     serve = [sys.executable, "-m", "headrace.cli", "env", "serve", f"{fine}:Judge"]
     source = "{{dataset_name: arithmetic, size: 2000, seed: {}, env_name: {}}}"
-    sources = ", ".join(source.format(seed, name) for seed, name in enumerate(("file", "program", "away")))
+    sources = ", ".join(source.format(seed, name) for seed, name in enumerate(("file", "program", "away", "mine")))
     run = up(
         100000,
+        *ENDLESS,
+        "grpo.num_prompts_per_step=4",
         f"env.file.target={misspelt}:Judge",
         f"env.program.command={json.dumps(serve)}",
         f"env.away.target=127.0.0.1:{port}",
+        "env.mine.attached=true",
+        f"reward.port={hub}",
         f"data.train=[{sources}]",
         "replay.max_scoring_attempts=1",
         rollout="small_rollout",
@@ -199,6 +226,8 @@ def test_environments_are_started_waited_for_started_again_and_repaired_while_th
     for service in ("replay", "reward", "trainer"):
         run.wait_for(f"\n{service}: http://127.0.0.1:")
     run.wait_for(f"waits for environment away at 127.0.0.1:{port}, ")
+    run.wait_for("waits for environment mine, ")
+    run.wait_for(f'nobody is attached; run headrace.attach("127.0.0.1:{hub}", …, name="mine")')
     run.wait_for(" s: it is broken: KeyError: 'anwser' (")
     run.wait_for(f"; correct {misspelt}, and the run goes on\n")
     log = folder / "logs" / "environment-file.log"
@@ -216,47 +245,35 @@ def test_environments_are_started_waited_for_started_again_and_repaired_while_th
         assert line.startswith(f"environment {name} ")
         assert token.stat().st_mode & 0o077 == 0
 
-    away = subprocess.Popen([*serve, "--port", str(port)], stderr=subprocess.DEVNULL)
+    attach = [sys.executable, script, f"127.0.0.1:{hub}"]
+    others = [subprocess.Popen([*serve, "--port", str(port)], stderr=subprocess.DEVNULL), subprocess.Popen(attach)]
     try:
         run.wait_for(f"waits no longer for environment away at 127.0.0.1:{port}")
+        run.wait_for("waits no longer for environment mine")
         misspelt.write_text(JUDGE)
         run.wait_for(f"environment-file: {misspelt} has changed; killed, to be started again")
         run.wait_for("step 1: reward")
+        assert_attached(folder, "mine")
+        others[1].kill()
+        others[1].wait()
+        others.append(subprocess.Popen(attach))
         os.kill(run.pid_of("environment", "fine"), signal.SIGKILL)
         run.wait_for("environment-program: killed by signal 9; starting it again")
         goes_on(run)
+        assert_attached(folder, "mine")
         assert run.stop(signal.SIGTERM) == []
     finally:
-        away.kill()
-        away.wait()
+        for process in others:
+            process.kill()
+            process.wait()
 
 
-def test_a_run_waits_for_somebody_to_attach_and_then_trains(up: Start, folder: Path, tmp_path: Path) -> None:
-    """A script that is given an address and nothing else; it is killed once, and another takes its place."""
-    script, port = tmp_path / "cell.py", free_port()
-    script.write_text(f"{JUDGE}\nimport sys\nheadrace.attach(sys.argv[1], Judge(), 'mine')\n")
-    run = up(
-        100000,
-        "env.mine.attached=true",
-        "data.train.env_name=mine",
-        f"reward.port={port}",
-        rollout="small_rollout",
-    )
-    run.wait_for("waits for environment mine, ")
-    run.wait_for(f'nobody is attached; run headrace.attach("127.0.0.1:{port}", …, name="mine")')
-    assert "step 0:" not in run.said()
-    for trains in (lambda: run.wait_for("step 1: reward"), lambda: goes_on(run)):
-        attached = subprocess.Popen([sys.executable, script, f"127.0.0.1:{port}"])
-        try:
-            trains()
-            mine = listed(folder, "mine")
-            assert (mine["kind"], mine["ready"]) == ("KIND_ATTACHED", True)
-            assert [process["works"] for process in mine["processes"]] == [True]
-            assert mine["recent"]["scored"] > 0
-        finally:
-            attached.kill()
-            attached.wait()
-    assert run.stop(signal.SIGTERM) == []
+def assert_attached(folder: Path, name: str) -> None:
+    """One process is attached as `name`, works and has scored."""
+    mine = listed(folder, name)
+    assert (mine["kind"], mine["ready"]) == ("KIND_ATTACHED", True)
+    assert [process["works"] for process in mine["processes"]] == [True]
+    assert mine["recent"]["scored"] > 0
 
 
 def listed(folder: Path, name: str) -> dict[str, Any]:
@@ -301,11 +318,10 @@ def goes_on(run: Up) -> None:
 @pytest.mark.parametrize(
     ("signum", "code", "moment"),
     [
-        (signal.SIGINT, 130, "step 1:"),
         (signal.SIGTERM, 143, "rollout-1: starting"),
         (signal.SIGKILL, -9, "rollout-1: starting"),
-        (signal.SIGKILL, -9, "step 1:"),
-    ],  # the other two stop other runs of this folder: an evaluation that starts, and each run above
+        pytest.param(signal.SIGKILL, -9, "step 1:", marks=pytest.mark.nightly),  # tests/e2e kills the demo
+    ],  # the others stop other runs of this folder: an evaluation that starts, and runs above
 )
 def test_however_it_is_stopped_no_process_is_left(up: Start, signum: int, code: int, moment: str) -> None:
     run = up(100_000, reward="idle_reward", rollout="idle_rollout", trainer="talking_trainer")

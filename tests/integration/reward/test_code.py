@@ -57,7 +57,7 @@ async def test_programs_and_functions_earn_what_their_tests_say() -> None:
         (sample("def f(): return {1}", UNREADABLE), 0, (0, "it ended with status 1")),
         (sample("import os\ndef f(): os._exit(0)", UNREADABLE), 0, (0, "it answered otherwise")),
     ]
-    async with start_hub(env, workers=2) as hub:
+    async with start_hub(env, workers=1) as hub:
         scores = await hub.score([case for case, _, _ in cases])
     for (case, reward, failure), score in zip(cases, scores, strict=True):
         assert score.reward == pytest.approx(reward), (case.completion, score)

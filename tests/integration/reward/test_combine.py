@@ -51,7 +51,7 @@ RIGHT, WROTE, BRIEF = (1, 0, 0, 1), (1, 1, 0, 1), (1, 1, 1, 0)
     ],
 )
 async def test_a_sum_a_product_and_a_gate(env: dict[str, Any], rewards: tuple[float, ...]) -> None:
-    async with start_hub(both(**env), workers=2) as hub:
+    async with start_hub(both(**env), workers=1) as hub:
         scores = await hub.score(SAMPLES)
     assert [score.reward for score in scores] == pytest.approx(rewards)
     assert [score.environment for score in scores] == ["both"] * 4

@@ -22,7 +22,7 @@ from headrace.replay.connection import open_redis
 from headrace.replica_client import ReplicaClient, ReplicaFenced, SampleRequest
 from headrace.service import EXIT_INTERNAL_ERROR
 from tests.fuzz.mutation import Mutator
-from tests.support.rollout_fleet import PROMPT, Fleet, Policy, Process, eventually
+from tests.support.rollout_fleet import LONG, LONGEST, PROMPT, Fleet, Policy, Process, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
@@ -208,7 +208,7 @@ async def test_what_vllm_refuses_ends_its_group_with_the_reason(fleet: Fleet, fi
 
 
 async def test_running_generations_are_drained_before_a_refit(fleet: Fleet, first: Process) -> None:
-    group = await fleet.enqueue(long=True)
+    group = await fleet.enqueue(tokens=LONG)
     await eventually(first.generating)
     fleet.policy.train()
     report = await fleet.refit(1)
@@ -224,7 +224,7 @@ async def test_running_calls_are_drained_before_a_refit_and_none_is_taken_meanwh
     fleet: Fleet, first: Process
 ) -> None:
     client = ReplicaClient(str(first.http.base_url))
-    asked = SampleRequest(PROMPT, 1900, fleet.timeline, 1, temperature=0.0)
+    asked = SampleRequest(PROMPT, LONG, fleet.timeline, 1, temperature=0.0)
     call = asyncio.create_task(client.sample(asked))
     await eventually(first.generating)
     fleet.policy.train()
@@ -240,14 +240,14 @@ async def test_running_calls_are_drained_before_a_refit_and_none_is_taken_meanwh
     await eventually(withheld)
     assert (await refit).verified == (first.replica,)
     it = await call
-    assert (it.spans, it.version) == (((1, 0, 1900),), 1)
+    assert (it.spans, it.version) == (((1, 0, LONG),), 1)
     ids = np.array([*PROMPT, *it.token_ids])
     assert abs(fleet.policy.logprobs_of(ids, 1)[len(PROMPT) - 1 :] - it.logprobs).max() < 1e-4
     await client.aclose()
 
 
 async def test_lost_leases_are_aborted(fleet: Fleet, first: Process) -> None:
-    group = await fleet.enqueue(long=True)
+    group = await fleet.enqueue(tokens=LONG)
     await eventually(first.generating)
     fleet.timeline = "timeline-1"
     await fleet.replay.rewind(0, fleet.timeline)
@@ -280,7 +280,7 @@ async def test_a_replica_killed_while_it_generates_leaves_no_orphan_and_its_grou
     fleet: Fleet, first: Process, second: Process
 ) -> None:
     os.kill(second.popen.pid, signal.SIGSTOP)  # so that the first takes the group
-    group = await fleet.enqueue(long=True)
+    group = await fleet.enqueue(tokens=LONG)
     await eventually(lambda: _saved(fleet, group))
     assert (await fleet.replay.group(group))["replica"] == first.replica
     engine = [os.pidfd_open(pid) for pid in first.children()]
@@ -333,7 +333,7 @@ def _ended(descriptor: int) -> None:
 
 async def test_a_refit_in_flight_marks_the_tokens_of_either_version(fleet: Fleet, second: Process) -> None:
     await fleet.train_step()
-    group = await fleet.enqueue(long=True)
+    group = await fleet.enqueue(tokens=LONGEST)
     await eventually(second.generating)
     fleet.policy.train()
     report = await fleet.refit(1)
@@ -350,7 +350,7 @@ async def test_a_refit_in_flight_marks_the_tokens_of_either_version(fleet: Fleet
 
 async def test_weights_that_fail_their_proof_take_what_was_running_with_them(fleet: Fleet, second: Process) -> None:
     await fleet.train_step()
-    group = await fleet.enqueue(long=True)
+    group = await fleet.enqueue(tokens=LONGEST)
     await eventually(lambda: _saved(fleet, group))
     fleet.policy.train()
     report = await fleet.refit(2, wrong_by=0.5)
@@ -394,7 +394,7 @@ async def test_a_replica_whose_proof_the_server_lost_proves_itself_again(fleet: 
 
 
 async def test_sigterm_hands_the_leases_back_without_costing_an_attempt(fleet: Fleet, second: Process) -> None:
-    group = await fleet.enqueue(long=True)
+    group = await fleet.enqueue(tokens=LONG)
     await eventually(lambda: _both_generating(second))
     # what comes from outside is scheduled behind the run's own: once it has tokens, both trajectories have some
     assert (await second.http.post("/v1/completions", json={"prompt": [3, 4], "max_tokens": 2})).status_code == 200
@@ -433,7 +433,7 @@ async def test_an_engine_that_dies_or_hangs_ends_its_replica_with_a_code_to_star
     replica = await fleet.start()
     epoch = await fleet.replay.epoch()
     await fleet.refit(epoch.version if epoch is not None else 0)
-    group = await fleet.enqueue(long=True)
+    group = await fleet.enqueue(tokens=LONG)
     await eventually(replica.generating)
     engine = replica.engine()
     holder = next(it for it in await fleet.replay.replicas() if it.id == replica.replica)

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from headrace.cli import serve
+from headrace.cli.weights import NamedModel, RunCheckpoint
 from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace.replay import ReplayClient
@@ -72,22 +74,8 @@ def test_a_directory_that_holds_no_model(settings: dict[str, Any], tmp_path: Pat
     assert "has no config.json" in refusal(settings, tmp_path, f"policy.model_name={tmp_path}")
 
 
-def test_a_model_that_does_not_generate(settings: dict[str, Any], tmp_path: Path, tiny_model: Path) -> None:
-    folder = tmp_path / "bert"
-    folder.mkdir()
-    shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    config = {"architectures": ["BertModel"], "model_type": "bert", "max_position_embeddings": 2048, **shape}
-    (folder / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((tiny_model / name).read_bytes())
-    line = refusal(settings, tmp_path, f"policy.model_name={folder}")
-    assert f"policy.model_name {folder}" in line
-    assert "causal language model" in line
-
-
-def engine_refusal(settings: dict[str, Any], **changes: Any) -> str:
+def engine_refusal(settings: dict[str, Any]) -> str:
     """Why the engine doesn't start in this process. A command would import vLLM anew, which is half of what the engine's start takes."""
-    settings["policy"]["generation"]["vllm_cfg"] |= changes
     before = dict(os.environ)
     try:
         with pytest.raises(ServiceError) as refused, running_engine(Config.model_validate(settings)):
@@ -98,15 +86,31 @@ def engine_refusal(settings: dict[str, Any], **changes: Any) -> str:
     return str(refused.value)
 
 
+def test_a_model_that_does_not_generate(settings: dict[str, Any], tmp_path: Path, tiny_model: Path) -> None:
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = {"architectures": ["BertModel"], "model_type": "bert", "max_position_embeddings": 2048, **shape}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tiny_model / name).read_bytes())
+    settings["policy"]["model_name"] = str(folder)
+    said = engine_refusal(settings)
+    assert f"policy.model_name {folder}" in said
+    assert "causal language model" in said
+
+
 def test_too_little_memory_for_the_kv_cache(settings: dict[str, Any]) -> None:
-    said = engine_refusal(settings, kv_cache_memory_bytes=2**20)
+    settings["policy"]["generation"]["vllm_cfg"]["kv_cache_memory_bytes"] = 2**20
+    said = engine_refusal(settings)
     assert f"policy.generation.vllm_cfg.kv_cache_memory_bytes: {2**20} is too little" in said
     assert "policy.max_total_sequence_length 2048" in said
 
 
 @pytest.mark.nightly  # what a cache that is too small goes through as well; only vLLM's words differ
 def test_a_kv_cache_larger_than_the_machine(settings: dict[str, Any]) -> None:
-    assert f"kv_cache_memory_bytes {2**50}; lower it" in engine_refusal(settings, kv_cache_memory_bytes=2**50)
+    settings["policy"]["generation"]["vllm_cfg"]["kv_cache_memory_bytes"] = 2**50
+    assert f"kv_cache_memory_bytes {2**50}; lower it" in engine_refusal(settings)
 
 
 def test_a_gpu_where_there_is_none(settings: dict[str, Any]) -> None:
@@ -118,6 +122,22 @@ def test_a_gpu_where_there_is_none(settings: dict[str, Any]) -> None:
     assert "rollout.device: cuda" in engine_refusal(settings)
 
 
+def test_vllms_server_takes_what_headrace_serve_starts_it_with(settings: dict[str, Any], tiny_model: Path) -> None:
+    """tests/e2e serves a checkpoint with it, at night."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    found = NamedModel("adder@4", str(tiny_model), RunCheckpoint(Config.model_validate(settings), 4))
+    given = serve.arguments(found, "0.0.0.0", 8000, ("cert", "key"), [])
+    taken = make_arg_parser(FlexibleArgumentParser()).parse_args(given)
+    validate_parsed_serve_args(taken)
+    assert (taken.model, taken.served_model_name, taken.port) == (str(tiny_model), ["adder@4"], 8000)
+    assert (taken.max_model_len, taken.kv_cache_memory_bytes, taken.dtype) == (2048, 2**24, "float32")
+    assert taken.ssl_certfile == "cert"
+
+
+# test_service.py has both of a running one by day, unit/rollout/test_child.py the processes of one that starts
+@pytest.mark.nightly
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_stopped_while_its_engine_starts_it_leaves_no_orphan(
     settings: dict[str, Any], tmp_path: Path, signum: signal.Signals

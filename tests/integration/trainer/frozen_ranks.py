@@ -1,10 +1,8 @@
-"""Process of the tests: one of two ranks that take a step. Arguments: the configuration as JSON, and the rank that stops itself in it."""
+"""Process of the tests: one of two ranks that take a step."""
 
-import json
 import logging
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +16,7 @@ from headrace_services.trainer.distributed import join_ranks
 from tests.support.trainer import trajectory
 
 
-def main(config: Config, frozen: int) -> None:
+def _main(config: Config, frozen: int) -> None:
     def read(keys: Sequence[str]) -> list[tuple[Any, Score]]:
         if int(os.environ["RANK"]) == frozen:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -34,11 +32,10 @@ def main(config: Config, frozen: int) -> None:
         reserved = tuple(ReservedTrajectory("g", i, str(i), 1.0, 2, 0, 0) for i in range(2))
         with ranks.progress.working():
             assert np.isfinite(lead.probe([1, 2, 3])).all()  # both ranks are at work
-            sys.stdout.write("at work\n")
-            sys.stdout.flush()
             lead.step(Reservation(0, ("g",), reserved), [1.0], [[0], [1]])
 
 
-if __name__ == "__main__":
+def run(settings: str, frozen: int) -> None:
+    """With a configuration as JSON; the rank `frozen` stops itself in the step."""
     logging.basicConfig(level=logging.INFO)
-    main(Config.model_validate(json.loads(sys.argv[1])), int(sys.argv[2]))
+    _main(Config.model_validate_json(settings), frozen)

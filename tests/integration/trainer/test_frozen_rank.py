@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from headrace.service import EXIT_INTERNAL_ERROR
-from tests.support.ports import free_port
-
-REPOSITORY = Path(__file__).parents[3]
+from tests.integration.trainer import frozen_ranks
+from tests.support.forks import fork_ranks
+from tests.support.processes import is_stopped
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("frozen", [1, pytest.param(0, marks=pytest.mark.nightly)])  # the other way round
-def test_a_rank_that_is_stopped_in_a_step_ends_the_others_and_is_named(tiny_model: Path, frozen: int) -> None:
+def test_a_rank_that_is_stopped_in_a_step_ends_the_others_and_is_named(
+    tiny_model: Path, tmp_path: Path, frozen: int
+) -> None:
     settings = {
         "grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": 2},
         "loss_fn": {"reference_policy_kl_penalty": 0},
@@ -28,36 +28,15 @@ def test_a_rank_that_is_stopped_in_a_step_ends_the_others_and_is_named(tiny_mode
         "trainer": {"num_processes": 2, "device": "cpu", "fleet_deadline_s": 1, "collective_timeout_s": 8},
         "weight_channel": {"timeout_s": 1},
     }
-    port = str(free_port())
-    processes = []
-    try:
-        for rank in range(2):
-            places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.integration.trainer.frozen_ranks", json.dumps(settings), str(frozen)],
-                    cwd=REPOSITORY,
-                    env={
-                        **os.environ,
-                        **places,
-                        "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": port,
-                        "OMP_NUM_THREADS": "1",
-                        "GLOO_SOCKET_IFNAME": "lo",
-                    },
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        waiting = processes[1 - frozen]
-        said = waiting.communicate(timeout=240)[1]
-        assert waiting.returncode == EXIT_INTERNAL_ERROR, said
+    log = tmp_path / "ranks.log"
+    with fork_ranks(2, frozen_ranks.run, json.dumps(settings), frozen, log=log) as ranks:
+        stopped, waiting = ranks[frozen], ranks[1 - frozen]
+        waiting.join(240)
+        said = log.read_text()
+        assert waiting.exitcode == EXIT_INTERNAL_ERROR, said
         assert f"it waits for rank {frozen} of its 2 ranks" in said
-        assert processes[frozen].poll() is None, "it is stopped, not dead"
-        processes[frozen].send_signal(signal.SIGCONT)
-        assert processes[frozen].wait(240) != 0, "a rank that wakes up too late ends as well"
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        assert stopped.pid is not None
+        assert is_stopped(stopped.pid), "it is stopped, not dead"
+        os.kill(stopped.pid, signal.SIGCONT)
+        stopped.join(240)
+        assert stopped.exitcode not in (None, 0), "a rank that wakes up too late ends as well"

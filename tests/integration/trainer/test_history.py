@@ -44,7 +44,8 @@ class CountingReplica(SmallReplica):
         return super()._trajectory(lease, index)
 
 
-@pytest.mark.parametrize("retained", [0, 4])
+# what is kept of a step that goes back: replay/test_rewind_older.py has it by day
+@pytest.mark.parametrize("retained", [0, pytest.param(4, marks=pytest.mark.nightly)])
 async def test_law_1_conservation_back_to_an_older_checkpoint_with_a_kill_in_the_refill(
     trainer: Trainer,
     replay: ReplayClient,

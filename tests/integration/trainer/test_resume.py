@@ -18,13 +18,12 @@ from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.resume import ResumeState, resume
 from tests.support.buffer import make_group, some
 from tests.support.small_replica import SmallReplica, running, score_all
-from tests.support.trainer_process import Trainer, check_history
+from tests.support.trainer_process import PROMPTS, STEPS, Trainer, check_history, settled
 
 pytestmark = pytest.mark.slow
 
-STEPS = 4
 PPO = {
-    "num_prompts_per_step": 2,
+    "num_prompts_per_step": PROMPTS,
     "num_generations_per_prompt": 2,
     "max_num_steps": STEPS,
     "val_period": 0,
@@ -93,6 +92,8 @@ async def test_killed_and_resumed_every_metric_and_weight_is_the_same_to_the_las
         assert await killed.run("after_reserve:1") == -9, killed.said()
         assert await killed.run("before_commit:3") == -9, killed.said()
         assert await killed.run() == 0, killed.said()
+    check_history(killed)  # law 1: no kill lost a group, and none is trained twice
+    assert await settled(twin) == {"trained": STEPS * PROMPTS}
     await twin.aclose()
 
     expected, found = numbers(straight), numbers(killed)

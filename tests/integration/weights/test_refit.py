@@ -1,12 +1,13 @@
 """Whole refits: a trainer's weights, the real buffer, and real vLLM replicas in processes of their own.
 
-An engine takes 30 CPU seconds to start. So the tests share three, each test in a run of its own: every run begins with a refit, which
-makes nothing of what an engine computed with before.
+An engine takes 13 CPU seconds to start. So the tests share two by day and a third at night, each test in a run of its own: every run begins
+with a refit, which makes nothing of what an engine computed with before. Where a second replica only has to be there, it is a small one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -122,9 +123,8 @@ class Engines:
 
     async def get(self, name: str) -> Replica:
         if name not in self._started:
-            config = (
-                settings(self.models["untied"], recompute=False) if name == "untied" else settings(self.models["tied"])
-            )
+            untied = name == "untied"
+            config = settings(self.models["untied" if untied else "tied"], recompute=not untied)
             arguments = STALE_HEAD if name == "stale" else {}
             spec = {"config": config, "redis_url": self._redis_url, "arguments": arguments}
             process = await asyncio.create_subprocess_exec(
@@ -160,6 +160,15 @@ class Run:
         replica = await self._engines.get(engine)
         await replica.join(self.replay.run_id, name or engine)
         return replica
+
+    @contextlib.asynccontextmanager
+    async def with_small_replica(self) -> AsyncIterator[SmallReplica]:
+        """One that has joined this run."""
+        small = SmallReplica(self.replay, self.model)
+        async with running(small.run()):
+            while small.id not in await self.states():
+                await self.replay.wait_epoch(0.1)
+            yield small
 
     async def refit(self, version: int) -> RefitReport:
         probe = self.source.probe_ids
@@ -211,9 +220,12 @@ async def run(redis_url: str, run_id: str, limits: Limits, engines: Engines, mod
 
 
 # one prompt again and again, longer than a block of the KV cache: a prefix cache that outlived a refit would show
-@pytest.mark.parametrize(("model", "engine"), [("tied", "a"), ("untied", "untied")])
-async def test_log_probabilities_are_those_of_transformers_after_every_refit(run: Run, engine: str) -> None:
-    replica = await run.join(engine, "a")
+@pytest.mark.parametrize(
+    "model",
+    ["untied", pytest.param("tied", marks=pytest.mark.nightly)],  # rollout/test_service.py has a tied one by day
+)
+async def test_log_probabilities_are_those_of_transformers_after_every_refit(run: Run, model: str) -> None:
+    replica = await run.join(model, "a")
     prompt = choose_token_ids(run.source.model.config.vocab_size, 400, seed=1).tolist()
     groups = set()
     for version in range(6):
@@ -233,8 +245,9 @@ async def test_log_probabilities_are_those_of_transformers_after_every_refit(run
         assert np.abs(expected - np.array(done["logprobs"])).max() < TOLERANCE
 
 
+@pytest.mark.nightly  # so does rollout/test_service.py, with what the service makes of it
 async def test_in_flight_each_span_is_of_the_weights_it_names(run: Run) -> None:
-    replica = await run.join("a")
+    replica = await run.join("tied", "a")
     weights = {0: run.source.weights()}
     await run.refit(0)
     prompt = run.source.probe_ids[:10].tolist()
@@ -250,28 +263,30 @@ async def test_in_flight_each_span_is_of_the_weights_it_names(run: Run) -> None:
 
 
 async def test_a_stale_packed_head_is_refused_though_names_and_weights_agree(run: Run) -> None:
-    _, stale = await asyncio.gather(run.join("a", "good"), run.join("stale"))
-    assert set((await run.refit(0)).verified) == {"good", "stale"}  # nothing changed, so the old copy is right
-    run.source.train()
-    report = await run.refit(1)
-    assert report.verified == ("good",)
-    assert list(report.refused) == ["stale"]
-    assert await run.states() == {"good": ("HEALTHY", 1), "stale": ("STALE", -1)}
+    stale = await run.join("stale")
+    async with run.with_small_replica() as good:
+        assert set((await run.refit(0)).verified) == {good.id, "stale"}  # nothing changed, so the old copy is right
+        run.source.train()
+        report = await run.refit(1)
+        assert report.verified == (good.id,)
+        assert list(report.refused) == ["stale"]
+        assert await run.states() == {good.id: ("HEALTHY", 1), "stale": ("STALE", -1)}
     assert (await stale.expect("refit"))["healthy"]
     assert (await stale.expect("refit"))["paused"]
 
 
 async def test_a_replica_that_hangs_in_the_middle_is_left_out_and_generates_nothing_afterwards(run: Run) -> None:
     # nothing has changed since this run's beginning, for which the stale head is right
-    _, b = await asyncio.gather(run.join("a"), run.join("stale", "b"))
-    run.source.during[3] = lambda: b.signal(signal.SIGSTOP)
-    try:
-        report = await run.refit(0)
-        assert (report.members, report.verified, report.attempts) == (("a",), ("a",), 2)
-        assert (await run.states())["a"] == ("HEALTHY", 0)
-    finally:
-        b.signal(signal.SIGCONT)
-    said = await b.expect("refit")
+    victim = await run.join("stale", "b")
+    async with run.with_small_replica() as other:
+        run.source.during[3] = lambda: victim.signal(signal.SIGSTOP)
+        try:
+            report = await run.refit(0)
+            assert (report.members, report.verified, report.attempts) == ((other.id,), (other.id,), 2)
+            assert (await run.states())[other.id] == ("HEALTHY", 0)
+        finally:
+            victim.signal(signal.SIGCONT)
+        said = await victim.expect("refit")
     assert not said["healthy"]
     assert said["paused"]
 
@@ -283,23 +298,20 @@ async def test_with_no_live_replica_the_report_has_no_members(run: Run) -> None:
 
 async def test_a_replica_killed_in_the_middle_costs_one_retry_and_a_late_one_gets_the_current_weights(run: Run) -> None:
     # as good as any while nothing has changed, and no test comes after this one
-    _, victim = await asyncio.gather(run.join("a"), run.join("stale", "b"))
-    assert set((await run.refit(0)).verified) == {"a", "b"}
-    run.source.train()
-    middle = len(run.source.metadata()) // 2
-    run.source.during[middle] = lambda: victim.signal(signal.SIGKILL)
-    report = await run.refit(1)
-    assert (report.members, report.verified, report.attempts) == (("a",), ("a",), 2)
-    states = await run.states()
-    assert states["a"] == ("HEALTHY", 1)
-    assert states.get("b", ("DEAD", 0))[0] == "DEAD"
-
-    # no engine of its own: rollout/test_service.py has one that joins late
-    late = SmallReplica(run.replay, run.model)
-    async with running(late.run()):
-        while late.id not in await run.states():
-            await run.replay.wait_epoch(0.1)
-        assert (await run.states())[late.id][0] == "STALE"
+    victim = await run.join("stale", "b")
+    async with run.with_small_replica() as other:
+        assert set((await run.refit(0)).verified) == {other.id, "b"}
+        run.source.train()
+        middle = len(run.source.metadata()) // 2
+        run.source.during[middle] = lambda: victim.signal(signal.SIGKILL)
         report = await run.refit(1)
-        assert set(report.verified) == {"a", late.id}
-        await installed(late, 1)
+        assert (report.members, report.verified, report.attempts) == ((other.id,), (other.id,), 2)
+        states = await run.states()
+        assert states[other.id] == ("HEALTHY", 1)
+        assert states.get("b", ("DEAD", 0))[0] == "DEAD"
+
+        async with run.with_small_replica() as late:
+            assert (await run.states())[late.id][0] == "STALE"
+            report = await run.refit(1)
+            assert set(report.verified) == {other.id, late.id}
+            await installed(late, 1)
