@@ -28,8 +28,8 @@ LEAST: dict[str, dict[str, Any]] = {
     "reward_model": {"model_name": "models/reward"},
     "combine": {"parts": {"right": 1.0, "brief": 1.0}},
 }
-# With these it is another kind of environment, or none.
-OF_KIND = {"type", "target", "command", "attached", "port"}
+# With these it is another kind of environment, or none. The build of a program is of its source.
+OF_KIND = {"type", "target", "command", "attached", "port", "episodes", "function", "public", "grader"}
 # Another value of every option, and what it takes besides.
 OTHER: dict[str, dict[str, Any]] = {
     "type": {"type": "math"},
@@ -37,6 +37,10 @@ OTHER: dict[str, dict[str, Any]] = {
     "command": {"command": ["node"]},
     "attached": {"attached": True},
     "port": {"port": 50400},
+    "episodes": {"episodes": True},
+    "function": {"function": "games:play"},
+    "public": {"public": ["task"]},
+    "grader": {"grader": "right"},
     "require_stop": {"require_stop": True},
     "extract": {"extract": "boxed"},
     "tolerance": {"tolerance": 0.01},
