@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headrace.episode import without_keys
 from headrace.errors import HeadraceError
 from headrace.printable import LineFormatter, printable
 from headrace.service import importing
@@ -61,8 +62,9 @@ def print_error(error: HeadraceError) -> None:
 
 
 def log_lines() -> None:
-    """Log to standard error, a record a line."""
+    """Log to standard error, a record a line, without the keys of episodes."""
     handler = logging.StreamHandler()
+    handler.addFilter(without_keys)
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 

@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 import secrets
 import time
 from collections import deque
@@ -58,7 +57,6 @@ _PASSED_ON = (
     b"x-headrace-retry-count",
 )
 _HANDED_ON = (b"content-type", b"cache-control", b"retry-after")
-_KEY = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 
 
 class _Door:
@@ -165,14 +163,6 @@ def build_app(gateway: Gateway, forward: httpx.AsyncClient) -> FastAPI:
         app.add_api_route(f"{prefix}/v1/chat/completions", chat, methods=["POST"])
         app.add_api_route(f"{prefix}/v1/models", models, methods=["GET"])
     return app
-
-
-def redact(record: logging.LogRecord) -> bool:
-    """A filter of log records: no key of an episode gets into a log."""
-    message = record.getMessage()
-    if _KEY.search(message):
-        record.msg, record.args = _KEY.sub("KEY", message), ()
-    return True
 
 
 def _peer_of(gateway: Gateway, request: Request) -> str | None:

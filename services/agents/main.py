@@ -20,7 +20,7 @@ from headrace.replica_client import ROLE, ReplicaClient
 from headrace.service import bind, create_app, serve_http, serve_openly, stop_on_signals
 from headrace.tls import client_context
 from headrace_services.agents.fleet import Fleet, RunClock
-from headrace_services.agents.gateway import Gateway, build_app, redact
+from headrace_services.agents.gateway import Gateway, build_app
 from headrace_services.agents.programs import hub_programs
 from headrace_services.agents.runner import Runner
 
@@ -32,8 +32,6 @@ def main(config: Config) -> None:
     user must fix."""
     if not any(env.episodes for env in config.env.values()):
         raise ConfigError("no environment has `episodes: true` (env.<name>.episodes): there is nothing to run")
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(redact)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it says every call
     asyncio.run(_serve(config))
 

@@ -14,10 +14,10 @@ import httpx
 import openai
 import pytest
 
+from headrace.episode import without_keys
 from headrace.errors import LeaseLost
 from headrace.replica_client import ReplicaFenced, SampleRequest
 from headrace_services.agents import gateway as gateway_module
-from headrace_services.agents.gateway import redact
 from tests.support.gateways import Open, open_episode, replica, unavailable
 from tests.support.toy_policy import ToyPolicy
 from tests.support.toy_sessions import LIMITS, TOOLS, user
@@ -226,7 +226,7 @@ async def test_the_rate_of_requests_is_bounded() -> None:
 def test_no_key_gets_into_a_log() -> None:
     key = f"01234567-{'0123456789abcdef' * 2}"
     record = logging.LogRecord("any", logging.INFO, "", 0, "POST %s", (f"http://host/s/{key}/v1/chat",), None)
-    assert redact(record)
+    assert without_keys(record)
     assert record.getMessage() == "POST http://host/s/01234567-KEY/v1/chat"
 
 
