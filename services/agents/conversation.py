@@ -54,11 +54,10 @@ def _tool_call(call: Mapping[str, Any]) -> Any:
 
 
 def _json(arguments: Any) -> Any:
-    """Arguments travel as a text with JSON in it. What is none is compared as it is."""
-    if not isinstance(arguments, str):
-        return [arguments]
+    """Arguments travel as a text with JSON in it. What is none, or is nested too deep to be read, is compared as it is."""
     try:
-        return [json.loads(arguments)]  # in a list: the value, and no text that looks like it
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return [json.dumps(value, sort_keys=True)]  # in a list: the value, and no text that looks like it
     except (ValueError, RecursionError):
         return arguments
 

@@ -9,8 +9,6 @@ from typing import Literal
 from headrace.config.agents import OnLimit
 from headrace.trajectory import Score
 
-Cause = Literal["score", "limit", "hung", "calls", "branches"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:

@@ -30,7 +30,7 @@ DROPPED = Counter("headrace_agents_calls_dropped", "Calls that no episode kept, 
 JOINED = Counter("headrace_agents_retries_joined", "Requests that an earlier call answered", ["environment"])
 ASKED_ELSEWHERE = Counter(
     "headrace_agents_calls_elsewhere",
-    "Calls that a replica did not finish, and that were sampled again, by reason",
+    "Times a replica did not do its part of a call, by reason; another is asked, or it again later",
     ["reason"],
 )
 REFUSED = Counter("headrace_agents_requests_refused", "Requests that were answered by an error", ["status", "code"])

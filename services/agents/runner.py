@@ -18,7 +18,7 @@ from typing import Any
 
 from headrace.config import Config
 from headrace.episode import Episode, EpisodeLimits, EpisodeOutcome
-from headrace.errors import CodecError, Fenced, InvalidCall, ReplayUnavailable, ServiceError, Surplus
+from headrace.errors import CodecError, Fenced, HeadraceError, InvalidCall, ReplayUnavailable, ServiceError, Surplus
 from headrace.replay import BufferRetry, Lease, ReplayClient
 from headrace.trajectory import AnyTrajectory, Score, episode_record
 from headrace_services.agents import decisions, metrics
@@ -206,7 +206,13 @@ class Runner:
         try:
             while again is not None:
                 current = again
-                trajectory, score = await self._attempt(current, index)
+                try:
+                    trajectory, score = await self._attempt(current, index)
+                except HeadraceError:
+                    raise
+                except Exception as error:
+                    log.exception(_name(lease, index))
+                    trajectory, score = None, self._failed(lease, f"the runner failed: {type(error).__name__}: {error}")
                 again, score = await self._hand_in(current, index, trajectory, score)
                 status = "graded" if score is None else score.status
                 self._count(current, status.lower())
@@ -232,9 +238,7 @@ class Runner:
             if trajectory is None:
                 raise
             log.warning("%s: %s", _name(lease, index), error)
-            failed = Score(
-                "FAILED", message=f"what it wrote can't be handed in: {error}", environment=lease.group.env_name
-            )
+            failed = self._failed(lease, f"what it wrote can't be handed in: {error}")
             return await self._retry(partial(self._replay.finish, lease, index, None, failed)), failed
 
     async def _attempt(self, lease: Lease, index: int) -> tuple[AnyTrajectory | None, Score | None]:
@@ -277,7 +281,7 @@ class Runner:
                 timings=timings,
             )
         except CodecError as error:
-            return None, Score("FAILED", message=f"what it wrote can't be recorded: {error}", environment=env_name)
+            return None, self._failed(lease, f"what it wrote can't be recorded: {error}")
         return record, said
 
     async def _play(self, episode: OpenEpisode, key: str) -> tuple[Score | None, str | None]:
@@ -321,6 +325,9 @@ class Runner:
 
     async def _keep(self, lease: Lease, index: int, number: int, nonce: str, call: Any) -> None:
         await self._retry(partial(self._replay.append, lease, index, number, nonce, call))
+
+    def _failed(self, lease: Lease, message: str) -> Score:
+        return Score("FAILED", message=message, environment=lease.group.env_name).fitted()
 
     def _completed(self, score: Score, episode: OpenEpisode, seconds: float) -> Score:
         """The score with what the runner knows: its environment and build, what the program asked for and did not get, its time."""

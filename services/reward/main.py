@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from headrace import rpc
 from headrace.addresses import reached, with_port
@@ -139,13 +139,19 @@ def make_hosted(name: str, env: EnvConfig, config: Config) -> Hosted:
 
 
 def sources_of_parts(config: Config) -> list[DataSourceConfig]:
-    """The run's data sets, each also under every environment that scores it as a part of another."""
-    named = [(source, str(source.env_name)) for source in config.data.sources]
+    """The run's data sets, each also under every environment that scores it as a part of another, or as its grader."""
     return [
         source.model_copy(update={"env_name": name})
-        for source, whole in named
-        for name in (whole, *(config.env[whole].parts if whole in config.env else ()))
+        for source in config.data.sources
+        for name in _scored_by(str(source.env_name), config)
     ]
+
+
+def _scored_by(name: str, config: Config) -> Iterator[str]:
+    yield name
+    if (env := config.env.get(name)) is not None:
+        for part in (*env.parts, *([] if env.grader is None else [env.grader])):
+            yield from _scored_by(part, config)
 
 
 def _check_started(config: Config) -> None:

@@ -63,9 +63,11 @@ class EpisodeBackend:
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
         """As `BuiltInBackend.describe`: the program's, with the grader's room for trajectories."""
-        description, problem = await self._programs.describe()
-        if description is None:
+        said, problem = await self._programs.describe()
+        if said is None:
             return None, problem
+        description = environment_pb2.DescribeResponse()
+        description.CopyFrom(said)
         if problem is None and not description.episodes:
             problem = f"{description.name or 'what answers'} runs no episodes; define `episode`, or leave episodes out of env.{self._name}"
         description.capacity = description.calls = 0

@@ -68,7 +68,9 @@ class Everyone(TrainerRules, RunnerRules, ScorerRules):
         self.leases += leases
         if self.setting.episodes:
             self.be_there(0)
-            self.lease_some_episodes(0, 16)
+            episodes = self.lease_some_episodes(0, 16)
+            if until != "leased":
+                self.begin_episodes(episodes)
         items = [(lease, self.trajectory(lease, index, versions)) for lease in leases for index in lease.missing]
         if until == "begun":
             items = items[:-1]

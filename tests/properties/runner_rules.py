@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis.stateful import precondition, rule
 
 from headrace.replay import Lease
-from headrace.trajectory import Call, Score, Trajectory
+from headrace.trajectory import Call, Score, Status, Trajectory
 from tests.properties.caller import deliveries, new_each_time, some
 from tests.properties.rollout_rules import RolloutRules
 from tests.properties.scorer_rules import Said, builds, rewards
@@ -18,6 +18,7 @@ RUNNERS = 2
 ends = st.sampled_from(
     ["SCORED"] * 6 + ["graded"] + ["FAILED", "FAILED", "TIMED_OUT", "NOT_STARTED", "INTERRUPTED", "INVALID"]
 )
+BEGINNINGS: tuple[Status | None, ...] = (None, "FAILED", None, "INTERRUPTED", "TIMED_OUT")
 endings = st.lists(st.tuples(ends, rewards, builds), min_size=1, max_size=8)
 # Bytes of a call's text: three of the last kind are more than an episode may have.
 sizes = st.sampled_from([0, 0, 100, 15_000])
@@ -49,6 +50,17 @@ class RunnerRules(RolloutRules):
         leases: list[Lease] = self.call("lease_episodes", self.runner_id(which), slots, how=how) or []
         self.episodes += leases
         return leases
+
+    def begin_episodes(self, leases: list[Lease]) -> None:
+        """Their programs make a call; in some the first ends without a score, and begins anew."""
+        for lease in leases:
+            if lease.missing:
+                first, how = lease.missing[0], BEGINNINGS[int(self.name(), 16) % len(BEGINNINGS)]
+                self.call("append", lease, first, 0, self.name(), self.policy_call(lease, -1, 100))
+                if how:
+                    self.end_episode(lease, first, (how, 0.0, ""))
+                    again = self.newest_lease(lease.token)
+                    self.call("append", again, first, 0, self.name(), self.policy_call(lease, -1, 0))
 
     @rule(which=some, new=st.booleans(), how=deliveries)
     def register_runner(self, which: int, new: bool, how: str) -> None:

@@ -10,7 +10,7 @@ from tests.properties.machine import Everyone
 
 STEPS = 100
 # Calls of the buffer that an example makes on average, those that hand in and train what is left at its end included.
-CALLS_AN_EXAMPLE = 350
+CALLS_AN_EXAMPLE = 1_500
 CALLS, NIGHTLY_CALLS = 3_000, 200_000
 # Of these, what each server gets.
 SHARES = {"valkey": 0.8, "redis-7.0": 0.2}

@@ -142,6 +142,8 @@ async def open_episode(
 
     async def keep(number: int, nonce: str, call: Call) -> None:
         await opened.may_keep.wait()
+        for _ in range(number * 7 % 5):  # some take longer than those that began after them
+            await asyncio.sleep(0)
         if opened.fail_to_keep is not None:
             raise opened.fail_to_keep
         assert number == len(opened.kept)

@@ -28,7 +28,7 @@ local function episode_refusal(run, call, entry, group)
 end
 
 local function bytes_refusal(run, entry, bytes)
-  if bytes <= run.max_episode_bytes then return end
+  if bytes <= max_episode_bytes(run) then return end
   return 'HR_INVALID', 'episode ' .. entry.at .. ' of group ' .. entry.id .. ' has ' .. bytes .. ' bytes, more than max_episode_bytes ' ..
-    run.max_episode_bytes
+    max_episode_bytes(run)
 end

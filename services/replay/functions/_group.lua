@@ -57,6 +57,12 @@ local function leased_group(run, id, token)
   return group
 end
 
+-- Bytes that the calls of an episode may take, and its record. (What every call reads of the run costs every call.)
+local function max_episode_bytes(run)
+  run.max_episode_bytes = run.max_episode_bytes or tonumber(redis.call('HGET', run.key, 'max_episode_bytes'))
+  return run.max_episode_bytes
+end
+
 -- A place that groups of each kind have for themselves.
 local function of_kind(run, place, kind)
   return run.base .. place .. (kind and ':' .. kind or '')

@@ -1,7 +1,8 @@
 -- Leases, as replicas (lease.lua) and runners (lease_episodes.lua) take and keep them.
 --
 -- Who takes groups is a `taker`: holder (its name in the registry), kind (of the groups that it takes), version, nonce, most (groups that it
--- may still get), slots (trajectories that it can still start; a group starts with all that it misses, or not at all), leases (what it got).
+-- may still get), slots (trajectories that it can still start; a group starts with all that it misses, or not at all), cohort (what it holds, if
+-- anything, are suspects), leases (what it got).
 --
 -- First those whose lease was lost, then validation, then the lowest orders as admission and memory allow. Suspects, whose holder died, go in
 -- cohorts to one that holds nothing, before anything else; it gets no more until it has none again. If the lowest ticket is a suspect, one
@@ -42,7 +43,7 @@ end
 -- Trajectories to start, and the bytes they may take: an episode's calls, and then its whole record.
 local function extent(run, group)
   local count = group.n + (group.lane == 'train' and run.redundant or 0)
-  if group.kind == 'episodes' then return count, 2 * count * run.max_episode_bytes end
+  if group.kind == 'episodes' then return count, 2 * count * max_episode_bytes(run) end
   return count, math.ceil(group.worst * count / group.n)
 end
 
@@ -251,18 +252,16 @@ local function drains(run, taker, suspect_id, ticket)
   return true
 end
 
--- Whether the taker is set apart: it holds suspects (`cohort`), has been given some by this call, or drains for them.
+-- Whether the taker is set apart: it holds suspects, has been given some by this call, or drains for them.
 local function set_apart(run, taker)
-  local key = replica_key(run, taker.holder)
   local held = redis.call('EXISTS', run.base .. 'h:' .. taker.holder) == 1
-  local cohort = redis.call('HEXISTS', key, 'cohort') == 1
-  if held and cohort then return true end
+  if held and taker.cohort then return true end
   local first, ticket = unpack(redis.call('ZRANGE', of_kind(run, 'suspects', taker.kind), 0, 0, 'WITHSCORES'))
   if first and held then return drains(run, taker, first, tonumber(ticket)) end
   if first then
     lease_cohort(run, taker)
-  elseif cohort then
-    redis.call('HDEL', key, 'cohort')
+  elseif taker.cohort then
+    redis.call('HDEL', replica_key(run, taker.holder), 'cohort')
   end
   return first ~= nil
 end
@@ -271,8 +270,8 @@ local QUEUED = {'state', 'lane', 'record', 'env', 'kind', 'n', 'worst', 'attempt
 
 -- Whether a queued group of the taker's kind may be leased; if so, and its environment is broken, to be the probe. `worst`: bytes that it does
 -- not have yet.
-local function may_begin(run, taker, group, count, worst, any_broken)
-  local env = any_broken and environment_of(run, group)
+local function may_begin(run, taker, group, count, worst)
+  local env = taker.any_broken and environment_of(run, group)
   if env and not may_generate(run, env) or not has_slots(taker, count) or worst and not fits(run, worst) then return false end
   if env then begin_probe(run, env, group.id) end
   return true
@@ -282,11 +281,10 @@ end
 local function lease_passed(run, taker, bound)
   local passed = of_kind(run, 'passed', taker.kind)
   local found = redis.call('ZRANGE', passed, 0, taker.most - 1, 'WITHSCORES')
-  local any_broken = #found > 0 and redis.call('EXISTS', run.base .. 'broken') == 1
   for i = 1, #found, 2 do
     local group = load_group(run, found[i], QUEUED)
     local count, worst = extent(run, group)
-    if redis.call('ZRANK', run.base .. 'line', group.id) >= bound or not may_begin(run, taker, group, count, nil, any_broken) then
+    if redis.call('ZRANK', run.base .. 'line', group.id) >= bound or not may_begin(run, taker, group, count, nil) then
       return false
     end
     redis.call('ZREM', passed, group.id)
@@ -297,15 +295,15 @@ end
 
 -- The first `room` of a queue: those of the taker's kind are leased, the others passed over.
 local function lease_from(run, lane, taker, room)
-  local queue, any_broken, seen = queue_of(run, lane, taker.kind), redis.call('EXISTS', run.base .. 'broken') == 1, 0
+  local queue, seen = queue_of(run, lane, taker.kind), 0
   room = math.min(room, BATCH)
   local function take(group)
     local count, worst = extent(run, group)
     if group.kind ~= taker.kind then
-      if any_broken and is_broken(run, environment_of(run, group)) or not fits(run, worst) then return false end
+      if taker.any_broken and is_broken(run, environment_of(run, group)) or not fits(run, worst) then return false end
       pass_over(run, group, worst)
     else
-      if not may_begin(run, taker, group, count, worst, any_broken) then return false end
+      if not may_begin(run, taker, group, count, worst) then return false end
       grant(run, group, taker, count, worst)
     end
     seen = seen + 1
@@ -325,7 +323,7 @@ end
 
 -- Groups up to the one that is to be a broken environment's probe; 0 if none may be, or none of the taker's kind is among the next.
 local function room_for_probe(run, taker)
-  if redis.call('EXISTS', run.base .. 'broken') == 0 then return 0 end
+  if not taker.any_broken then return 0 end
   for place, id in ipairs(redis.call('ZRANGE', queue_of(run, 'train'), 0, BATCH - 1)) do
     local group = load_group(run, id, QUEUED)
     local env = environment_of(run, group)
@@ -338,10 +336,13 @@ end
 local function lease_to(run, taker)
   if set_apart(run, taker) then taker.most = 0 end
   if taker.most > 0 then hand_on(run, taker) end
+  -- mostly there is neither
+  local any = taker.most > 0 and redis.call('EXISTS', run.base .. 'broken', of_kind(run, 'passed', taker.kind)) > 0
+  taker.any_broken = any and redis.call('EXISTS', run.base .. 'broken') == 1
   if taker.most > 0 then lease_from(run, 'validation', taker, math.huge) end
   local steps = run.staleness_policy == 'ordered' and run.max_age or run.ahead_steps
   local bound = (taker.version + steps + 1 - run.next_step) * run.prompts_per_step - run.pinned
-  if taker.most > 0 and run.refill == 0 and lease_passed(run, taker, bound) then
+  if taker.most > 0 and run.refill == 0 and (not any or lease_passed(run, taker, bound)) then
     local room = bound - redis.call('ZCARD', run.base .. 'line')
     lease_from(run, 'train', taker, room > 0 and room or room_for_probe(run, taker))
   end

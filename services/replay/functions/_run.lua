@@ -38,7 +38,7 @@
 local LIMITS = {
   'prompts_per_step', 'generations_per_prompt', 'max_age', 'max_attempts', 'max_scoring_attempts',
   'lease_ms', 'group_deadline_ms', 'scoring_deadline_ms', 'replica_dead_ms', 'max_bytes',
-  'ahead_steps', 'redundant', 'max_scored', 'retain_steps', 'max_episode_bytes',
+  'ahead_steps', 'redundant', 'max_scored', 'retain_steps',
 }
 -- staleness_policy: ordered, drop or mask; filter: see _filter.lua; build: that opened the run (none: one that did not write it down)
 local WORDS = {'staleness_policy', 'filter', 'build'}

@@ -13,9 +13,9 @@ register('heartbeat', {replica = name, number = natural, epoch = text, tokens = 
   local id = call.replica
   local state, timeline, newest, reason = unpack(redis.call('HMGET', replica_key(run, id), 'state', 'timeline', 'heartbeat', 'reason'))
   state = state_of(run, state or nil, timeline)
-  local lost, renewed, complete = {}, {}, {}
+  local there, lost, renewed, complete = takes_part(state), {}, {}, {}
   for _, token in ipairs(call.tokens) do
-    local why = takes_part(state) and renew(run, id, token, renewed) or not takes_part(state) and 'lost'
+    local why = not there and 'lost' or renew(run, id, token, renewed)
     if why then lost[#lost + 1] = token end
     if why == 'complete' then complete[#complete + 1] = token end
   end

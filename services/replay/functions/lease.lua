@@ -9,12 +9,14 @@
 
 register('lease', {replica = name, most = positive, number = positive, nonce = name}, function(run, call)
   return answer_lease(run, call, call.replica, function()
-    local version, state, timeline = unpack(redis.call('HMGET', replica_key(run, call.replica), 'version', 'state', 'timeline'))
+    local state, version, timeline, cohort =
+      unpack(redis.call('HMGET', replica_key(run, call.replica), 'state', 'version', 'timeline', 'cohort'))
     if state ~= 'HEALTHY' or timeline ~= run.timeline then
       refuse('HR_NOT_VERIFIED', 'replica ' .. call.replica .. ' holds no verified weights of this timeline; it may not lease')
     end
     return lease_to(run, {
-      holder = call.replica, version = tonumber(version), nonce = call.nonce, most = math.min(call.most, BATCH), slots = math.huge, leases = {},
+      holder = call.replica, version = tonumber(version), nonce = call.nonce, most = math.min(call.most, BATCH), slots = math.huge,
+      cohort = cohort, leases = {},
     })
   end)
 end, false, true)

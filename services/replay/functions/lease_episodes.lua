@@ -19,11 +19,13 @@ end
 register('lease_episodes', {runner = name, slots = positive, number = positive, nonce = name}, function(run, call)
   local holder = runner_name(call.runner)
   return answer_lease(run, call, holder, function()
-    if not may_lease(run, holder) then refuse('HR_FENCED', 'runner ' .. call.runner .. ' is not there; it has to enter under a new name') end
+    local state, cohort = unpack(redis.call('HMGET', replica_key(run, holder), 'state', 'cohort'))
+    if state ~= 'ALIVE' then refuse('HR_FENCED', 'runner ' .. call.runner .. ' is not there; it has to enter under a new name') end
     local version = lowest_version(run)
     if not version then return {timeline = run.timeline, incarnation = run.incarnation, version = -1, leases = {}} end
     return lease_to(run, {
-      holder = holder, kind = 'episodes', version = version, nonce = call.nonce, most = BATCH, slots = call.slots, leases = {},
+      holder = holder, kind = 'episodes', version = version, nonce = call.nonce, most = BATCH, slots = call.slots,
+      cohort = cohort, leases = {},
     })
   end)
 end, false, true)

@@ -424,6 +424,18 @@ async def test_a_limit_ends_an_episode_as_it_is_configured(
     assert {each.reward for each in batch.trajectories} == rewards
 
 
+async def test_an_error_of_one_episode_ends_no_other(stage: Stage) -> None:
+    async def odd(episode: Episode) -> EpisodeOutcome:
+        if episode.index == 0 and episode.attempt == 0:
+            raise ZeroDivisionError("a bug")
+        return await two_turns(episode)
+
+    await stage.enqueue(0)
+    async with stage.runner(Played(odd)) as (runner, _, _):
+        await stage.until(ready=1)
+    assert runner.status.outcomes == {"failed": 1, "scored": N, "surplus": 0, "lost": 0, "returned": 0}
+
+
 async def test_behind_one_address_any_gateway_takes_the_calls_of_every_runner(stage: Stage) -> None:
     idle, playing = Played(two_turns), Played(two_turns)
     async with stage.runner(idle, slots=N - 1, advertised_url="http://behind") as (front, _, _):

@@ -16,12 +16,15 @@ import psutil
 import pytest
 
 from headrace import Episode, Sample, Score, rpc
+from headrace.config import Config
 from headrace.credentials import Credentials, complete
 from headrace.episode import EpisodeOutcome
 from headrace.errors import ServiceError
 from headrace.scripted_policy import ScriptedPolicy, Session
-from headrace.v1 import episode_pb2, reward_pb2, reward_pb2_grpc
+from headrace.v1 import episode_pb2, reward_pb2, reward_pb2_grpc, trajectory_pb2
 from headrace.wire import episode_to_wire, outcome_from_wire
+from headrace_services.reward.main import sources_of_parts
+from tests.support.raw_environment import raw_environment, scored
 from tests.support.reward_hub import WAIT_S, Hub, attach_environment, start_environment, start_hub, until
 
 ODD = Path(__file__).parents[2] / "support" / "odd_program.py"
@@ -201,6 +204,21 @@ async def test_without_a_grader_a_reward_is_wanted_and_nothing_is_scored(start: 
         assert (refused.status, refused.message.partition(",")[0]) == ("INVALID", "env.odd runs episodes")
 
 
+def test_a_grader_can_prepare_for_the_problems_that_it_will_score() -> None:
+    config = Config.model_validate(
+        {
+            "env": {
+                "odd": {"attached": True, "episodes": True, "grader": "both"},
+                "both": {"type": "combine", "parts": {"length": 1.0, "gym": 1.0}, "timeout_s": 120},
+                "length": {"max_tokens": 3},
+                "gym": {"type": "reasoning_gym"},
+            },
+            "data": {"train": {"dataset_name": "reasoning_gym", "task": "chain_sum", "env_name": "odd"}},
+        }
+    )
+    assert [each.env_name for each in sources_of_parts(config)] == ["odd", "both", "length", "gym"]
+
+
 async def test_unknown_names_and_environments_without_programs_are_invalid() -> None:
     async with start_hub({"regex": {"pattern": "a"}, "mine": {"attached": True}}) as hub:
         for name, said in {
@@ -265,6 +283,58 @@ async def test_a_served_environment_without_a_program_says_so_before_anything_is
         assert not listed.ready
         assert listed.message == "Odd runs no episodes; define `episode`, or leave episodes out of env.odd"
         assert (await score(hub, episode())).status == "NOT_STARTED"
+
+
+async def test_a_served_environment_never_has_more_episodes_than_it_says_that_it_runs() -> None:
+    begun, go, seen = asyncio.Event(), asyncio.Event(), 0
+
+    async def play(_: episode_pb2.Episode) -> episode_pb2.EpisodeOutcome:
+        nonlocal seen
+        seen += 1
+        begun.set()
+        await go.wait()
+        return episode_pb2.EpisodeOutcome(result=scored(1.0))
+
+    async with (
+        raw_environment(play=play, episodes=1, capacity=0) as target,
+        start_hub({"odd": {"target": target, "episodes": True}}) as hub,
+    ):
+        first = asyncio.create_task(score(hub, episode()))
+        await begun.wait()
+        full = await score(hub, episode())
+        assert (full.status, full.message) == (
+            "NOT_STARTED",
+            f"{target} runs 1 episodes, which is all that it runs at a time",
+        )
+        go.set()
+        assert (await first).reward == 1
+        assert (await score(hub, episode())).reward == 1
+        assert seen == 2
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (episode_pb2.EpisodeOutcome(result=scored(float("nan"))), "not a finite number"),
+        (episode_pb2.EpisodeOutcome(result=scored(7.0)), "reward 7 is not between"),
+        (episode_pb2.EpisodeOutcome(result=scored(1.0), artifacts_json="[]"), "artifacts_json is a JSON list"),
+        (episode_pb2.EpisodeOutcome(result=trajectory_pb2.Result(reward=1.0)), ""),
+        (episode_pb2.EpisodeOutcome(), "the program says no reward"),
+    ],
+)
+async def test_law_7_failure_is_not_zero_what_breaks_the_contract_is_failed(
+    outcome: episode_pb2.EpisodeOutcome, said: str
+) -> None:
+    async def play(_: episode_pb2.Episode) -> episode_pb2.EpisodeOutcome:
+        return outcome
+
+    async with (
+        raw_environment(play=play, episodes=1, reward_max=1.0) as target,
+        start_hub({"odd": {"target": target, "episodes": True}}) as hub,
+    ):
+        failed = await score(hub, episode())
+    assert (failed.status, failed.reward) == ("FAILED", None)
+    assert said in failed.message
 
 
 # -- attached

@@ -293,6 +293,20 @@ async def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
         assert response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("arguments", ["[" * 50_000, "[" * 400 + "]" * 400, "{", "1e999", '"\\ud800"'])
+async def test_arguments_of_tools_are_any_text(arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    messages = [*HI, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "?"}]
+    async with open_episode(max_request_bytes=10**6) as opened, opened.http() as client:
+        opened.replicas["replica-1"].render = _renders_anything
+        response = await client.post("/chat/completions", json={"messages": messages})
+    assert response.status_code == 200
+
+
+async def _renders_anything(*_: Any, **__: Any) -> list[int]:
+    return [1]
+
+
 async def test_options_of_sampling_are_imposed_and_what_was_asked_is_kept() -> None:
     seen: list[SampleRequest] = []
 
