@@ -42,7 +42,13 @@ from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import BatchRejected
 from headrace_services.trainer.telemetry import alarm
 from headrace_services.trainer.telemetry.alarm import ReplicaDisagreement
-from headrace_services.trainer.telemetry.metrics import batch_metrics, sampling_metrics, score_metrics, total_lengths
+from headrace_services.trainer.telemetry.metrics import (
+    Extent,
+    batch_metrics,
+    episode_metrics,
+    sampling_metrics,
+    score_metrics,
+)
 from headrace_services.trainer.telemetry.plots import CURVES
 from headrace_services.trainer.telemetry.throughput import Devices, StepTimes
 
@@ -293,16 +299,19 @@ class Loop:
         await asyncio.to_thread(context.lineage.write, step, groups, origins)
         await self._compare_replicas(step, await context.torch(lead.error_by_replica))
         truncated = learnt.pop("truncated")
-        metrics = {**learnt, **batch_metrics(reservation, groups, truncated)}
+        extents = await context.torch(lead.extents)
+        metrics = {**learnt, **batch_metrics(reservation, groups, extents, truncated)}
         environment_of = {group.id: group.env_name for group in groups}
         environments = [environment_of[trajectory.group_id] for trajectory in reservation.trajectories]
         metrics |= score_metrics(environments, await context.torch(lead.scored))
+        episodes = {name for name, env in config.env.items() if env.episodes}
+        metrics |= episode_metrics(environments, extents, episodes)
         if config.algorithm.use_dynamic_sampling:
             metrics |= sampling_metrics(reservation, config.algorithm.generation_batch)
         batch = await context.torch(lead.gather_batch) if context.telemetry.wants_batch(metrics) else None
         metrics |= await context.telemetry.trained(step, groups, batch, metrics)
         metrics |= self._failures_of_step()
-        metrics |= self._end_step(began, total_lengths(reservation, groups))
+        metrics |= self._end_step(began, extents)
         self._reward = metrics["reward"]
         self._version = step + 1
         self._refitted, self._reply, self._probe, self._backoffs = False, None, None, {}
@@ -339,7 +348,7 @@ class Loop:
         await self._call(lambda: self._replay.reject_step(reservation.step, self._timeline, nonce, named, reason))
         self._reply = None
 
-    def _end_step(self, began: float, lengths: Sequence[int]) -> dict[str, float]:
+    def _end_step(self, began: float, extents: Sequence[Extent]) -> dict[str, float]:
         """End the step whose training began at `began`, and begin the next: metrics of where the time since the last step went."""
         now, lead = self._clock(), self._context.lead
         times = step_times(
@@ -351,7 +360,8 @@ class Loop:
         init_metrics, self._init_metrics = self._init_metrics, {}
         generating = len(self._alive) * self._config.policy.generation.vllm_cfg.tensor_parallel_size
         epochs = self._config.algorithm.policy_epochs(self._version)
-        return init_metrics | self._context.meter.metrics(times, lengths, Devices(lead.ranks.size, generating), epochs)
+        devices, lengths = Devices(lead.ranks.size, generating), [extent.paths for extent in extents]
+        return init_metrics | self._context.meter.metrics(times, lengths, devices, epochs)
 
     async def _checkpoint(self) -> None:
         """Publish a checkpoint, then commit it to the buffer: in this order nothing is lost, whatever dies in between."""

@@ -26,7 +26,7 @@ from headrace_services.trainer.learning.batch import Batch, BatchRejected, check
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from headrace_services.trainer.telemetry.alarm import ReplicaDisagreement, error_by_replica, merged
-from headrace_services.trainer.telemetry.metrics import Scored
+from headrace_services.trainer.telemetry.metrics import Extent, Scored
 
 Read = Callable[[Sequence[str]], list[tuple[AnyTrajectory, Score] | CodecError]]
 
@@ -136,6 +136,17 @@ class TrainerRank:
         everyone = sorted((one for share in shares for one in share), key=lambda one: one[0])
         return [Scored(components, timings) for _, components, timings in everyone]
 
+    def extents(self) -> list[Extent]:
+        """How much of a model the newest step's trajectories take: on rank 0 of all of them, in the batch's order, elsewhere of the rank's
+        own."""
+        batch = self.batch
+        own = [
+            (int(place), Extent.of(trajectory, [batch.paths[path] for path in batch.paths_of([i])]))
+            for i, (place, trajectory) in enumerate(zip(batch.places, batch.trajectories, strict=True))
+        ]
+        shares = self.ranks.gather(own, list[tuple[int, Extent]])
+        return [extent for _, extent in sorted(one for share in shares for one in share)]
+
     def error_by_replica(self) -> dict[str, ReplicaDisagreement]:
         """How far the log-probabilities of each replica are from the trainer's, in the newest step: on rank 0 of the whole batch, elsewhere
         of the rank's own."""
@@ -178,6 +189,10 @@ class LeadRank(TrainerRank):
     def scored(self) -> list[Scored]:
         self._send("scored")
         return super().scored()
+
+    def extents(self) -> list[Extent]:
+        self._send("extents")
+        return super().extents()
 
     def error_by_replica(self) -> dict[str, ReplicaDisagreement]:
         self._send("error_by_replica")
@@ -244,7 +259,7 @@ def _obey(rank: TrainerRank, command: list[Any]) -> None:
             for _ in rank.weights():
                 continue
         case [
-            ("origins" | "scored" | "error_by_replica" | "gather_batch" | "probe" | "save") as do,
+            ("origins" | "scored" | "extents" | "error_by_replica" | "gather_batch" | "probe" | "save") as do,
             *arguments,
         ]:
             getattr(rank, do)(*arguments)
@@ -270,7 +285,8 @@ def check_reservation(reservation: Reservation, groups: Sequence[Group], prompts
 
 
 def shard_batch(reservation: Reservation, config: Config, ranks: int) -> list[list[int]]:
-    """The places in the batch that each rank gets: in every optimizer step, about equally many tokens.
+    """The places in the batch that each rank gets: in every optimizer step, about equally many tokens that the policy wrote. (What else the
+    episodes hold, the ranks know once they have read them.)
 
     With `policy.share_prompts` the trajectories of a group in an optimizer step go to one rank, so that they can share their prompt.
     """

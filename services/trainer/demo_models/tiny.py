@@ -3,6 +3,9 @@
 A sloppy teacher warms it up with supervised learning: 0.6 of the labels drop every carry (47+85 is then 22).
 The model learns both behaviours; reinforcement learning then selects the right one, on problems that neither phase has seen. This
 demonstrates selection between two learnt behaviours, not addition learnt from scratch.
+
+A model of two turns has also seen conversations in which a wrong answer is followed by the problem once more, behind a minus, and by
+another answer of the same teacher.
 """
 
 from __future__ import annotations
@@ -44,14 +47,15 @@ RAMP = 50
 MAX_NEW_TOKENS = 6
 
 
-def make(directory: Path, *, warmup: bool = True, seed: int = 0) -> None:
+def make(directory: Path, *, warmup: bool = True, seed: int = 0, turns: int = 1) -> None:
     """Write the model into `directory` as a Hugging Face checkpoint (float32 safetensors, tokenizer, chat template).
 
-    The same seed gives the same model. Without `warmup` its weights are random; that takes about a second and is for tests. A model of
-    the same recipe that is already there is left alone. Raises `ServiceError` if the directory holds anything else.
+    The same seed gives the same model; `turns` is how often it is asked in the warm-up, 1 or 2. Without `warmup` its weights are random;
+    that takes about a second and is for tests. A model of the same recipe that is already there is left alone. Raises `ServiceError` if
+    the directory holds anything else.
     """
     directory = Path(directory)
-    recipe = {"model": "tiny", "warmup": warmup, "seed": seed}
+    recipe = {"model": "tiny", "warmup": warmup, "seed": seed} | ({"turns": turns} if turns > 1 else {})
     if already_made(directory, recipe):
         return
     tokenizer = make_tokenizer()
@@ -59,7 +63,7 @@ def make(directory: Path, *, warmup: bool = True, seed: int = 0) -> None:
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(_config(tokenizer))
     if warmup:
-        _warm_up(model, tokenizer, random.Random(seed))
+        _warm_up(model, Teacher(tokenizer, random.Random(seed), turns))
         accuracy = held_out_accuracy(model, tokenizer)
         log.info("greedy accuracy of the warmed-up model: %.3f on %d held-out problems", accuracy, arithmetic.HELD_OUT)
     model.generation_config = GenerationConfig(
@@ -68,6 +72,11 @@ def make(directory: Path, *, warmup: bool = True, seed: int = 0) -> None:
     with publish(directory, recipe) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def make_two_turns(directory: Path) -> None:
+    """The model of two turns, warmed up: see `make`."""
+    make(directory, turns=2)
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
@@ -115,6 +124,11 @@ def prompt_ids(tokenizer: Qwen2Tokenizer, problem: str) -> list[int]:
     return ids
 
 
+def again(pair: arithmetic.Pair) -> str:
+    """What follows a wrong answer."""
+    return f"-{arithmetic.text(pair)}"
+
+
 def sloppy_answer(pair: arithmetic.Pair) -> str:
     """The sum when every carry is dropped: each column modulo ten (47+85: 4+8 -> 2, 7+5 -> 2, so 22)."""
     total, place = 0, 1
@@ -125,35 +139,45 @@ def sloppy_answer(pair: arithmetic.Pair) -> str:
 
 
 class Teacher:
-    """Batches of training problems with the sloppy teacher's answers; texts are tokenized once each."""
+    """Batches of training problems with the sloppy teacher's answers, asked again up to `turns` times until one is right; texts are
+    tokenized once each."""
 
-    def __init__(self, tokenizer: Qwen2Tokenizer, rng: random.Random) -> None:
+    def __init__(self, tokenizer: Qwen2Tokenizer, rng: random.Random, turns: int = 1) -> None:
         self._pad_id = tokenizer.pad_token_id
         self._rng = rng
+        self._turns = turns
         self._pairs = arithmetic.training_pairs(DIGITS, rng)
-        self._prompt = functools.cache(lambda pair: prompt_ids(tokenizer, arithmetic.text(pair)))
+        self._prompt = functools.cache(lambda problem: prompt_ids(tokenizer, problem))
         self._label = functools.cache(lambda label: [*tokenizer.encode(label), tokenizer.eos_token_id])
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Right-padded `input_ids` and next-token `labels`, both [B, S]; labels are -100 within prompts and on padding."""
+        """Right-padded `input_ids` and next-token `labels`, both [B, S]; labels are -100 outside answers."""
         rows = [self._example(next(self._pairs)) for _ in range(BATCH)]
-        width = max(len(prompt) + len(label) for prompt, label in rows)
+        width = max(len(ids) for ids, _ in rows)
         tokens = torch.full((BATCH, width), self._pad_id)
         labels = torch.full((BATCH, width), -100)
-        for row, (prompt, label) in enumerate(rows):
-            end = len(prompt) + len(label)
-            tokens[row, :end] = torch.tensor(prompt + label)
-            labels[row, len(prompt) : end] = torch.tensor(label)
+        for row, (ids, taught) in enumerate(rows):
+            tokens[row, : len(ids)] = torch.tensor(ids)
+            labels[row, : len(ids)] = torch.tensor(taught)
         return tokens[:, :-1], labels[:, 1:]
 
     def _example(self, pair: arithmetic.Pair) -> tuple[list[int], list[int]]:
-        sloppy = self._rng.random() < SLOPPINESS
-        return self._prompt(pair), self._label(sloppy_answer(pair) if sloppy else arithmetic.answer(pair))
+        """The tokens of a conversation, and its labels."""
+        ids: list[int] = []
+        labels: list[int] = []
+        said, right = "", arithmetic.answer(pair)
+        for problem in (arithmetic.text(pair), again(pair))[: self._turns]:
+            if said == right:
+                break
+            said = sloppy_answer(pair) if self._rng.random() < SLOPPINESS else right
+            prompt, label = self._prompt(problem), self._label(said)
+            ids += [*prompt, *label]
+            labels += [*[-100] * len(prompt), *label]
+        return ids, labels
 
 
-def _warm_up(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rng: random.Random) -> None:
+def _warm_up(model: Qwen2ForCausalLM, teacher: Teacher) -> None:
     """Next-token training on answers to training pairs only: AdamW, a short ramp, then linear decay to a tenth."""
-    teacher = Teacher(tokenizer, rng)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _learning_rate_factor)
     model.train()

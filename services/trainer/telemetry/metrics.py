@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from headrace.replay import Reservation
-from headrace.trajectory import Group
+from headrace.trajectory import AnyTrajectory, EpisodeTrajectory, Group, Trajectory
 
 # What an environment names is bounded: trackers and Prometheus keep every name that they have ever seen.
 MOST_COMPONENTS, LONGEST_NAME = 32, 64
@@ -21,6 +21,27 @@ class Scored(NamedTuple):
 
     components: Mapping[str, float]
     timings: Mapping[str, float]
+
+
+class Extent(NamedTuple):
+    """How much of a model one trajectory takes: tokens of its `prompt` (of the first path), those that the policy `wrote`, and those of
+    each of its `paths`, prompt included; the `calls` that are trained, and the `roots` among all."""
+
+    prompt: int
+    wrote: int
+    paths: list[int]
+    calls: int
+    roots: int
+
+    @classmethod
+    def of(cls, trajectory: AnyTrajectory, paths: Sequence[Trajectory]) -> Extent:
+        """`paths` are those of the trajectory."""
+        calls = roots = 1
+        if isinstance(trajectory, EpisodeTrajectory):
+            calls = sum(call.trained for call in trajectory.calls)
+            roots = sum(call.parent < 0 for call in trajectory.calls)
+        lengths = [path.prompt_token_ids.size + path.completion_token_ids.size for path in paths]
+        return cls(paths[0].prompt_token_ids.size, trajectory.length, lengths, calls, roots)
 
 
 def score_metrics(environments: Iterable[str], scores: Iterable[Scored]) -> dict[str, float]:
@@ -47,22 +68,24 @@ def _fit(name: str) -> str:
     return re.sub(r"[^\w.: -]+", "_", name)[:LONGEST_NAME].strip(". ") or "_"
 
 
-def batch_metrics(reservation: Reservation, groups: Sequence[Group], truncated: float) -> dict[str, float]:
+def batch_metrics(
+    reservation: Reservation, groups: Sequence[Group], extents: Sequence[Extent], truncated: float
+) -> dict[str, float]:
     """Metrics of a batch: the environments' rewards, ages in steps, lengths in tokens.
 
     `groups` are the batch's, in its order; if they have several tasks, `environment_reward/<task>` is each task's mean reward.
-    `truncated` is the number of trajectories cut off at the length limit.
+    `extents` are those of its trajectories, `truncated` is the number of them that were cut off at the length limit.
     """
     batch = reservation.trajectories
     group_of = dict(zip(reservation.groups, groups, strict=True))
     ages = np.array([reservation.step - t.oldest_version for t in batch])
-    completions = np.array([t.length for t in batch])
-    lengths = np.array(total_lengths(reservation, groups))
+    completions = np.array([extent.wrote for extent in extents])
+    lengths = np.array([sum(extent.paths) for extent in extents])
     metrics = {
         "environment_reward": float(np.mean([t.reward for t in batch])),
         "avg_trajectory_age": float(ages.mean()),
         "max_trajectory_age": float(ages.max()),
-        "mean_prompt_length": float((lengths - completions).mean()),
+        "mean_prompt_length": float(np.mean([extent.prompt for extent in extents])),
         "mean_gen_tokens_per_sample": float(completions.mean()),
         "min_gen_tokens_per_sample": float(completions.min()),
         "max_gen_tokens_per_sample": float(completions.max()),
@@ -78,10 +101,21 @@ def batch_metrics(reservation: Reservation, groups: Sequence[Group], truncated: 
     return metrics
 
 
-def total_lengths(reservation: Reservation, groups: Sequence[Group]) -> list[int]:
-    """Tokens of prompt and completion of each trajectory of a batch."""
-    prompts = {group.id: group.prompt_token_ids.size for group in groups}
-    return [prompts[t.group_id] + t.length for t in reservation.trajectories]
+def episode_metrics(
+    environments: Iterable[str], extents: Iterable[Extent], episodes: Collection[str]
+) -> dict[str, float]:
+    """What an episode came to, by environment: means of its trained calls, of the tokens that the policy wrote and of its roots.
+    `environments` has the name of each trajectory's; `episodes` are those whose programs play them."""
+    played: dict[str, list[Extent]] = defaultdict(list)
+    for environment, extent in zip(environments, extents, strict=True):
+        if environment in episodes:
+            played[_fit(environment)].append(extent)
+    metrics = {}
+    for name, own in sorted(played.items()):
+        metrics[f"episode_calls/{name}"] = float(np.mean([extent.calls for extent in own]))
+        metrics[f"episode_tokens/{name}"] = float(np.mean([extent.wrote for extent in own]))
+        metrics[f"episode_roots/{name}"] = float(np.mean([extent.roots for extent in own]))
+    return metrics
 
 
 def sampling_metrics(reservation: Reservation, generation_batch: float) -> dict[str, float]:

@@ -69,6 +69,7 @@ CHARTS = (
     Chart("Groups without spread", "share of groups whose rewards are all equal: they teach nothing", (
         Curve("share", "groups_without_spread"),)),
     Chart("Length of completions", "tokens", (Curve("mean", "mean_gen_tokens_per_sample"), Curve("longest", "max_gen_tokens_per_sample"))),
+    Chart("Calls of an episode", "by environment", (Curve("", "episode_calls/<environment>"),)),
     Chart("Cut off at the limit", "share of completions", (
         Curve("training", "truncation_rate"), Curve("validation", "truncation_rate", "validation"))),
     Chart("Trainer against inference", "1 is agreement; it grows with the age of the data", (

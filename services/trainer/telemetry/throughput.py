@@ -91,15 +91,15 @@ class Devices:
 
 
 def performance_metrics(
-    times: Mapping[str, float], lengths: Sequence[int], devices: Devices, flops: float | None, peak_tflops: float
+    times: Mapping[str, float], samples: int, tokens: int, devices: Devices, flops: float | None, peak_tflops: float
 ) -> dict[str, float]:
-    """Rates of a step on whole sequences of `lengths` tokens, prompts included. `times` are the step's `timing/train/*` metrics;
-    `flops` the model FLOPs of its training, None where the policy was not trained or its architecture has no known formula.
+    """Rates of a step on so many trajectories and `tokens` of whole sequences, prompts included. `times` are the step's `timing/train/*`
+    metrics; `flops` the model FLOPs of its training, None where the policy was not trained or its architecture has no known formula.
 
     Replicas generate while the trainer works, so generation had both the time that the trainer waited and the time that it worked. The idle
     ratio is never cut to 0 (NeMo RL does so after waits of more than 0.1 s, which inverts the guard's purpose).
     """
-    total, samples, tokens = times["timing/train/total_step_time"], len(lengths), sum(lengths)
+    total = times["timing/train/total_step_time"]
     waited, refit = times["timing/train/exposed_generation"], times["timing/train/weight_sync"]
     training = times.get("timing/train/policy_training", 0.0)
     logprobs = times.get("timing/train/policy_and_reference_logprobs", 0.0)
@@ -146,13 +146,15 @@ class ThroughputMeter:
             log.warning("no FLOPs formula for a model of type %s: its utilisation is not measured", model.model_type)
         return cls(architecture, peak)
 
-    def metrics(self, times: StepTimes, lengths: Sequence[int], devices: Devices, epochs: int) -> dict[str, float]:
-        """Metrics of a step that trained the policy `epochs` times on sequences of `lengths` tokens."""
-        flops = None
+    def metrics(
+        self, times: StepTimes, lengths: Sequence[Sequence[int]], devices: Devices, epochs: int
+    ) -> dict[str, float]:
+        """Metrics of a step that trained the policy `epochs` times; `lengths` are the tokens of each trajectory's sequences."""
+        flops, sequences = None, [length for of_trajectory in lengths for length in of_trajectory]
         if self.architecture is not None and epochs:
-            flops = epochs * self.architecture.training_flops(lengths)
+            flops = epochs * self.architecture.training_flops(sequences)
         timing = timing_metrics(times)
-        rates = performance_metrics(timing, lengths, devices, flops, self.peak.tflops)
+        rates = performance_metrics(timing, len(lengths), sum(sequences), devices, flops, self.peak.tflops)
         return timing | efficiency_metrics(times) | rates
 
 

@@ -122,6 +122,28 @@ def test_the_teacher_never_shows_a_held_out_pair() -> None:
     assert 0.35 < wrong / rows < 0.49  # 0.6 of the answers are sloppy, and 0.7 of the sums have a carry
 
 
+def test_a_teacher_of_two_turns_asks_again_after_a_wrong_answer_alone() -> None:
+    tokenizer = tiny.make_tokenizer()
+    once, twice = (tiny.Teacher(tokenizer, random.Random(0), turns) for turns in (1, 2))
+    _, labels_of_one = once.batch()
+    input_ids, labels = twice.batch()
+    seconds = 0
+    for tokens, label in zip(input_ids.tolist(), labels.tolist(), strict=True):
+        text = tokenizer.decode(tokens).replace("<pad>", "").removesuffix("<eos>")
+        taught = tokenizer.decode([t for t in label if t != -100]).removesuffix("<eos>").split("<eos>")
+        first, *again = text.removeprefix("<user>").split("<eos><user>")
+        question, answer = first.split("<asst>")
+        right = str(sum(map(int, question.split("+"))))
+        assert answer == taught[0]
+        assert len(again) == len(taught) - 1 == (taught[0] != right)
+        if again:
+            assert again == [f"-{question}<asst>{taught[1]}"]
+            assert taught[1] in (right, tiny.sloppy_answer(tuple(map(int, question.split("+")))))  # type: ignore[arg-type]
+            seconds += 1
+    assert 0 < seconds < len(labels)
+    assert labels.shape[1] > labels_of_one.shape[1]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # the model may be in the making
 def test_the_warmed_up_model_is_right_some_of_the_time(warm_model: Path) -> None:

@@ -6,31 +6,77 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from headrace.trajectory import AnyTrajectory
+from headrace_services.trainer.telemetry.flops import Architecture, Peak
 from headrace_services.trainer.telemetry.http import Gauges
 from headrace_services.trainer.telemetry.metric_names import unknown
 from headrace_services.trainer.telemetry.metrics import (
     LONGEST_NAME,
     MOST_COMPONENTS,
+    Extent,
     Scored,
     batch_metrics,
+    episode_metrics,
     sampling_metrics,
     score_metrics,
-    total_lengths,
 )
+from headrace_services.trainer.telemetry.throughput import Devices, StepTimes, ThroughputMeter
+from tests.support.episodes import call, episode
+from tests.support.trainer import trajectory
 from tests.unit.trainer.loop_cases import group, reservation
+
+
+def extent(record: AnyTrajectory) -> Extent:
+    return Extent.of(record, record.paths())
+
+
+# two prompts of three tokens; the first is answered three times, the second conversation goes on once, after two tokens of its program
+BRANCHES = episode(
+    [
+        call(-1, [1, 2, 3], [4]),
+        call(-1, [1, 2, 3], [4, 5]),
+        call(1, [6, 7], [8], trained=False),
+        call(2, [9], [10, 11]),
+    ]
+)
 
 
 def test_batch_metrics_say_what_the_batch_was_like() -> None:
     batch, groups = reservation("a", "b"), [group("a", task="sums"), group("b", task="words")]
-    metrics = batch_metrics(batch, groups, truncated=1.0)
+    prompt = groups[0].prompt_token_ids.tolist()
+    extents = [extent(trajectory(prompt, [2] * one.length)) for one in batch.trajectories]
+    metrics = batch_metrics(batch, groups, extents, truncated=1.0)
     assert metrics["environment_reward"] == 0.5
     assert metrics["environment_reward/sums"] == 0.5
     assert (metrics["avg_trajectory_age"], metrics["max_trajectory_age"]) == (1.0, 1.0)
-    prompt = groups[0].prompt_token_ids.size
-    assert metrics["mean_prompt_length"] == prompt
-    assert metrics["total_num_tokens"] == 1 + 2 + 11 + 12 + 4 * prompt == sum(total_lengths(batch, groups))
+    assert metrics["mean_prompt_length"] == len(prompt)
+    assert (
+        metrics["total_num_tokens"] == 1 + 2 + 11 + 12 + 4 * len(prompt) == 4 * metrics["mean_total_tokens_per_sample"]
+    )
     assert (metrics["min_gen_tokens_per_sample"], metrics["max_gen_tokens_per_sample"]) == (1, 12)
     assert metrics["truncation_rate"] == 0.25
+
+
+def test_an_episode_takes_the_contexts_of_its_calls_and_what_its_paths_share_once_for_each() -> None:
+    assert extent(BRANCHES) == Extent(prompt=3, wrote=5, paths=[4, 3 + 2 + 2 + 1 + 1 + 2], calls=3, roots=2)
+    batch, groups = reservation("a"), [group("a")]
+    extents = [extent(BRANCHES), extent(trajectory([1], [2]))]
+    metrics = batch_metrics(batch, groups, extents, truncated=0.0)
+    assert (metrics["total_num_tokens"], metrics["mean_total_tokens_per_sample"]) == (4 + 11 + 2, 17 / 2)
+    assert (metrics["mean_prompt_length"], metrics["mean_gen_tokens_per_sample"]) == (2, 3)
+    architecture = Architecture(layer_weights=1, vocabulary_weights=0, layers=1, query_width=1)
+    meter = ThroughputMeter(architecture, Peak(1.0, "a data sheet"))
+    times = StepTimes(1.0, 1.0, {"policy_training": 1.0}, 0, 0, 0, 0)
+    rates = meter.metrics(times, [one.paths for one in extents], Devices(1, 1), epochs=1)
+    assert (rates["performance/samples_per_sec"], rates["performance/tokens_per_sec"]) == (2, 17)
+    assert rates["performance/train_flops_per_gpu"] * 1e12 == pytest.approx(6 * 17 + 6 * (4**2 + 11**2 + 2**2))
+
+
+def test_environments_with_programs_say_what_an_episode_came_to() -> None:
+    extents = [extent(BRANCHES), extent(trajectory([1], [2])), extent(trajectory([1], [2, 3]))]
+    metrics = episode_metrics(["ga/me", "ga/me", "math"], extents, {"ga/me"})
+    assert metrics == {"episode_calls/ga_me": 2, "episode_tokens/ga_me": 3, "episode_roots/ga_me": 1.5}
+    assert unknown(metrics) == []
 
 
 def test_dynamic_sampling_says_how_many_batches_were_generated_for_one() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from headrace.config import Config
 from headrace_services.trainer.control.rank import TrainerRank, shard_batch, split_evenly, split_groups
 from headrace_services.trainer.distributed import Ranks
-from headrace_services.trainer.telemetry.metrics import Scored
+from headrace_services.trainer.telemetry.metrics import Extent, Scored
 from tests.support.trainer import batch, on_ranks, trajectory
 from tests.unit.trainer.loop_cases import reservation
 
@@ -35,17 +35,20 @@ def test_every_optimizer_step_is_shared_out_by_itself() -> None:
     assert [[place // 2 for place in share] for share in shares] == [[0, 1, 2], [0, 1, 2]]
 
 
-def test_what_environments_said_comes_together_in_the_batchs_order() -> None:
-    whole = batch([trajectory([1], [2]) for _ in range(4)], components=[{"c": float(place)} for place in range(4)])
+def test_what_the_ranks_read_comes_together_in_the_batchs_order() -> None:
+    trajectories = [trajectory([1], [2] * (place + 1)) for place in range(4)]
+    whole = batch(trajectories, components=[{"c": float(place)} for place in range(4)])
 
-    def scored(ranks: Ranks) -> list[Scored]:
+    def read(ranks: Ranks) -> tuple[list[Scored], list[Extent]]:
         rank = TrainerRank(configured(share_prompts=False), ranks, lambda keys: [])
         rank._batch = whole.take([[3, 0], [2, 1]][ranks.rank])
-        return rank.scored()
+        return rank.scored(), rank.extents()
 
-    lead, other = on_ranks(scored, 2)
-    assert [score.components["c"] for score in lead] == [0, 1, 2, 3]
+    (scores, extents), (other, other_extents) = on_ranks(read, 2)
+    assert [score.components["c"] for score in scores] == [0, 1, 2, 3]
     assert [score.components["c"] for score in other] == [1, 2]
+    assert [extent.paths for extent in extents] == [[2], [3], [4], [5]]
+    assert [extent.wrote for extent in other_extents] == [2, 3]
 
 
 def test_prompts_that_are_shared_keep_a_group_on_one_rank() -> None:

@@ -31,7 +31,7 @@ def test_the_shares_of_a_step_add_up_to_the_whole(
 
 def metrics_of(
     learner: dict[str, float],
-    lengths: list[int],
+    lengths: list[list[int]],
     devices: Devices,
     architecture: Architecture | None = None,
     epochs: int = 1,
@@ -43,7 +43,7 @@ def metrics_of(
 
 def test_rates_are_those_of_nemo_rl() -> None:
     learner = {"policy_training": 4.0, "policy_and_reference_logprobs": 2.0}
-    metrics = metrics_of(learner, [3000, 3050], Devices(training=8, generation=8))
+    metrics = metrics_of(learner, [[3000], [2050, 1000]], Devices(training=8, generation=8))
     rates = {name.removeprefix("performance/"): value for name, value in metrics.items()}
     assert rates["tokens_per_sec_per_gpu"] == pytest.approx(6050 / 10 / 16)
     assert rates["samples_per_sec_per_gpu"] == pytest.approx(2 / 10 / 16)
@@ -60,7 +60,7 @@ MODEL = Architecture(layer_weights=10**9, vocabulary_weights=10**8, layers=1, qu
 
 
 def test_utilisation_is_what_was_done_of_what_the_device_can_do() -> None:
-    metrics = metrics_of({"policy_training": 4.0}, [100, 200], Devices(2, 1), MODEL, epochs=2)
+    metrics = metrics_of({"policy_training": 4.0}, [[100], [200]], Devices(2, 1), MODEL, epochs=2)
     done = 2 * 6 * 1.1e9 * 300 / 4 / 2 / 1e12
     assert metrics["performance/train_flops_per_gpu"] == pytest.approx(done)
     assert metrics["performance/train_fp_utilization"] == pytest.approx(done / 0.5)
@@ -68,7 +68,7 @@ def test_utilisation_is_what_was_done_of_what_the_device_can_do() -> None:
 
 def test_a_step_that_trains_the_value_model_alone_has_no_utilisation_of_the_policy() -> None:
     metrics = metrics_of(
-        {"value_training": 4.0, "policy_and_reference_logprobs": 1.0}, [100], Devices(1, 1), MODEL, epochs=0
+        {"value_training": 4.0, "policy_and_reference_logprobs": 1.0}, [[100]], Devices(1, 1), MODEL, epochs=0
     )
     assert (
         not {"performance/train_flops_per_gpu", "performance/policy_training_tokens_per_sec_per_gpu"} & metrics.keys()
@@ -78,7 +78,7 @@ def test_a_step_that_trains_the_value_model_alone_has_no_utilisation_of_the_poli
 
 
 def test_with_no_replica_left_there_is_no_rate_of_generation_per_gpu() -> None:
-    metrics = metrics_of({"policy_training": 1.0}, [1], Devices(training=1, generation=0))
+    metrics = metrics_of({"policy_training": 1.0}, [[1]], Devices(training=1, generation=0))
     assert "performance/generation_tokens_per_sec_per_gpu" not in metrics
     assert "performance/generation_tokens_per_sec" in metrics
 
