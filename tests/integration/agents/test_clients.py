@@ -107,6 +107,7 @@ async def with_openai_agents(base_url: str, api_key: str, stream: bool) -> list[
     ) as client:
         agent = agents.Agent(
             name="looker",
+            instructions="Look around.",
             model=agents.OpenAIChatCompletionsModel("policy", client),
             tools=[agents.FunctionTool("look", "looks", LOOK["parameters"], look)],
         )
