@@ -278,13 +278,22 @@ class Player:
     def __init__(self, env: Any, policy: str, relay: Relay) -> None:
         self._env, self._policy, self._relay = env, policy, relay
         self._tasks = Tasks(env.taskset)
+        self._playing: set[asyncio.Task[dict[str, Any]]] = set()
+
+    async def aclose(self) -> None:
+        """End every episode, with the processes that it has."""
+        for playing in self._playing:
+            playing.cancel()
+        await asyncio.gather(*self._playing, return_exceptions=True)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         playing = asyncio.create_task(self._play(json.loads(await reader.readline())))
         gone = asyncio.create_task(reader.read())
+        self._playing.add(playing)
+        playing.add_done_callback(self._playing.discard)
         try:
             await asyncio.wait([playing, gone], return_when=asyncio.FIRST_COMPLETED)
-            if playing.done():
+            if playing.done() and not playing.cancelled():
                 writer.write(json.dumps(playing.result()).encode() + b"\n")
                 await writer.drain()
         finally:
@@ -331,6 +340,7 @@ async def serve(env: Any, policy: str, address: str, say: Any) -> None:
         async with await asyncio.start_unix_server(player.serve, address, limit=MOST_BYTES):
             say({"software": [f"verifiers {importlib.metadata.version('verifiers')}", *digests]})
             await _end_of_input()
+            await player.aclose()
 
 
 async def _end_of_input() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tarfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,8 @@ def found(environments: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def environment(python: Path, name: str, **config: Any) -> dict[str, Any]:
-    return {
-        "type": "verifiers",
-        "python": str(python),
-        "verifiers": {"taskset": {"id": name}, "agent": SEAT, **config},
-        "timeout_s": WAIT_S,
-    }
+    played = {"taskset": {"id": name}, "agent": SEAT, **config}
+    return {"type": "verifiers", "python": str(python), "verifiers": played}
 
 
 def rows(env: dict[str, Any], **select: Any) -> list[dict[str, Any]]:
@@ -128,12 +125,11 @@ async def test_environments_are_played_as_they_are(python: Path) -> None:
 async def test_what_it_cannot_score_is_failed_and_one_that_nobody_wants_is_ended(python: Path) -> None:
     env = environment(python, "echo-v1")
     row, *_ = rows(env)
-    asked = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    asked, over = threading.Event(), threading.Event()
 
     def hang(messages: Any) -> str:
-        loop.call_soon_threadsafe(asked.set)
-        time.sleep(3600)
+        asked.set()
+        over.wait()
         return "late"
 
     with ScriptedPolicy() as policy:
@@ -144,7 +140,7 @@ async def test_what_it_cannot_score_is_failed_and_one_that_nobody_wants_is_ended
             other = {**row, "task": {"index": 0, "key": "of another task set"}}
             invalid = await run(hub, "echo", other, policy.session(["hello world"]))
             waiting = asyncio.create_task(run(hub, "echo", row, policy.session(hang)))
-            await asked.wait()
+            await until(asked.is_set)
 
             def harnesses() -> int:
                 commands = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
@@ -153,6 +149,7 @@ async def test_what_it_cannot_score_is_failed_and_one_that_nobody_wants_is_ended
             assert harnesses()
             waiting.cancel()
             await until(lambda: not harnesses())
+            over.set()
     # verifiers' own reward of it is 0
     assert (failed.status, failed.reward) == ("FAILED", None)
     assert "ProviderError" in failed.message
