@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Table
@@ -158,11 +159,20 @@ def _panel(sample: StoredSample, text_of: TokenText | None) -> Panel:
         worth += f" ({', '.join(f'{printable(name)} {value:g}' for name, value in sample.components.items())})"
     note = [f"{len(sample.token_ids)} tokens", *(["truncated"] if sample.truncated else []), sample.weights()]
     parts: list[RenderableType] = [
-        _text(sample.said) if text_of is None else _tokens(sample, text_of),
+        *(_said(sample) if text_of is None else [_tokens(sample, text_of)]),
         Text.assemble((worth, colour), ("  " + ", ".join(note), "dim")),
     ]
     parts += [_text(text, "red") for text in (sample.message, sample.traceback) if text]
     return Panel(Group(*parts), title=Text(f"{sample.index}"), title_align="left", border_style=colour)
+
+
+def _said(sample: StoredSample) -> Iterator[RenderableType]:
+    """What was said in a call is indented, also where a line is broken: nothing of it passes for the head of a call."""
+    if not sample.calls:
+        yield _text(sample.content)
+    for head, parts in sample.conversation:
+        yield _text(head, "dim")
+        yield Padding(Group(*map(_text, parts)), (0, 0, 0, 2))
 
 
 def _tokens(sample: StoredSample, text_of: TokenText) -> Table:
@@ -179,5 +189,5 @@ def _tokens(sample: StoredSample, text_of: TokenText) -> Table:
 
 
 def _text(text: str, style: str = "", keep: str = "\n\t") -> Text:
-    """What others wrote: no markup, no control characters."""
-    return Text(printable(text, keep=keep), style=style)
+    """What others wrote: no markup, no control characters, and nothing cut off."""
+    return Text(printable(text, keep=keep), style=style, overflow="fold")
