@@ -31,8 +31,8 @@ from headrace.samples import (
     group_of,
 )
 
-# Completions stand side by side as long as each has this many columns of the terminal.
-NARROWEST = 38
+# Completions stand side by side as long as each has this many columns of the terminal; conversations, this many.
+NARROWEST, NARROWEST_CONVERSATION = 38, 56
 
 TokenText = Callable[[int], str]
 
@@ -141,7 +141,8 @@ def draw_group(group: SampleGroup, title: str, width: int, text_of: TokenText | 
     if not group.samples:
         parts.append(Text("no completion to show", style="dim"))
     panels = [_panel(sample, text_of) for sample in group.samples]
-    side_by_side = max(1, min(len(panels), width // NARROWEST))
+    narrowest = NARROWEST_CONVERSATION if any(sample.calls for sample in group.samples) else NARROWEST
+    side_by_side = max(1, min(len(panels), width // narrowest))
     table = Table.grid(expand=True)
     for _ in range(side_by_side):
         table.add_column(ratio=1)
