@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -36,9 +37,9 @@ def test_the_policy_learns_to_call_its_tool(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line["metrics"] for line in lines if line["kind"] == "train"]
     assert len(steps) == 30
-    assert steps[0]["reward/called"] < 0.4
-    assert steps[-1]["reward/called"] > 0.9
-    assert steps[-1]["environment_reward"] > 0.9 > 0.5 > steps[0]["environment_reward"]
+    for name in ("reward/called", "environment_reward"):
+        first, last = (fmean(metrics[name] for metrics in some) for some in (steps[:3], steps[-5:]))
+        assert first < 0.4 < 0.9 < last, name
     accuracies = [line["metrics"]["accuracy"] for line in lines if line["kind"] == "validation"]
     assert accuracies[0] < 0.4 < 0.9 < accuracies[-1]
     for metrics in steps:
