@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tarfile
 import threading
 import time
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from headrace import Episode, Score
+from headrace.config import load
 from headrace.config.data import EnvConfig
 from headrace.episode import EpisodeOutcome
 from headrace.errors import ConfigError
@@ -31,6 +33,7 @@ from tests.support.toy_policy import ToyPolicy
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 WAIT_S = 600.0
+EXAMPLES = Path(__file__).parents[3] / "examples"
 # of verifiers: a chat loop, on this machine
 SEAT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
@@ -143,8 +146,11 @@ async def test_what_it_cannot_score_is_failed_and_one_that_nobody_wants_is_ended
             await until(asked.is_set)
 
             def harnesses() -> int:
-                commands = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
-                return sum("--base-url=" in command for command in commands)
+                count = 0
+                for each in psutil.Process().children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                        count += "--base-url=" in " ".join(each.cmdline())
+                return count
 
             assert harnesses()
             waiting.cancel()
@@ -154,6 +160,24 @@ async def test_what_it_cannot_score_is_failed_and_one_that_nobody_wants_is_ended
     assert (failed.status, failed.reward) == ("FAILED", None)
     assert "ProviderError" in failed.message
     assert (invalid.status, invalid.reward) == ("INVALID", None)
+
+
+async def test_the_sums_of_the_examples_are_played(python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
+    names = ("sums", "held_out")
+    config = load(EXAMPLES / "verifiers_sums.yaml", [f"env.{name}.python={python}" for name in names])
+    sums, held_out = (
+        {row["messages"][-1]["content"]: row for row in tasks(name, config.env[name], {}, 1)} for name in names
+    )
+    assert (len(sums), len(held_out), sums.keys() & held_out.keys()) == (75, 25, set())
+    row = sums["What is 3 + 0?"]
+    envs = {name: config.env[name].model_dump(mode="json") for name in names[:1]}
+    with ScriptedPolicy() as policy:
+        async with start_hub(envs) as hub:
+            sessions = [policy.session([answer]) for answer in ("It is 3", "4", "three")]
+            scores = await asyncio.gather(*(run(hub, "sums", row, session) for session in sessions))
+    assert [(score.status, score.reward) for score in scores] == [("SCORED", 1.0), ("SCORED", 0.0), ("SCORED", 0.0)]
+    assert [each["role"] for each in sessions[0].calls[0].messages] == ["system", "user"]
 
 
 @pytest.mark.parametrize(
