@@ -83,6 +83,16 @@ async def run(hub: Hub, name: str, row: dict[str, Any], session: Session) -> Sco
     return found
 
 
+def commands(part: str) -> list[int]:
+    """The processes below this one that were started by a command with this part."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if part in " ".join(each.cmdline()):
+                found.append(each.pid)
+    return found
+
+
 def repeat(messages: Any) -> str:
     """What these environments want: what the user said last."""
     said: str = messages[-1]["content"]
@@ -145,16 +155,9 @@ async def test_what_it_cannot_score_is_failed_and_one_that_nobody_wants_is_ended
             waiting = asyncio.create_task(run(hub, "echo", row, policy.session(hang)))
             await until(asked.is_set)
 
-            def harnesses() -> int:
-                count = 0
-                for each in psutil.Process().children(recursive=True):
-                    with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-                        count += "--base-url=" in " ".join(each.cmdline())
-                return count
-
-            assert harnesses()
+            assert commands("--base-url=")
             waiting.cancel()
-            await until(lambda: not harnesses())
+            await until(lambda: not commands("--base-url="))
             over.set()
     # verifiers' own reward of it is 0
     assert (failed.status, failed.reward) == ("FAILED", None)
@@ -162,7 +165,9 @@ async def test_what_it_cannot_score_is_failed_and_one_that_nobody_wants_is_ended
     assert (invalid.status, invalid.reward) == ("INVALID", None)
 
 
-async def test_the_sums_of_the_examples_are_played(python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_sums_of_the_examples_are_played_and_again_once_their_process_has_died(
+    python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
     names = ("sums", "held_out")
     config = load(EXAMPLES / "verifiers_sums.yaml", [f"env.{name}.python={python}" for name in names])
@@ -176,6 +181,15 @@ async def test_the_sums_of_the_examples_are_played(python: Path, monkeypatch: py
         async with start_hub(envs) as hub:
             sessions = [policy.session([answer]) for answer in ("It is 3", "4", "three")]
             scores = await asyncio.gather(*(run(hub, "sums", row, session) for session in sessions))
+            (pid,) = commands("verifiers_worker.py serve")
+            psutil.Process(pid).kill()
+            await until(lambda: commands("verifiers_worker.py serve") not in ([], [pid]))
+            async with asyncio.timeout(WAIT_S):
+                again = await run(hub, "sums", row, policy.session(["3"]))
+                while again.status in ("NOT_STARTED", "INTERRUPTED"):  # it is being started again
+                    again = await run(hub, "sums", row, policy.session(["3"]))
+        assert not commands("verifiers_worker.py")
+    assert again.reward == 1.0
     assert [(score.status, score.reward) for score in scores] == [("SCORED", 1.0), ("SCORED", 0.0), ("SCORED", 0.0)]
     assert [each["role"] for each in sessions[0].calls[0].messages] == ["system", "user"]
 
