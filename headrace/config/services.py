@@ -160,6 +160,12 @@ class TrainerConfig(Section):
     port: int = Field(0, ge=0, le=65535)
     num_processes: int = Field(1, ge=1, description="ranks that `headrace up` starts under torchrun")
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpu_memory_fraction: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of its GPU's memory that a rank may take; null takes all, and half where `headrace up` has a replica share it",
+    )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of a rank; null leaves it to torch")
     fleet_deadline_s: float = Field(
         300.0, gt=0, description="with no verified replica for this long the run ends with that reason"

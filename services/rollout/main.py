@@ -12,6 +12,7 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
+from headrace import devices
 from headrace.addresses import with_port
 from headrace.config import Config
 from headrace.config.services import RolloutConfig
@@ -96,6 +97,7 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
         "pid": os.getpid(),
         "url": f"{scheme}://{with_port(_reachable_as(config.rollout), port)}",
         "device": engine.vllm_config.device_config.device_type,
+        "gpus": " ".join(_gpus(engine)),
         "model": config.policy.model_name,
     }
     worker = RolloutWorker(config, engine, replay, info)
@@ -103,6 +105,13 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
     with exported(worker, engine):
         async with serve_http(build_app(config, engine, worker), sock, access):
             await worker.run(stop)
+
+
+def _gpus(engine: AsyncLLM) -> list[str]:
+    """The UUIDs of the engine's devices, one for each of its workers; none on a CPU, or where NVML can't be reached."""
+    if engine.vllm_config.device_config.device_type != "cuda":
+        return []
+    return devices.uuids(os.environ)[: engine.vllm_config.parallel_config.tensor_parallel_size]
 
 
 def _reachable_as(rollout: RolloutConfig) -> str:

@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import rendezvous
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from headrace import devices
 from headrace.config import Config
 from headrace.errors import Restartable, ServiceError
 from headrace.service import EXIT_INTERNAL_ERROR
@@ -228,9 +229,13 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
             f"trainer.num_processes is {config.trainer.num_processes}, but this process was not started by torchrun; use "
             f"`headrace up`, or `torchrun --nproc-per-node {config.trainer.num_processes} -m headrace.cli trainer …`"
         )
+    if config.trainer.device != "cpu" and torch.version.cuda is not None:
+        devices.installed().check_driver()  # torch only warns, and sees no GPU then
     gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if config.trainer.gpu_memory_fraction is not None:
+            torch.cuda.set_per_process_memory_fraction(config.trainer.gpu_memory_fraction)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks()
         return
