@@ -183,7 +183,10 @@ class WeightChannelConfig(Section):
     backend: Literal["auto", "gloo", "nccl"] = Field(
         "auto", description="auto: nccl where the trainer and the replicas run on GPUs, else gloo"
     )
-    host: str = Field("127.0.0.1", description="address of the trainer that replicas can reach")
+    host: str | None = Field(
+        None,
+        description="address of the trainer that replicas can reach; null takes its own on the way to the buffer's server",
+    )
     port: int = Field(0, ge=0, le=65535, description="rendezvous port on the trainer; 0 takes a free one")
     timeout_s: float = Field(
         60.0, gt=0, description="deadline of acknowledgement, of the transfer and of verification, each"

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from headrace import devices
+from headrace.addresses import LOOPBACK, hosts_of, is_loopback, own_address, with_port
 from headrace.config import Config
 from headrace.errors import (
     Fenced,
@@ -123,7 +124,9 @@ class WeightSender:
         self._uuids = devices.uuids(os.environ)[self._gpu.index :][:1] if self._gpu is not None else []
         self._nccl_problem: str | None = None
         self._replay = replay
-        self._meeting = RendezvousStore(self._config.host, self._config.port)
+        self._host = self._config.host or host_towards(config.redis_url)
+        self._meeting = RendezvousStore(self._host, self._config.port)
+        logger.info("weights are handed out at %s", with_port(self._host, self._meeting.port))
         self._channel: Channel | None = None
         self._closed: list[Channel] = []  # their last calls may still be running
         self._group: tuple[str, tuple[str, ...]] = ("", ())  # id and members of the channel's group
@@ -229,7 +232,7 @@ class WeightSender:
             previous_group=previous_group,
             previous_members=previous_members,
             backend=membership.choose_backend(self._config.backend, problem),
-            host=self._config.host,
+            host=self._host,
             port=self._meeting.port,
             secret=secrets.token_bytes(32),
             workers=self._workers,
@@ -323,6 +326,25 @@ class WeightSender:
             self._channel.close()
             self._closed = [*(channel for channel in self._closed if not channel.join(0.0)), self._channel]
             self._channel = None
+
+
+def host_towards(url: str) -> str:
+    """Where replicas, which reach the buffer's server at `url` too, reach this machine. Raises `ServiceError`."""
+    host = next(iter(hosts_of(url)), LOOPBACK).strip("[]")
+    try:
+        own = own_address(host)
+    except OSError as error:
+        raise ServiceError(
+            f"weight_channel.host is null, and the way to the buffer's server {host} isn't known ({error}); set it to an address of this "
+            "machine that replicas can reach"
+        ) from error
+    if is_loopback(own) and not is_loopback(host):
+        logger.warning(
+            "weight_channel.host: %s is %s here (/etc/hosts), where replicas on other machines don't reach this one: set it for them",
+            host,
+            own,
+        )
+    return own
 
 
 @contextlib.contextmanager
