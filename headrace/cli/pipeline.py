@@ -448,6 +448,8 @@ def _reason(answer: str) -> str:
 
 
 def _unready_state(child: Child, replica: Replica) -> str:
+    if replica.state == "LOADING":
+        return "loading"
     if not replica.takes_part:
         return "silent" if replica.state == "DEAD" else "quarantined"
     return UPDATING if child.was_ready else "waiting for weights"

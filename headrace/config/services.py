@@ -112,6 +112,11 @@ class RolloutConfig(Section):
         description="an unfinished trajectory is saved in the buffer each time it has grown by this many tokens, so that another "
         "replica can go on from there; null saves it only when a replica leaves",
     )
+    load_deadline_s: float = Field(
+        1800.0,
+        gt=0,
+        description="while a replica loads its engine on a GPU, and for so long at most, trainer.fleet_deadline_s does not run",
+    )
     heartbeat_s: float = Field(2.0, gt=0, description="how often a replica renews itself and its leases")
     dead_after_s: float = Field(10.0, gt=0, description="a replica silent for this long is DEAD")
     quarantine_after: int | None = Field(

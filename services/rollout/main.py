@@ -25,6 +25,7 @@ from headrace.replica_client import PATHS, ROLE
 from headrace.service import bind, serve_http, stop_on_signals
 from headrace_services.rollout.engine import running_engine
 from headrace_services.rollout.http import build_app, exported
+from headrace_services.rollout.loading import announced
 from headrace_services.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
@@ -72,7 +73,11 @@ def _run(config: Config) -> None:
 
 
 def _generate(config: Config, sock: socket.socket, replay: ReplayClient, runner: asyncio.Runner) -> None:
-    with running_engine(config) as engine:
+    # on a CPU the engine is up in seconds, and is forked, which another thread would prevent
+    slow = devices.engine_is_for_cuda(devices.installed_versions())
+    with contextlib.ExitStack() as stack:
+        with announced(config) if slow else contextlib.nullcontext():
+            engine = stack.enter_context(running_engine(config))
         runner.run(_serve(config, sock, replay, engine))
 
 
