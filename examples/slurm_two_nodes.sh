@@ -38,5 +38,5 @@ trainer=$!
 trap 'kill -TERM "$trainer"' TERM
 code=0
 wait "$trainer" || code=$?
-if kill -0 "$trainer" 2>/dev/null; then wait "$trainer" || code=$?; fi   # the signal came first
+if kill -0 "$trainer" 2>/dev/null; then code=0; wait "$trainer" || code=$?; fi   # the signal came first
 exit "$code"

@@ -33,10 +33,6 @@ class Device:
     name: str
     memory: int  # bytes
 
-    @property
-    def is_instance(self) -> bool:
-        return ":" in self.index
-
     def __str__(self) -> str:
         return f"GPU {self.index} ({self.name}, {self.memory / _GIB:.0f} GiB)"
 

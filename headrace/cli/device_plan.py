@@ -56,19 +56,23 @@ def _on_gpu(device: str, inventory: Inventory, is_for_cuda: bool) -> bool:
 
 def told(plan: DevicePlan, config: Config, child: str) -> dict[str, str]:
     """What a child's environment has of the plan: its devices, and its share of one that is shared, unless that is configured."""
-    number = child.removeprefix(_REPLICA)
     if child == "trainer":
-        own = plan.trainer
-    elif number != child and plan.replicas:
-        own = plan.replicas[int(number) - 1]
+        own, share, key = plan.trainer, TRAINER_SHARE, "trainer.gpu_memory_fraction"
+        configured = config.trainer.gpu_memory_fraction
+    elif child.startswith(_REPLICA):
+        own = plan.replicas[int(child.removeprefix(_REPLICA)) - 1] if plan.replicas else ()
+        share, key = ROLLOUT_SHARE, "policy.generation.vllm_cfg.gpu_memory_utilization"
+        configured = config.policy.generation.vllm_cfg.gpu_memory_utilization
     else:
-        own = () if number != child else plan.rest
-    environ = {devices.VISIBLE: ",".join(device.uuid for device in own)}
-    if plan.is_shared and config.trainer.gpu_memory_fraction is None:
-        environ["HEADRACE_TRAINER__GPU_MEMORY_FRACTION"] = str(TRAINER_SHARE)
-    if plan.is_shared and config.policy.generation.vllm_cfg.gpu_memory_utilization is None:
-        environ["HEADRACE_POLICY__GENERATION__VLLM_CFG__GPU_MEMORY_UTILIZATION"] = str(ROLLOUT_SHARE)
+        return {devices.VISIBLE: _uuids(plan.rest)}
+    environ = {devices.VISIBLE: _uuids(own)}
+    if plan.is_shared and configured is None:
+        environ[f"HEADRACE_{key.upper().replace('.', '__')}"] = str(share)
     return environ
+
+
+def _uuids(own: Sequence[Device]) -> str:
+    return ",".join(device.uuid for device in own)
 
 
 def rows(plan: DevicePlan) -> dict[str, list[str]]:

@@ -101,7 +101,6 @@ def test_a_name_that_is_no_device_or_two_is_refused(names: str, error: str) -> N
 
 def test_instances_of_a_divided_gpu_go_by_their_own_names() -> None:
     divided = [device("0:0"), device("0:1"), device(1)]
-    assert [each.is_instance for each in divided] == [True, True, False]
     assert chosen(divided, "MIG-0:1-abc,1") == divided[1:]
     with pytest.raises(ServiceError, match="'0' is no device"):
         chosen(divided, "0")

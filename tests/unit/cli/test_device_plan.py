@@ -10,6 +10,7 @@ import pytest
 from headrace.cli import device_plan
 from headrace.cli.pipeline import Children
 from headrace.config import Config
+from headrace.config.load import examine
 from headrace.devices import Device, Inventory
 from headrace.errors import ServiceError
 
@@ -99,20 +100,24 @@ def test_an_old_driver_is_refused_only_where_something_needs_it() -> None:
     assert device_plan.planned(config(), gpus(2, (12, 8)), CPU) is None
 
 
-def test_who_shares_the_only_device_takes_a_share_of_its_memory_unless_it_is_configured() -> None:
+def test_who_shares_the_only_device_takes_a_share_of_its_memory_unless_it_is_configured(tmp_path: Path) -> None:
     run = config()
     plan = device_plan.planned(run, gpus(1), CUDA)
     assert plan is not None
-    of_trainer = device_plan.told(plan, run, "trainer")
-    assert (
-        of_trainer["CUDA_VISIBLE_DEVICES"]
-        == device_plan.told(plan, run, "rollout-1")["CUDA_VISIBLE_DEVICES"]
-        == "GPU-0"
-    )
-    assert of_trainer["HEADRACE_TRAINER__GPU_MEMORY_FRACTION"] == "0.5"
-    assert of_trainer["HEADRACE_POLICY__GENERATION__VLLM_CFG__GPU_MEMORY_UTILIZATION"] == "0.45"
+    of_trainer, of_replica = (device_plan.told(plan, run, child) for child in ("trainer", "rollout-1"))
+    assert of_trainer == {"CUDA_VISIBLE_DEVICES": "GPU-0", "HEADRACE_TRAINER__GPU_MEMORY_FRACTION": "0.5"}
+    assert of_replica == {
+        "CUDA_VISIBLE_DEVICES": "GPU-0",
+        "HEADRACE_POLICY__GENERATION__VLLM_CFG__GPU_MEMORY_UTILIZATION": "0.45",
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text("run: {id: test}\n")
+    loaded = examine(file, environ={**of_trainer, **of_replica}).config
+    assert loaded.trainer.gpu_memory_fraction == 0.5
+    assert loaded.policy.generation.vllm_cfg.gpu_memory_utilization == 0.45
     configured = config(trainer={"gpu_memory_fraction": 0.7}, vllm={"gpu_memory_utilization": 0.2})
-    assert device_plan.told(plan, configured, "trainer") == {"CUDA_VISIBLE_DEVICES": "GPU-0"}
+    for child in ("trainer", "rollout-1"):
+        assert device_plan.told(plan, configured, child) == {"CUDA_VISIBLE_DEVICES": "GPU-0"}
     assert device_plan.told(plan, run, "reward")["CUDA_VISIBLE_DEVICES"] == ""
     assert device_plan.lines(plan)[-1].startswith("shared ")
 
