@@ -56,4 +56,5 @@ async def _live(config: Config, over: threading.Event) -> None:
                 await replay.register(replica, info, loading=True)
             await asyncio.to_thread(over.wait, config.rollout.heartbeat_s)
             state = (await replay.heartbeat(replica, [])).state
-        await replay.deregister(replica)
+        if replica:
+            await replay.deregister(replica)
