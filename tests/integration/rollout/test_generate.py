@@ -409,6 +409,15 @@ async def test_a_prompt_that_fills_the_context_is_named_a_problem() -> None:
     assert "max_total_sequence_length" in problem
 
 
+async def test_seeded_prompts_that_are_more_than_a_step_takes_are_all_completed(engine: Any) -> None:
+    """Of a prompt that is computed in parts vLLM's CPU engine would die."""
+    prompts = [(3 + number, *(7, 8, 15) * 320) for number in range(8)]
+    them = await asyncio.gather(
+        *(generate(engine, lease(each, seed=5, max_new_tokens=4), number, "me") for number, each in enumerate(prompts))
+    )
+    assert len(them) == 8
+
+
 async def test_requests_find_what_was_computed_under_their_salt(engine: Any) -> None:
     """Those from outside, with a salt of their own or none, calls and trajectories."""
     prompt, now = (3, 7, 8, 15) * 50, ["one"]

@@ -150,6 +150,16 @@ def test_whether_reasoning_makes_a_root_is_the_templates_to_say(
     ]
 
 
+@pytest.mark.parametrize(("reasoning", "needed"), [("kept", False), ("stripped", True)])
+def test_a_history_is_rendered_only_where_a_request_does_not_begin_with_what_was_recorded(
+    reasoning: Any, needed: bool
+) -> None:
+    program, first, messages = answer_with(True, ToyPolicy(reasoning))
+    second = program.ask([*messages, first.answer, user("and?")])
+    assert second.parent is first
+    assert (first.told is not None) is needed
+
+
 def test_a_cut_off_answer_gets_its_end_of_turn_as_context(program: Program) -> None:
     first = program.ask([user("hello")], max_tokens=1)
     assert first.completion.finish_reason == "length"
@@ -449,4 +459,5 @@ def test_memory_does_not_grow_with_the_square_of_the_calls(program: Program) -> 
     calls = program.session.calls
     assert sum(len(call.asked.messages) + len(call.prefixes) for call in calls) <= 3 * len(messages)
     assert sum(call.context.size for call in calls) < 4 * len(program.policy.asked[-1][0])
+    assert all(call.context.base is None for call in calls)  # a view would hold the whole request
     assert np.array_equal(calls[-1].path, sum(program.policy.asked[-1], ()))
