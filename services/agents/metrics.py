@@ -38,5 +38,5 @@ IMPOSED = Counter("headrace_agents_options_imposed", "Requests whose option the 
 PHASES = Histogram(
     "headrace_agents_phase_seconds",
     "Time of a call: rendering, sampling and parsing (with waiting for a replica), and keeping its record",
-    ["phase"],
+    ["environment", "phase"],
 )
