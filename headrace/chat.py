@@ -1,4 +1,4 @@
-"""One call of the policy, by an API that speaks OpenAI's chat completions, with the standard library alone: the SDK brings no client."""
+"""One call of the policy, by an API that speaks OpenAI's chat completions, for programs that bring no client of their own."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def chat(base_url: str, api_key: str, request: dict[str, Any], within_s: f
                 status, answer = await policy.post("/chat/completions", headers, body)
             except TooLarge as error:  # a second try would be answered the same
                 raise ChatError(f"the policy's answer can't be taken: {error}") from error
-            except (OSError, http.client.HTTPException) as error:
+            except OSError as error:
                 refusal = ChatError(f"the policy can't be reached ({type(error).__name__}: {error})")
             else:
                 if status == http.client.OK:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.http_client import HttpClient
+from headrace.http_client import HttpClient, TooLarge
 from headrace.tls import client_context
 from headrace.trajectory import FinishReason, Message, Sampling, Span
 
@@ -177,7 +177,7 @@ class ReplicaClient:
             raise RenderRefused("invalid", f"what is asked can't be written as JSON: {error}") from error
         try:
             status, content = await self._http.post(path, headers, body)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, TooLarge) as error:
             raise ReplicaUnavailable(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
         if status != http.client.OK:
             raise self._error(path, status, content)
