@@ -44,7 +44,7 @@ ROUNDS = 9
 TIMELINE = "benchmark"
 PHASES = {
     "pause": ("pausing",),
-    "transfer": ("starting an update", "receiving weights", "finishing an update"),
+    "transfer": ("receiving weights",),
     "resume": ("resuming",),
     "verify": ("computing the probe",),
 }

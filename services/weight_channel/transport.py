@@ -37,6 +37,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 from headrace.errors import ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
 from headrace.service import bind
 from headrace.weights.manifest import Manifest
+from headrace_services.weight_channel.checksum import checksum
 
 Backend = Literal["gloo", "nccl"]
 T = TypeVar("T")
@@ -337,11 +338,11 @@ class Channel:
 
 
 def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch.Tensor]], deadline: float) -> None:
-    """Rank 0: broadcast `source`, whose items must be the manifest's in its order, bucket by bucket.
+    """Rank 0: broadcast `source`, whose items must be the manifest's in its order, bucket by bucket, and then their checksums.
 
-    `source` is always run to its end, even after a failure: producing a tensor may be a collective of the trainer's ranks,
-    and a rank that stopped half-way would leave the others waiting. Raises `WeightChannelError`, and `ValueError` if `source`
-    does not yield what the manifest announces.
+    A tensor is cast to the type that the manifest announces, if both are floating point. `source` is always run to its end, even after a
+    failure: producing a tensor may be a collective of the trainer's ranks, and a rank that stopped half-way would leave the others
+    waiting. Raises `WeightChannelError`, and `ValueError` if `source` does not yield what the manifest announces.
     """
     stream = iter(source)
     try:
@@ -350,18 +351,22 @@ def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch
             # one buffer for all buckets: touching fresh memory costs as much as sending it
             size = max(bucket.nbytes for bucket in plan)
             buffer = torch.empty(size, dtype=torch.uint8, device=channel.membership.device)
+            checksums = []
             for bucket in plan:
                 flat = buffer[: bucket.nbytes]
                 offset = 0
                 for spec in bucket.tensors:
                     name, tensor = next(stream, ("the end", torch.empty(0)))
                     found = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-                    if found != (spec.name, spec.dtype, spec.shape):
+                    part = flat[offset : offset + spec.nbytes].view(getattr(torch, spec.dtype))
+                    castable = part.is_floating_point() and tensor.is_floating_point()
+                    if found != (spec.name, found[1] if castable else spec.dtype, spec.shape):
                         raise ValueError(f"the manifest announces {spec}, the source gave {found}")
-                    part = flat[offset : offset + spec.nbytes].view(tensor.dtype)
                     part.copy_(tensor.detach().reshape(-1))
+                    checksums.append(checksum(part))
                     offset += spec.nbytes
                 channel.broadcast(flat, deadline)
+            channel.broadcast(torch.stack(checksums), deadline)
     finally:
         surplus = sum(1 for _ in stream)
     if surplus:
@@ -369,17 +374,28 @@ def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch
         raise ValueError(f"the source gave {surplus} tensors more than the manifest announces")
 
 
-def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def receive(
+    channel: Channel, manifest: Manifest, deadline: float, checksums: list[torch.Tensor] | None = None
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """A rank above 0: the manifest's tensors, a bucket at a time, each bucket in memory of its own that the caller may keep.
 
-    Raises `WeightChannelError`.
+    `checksums` is given each tensor's, before its bucket is yielded. Raises `WeightChannelError`, at the end also if a tensor is not the
+    one that was sent.
     """
+    mine = [] if checksums is None else checksums
     for bucket in manifest.buckets():
         flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=channel.membership.device)
         channel.broadcast(flat, deadline)
         values = flat.view(getattr(torch, bucket.dtype))
         parts = values.split([spec.numel for spec in bucket.tensors])
+        mine += map(checksum, parts)
         yield [(spec.name, part.view(spec.shape)) for spec, part in zip(bucket.tensors, parts, strict=True)]
+    theirs = torch.empty(len(mine), dtype=torch.int64, device=channel.membership.device)
+    channel.broadcast(theirs, deadline)
+    if torn := [
+        name for name, same in zip(manifest.names, (torch.stack(mine) == theirs).tolist(), strict=True) if not same
+    ]:
+        raise WeightChannelError(f"{len(torn)} tensors arrived with other bytes than were sent, {torn[0]} first")
 
 
 def _left(deadline: float, what: str) -> float:

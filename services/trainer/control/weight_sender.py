@@ -36,6 +36,7 @@ from headrace.replay import Epoch, ReplayClient
 from headrace.trajectory import Float32, Int32
 from headrace.weights import membership
 from headrace.weights.manifest import Manifest
+from headrace.weights.probe import rollout_dtype, tolerance
 from headrace.weights.rendezvous import Announcement, Rendezvous
 from headrace_services.weight_channel.transport import Backend, Channel, GroupRank, RendezvousStore, send
 
@@ -43,10 +44,13 @@ logger = logging.getLogger(__name__)
 
 # how often the members are checked during a transfer: only their silence shows that one of them has died
 POLL_S = 0.25
+# what is cast to the dtype that replicas compute in: they would only do it themselves
+FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 class WeightSource(Protocol):
-    """The weights to send. Iterated at most once per attempt, always to its end, on a thread other than the event loop's."""
+    """The weights to send; floating point is cast to the replicas' dtype. Iterated at most once per attempt, always to its end, on a thread
+    other than the event loop's."""
 
     def metadata(self) -> Sequence[tuple[str, str, Sequence[int]]]:
         """(checkpoint name, type by torch's name, full shape) of what iteration yields, in its order."""
@@ -115,6 +119,8 @@ class WeightSender:
 
     def __init__(self, config: Config, replay: ReplayClient) -> None:
         self._config = config.weight_channel
+        self._tolerance = tolerance(config)
+        self._dtype = rollout_dtype(config)
         self._workers = config.policy.generation.vllm_cfg.tensor_parallel_size
         on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
         self._gpu = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
@@ -147,7 +153,10 @@ class WeightSender:
                 f"the weights of version {version} give the probe log-probabilities that are not finite: no replica could be verified with "
                 "them. Lower the learning rate, and start again from the last checkpoint"
             )
-        manifest = Manifest.of(source.metadata(), self._config.bucket_bytes)
+        manifest = Manifest.of(
+            ((name, self._dtype if dtype in FLOATS else dtype, shape) for name, dtype, shape in source.metadata()),
+            self._config.bucket_bytes,
+        )
         refit = _Refit(version, timeline, source, manifest, probe_ids, probe_logprobs)
         for attempt in range(1, self._config.max_retries + 2):
             epoch, outcome = await self._attempt(refit)
@@ -180,7 +189,7 @@ class WeightSender:
         rendezvous = await self._rendezvous(epoch, refit)
         with _server_lost(epoch.id):
             epoch = await self._replay.begin_epoch(
-                epoch.id, rendezvous.encode(), refit.probe_logprobs.tolist(), self._config.verify_tolerance
+                epoch.id, rendezvous.encode(), refit.probe_logprobs.tolist(), *self._tolerance
             )
         outcome = await self._transfer(epoch, rendezvous, refit)
         if outcome is _Outcome.SETTLED:
