@@ -1,7 +1,7 @@
 """The probe: a fixed prompt on which a replica's log-probabilities must equal the trainer's before it may lease.
 
-That replicas hold the trainer's weights, their workers prove exactly (docs/operations.md). The probe shows that they compute the same model
-with them.
+That replicas hold the trainer's weights, their workers prove exactly (docs/architecture.md). The probe shows that they compute the same
+model with them.
 """
 
 from __future__ import annotations

@@ -26,11 +26,11 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from headrace.errors import WeightChannelError
+from headrace.errors import Restartable, WeightChannelError
 from headrace.weights.manifest import Manifest
 from headrace_services.rollout.weight_proof import WeightProof
-from headrace_services.rollout.weight_receiver import BACKEND, INTERRUPTED
-from headrace_services.weight_channel.transport import Backend, Channel, GroupRank, receive
+from headrace_services.rollout.weight_receiver import BACKEND, HANGS, INTERRUPTED
+from headrace_services.weight_channel.transport import Backend, Channel, ClosedChannels, GroupRank, receive
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +74,11 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
         # the proof shows whether all weights were loaded
         logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
         self._channel: Channel | None = None
+        self._closed = ClosedChannels()
 
     def init_transfer_engine(self, init_info: JoinGroup) -> None:
         self.shutdown()
+        self._closed.check()
         membership = GroupRank(
             group_id=init_info.group_id,
             backend=init_info.backend,
@@ -142,7 +144,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
 
     def shutdown(self) -> None:
         if self._channel is not None:
-            self._channel.close()
+            self._closed.add(self._channel)
             self._channel = None
 
     def _buckets(self, update: WeightUpdate) -> Iterator[tuple[list[tuple[str, torch.Tensor]], list[torch.Tensor]]]:
@@ -201,6 +203,8 @@ class WeightChannelExtension:
                 call()
         except WeightChannelError as error:
             return str(error)
+        except Restartable as error:
+            return f"{HANGS}: {error}"
         except Exception as error:
             logger.exception("a refit failed")
             return f"{type(error).__name__}: {error}"

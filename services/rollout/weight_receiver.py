@@ -31,8 +31,8 @@ BACKEND = "headrace"
 MOE_BACKEND = "triton"
 # a worker gives up at its own deadline; an engine that is silent for this much longer hangs
 ANSWER_S = 30.0
-# How `weight_engine` begins a reason that is the collective's: only a text comes from a worker.
-INTERRUPTED = "transfer interrupted"
+# How `weight_engine` begins a reason that is the collective's, and one for which the process must end: only a text comes from a worker.
+INTERRUPTED, HANGS = "transfer interrupted", "the collective hangs"
 
 T = TypeVar("T")
 
@@ -234,6 +234,8 @@ class WeightReceiver:
         reasons = [reason for reason in await self._call(what, calls, rendezvous.timeout_s) if reason is not None]
         if not reasons:
             return
+        if hangs := [reason for reason in reasons if reason.startswith(HANGS)]:
+            raise Restartable(f"{what}: {hangs[0]}")
         # who is interrupted because another worker of this replica failed is not what the replica is judged by
         own = [reason for reason in reasons if not reason.startswith(INTERRUPTED)]
         kind = WeightChannelError if own else TransferInterrupted

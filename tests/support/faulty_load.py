@@ -13,7 +13,7 @@ TENSOR, COPY = "model.layers.1.self_attn.qkv_proj", "model.layers.0.mlp.down_pro
 
 class FaultyLoadEngine(WeightChannelEngine):
     """`fault`: `tensor`, the bias of TENSOR; `copy`, the packed matrix of COPY; `head`, the packed copy of a tied head; `load`: nothing is
-    old, but loading fails."""
+    old, but loading fails in the last of the workers."""
 
     fault: str | None = None
 
@@ -32,7 +32,7 @@ class FaultyLoadEngine(WeightChannelEngine):
             self._parameter.copy_(self._bias)
         if self.fault == "copy":
             self.model.get_submodule(COPY).cpu_linear = self._packed
-        if self.fault == "load":
+        if self.fault == "load" and self.parallel_config.rank == self.parallel_config.world_size - 1:
             raise RuntimeError("injected")
 
     def renew_copies(self) -> None:

@@ -38,7 +38,14 @@ from headrace.weights import membership
 from headrace.weights.manifest import Manifest
 from headrace.weights.probe import rollout_dtype, tolerance
 from headrace.weights.rendezvous import Announcement, Rendezvous
-from headrace_services.weight_channel.transport import Backend, Channel, GroupRank, RendezvousStore, send
+from headrace_services.weight_channel.transport import (
+    Backend,
+    Channel,
+    ClosedChannels,
+    GroupRank,
+    RendezvousStore,
+    send,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +134,7 @@ class WeightSender:
         self._replay = replay
         self._meeting = RendezvousStore(self._config.host, self._config.port)
         self._channel: Channel | None = None
-        self._closed: list[Channel] = []  # their last calls may still be running
+        self._closed = ClosedChannels()
         self._group: tuple[str, tuple[str, ...]] = ("", ())  # id and members of the channel's group
 
     @property
@@ -143,7 +150,8 @@ class WeightSender:
         Returns when each member has verified, refused or died, or a deadline has passed; the caller decides whether that is good
         enough. It also brings late replicas to the current version. Raises `WrongTimeline` and
         `ReplayUnavailable` from the buffer, the latter also if the buffer's server lost the epoch (another refit opens a new one),
-        `ServiceError` if the backend is not available here or `probe_logprobs` are not finite, `ValueError` if `source` does not yield what
+        `ServiceError` if the backend is not available here or `probe_logprobs` are not finite (`Restartable` if a call of an earlier refit
+        hangs in it), `ValueError` if `source` does not yield what
         its metadata says.
         """
         if probe_logprobs.size != probe_ids.size - 1:
@@ -176,11 +184,11 @@ class WeightSender:
 
     async def aclose(self) -> None:
         self._close_channel()
-        for channel in self._closed:
-            await asyncio.to_thread(channel.join, self._config.timeout_s)
+        await asyncio.to_thread(self._closed.join, self._config.timeout_s)
 
     async def _attempt(self, refit: _Refit) -> tuple[Epoch, _Outcome]:
         """Run one epoch from its announcement to its end; returns its final state and the outcome."""
+        self._closed.check()
         epoch = await self._announce(refit)
         if not epoch.acknowledged:
             with _server_lost(epoch.id):
@@ -323,8 +331,7 @@ class WeightSender:
 
     def _close_channel(self) -> None:
         if self._channel is not None:
-            self._channel.close()
-            self._closed = [*(channel for channel in self._closed if not channel.join(0.0)), self._channel]
+            self._closed.add(self._channel)
             self._channel = None
 
 
