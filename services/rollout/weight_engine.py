@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -134,13 +135,15 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
         """Make anew what the engine derives from its parameters and a reload leaves as it was.
 
         On a CPU, vLLM multiplies by a packed copy of the head. A tied head is loaded as the embedding, so a reload does not update that
-        copy, and the head would silently keep computing with the old weights, although names and checksums of parameters agree.
+        copy, and the head would silently keep computing with the old weights, although names and checksums of parameters agree. Experts
+        are packed in place, and only when they are first loaded: a reload leaves them as they came.
         """
-        if not getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
-            return
+        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         for module in self.model.modules():
-            if isinstance(module, ParallelLMHead):
+            if isinstance(module, ParallelLMHead) and tied:
                 module.quant_method.process_weights_after_loading(module)
+            if isinstance(module, RoutedExperts):
+                module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         if self._channel is not None:
