@@ -22,7 +22,7 @@ from headrace.errors import WeightChannelError
 from headrace_services.weight_channel.checksum import checksum
 
 # Columns of a packed matrix that are read back, others in each update. A matrix is packed as a whole, so an old copy is old in all of them.
-COLUMNS = 16
+COLUMNS = 8
 # to the instructions that multiply bfloat16, smaller numbers are 0
 _SMALLEST = 2.0**-126
 

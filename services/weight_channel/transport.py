@@ -152,6 +152,7 @@ class Channel:
         self._threads: list[threading.Thread] = []
         self._over_by = 0.0  # when all of them are to have ended
         self._starting = threading.Lock()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._closed = threading.Event()
 
     @classmethod
@@ -207,6 +208,12 @@ class Channel:
             options.rootRank = 0
             options.timeout = timedelta(seconds=_left(deadline, "broadcast"))
             self._in_time("a broadcast", deadline, lambda: self._broadcast(tensor.view(-1), options))
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Memory on this rank's device, the same each time: touching fresh memory costs as much as sending it."""
+        if self._buffer.numel() < nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.membership.device)
+        return self._buffer
 
     def close(self) -> None:
         """Leave the group; when rank 0 leaves, the group ends for all at once. Idempotent."""
@@ -402,9 +409,7 @@ def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch
     try:
         with channel._closing_on_failure():
             plan = manifest.buckets()
-            # one buffer for all buckets: touching fresh memory costs as much as sending it
-            size = max(bucket.nbytes for bucket in plan)
-            buffer = torch.empty(size, dtype=torch.uint8, device=channel.membership.device)
+            buffer = channel.buffer(max(bucket.nbytes for bucket in plan))
             checksums = []
             for bucket in plan:
                 flat = buffer[: bucket.nbytes]
