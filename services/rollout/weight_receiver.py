@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -50,9 +51,8 @@ def keeps_stale_kv(config: Config) -> bool:
 def engine_arguments(config: Config) -> dict[str, Any]:
     """The `AsyncEngineArgs` that the weight channel needs.
 
-    vLLM can drop the prefix cache only together with the KV cache of running requests. If those keep theirs across a
-    refit, the prefix cache is off, so that a new request never attends to keys and values of older weights.
-    Priority scheduling lets the probe overtake waiting requests.
+    The prefix cache is on: a conversation is not computed anew at each turn. See `WeightReceiver.cache_salt` for what keeps entries of
+    older weights from new requests. Priority scheduling lets the probe overtake waiting requests.
     """
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.platforms import current_platform
@@ -62,7 +62,7 @@ def engine_arguments(config: Config) -> dict[str, Any]:
         **on_gpu,
         "worker_extension_cls": EXTENSION,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
-        "enable_prefix_caching": not keeps_stale_kv(config),
+        "enable_prefix_caching": True,
         "scheduling_policy": "priority",
     }
 
@@ -109,6 +109,7 @@ class WeightReceiver:
         self._replay = replay
         self._replica = replica
         self._clear_cache = not keeps_stale_kv(config)
+        self._cache_salt = secrets.token_hex(8)
         self._group: str | None = None
         self._held: tuple[str, int] | None = None
         # durations of the parts of the last `take_part`, in order
@@ -119,6 +120,16 @@ class WeightReceiver:
     def weights(self) -> tuple[str, int] | None:
         """(timeline, version) of the engine's weights if they are verified, else None."""
         return self._held
+
+    @property
+    def cache_salt(self) -> str | None:
+        """What a request has to be salted with, so that of the prefix cache it finds only what was computed with the weights of its time.
+
+        vLLM can drop that cache only together with the KV cache of running requests. Where those keep theirs across a refit, entries of
+        older weights stay in it, and no new request has their salt. None where a refit drops both. A request that is in the engine by the
+        time of the refit goes on with what was computed for it, whether it runs or waits there.
+        """
+        return None if self._clear_cache else self._cache_salt
 
     def holds(self, epoch: Epoch) -> bool:
         """Whether the engine already computes with the epoch's weights, verified: then it need not drain or pause."""
@@ -214,6 +225,8 @@ class WeightReceiver:
         """Pause, receive, resume. On an error in between the engine stays paused, because its weights are a mixture of versions."""
         self._held = None
         await self._pause()
+        # not before: until then the engine computes with the old weights. Drawn, since versions come again after a rewind
+        self._cache_salt = secrets.token_hex(8)
         await self._receive("receive_weights", rendezvous)
         version = self._engine.update_weight_version(str(epoch.version))
         await self._call("naming the version", version, rendezvous.timeout_s)
