@@ -38,7 +38,7 @@ class GPUMonitoringConfig(Section):
 
 class TrainInferenceAlarmConfig(Section):
     """Limits past which trainer and inference engine are said to disagree on how likely the trained tokens are; null never does. They hold
-    for data of the current weights, and are never narrower than `weight_channel.verify_tolerance`; for older data there
+    for data of the current weights, and are never narrower than `weight_channel.verify_mean_tolerance`; for older data there
     is another rule (docs/metrics.md)."""
 
     token_mult_prob_error: float | None = Field(1.05, gt=1)

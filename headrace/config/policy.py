@@ -102,6 +102,10 @@ class VLLMConfig(Section):
     """Passed to the vLLM engine."""
 
     precision: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="null takes policy.precision")
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = Field("auto", description="auto: that of the weights")
+    attention_backend: str | None = Field(
+        None, description="as vLLM names them (FLASH_ATTN, FLASHINFER, TRITON_ATTN, …); null leaves it to vLLM"
+    )
     tensor_parallel_size: int = Field(1, ge=1)
     gpu_memory_utilization: float | None = Field(
         None,

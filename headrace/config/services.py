@@ -197,10 +197,16 @@ class WeightChannelConfig(Section):
         60.0, gt=0, description="deadline of acknowledgement, of the transfer and of verification, each"
     )
     bucket_bytes: int = Field(64 * 1024**2, ge=1024, description="weights are broadcast in flat buckets of this size")
-    verify_tolerance: float = Field(
-        1e-3,
+    verify_tolerance: float | None = Field(
+        None,
         gt=0,
-        description="largest |log-probability difference| on the probe between trainer and replica that proves a refit",
+        description="largest |log-probability difference| on the probe between trainer and replica that proves a refit; null takes 1e-3 "
+        "where both compute in float32, else 2",
+    )
+    verify_mean_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="the same for its mean; null takes verify_tolerance where both compute in float32, else 0.2",
     )
     max_retries: int = Field(
         3, ge=0, description="further broadcasts of one version after a member was lost in the middle"

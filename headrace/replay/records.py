@@ -187,10 +187,12 @@ class Runner(msgspec.Struct, frozen=True):
 
 
 class RefitVerdict(msgspec.Struct, frozen=True):
-    """Whether a replica's log-probabilities of the probe proved its weights, and their largest difference from the trainer's, in nats."""
+    """Whether a replica's log-probabilities of the probe proved its weights; their largest and mean difference from the trainer's, in
+    nats."""
 
     verified: bool
     difference: float
+    mean: float
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):

@@ -147,8 +147,8 @@ class RolloutClient(LeaseClient):
 
     async def verify(self, replica: str, epoch: str, logprobs: Sequence[float]) -> RefitVerdict:
         """Report the replica's log-probabilities of the probe's tokens under the epoch's weights. The buffer compares them with the
-        trainer's (`begin_epoch`): the only way to HEALTHY. A replica that differs by more than the tolerance is STALE. Raises `InvalidCall`
-        unless they are finite and as many as the trainer's, and `Fenced`."""
+        trainer's (`begin_epoch`): the only way to HEALTHY. A replica that differs by more than the tolerances is STALE. Raises
+        `InvalidCall` unless they are finite and as many as the trainer's, and `Fenced`."""
         reply = await self._connection.call("verify", replica=replica, epoch=epoch, logprobs=logprobs)
         return msgspec.convert(unpack(reply), RefitVerdict)
 

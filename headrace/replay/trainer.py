@@ -203,13 +203,26 @@ class TrainerClient(BufferClient):
         )
 
     async def begin_epoch(
-        self, epoch: str, rendezvous: Mapping[str, Any], logprobs: Sequence[float], tolerance: float
+        self,
+        epoch: str,
+        rendezvous: Mapping[str, Any],
+        logprobs: Sequence[float],
+        tolerance: float,
+        mean_tolerance: float | None = None,
     ) -> Epoch:
         """Move the epoch from announced to transfer, with the members that acknowledged; replicas left out become STALE. To be verified, a
-        member's log-probabilities of the probe must equal the trainer's `logprobs` within `tolerance` nats; members are told neither."""
+        member's log-probabilities of the probe must equal the trainer's `logprobs` within `tolerance` nats, and in the mean within
+        `mean_tolerance`, by default the same; members are told none of these."""
         packed = msgspec.msgpack.encode(rendezvous)
         return epoch_of(
-            await self._connection.call("begin_epoch", packed, epoch=epoch, logprobs=logprobs, tolerance=tolerance)
+            await self._connection.call(
+                "begin_epoch",
+                packed,
+                epoch=epoch,
+                logprobs=logprobs,
+                tolerance=tolerance,
+                mean_tolerance=tolerance if mean_tolerance is None else mean_tolerance,
+            )
         )
 
     async def end_epoch(self, epoch: str, *, aborted: bool) -> Epoch:

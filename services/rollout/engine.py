@@ -23,6 +23,7 @@ from headrace import devices
 from headrace.config import Config
 from headrace.errors import Restartable, ServiceError
 from headrace.service import importing
+from headrace.weights.probe import rollout_dtype
 from headrace_services.rollout import child, weight_receiver
 from headrace_services.rollout.chat_format import check_parser_names
 
@@ -66,6 +67,8 @@ def prepare_environment(config: Config, report: Path) -> None:
     """Set the variables that vLLM and its child processes read; variables that are already set stay unchanged."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.num_threads))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if rollout_dtype(config) == "float32":
+        os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = "highest"  # no TF32: its errors are those of a wrong refit
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if Path(config.policy.model_name).is_dir():
@@ -96,7 +99,8 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": config.policy.model_name,
         "runner": "generate",
-        "dtype": vllm_cfg.precision or config.policy.precision,
+        "dtype": rollout_dtype(config),
+        "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
         "max_model_len": config.policy.max_total_sequence_length,
         "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
         "kv_cache_memory_bytes": vllm_cfg.kv_cache_memory_bytes,
@@ -111,6 +115,8 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
         "seed": secrets.randbits(31),
         "disable_log_stats": True,
     }
+    if vllm_cfg.attention_backend is not None:
+        arguments["attention_backend"] = vllm_cfg.attention_backend
     if vllm_cfg.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = vllm_cfg.gpu_memory_utilization
     if config.policy.hf_config_overrides:
@@ -155,6 +161,8 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
         arguments = engine_arguments(config, on_cpu=on_cpu) | weight_receiver.engine_arguments(config) | dict(overrides)
         with importing():
             vllm_config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if problem := weight_receiver.refit_problem(vllm_config):
+            raise ServiceError(problem)
         if arguments.get("distributed_executor_backend") == _ONE_PROCESS and threading.active_count() == 1:
             # On a CPU vLLM asks for a new interpreter, which would import all of this again: 8 s of a core. A fork is as good, unless
             # another thread holds a lock that it would leave closed for ever.

@@ -29,6 +29,7 @@ from headrace.replica_client import (
     SampleRequest,
 )
 from headrace.service import body_of, create_app, problems
+from headrace.weights.probe import tolerance
 from headrace_services.rollout.chat_format import ChatFormat, Written
 from headrace_services.rollout.generate import GenerationError
 from headrace_services.rollout.worker import RolloutWorker
@@ -60,7 +61,7 @@ def build_app(config: Config, engine: AsyncLLM, worker: RolloutWorker) -> FastAP
             "version": status.version,
             "timeline": status.timeline,
             "difference": worker.receiver.difference,
-            "tolerance": config.weight_channel.verify_tolerance,
+            "tolerance": tolerance(config).largest,
             "problem": status.problem(),
         }
 

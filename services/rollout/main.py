@@ -31,6 +31,7 @@ from headrace_services.rollout.worker import RolloutWorker
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+log = logging.getLogger(__name__)
 
 # From a signal while the replica starts to its end.
 _LEAVING_S = 10
@@ -105,6 +106,13 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
         "gpus": " ".join(_gpus(engine)),
         "model": config.policy.model_name,
     }
+    vllm = engine.vllm_config
+    log.info(
+        "the engine's weights are in %s, its KV cache in %s (policy.generation.vllm_cfg.kv_cache_dtype); attention by %s",
+        str(vllm.model_config.dtype).removeprefix("torch."),
+        vllm.cache_config.cache_dtype,
+        vllm.attention_config.backend or "the backend that vLLM chooses",
+    )
     worker = RolloutWorker(config, engine, replay, info)
     access = HttpAccess.of(config, config.rollout.host, {ROLE: frozenset(PATHS)})
     with exported(worker, engine):

@@ -9,26 +9,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from headrace.errors import WeightChannelError
+from headrace.errors import Restartable, WeightChannelError
 from headrace.weights.manifest import Manifest
-from headrace_services.rollout.weight_receiver import BACKEND, INTERRUPTED
-from headrace_services.weight_channel.transport import Backend, Channel, GroupRank, receive
+from headrace_services.rollout.weight_proof import WeightProof
+from headrace_services.rollout.weight_receiver import BACKEND, HANGS, INTERRUPTED
+from headrace_services.weight_channel.transport import Backend, Channel, ClosedChannels, GroupRank, receive
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -57,9 +62,8 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
     """Receives checkpoint-format weights bucket by bucket and loads them by vLLM's layerwise reload.
 
     The model is on the meta device during a reload, and a generation step then would kill the engine. So the
-    whole reload happens inside `update_weights`, a single uninterrupted call; `start_weight_update` and
-    `finish_weight_update` only mark vLLM's session. If the call fails, the model is structurally complete again, but contains a mixture of
-    old and new weights: it must not generate until an update succeeds.
+    whole reload happens inside `receive_weights`, a single uninterrupted call, and vLLM's calls around it do nothing. If it fails, the
+    model is structurally complete again, but contains a mixture of old and new weights: it must not generate until an update succeeds.
     """
 
     init_info_cls = JoinGroup
@@ -68,12 +72,14 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # each reload logs "failed to load weights" for layers without weights of their own (a tied head, rotary tables);
-        # the probe shows whether all weights were loaded
+        # the proof shows whether all weights were loaded
         logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
         self._channel: Channel | None = None
+        self._closed = ClosedChannels()
 
     def init_transfer_engine(self, init_info: JoinGroup) -> None:
         self.shutdown()
+        self._closed.check()
         membership = GroupRank(
             group_id=init_info.group_id,
             backend=init_info.backend,
@@ -93,57 +99,74 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
     def finish_weight_update(self) -> None:
         """Do nothing: see the class."""
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        # the base class ends with torch.accelerator.synchronize(), which raises on a CPU; `receive` has synchronised
-        self.receive_weights(self.parse_update_info(update_info))
-
     def receive_weights(self, update_info: WeightUpdate) -> None:
-        channel, manifest, deadline = self._transfer(update_info)
+        """Load a broadcast, and prove that the model holds it and computes with it. What fails here ends no collective: the rest of the
+        broadcast is received, for the sake of the other members and of this replica's other workers."""
         initialize_layerwise_reload(self.model)
+        proof = WeightProof(self.model)
+        failure: Exception | None = None
         try:
-            with disable_mtp_completeness_check():
-                buckets = receive(channel, manifest, deadline)
-                while bucket := self._next(buckets):
-                    self.model.load_weights(bucket)
-            finalize_layerwise_reload(self.model, self.model_config)
-            self.repack_tied_head()
+            for tensors, checksums in self._buckets(update_info):
+                if failure is None:
+                    try:
+                        with disable_mtp_completeness_check():
+                            proof.load(tensors, checksums)
+                    except Exception as error:  # noqa: BLE001 - raised below
+                        failure = error
+            if failure is not None:
+                raise failure
+            self.finish_reload()
         except BaseException:
-            self.shutdown()
             self._abandon_reload()
             raise
+        proof.check_parameters()
+        self.renew_copies()
+        proof.check_copies()
 
-    def discard_weights(self, update_info: dict[str, Any]) -> None:
+    def discard_weights(self, update_info: WeightUpdate) -> None:
         """Take part in a broadcast without loading it, because this worker already holds the weights."""
-        channel, manifest, deadline = self._transfer(self.parse_update_info(update_info))
-        buckets = receive(channel, manifest, deadline)
-        while self._next(buckets):
+        for _ in self._buckets(update_info):
             pass
 
-    def repack_tied_head(self) -> None:
-        """Repack a tied head.
+    def finish_reload(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
 
-        On a CPU, vLLM multiplies by a packed copy of the head. A tied head is loaded as the embedding, so a reload does not
-        update that copy, and the head would silently keep computing with the old weights, although names and checksums agree.
+    def renew_copies(self) -> None:
+        """Make anew what the engine derives from its parameters and a reload leaves as it was.
+
+        On a CPU, vLLM multiplies by a packed copy of the head. A tied head is loaded as the embedding, so a reload does not update that
+        copy, and the head would silently keep computing with the old weights, although names and checksums of parameters agree. Experts
+        are packed in place, and only when they are first loaded: a reload leaves them as they came.
         """
-        if not getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
-            return
+        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         for module in self.model.modules():
-            if isinstance(module, ParallelLMHead):
+            if isinstance(module, ParallelLMHead) and tied:
                 module.quant_method.process_weights_after_loading(module)
+            if isinstance(module, RoutedExperts):
+                module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         if self._channel is not None:
-            self._channel.close()
+            self._closed.add(self._channel)
             self._channel = None
 
-    def _transfer(self, update_info: WeightUpdate) -> tuple[Channel, Manifest, float]:
+    def _buckets(self, update: WeightUpdate) -> Iterator[tuple[list[tuple[str, torch.Tensor]], list[torch.Tensor]]]:
+        """The tensors of a broadcast, a bucket at a time, with their checksums."""
         if self._channel is None:
             raise WeightChannelError("this worker is in no group; the trainer must form one")
-        return self._channel, Manifest.decode(update_info.manifest), time.monotonic() + update_info.timeout_s
-
-    def _next(self, buckets: Iterator[list[tuple[str, torch.Tensor]]]) -> list[tuple[str, torch.Tensor]] | None:
-        with _mark_interrupted():
-            return next(buckets, None)
+        manifest, deadline = Manifest.decode(update.manifest), time.monotonic() + update.timeout_s
+        checksums: list[torch.Tensor] = []
+        buckets = receive(self._channel, manifest, deadline, checksums)
+        try:
+            while True:
+                with _mark_interrupted():
+                    tensors = next(buckets, None)
+                if tensors is None:
+                    return
+                yield tensors, checksums[-len(tensors) :]
+        except WeightChannelError:
+            self.shutdown()
+            raise
 
     def _abandon_reload(self) -> None:
         """Put the parameters of incomplete layers back in place, and forget what they had received.
@@ -159,12 +182,36 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
 
 
 class WeightChannelExtension:
-    """A mixin for vLLM's worker class, for what the weight-transfer API has no call for."""
+    """A mixin for vLLM's worker class. Its calls return why they failed, or None, and never raise: vLLM raises at the first worker that
+    does, and leaves the answers of the others in their queues, where the next call would take them for its own."""
 
     weight_transfer_engine: WeightChannelEngine
+    vllm_config: VllmConfig
 
-    def discard_weights(self, update_info: dict[str, Any]) -> None:
-        self.weight_transfer_engine.discard_weights(update_info)
+    def join_group(self, init_info: dict[str, Any]) -> str | None:
+        engine = self.weight_transfer_engine
+        return self._reason(lambda: engine.init_transfer_engine(engine.parse_init_info(init_info)))
+
+    def receive_weights(self, update_info: dict[str, Any]) -> str | None:
+        engine = self.weight_transfer_engine
+        return self._reason(lambda: engine.receive_weights(engine.parse_update_info(update_info)))
+
+    def discard_weights(self, update_info: dict[str, Any]) -> str | None:
+        engine = self.weight_transfer_engine
+        return self._reason(lambda: engine.discard_weights(engine.parse_update_info(update_info)))
+
+    def _reason(self, call: Callable[[], None]) -> str | None:
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                call()
+        except WeightChannelError as error:
+            return str(error)
+        except Restartable as error:
+            return f"{HANGS}: {error}"
+        except Exception as error:
+            logger.exception("a refit failed")
+            return f"{type(error).__name__}: {error}"
+        return None
 
 
 @contextlib.contextmanager

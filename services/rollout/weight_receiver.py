@@ -28,10 +28,12 @@ logger = logging.getLogger(__name__)
 
 EXTENSION = "headrace_services.rollout.weight_engine.WeightChannelExtension"
 BACKEND = "headrace"
+# Of vLLM's kernels for experts on a GPU, these compute with the parameters as they are loaded; others with a copy in a layout of their own.
+MOE_BACKEND = "triton"
 # a worker gives up at its own deadline; an engine that is silent for this much longer hangs
 ANSWER_S = 30.0
-# How `weight_engine` marks an error of the collective: vLLM passes on only the text of a worker's errors.
-INTERRUPTED = "transfer interrupted"
+# How `weight_engine` begins a reason that is the collective's, and one for which the process must end: only a text comes from a worker.
+INTERRUPTED, HANGS = "transfer interrupted", "the collective hangs"
 
 T = TypeVar("T")
 
@@ -53,13 +55,46 @@ def engine_arguments(config: Config) -> dict[str, Any]:
     older weights from new requests. Priority scheduling lets the probe overtake waiting requests.
     """
     from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.platforms import current_platform
 
+    on_gpu = {} if current_platform.is_cpu() else {"moe_backend": MOE_BACKEND}
     return {
+        **on_gpu,
         "worker_extension_cls": EXTENSION,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
     }
+
+
+def refit_problem(vllm_config: Any) -> str | None:
+    """Why vLLM can't safely take new weights as it is configured (a `VllmConfig`), if it can't."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    sizes = {"pipeline": parallel.pipeline_parallel_size, "data": parallel.data_parallel_size}
+    if wrong := [f"{kind} parallel ({size} ways)" for kind, size in sizes.items() if size > 1]:
+        return f"the replica is {' and '.join(wrong)}; only tensor parallel ones can be refitted. Start more replicas"
+    if parallel.enable_expert_parallel:
+        return "the replica is expert parallel; only tensor parallel ones can be refitted. Start more replicas"
+    if model.quantization is not None:
+        return (
+            f"policy.model_name: {model.model} is quantised ({model.quantization}); the trainer's weights are not, and no refit of it "
+            "could be verified. Give the model as it is before quantisation"
+        )
+    if model.enforce_eager or vllm_config.device_config.device_type == "cpu":
+        return None
+    remedy = "set policy.generation.vllm_cfg.enforce_eager=true"
+    if model.use_mla:
+        return (
+            f"policy.model_name: {model.model} has latent attention (MLA), whose derived matrices vLLM makes anew in a refit, while CUDA "
+            f"graphs keep the old ones; {remedy}"
+        )
+    backend = vllm_config.kernel_config.moe_backend
+    if model.is_moe and backend != MOE_BACKEND:
+        return (
+            f"policy.model_name: {model.model} is a mixture of experts, computed by vLLM's moe_backend {backend}, which may keep old "
+            f"weights in CUDA graphs after a refit; leave it at {MOE_BACKEND}, or {remedy}"
+        )
+    return None
 
 
 class WeightReceiver:
@@ -157,17 +192,16 @@ class WeightReceiver:
             logger.info("version %d is verified: %s", epoch.version, self.seconds)
         elif verdict is not None:
             logger.warning(
-                "version %d is not verified: on the probe, log-probabilities differ from the trainer's by %.3g",
+                "version %d is not verified: on the probe, log-probabilities differ from the trainer's by %.3g, and by %.3g in the mean",
                 epoch.version,
                 verdict.difference,
+                verdict.mean,
             )
         else:
             logger.warning("version %d is not verified: its epoch is over", epoch.version)
         return verified
 
     async def _join(self, epoch: Epoch, rendezvous: Rendezvous) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         group = rendezvous.group_of(epoch.members)
         if group == self._group:
             return
@@ -184,38 +218,41 @@ class WeightReceiver:
             "world_size": rendezvous.world_size(epoch.members),
             "timeout_s": rendezvous.timeout_s,
         }
-        await self._call(
-            "joining the group",
-            self._engine.init_weight_transfer_engine(WeightTransferInitRequest(request)),
-            rendezvous.timeout_s,
-        )
+        await self._workers("joining the group", "join_group", {"init_info": request}, rendezvous)
         self._group = group
 
     async def _install(self, epoch: Epoch, rendezvous: Rendezvous) -> None:
         """Pause, receive, resume. On an error in between the engine stays paused, because its weights are a mixture of versions."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         self._held = None
         await self._pause()
         # not before: until then the engine computes with the old weights. Drawn, since versions come again after a rewind
         self._cache_salt = secrets.token_hex(8)
-        await self._call("starting an update", self._engine.start_weight_update(), rendezvous.timeout_s)
-        request = WeightTransferUpdateRequest(_update(rendezvous))
-        await self._receive(self._engine.update_weights(request), rendezvous)
-        version = str(epoch.version)
-        await self._call(
-            "finishing an update", self._engine.finish_weight_update(weight_version=version), rendezvous.timeout_s
-        )
+        await self._receive("receive_weights", rendezvous)
+        version = self._engine.update_weight_version(str(epoch.version))
+        await self._call("naming the version", version, rendezvous.timeout_s)
         await self._call("resuming", self._engine.resume_generation(), rendezvous.timeout_s)
 
     async def _discard(self, rendezvous: Rendezvous) -> None:
-        update = {"update_info": _update(rendezvous)}
-        await self._receive(self._engine.collective_rpc("discard_weights", kwargs=update), rendezvous)
+        await self._receive("discard_weights", rendezvous)
 
-    async def _receive(self, transfer: Awaitable[T], rendezvous: Rendezvous) -> None:
+    async def _receive(self, method: str, rendezvous: Rendezvous) -> None:
         group, self._group = self._group, None
-        await self._call("receiving weights", transfer, rendezvous.timeout_s)
+        update = {"manifest": rendezvous.manifest.encode(), "timeout_s": rendezvous.timeout_s}
+        await self._workers("receiving weights", method, {"update_info": update}, rendezvous)
         self._group = group  # a group that lost a transfer is never used again
+
+    async def _workers(self, what: str, method: str, arguments: dict[str, Any], rendezvous: Rendezvous) -> None:
+        """Have every worker of the engine do `method` of the extension. What one says against it is raised, once all have answered."""
+        calls = self._engine.collective_rpc(method, kwargs=arguments)
+        reasons = [reason for reason in await self._call(what, calls, rendezvous.timeout_s) if reason is not None]
+        if not reasons:
+            return
+        if hangs := [reason for reason in reasons if reason.startswith(HANGS)]:
+            raise Restartable(f"{what}: {hangs[0]}")
+        # who is interrupted because another worker of this replica failed is not what the replica is judged by
+        own = [reason for reason in reasons if not reason.startswith(INTERRUPTED)]
+        kind = WeightChannelError if own else TransferInterrupted
+        raise kind(f"{what}: {(own or reasons)[0]}")
 
     async def _pause(self) -> None:
         """Pause the engine until an update has succeeded (idempotent)."""
@@ -252,12 +289,7 @@ class WeightReceiver:
             raise Restartable(f"{what}: the engine does not answer") from error
         except EngineDeadError:
             raise
-        except Exception as error:  # vLLM passes a worker's failure on as a bare Exception
-            kind = TransferInterrupted if INTERRUPTED in str(error) else WeightChannelError
-            raise kind(f"{what}: {error}") from error
+        except Exception as error:  # vLLM passes a failure on as a bare Exception
+            raise WeightChannelError(f"{what}: {error}") from error
         finally:
             self.seconds[what] = time.monotonic() - started
-
-
-def _update(rendezvous: Rendezvous) -> dict[str, Any]:
-    return {"manifest": rendezvous.manifest.encode(), "timeout_s": rendezvous.timeout_s}

@@ -5,8 +5,9 @@ as long as it runs, and each group of ranks meets there under an id of its own. 
 `_process_group`.
 
 Neither backend reliably notices a peer that died or hangs. So every blocking call runs on a thread, which the caller
-abandons at the deadline or as soon as the trainer closes the group; the thread itself ends at the timeout of its operation.
-A group in which a call failed is never used again.
+abandons at the deadline or as soon as the trainer closes the group. The thread itself ends at the timeout of its operation, or, with
+nccl, when its group is aborted, which may block too and has a thread of its own. If one of them does not end, the process must be started
+again (`ClosedChannels`). A group in which a call failed is never used again.
 
 Anybody who reaches the store's port may read and write it. So each group has a secret, which its members get from the buffer:
 what they put into the store (the addresses of gloo, the id of NCCL) is signed with it, and before a tensor moves every member
@@ -34,9 +35,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BroadcastOptions
 
 from headrace.addresses import own_address
-from headrace.errors import ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
+from headrace.errors import Restartable, ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
 from headrace.service import bind
 from headrace.weights.manifest import Manifest
+from headrace_services.weight_channel.checksum import checksum
 
 Backend = Literal["gloo", "nccl"]
 T = TypeVar("T")
@@ -44,6 +46,8 @@ T = TypeVar("T")
 _GO, _OVER = b"go", b"over"
 _NONCE_BYTES = 32
 _GROUP_LIFETIME = timedelta(days=365)
+# How long the abort of a group, and the calls that it ends, may take.
+ABORT_S = 30.0
 _STORE_TIMEOUT = timedelta(seconds=30)
 
 
@@ -146,6 +150,9 @@ class Channel:
         self._group: Any = None
         self._running: Future[Any] = Future()
         self._threads: list[threading.Thread] = []
+        self._over_by = 0.0  # when all of them are to have ended
+        self._starting = threading.Lock()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._closed = threading.Event()
 
     @classmethod
@@ -202,6 +209,12 @@ class Channel:
             options.timeout = timedelta(seconds=_left(deadline, "broadcast"))
             self._in_time("a broadcast", deadline, lambda: self._broadcast(tensor.view(-1), options))
 
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Memory on this rank's device, the same each time: touching fresh memory costs as much as sending it."""
+        if self._buffer.numel() < nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.membership.device)
+        return self._buffer
+
     def close(self) -> None:
         """Leave the group; when rank 0 leaves, the group ends for all at once. Idempotent."""
         if self._closed.is_set():
@@ -215,9 +228,7 @@ class Channel:
             self._control.set("over", _OVER)
             for rank in range(1, self.membership.world_size):
                 self._control.set(f"ready/{rank}", _OVER)
-        group, self._group = self._group, None
-        if group is not None and self.membership.backend == "nccl":
-            group.abort()
+        self._leave_group()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for abandoned calls that still run on their threads; False if one did not end. Call it before the process ends:
@@ -226,6 +237,11 @@ class Channel:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether an abandoned call that holds a device still runs, and should have ended."""
+        return self.membership.backend == "nccl" and time.monotonic() > self._over_by and not self.join(0.0)
 
     def _challenge(self, deadline: float) -> None:
         """Rank 0: broadcast a nonce, and wait until every other rank has signed it. Whoever took a rank's place in the group has the nonce
@@ -256,7 +272,29 @@ class Channel:
 
     def _form(self, deadline: float) -> None:
         seconds = _left(deadline, "joining the group")
-        self._group = self._in_time("peers to connect", deadline, lambda: self._process_group(seconds))
+        self._in_time("peers to connect", deadline, lambda: self._connect(seconds))
+
+    def _connect(self, seconds: float) -> None:
+        self._group = group = self._process_group(seconds)
+        if self.membership.backend == "nccl" and not self._closed.is_set():
+            # now, while there is a deadline, and not in the first broadcast. It can be aborted, because it does not block the device
+            with _environment("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, round(seconds)))):
+                group.eager_connect_single_device(self.membership.device)
+        if self._closed.is_set():
+            self._leave_group()  # which was not there yet when `close` looked
+
+    def _leave_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None and self.membership.backend == "nccl":
+            self._start("weight-channel-abort", group.abort, time.monotonic())
+
+    def _start(self, name: str, call: Callable[[], None], deadline: float) -> None:
+        """On a thread that is to end soon after `deadline`."""
+        thread = threading.Thread(target=call, name=name, daemon=True)
+        with self._starting:
+            thread.start()
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+            self._over_by = max(self._over_by, deadline + ABORT_S)
 
     def _process_group(self, seconds: float) -> Any:
         m = self.membership
@@ -267,8 +305,9 @@ class Channel:
             return dist.ProcessGroupGloo(self._store, m.rank, m.world_size, options)
         torch.cuda.set_device(m.device)
         nccl = dist.ProcessGroupNCCL.Options()
-        # deadlines are this module's: torch's own watchdog would end the whole process at its timeout
-        nccl._timeout = _GROUP_LIFETIME
+        # deadlines are this module's: torch's own watchdog would end the whole process at its timeout. But an abort waits as long as this
+        nccl._timeout = timedelta(seconds=seconds)
+        nccl.config.blocking = 0  # what blocks can't be aborted
         # its monitor would call the store from a thread of its own, and end the process when a peer hangs
         quiet = _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"), _environment("TORCH_NCCL_ENABLE_MONITORING", "0")
         with quiet[0], quiet[1]:
@@ -315,9 +354,7 @@ class Channel:
                 with contextlib.suppress(InvalidStateError):
                     future.set_result(result)
 
-        thread = threading.Thread(target=run, name="weight-channel-call", daemon=True)
-        thread.start()
-        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+        self._start("weight-channel-call", run, deadline)
         try:
             return future.result(timeout=_left(deadline, what))
         except TimeoutError as error:
@@ -336,32 +373,59 @@ class Channel:
             raise
 
 
-def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch.Tensor]], deadline: float) -> None:
-    """Rank 0: broadcast `source`, whose items must be the manifest's in its order, bucket by bucket.
+class ClosedChannels:
+    """Channels that were closed, as long as their last calls still run on their threads."""
 
-    `source` is always run to its end, even after a failure: producing a tensor may be a collective of the trainer's ranks,
-    and a rank that stopped half-way would leave the others waiting. Raises `WeightChannelError`, and `ValueError` if `source`
-    does not yield what the manifest announces.
+    def __init__(self) -> None:
+        self._channels: list[Channel] = []
+
+    def add(self, channel: Channel) -> None:
+        """Close it."""
+        channel.close()
+        self._channels = [*(other for other in self._channels if not other.join(0.0)), channel]
+
+    def check(self) -> None:
+        """Raise `Restartable` if a call can't be ended: it may hold the device, and nothing in this process can make it let go."""
+        for channel in self._channels:
+            if channel.hangs:
+                raise Restartable(
+                    f"a call of nccl in group {channel.membership.group_id}, which was given up, has not ended {ABORT_S:g} s later; only a "
+                    "new process can go on"
+                )
+
+    def join(self, timeout_s: float) -> None:
+        for channel in self._channels:
+            channel.join(timeout_s)
+
+
+def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch.Tensor]], deadline: float) -> None:
+    """Rank 0: broadcast `source`, whose items must be the manifest's in its order, bucket by bucket, and then their checksums.
+
+    A tensor is cast to the type that the manifest announces, if both are floating point. `source` is always run to its end, even after a
+    failure: producing a tensor may be a collective of the trainer's ranks, and a rank that stopped half-way would leave the others
+    waiting. Raises `WeightChannelError`, and `ValueError` if `source` does not yield what the manifest announces.
     """
     stream = iter(source)
     try:
         with channel._closing_on_failure():
             plan = manifest.buckets()
-            # one buffer for all buckets: touching fresh memory costs as much as sending it
-            size = max(bucket.nbytes for bucket in plan)
-            buffer = torch.empty(size, dtype=torch.uint8, device=channel.membership.device)
+            buffer = channel.buffer(max(bucket.nbytes for bucket in plan))
+            checksums = []
             for bucket in plan:
                 flat = buffer[: bucket.nbytes]
                 offset = 0
                 for spec in bucket.tensors:
                     name, tensor = next(stream, ("the end", torch.empty(0)))
                     found = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-                    if found != (spec.name, spec.dtype, spec.shape):
+                    part = flat[offset : offset + spec.nbytes].view(getattr(torch, spec.dtype))
+                    castable = part.is_floating_point() and tensor.is_floating_point()
+                    if found != (spec.name, found[1] if castable else spec.dtype, spec.shape):
                         raise ValueError(f"the manifest announces {spec}, the source gave {found}")
-                    part = flat[offset : offset + spec.nbytes].view(tensor.dtype)
                     part.copy_(tensor.detach().reshape(-1))
+                    checksums.append(checksum(part))
                     offset += spec.nbytes
                 channel.broadcast(flat, deadline)
+            channel.broadcast(torch.stack(checksums), deadline)
     finally:
         surplus = sum(1 for _ in stream)
     if surplus:
@@ -369,17 +433,28 @@ def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch
         raise ValueError(f"the source gave {surplus} tensors more than the manifest announces")
 
 
-def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def receive(
+    channel: Channel, manifest: Manifest, deadline: float, checksums: list[torch.Tensor] | None = None
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """A rank above 0: the manifest's tensors, a bucket at a time, each bucket in memory of its own that the caller may keep.
 
-    Raises `WeightChannelError`.
+    `checksums` is given each tensor's, before its bucket is yielded. Raises `WeightChannelError`, at the end also if a tensor is not the
+    one that was sent.
     """
+    mine = [] if checksums is None else checksums
     for bucket in manifest.buckets():
         flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=channel.membership.device)
         channel.broadcast(flat, deadline)
         values = flat.view(getattr(torch, bucket.dtype))
         parts = values.split([spec.numel for spec in bucket.tensors])
+        mine += map(checksum, parts)
         yield [(spec.name, part.view(spec.shape)) for spec, part in zip(bucket.tensors, parts, strict=True)]
+    theirs = torch.empty(len(mine), dtype=torch.int64, device=channel.membership.device)
+    channel.broadcast(theirs, deadline)
+    if torn := [
+        name for name, same in zip(manifest.names, (torch.stack(mine) == theirs).tolist(), strict=True) if not same
+    ]:
+        raise WeightChannelError(f"{len(torn)} tensors arrived with other bytes than were sent, {torn[0]} first")
 
 
 def _left(deadline: float, what: str) -> float:

@@ -194,14 +194,15 @@ class Fleet(Scoring):
         self.require_member(newest, replica, "acknowledged", "verified")
         if len(logprobs) != len(newest.logprobs):
             self.refuse(InvalidCall)
-        difference = max(abs(ours - theirs) for ours, theirs in zip(newest.logprobs, logprobs, strict=True))
+        differences = [abs(ours - theirs) for ours, theirs in zip(newest.logprobs, logprobs, strict=True)]
+        difference, mean = max(differences), sum(differences) / len(differences)
         if difference > newest.tolerance:
             newest.did[replica] = "refused"
             self.members[replica].timeline = ""
-            return RefitVerdict(False, difference)
+            return RefitVerdict(False, difference, mean)
         newest.did[replica] = "verified"
         self.members[replica].version, self.members[replica].timeline = newest.version, self.timeline
-        return RefitVerdict(True, difference)
+        return RefitVerdict(True, difference, mean)
 
     def refuse_epoch(self, replica: str, epoch: str, reason: str, seen: object) -> None:
         self.expire()

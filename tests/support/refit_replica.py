@@ -1,7 +1,8 @@
 """A replica as a process: a real vLLM engine, the buffer's client and the receiver. Does what the lines of its standard input ask for.
 
 Argument, as JSON: config, redis_url, arguments (merged into vLLM's). A line is `{"join": {"run_id": …, "replica": …}}`, which
-leaves the run it was in, or `{"generate": {"ids": …, "max_tokens": …}}`. Writes one JSON line for each event.
+leaves the run it was in, `{"generate": {"ids": …, "max_tokens": …}}`, or `{"inject": …}`, a fault of the worker extension. Writes one
+JSON line for each event.
 """
 
 from __future__ import annotations
@@ -87,6 +88,10 @@ async def serve(spec: dict[str, Any], config: Config, engine: Any) -> None:
         asked = json.loads(line)
         if "generate" in asked:
             tasks.append(asyncio.create_task(generate(engine, **asked["generate"], salt=receivers[-1].cache_salt)))
+            continue
+        if "inject" in asked:
+            await engine.collective_rpc("inject", args=(asked["inject"],))
+            say(event="injected")
             continue
         if member is not None:
             member.cancel()

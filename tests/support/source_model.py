@@ -36,10 +36,10 @@ class SourceModel:
                 action()
             yield item
 
-    def train(self) -> Weights:
-        """A step away from here; returns the weights after it."""
+    def train(self, size: float = 0.02) -> Weights:
+        """A step of that size away from here; returns the weights after it."""
         for _, tensor in self._named():
-            tensor.add_(torch.randn(tensor.shape, generator=self._generator) * 0.02)
+            tensor.add_(torch.randn(tensor.shape, generator=self._generator) * size)
         return self.weights()
 
     def weights(self) -> Weights:

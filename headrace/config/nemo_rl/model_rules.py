@@ -33,6 +33,10 @@ def _precision(value: Any) -> Any:
     return value
 
 
+def _kv_cache_dtype(value: Any) -> Any:
+    return "fp8" if value == "fp8_e4m3" else value  # two names of one
+
+
 def _max_length(section: str) -> Any:
     def fine(value: Any, whole: Whole) -> bool:
         return value is None or value == look(whole, f"{section}.max_total_sequence_length")
@@ -271,11 +275,7 @@ GENERATION = [
         "policy.generation.vllm_cfg.max_model_len",
         fine=_max_length("policy"),
     ),
-    *refused(
-        "the KV cache has the dtype of the weights; set it to auto",
-        "policy.generation.vllm_cfg.kv_cache_dtype",
-        fine=only("auto"),
-    ),
+    *used("policy.generation.vllm_cfg", "kv_cache_dtype", "auto, bfloat16 or fp8", _kv_cache_dtype),
     *refused(
         "rollout log-probabilities are those that the tokens were sampled with; set it to processed_logprobs",
         "policy.generation.vllm_cfg.logprobs_mode",

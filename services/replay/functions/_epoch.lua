@@ -1,7 +1,7 @@
 -- Membership epochs of the weight channel: announced -> transfer -> done or aborted; `verify` is the only way to HEALTHY.
 --
 -- epoch    hash: id, version, timeline, state, rendezvous (msgpack), reference (msgpack: the trainer's log-probabilities of the probe, and
---          the tolerance; members are not told)
+--          the tolerances; members are not told)
 -- members  hash: replica -> asked | acknowledged | verified | refused <why> | interrupted <why> (not its fault) | left out
 --
 -- From `transfer` on every replica is STALE until it verifies: its weights are half another version's, or not the newest.

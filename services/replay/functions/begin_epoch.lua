@@ -1,11 +1,12 @@
 -- begin_epoch: the members that acknowledged are final; the others are STALE.
 -- KEYS     the run
--- ARGV     epoch, logprobs (the trainer's, of the probe) and tolerance (nats), which `verify` compares with; then the rendezvous (msgpack)
+-- ARGV     epoch; logprobs (the trainer's, of the probe), tolerance and mean_tolerance (nats), which `verify` compares with; then the
+--          rendezvous (msgpack)
 -- Returns  the epoch, as open_epoch. Repeating it gives the same epoch.
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID
 -- uses: _args, _epoch, _register
 register('begin_epoch', {
-  epoch = name, logprobs = list_of(finite, 4 * BATCH), tolerance = finite,
+  epoch = name, logprobs = list_of(finite, 4 * BATCH), tolerance = finite, mean_tolerance = finite,
 }, function(run, call, args)
   local id = call.epoch
   local rendezvous = require_rendezvous(args)
@@ -13,7 +14,9 @@ register('begin_epoch', {
   local epoch = require_epoch(run, id, {announced = true, transfer = true})
   if epoch.state == 'transfer' then return reply_epoch(run, epoch) end
   epoch.rendezvous = rendezvous
-  local reference = cmsgpack.pack({logprobs = call.logprobs, tolerance = call.tolerance})
+  local reference = cmsgpack.pack({
+    logprobs = call.logprobs, tolerance = call.tolerance, mean_tolerance = call.mean_tolerance,
+  })
   redis.call('HSET', run.base .. 'epoch', 'rendezvous', rendezvous, 'reference', reference)
   local members = redis.call('HGETALL', run.base .. 'members')
   for i = 1, #members, 2 do

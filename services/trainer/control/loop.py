@@ -30,7 +30,7 @@ from headrace.lineage import Origin
 from headrace.replay import End, Replica, Reservation, RunState, Waiting, frequent
 from headrace.replay.calls import BATCH
 from headrace.trajectory import Float32, Group, Int32
-from headrace.weights.probe import choose_token_ids
+from headrace.weights.probe import choose_token_ids, is_exact, repeat_text
 from headrace_services.trainer.control import decisions
 from headrace_services.trainer.control.checkpoint import ENDED, FAILURES, TRAINED, CheckpointState
 from headrace_services.trainer.control.context import TrainerContext
@@ -409,8 +409,11 @@ class Loop:
     async def _refit(self) -> None:
         context, lead = self._context, self._context.lead
         if self._probe is None:
-            length = min(PROBE_TOKENS, self._config.policy.max_total_sequence_length - 1)
-            ids = choose_token_ids(lead.learner.vocab_size, length=max(2, length))
+            length = max(2, min(PROBE_TOKENS, self._config.policy.max_total_sequence_length - 1))
+            if is_exact(self._config):
+                ids = choose_token_ids(lead.learner.vocab_size, length)
+            else:
+                ids = repeat_text((tokens for _, tokens in context.prompts.encoded()), length)
             self._probe = ids, await context.torch(lambda: lead.probe(ids.tolist()))
         token_ids, logprobs = self._probe
         report = await self._call(

@@ -39,17 +39,28 @@ from headrace.replay import Epoch, ReplayClient
 from headrace.trajectory import Float32, Int32
 from headrace.weights import membership
 from headrace.weights.manifest import Manifest
+from headrace.weights.probe import rollout_dtype, tolerance
 from headrace.weights.rendezvous import Announcement, Rendezvous
-from headrace_services.weight_channel.transport import Backend, Channel, GroupRank, RendezvousStore, send
+from headrace_services.weight_channel.transport import (
+    Backend,
+    Channel,
+    ClosedChannels,
+    GroupRank,
+    RendezvousStore,
+    send,
+)
 
 logger = logging.getLogger(__name__)
 
 # how often the members are checked during a transfer: only their silence shows that one of them has died
 POLL_S = 0.25
+# what is cast to the dtype that replicas compute in: they would only do it themselves
+FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 class WeightSource(Protocol):
-    """The weights to send. Iterated at most once per attempt, always to its end, on a thread other than the event loop's."""
+    """The weights to send; floating point is cast to the replicas' dtype. Iterated at most once per attempt, always to its end, on a thread
+    other than the event loop's."""
 
     def metadata(self) -> Sequence[tuple[str, str, Sequence[int]]]:
         """(checkpoint name, type by torch's name, full shape) of what iteration yields, in its order."""
@@ -118,6 +129,8 @@ class WeightSender:
 
     def __init__(self, config: Config, replay: ReplayClient) -> None:
         self._config = config.weight_channel
+        self._tolerance = tolerance(config)
+        self._dtype = rollout_dtype(config)
         self._workers = config.policy.generation.vllm_cfg.tensor_parallel_size
         on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
         self._gpu = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
@@ -128,7 +141,7 @@ class WeightSender:
         self._meeting = RendezvousStore(self._host, self._config.port)
         logger.info("weights are handed out at %s", with_port(self._host, self._meeting.port))
         self._channel: Channel | None = None
-        self._closed: list[Channel] = []  # their last calls may still be running
+        self._closed = ClosedChannels()
         self._group: tuple[str, tuple[str, ...]] = ("", ())  # id and members of the channel's group
 
     @property
@@ -144,7 +157,8 @@ class WeightSender:
         Returns when each member has verified, refused or died, or a deadline has passed; the caller decides whether that is good
         enough. It also brings late replicas to the current version. Raises `WrongTimeline` and
         `ReplayUnavailable` from the buffer, the latter also if the buffer's server lost the epoch (another refit opens a new one),
-        `ServiceError` if the backend is not available here or `probe_logprobs` are not finite, `ValueError` if `source` does not yield what
+        `ServiceError` if the backend is not available here or `probe_logprobs` are not finite (`Restartable` if a call of an earlier refit
+        hangs in it), `ValueError` if `source` does not yield what
         its metadata says.
         """
         if probe_logprobs.size != probe_ids.size - 1:
@@ -154,7 +168,10 @@ class WeightSender:
                 f"the weights of version {version} give the probe log-probabilities that are not finite: no replica could be verified with "
                 "them. Lower the learning rate, and start again from the last checkpoint"
             )
-        manifest = Manifest.of(source.metadata(), self._config.bucket_bytes)
+        manifest = Manifest.of(
+            ((name, self._dtype if dtype in FLOATS else dtype, shape) for name, dtype, shape in source.metadata()),
+            self._config.bucket_bytes,
+        )
         refit = _Refit(version, timeline, source, manifest, probe_ids, probe_logprobs)
         for attempt in range(1, self._config.max_retries + 2):
             epoch, outcome = await self._attempt(refit)
@@ -174,11 +191,11 @@ class WeightSender:
 
     async def aclose(self) -> None:
         self._close_channel()
-        for channel in self._closed:
-            await asyncio.to_thread(channel.join, self._config.timeout_s)
+        await asyncio.to_thread(self._closed.join, self._config.timeout_s)
 
     async def _attempt(self, refit: _Refit) -> tuple[Epoch, _Outcome]:
         """Run one epoch from its announcement to its end; returns its final state and the outcome."""
+        self._closed.check()
         epoch = await self._announce(refit)
         if not epoch.acknowledged:
             with _server_lost(epoch.id):
@@ -187,7 +204,7 @@ class WeightSender:
         rendezvous = await self._rendezvous(epoch, refit)
         with _server_lost(epoch.id):
             epoch = await self._replay.begin_epoch(
-                epoch.id, rendezvous.encode(), refit.probe_logprobs.tolist(), self._config.verify_tolerance
+                epoch.id, rendezvous.encode(), refit.probe_logprobs.tolist(), *self._tolerance
             )
         outcome = await self._transfer(epoch, rendezvous, refit)
         if outcome is _Outcome.SETTLED:
@@ -323,8 +340,7 @@ class WeightSender:
 
     def _close_channel(self) -> None:
         if self._channel is not None:
-            self._channel.close()
-            self._closed = [*(channel for channel in self._closed if not channel.join(0.0)), self._channel]
+            self._closed.add(self._channel)
             self._channel = None
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from headrace.config import Config
 from headrace.files import keep_newest
+from headrace.weights.probe import tolerance
 from headrace_services.trainer.learning.batch import Batch, Float64
 
 REPORT_EVERY = 10  # the first step of a streak is reported, then every tenth; the metric covers them all
@@ -46,15 +47,15 @@ class AlarmLimits:
 
     @classmethod
     def of(cls, config: Config) -> AlarmLimits:
-        """Those of `logger.train_inference_alarm`, but never narrower than what `weight_channel.verify_tolerance` lets pass as
+        """Those of `logger.train_inference_alarm`, but never narrower than what `weight_channel.verify_mean_tolerance` lets pass as
         agreement (bfloat16 needs a large one)."""
         alarm, loss = config.logger.train_inference_alarm, config.loss_fn
-        tolerance = config.weight_channel.verify_tolerance
+        agreed = tolerance(config).mean
         error, kl = alarm.token_mult_prob_error, alarm.gen_kl_error
-        kl_of_tolerance = tolerance if loss.reference_policy_kl_type == "k1" else math.expm1(tolerance) - tolerance
+        kl_of_agreed = agreed if loss.reference_policy_kl_type == "k1" else math.expm1(agreed) - agreed
         return cls(
-            error=None if error is None else max(error, math.exp(tolerance)),
-            kl=None if kl is None else max(kl, kl_of_tolerance),
+            error=None if error is None else max(error, math.exp(agreed)),
+            kl=None if kl is None else max(kl, kl_of_agreed),
             off_policy=None if error is None else OFF_POLICY,
         )
 

@@ -125,7 +125,9 @@ async def test_a_rendezvous_that_is_no_msgpack_is_refused(replay: ReplayClient, 
     with pytest.raises(InvalidCall, match=r"the rendezvous .* is no msgpack map"):
         await replay._connection.call("open_epoch", packed, epoch=nonce(), version=0, timeline=timeline)
     with pytest.raises(InvalidCall, match=r"the rendezvous .* is no msgpack map"):
-        await replay._connection.call("begin_epoch", packed, epoch="good", logprobs=[-1.0], tolerance=1.0)
+        await replay._connection.call(
+            "begin_epoch", packed, epoch="good", logprobs=[-1.0], tolerance=1.0, mean_tolerance=1.0
+        )
     assert await contents(replay) == before
 
 

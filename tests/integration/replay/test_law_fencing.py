@@ -7,7 +7,7 @@ import math
 import pytest
 
 from headrace.errors import Fenced, InvalidCall, LeaseLost, NotVerified, WrongStep, WrongTimeline
-from headrace.replay import Limits, ReplayClient
+from headrace.replay import Limits, RefitVerdict, ReplayClient
 from headrace.trajectory import Score
 from tests.support.buffer import (
     contents,
@@ -170,7 +170,7 @@ async def test_law_4_fencing_only_a_verified_replica_leases(replay: ReplayClient
         await replay.acknowledge(replica, epoch)
         await replay.begin_epoch(epoch, {}, PROBE, 1e-3)
     verdict = await replay.verify(replica, epoch, [-1.0001, -2.0])
-    assert (verdict.verified, verdict.difference) == (True, pytest.approx(1e-4))
+    assert verdict == RefitVerdict(True, pytest.approx(1e-4), pytest.approx(5e-5))  # type: ignore[arg-type]
     assert len(await replay.lease(replica, 1)) == 1
     await replay.register(replica, {})  # again: it stays as it is
     assert len(await replay.lease(replica, 1)) == 1
@@ -181,6 +181,19 @@ async def test_law_4_fencing_only_a_verified_replica_leases(replay: ReplayClient
         await replay.lease(replica, 1)
 
 
+async def test_law_4_fencing_the_mean_difference_has_a_tolerance_of_its_own(replay: ReplayClient) -> None:
+    replica, timeline = nonce(), (await replay.state()).timeline
+    await replay.register(replica, {})
+    for far, verified in (([-1.4, -2.0], True), ([-1.4, -2.4], False), ([-2.4, -2.0], False)):
+        epoch = nonce()
+        await replay.open_epoch(epoch, 0, timeline, {})
+        await replay.acknowledge(replica, epoch)
+        await replay.begin_epoch(epoch, {}, PROBE, 1.0, 0.3)
+        assert (await replay.verify(replica, epoch, far)).verified is verified
+        epochs = await replay.end_epoch(epoch, aborted=False)
+        assert verified or "0.3" in epochs.refused[replica]
+
+
 async def test_law_4_fencing_log_probabilities_that_can_not_be_compared_prove_nothing(replay: ReplayClient) -> None:
     replica, epoch, timeline = nonce(), nonce(), (await replay.state()).timeline
     await replay.register(replica, {})
@@ -189,8 +202,9 @@ async def test_law_4_fencing_log_probabilities_that_can_not_be_compared_prove_no
     for bad in ([], [math.nan], [math.inf], ["-1.0"], [None, -1.0]):
         with pytest.raises(InvalidCall, match=r"logprobs|no log-probabilities"):
             await replay.begin_epoch(epoch, {}, bad, 1e-3)  # type: ignore[arg-type]
-    with pytest.raises(InvalidCall, match="tolerance"):
-        await replay.begin_epoch(epoch, {}, PROBE, math.nan)
+    for tolerances in ((math.nan,), (1e-3, math.nan)):
+        with pytest.raises(InvalidCall, match="tolerance"):
+            await replay.begin_epoch(epoch, {}, PROBE, *tolerances)
     await replay.begin_epoch(epoch, {}, PROBE, 1e-3)
     assert await replay.begin_epoch(epoch, {}, [0.0], 9.0) == await replay.epoch()  # again: it stays as it is
     before = await contents(replay)

@@ -312,3 +312,30 @@ def test_a_store_that_is_gone_is_a_typed_error_before_any_rank_joins(
     monkeypatch.setattr(fleet.store, "_store", type("Store", (), {"clone": staticmethod(gone)}))
     with pytest.raises(WeightChannelError, match="connecting to the store failed: connection reset"):
         fleet.lead(1)
+
+
+def test_floats_are_cast_to_what_the_manifest_announces(fleet: Fleet) -> None:
+    tensors = weights()
+    cast = [(name, tensor.bfloat16() if tensor.is_floating_point() else tensor) for name, tensor in tensors]
+    manifest = manifest_of(cast)
+    fleet.start(manifest, 1)
+    send(fleet.lead(1), manifest, tensors, time.monotonic() + PATIENCE_S)
+    assert fleet.peers[0].expect("received")["sums"] == {name: it.double().sum().item() for name, it in cast}
+
+
+def test_a_tensor_that_arrives_with_other_bytes_is_named(fleet: Fleet) -> None:
+    tensors = weights()
+    manifest = manifest_of(tensors, bucket_bytes=200)
+
+    class Torn(Channel):
+        def broadcast(self, tensor: torch.Tensor, deadline: float) -> None:
+            if tensor.numel() == 24 * 4:  # "d"
+                tensor = tensor.clone()
+                tensor[50] ^= 1
+            super().broadcast(tensor, deadline)
+
+    fleet.start(manifest, 1)
+    place = GroupRank("g", "gloo", "127.0.0.1", fleet.store.port, 0, 2, torch.device("cpu"), SECRET)
+    channel = Torn.lead(place, fleet.store, time.monotonic() + PATIENCE_S, fleet._opened)
+    send(channel, manifest, tensors, time.monotonic() + PATIENCE_S)
+    assert fleet.peers[0].expect("error")["message"] == "1 tensors arrived with other bytes than were sent, d first"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from headrace.config import Config
 from headrace.errors import ServiceError
 from headrace_services.rollout import child, engine
 from headrace_services.rollout.engine import device_problem, engine_arguments, explain, prepare_environment
+from headrace_services.rollout.weight_receiver import refit_problem
 
 
 def config(**vllm_cfg: Any) -> Config:
@@ -145,3 +147,65 @@ def test_an_installation_whose_engines_would_outlive_it_is_refused(
     monkeypatch.setattr(engine, "entry_points", lambda **_: ())
     with pytest.raises(ServiceError, match="install it again"):
         prepare_environment(config(), tmp_path / "report")
+
+
+def vllm_config(
+    *,
+    parallel: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    moe: str = "triton",
+    device: str = "cuda",
+) -> SimpleNamespace:
+    """What is looked at of a `VllmConfig`, which can be made without its model's files."""
+    sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False}
+    kind = {"model": "M", "quantization": None, "enforce_eager": False, "use_mla": False, "is_moe": False}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**sizes | (parallel or {})),
+        model_config=SimpleNamespace(**kind | (model or {})),
+        device_config=SimpleNamespace(device_type=device),
+        kernel_config=SimpleNamespace(moe_backend=moe),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline parallel (2 ways)"),
+        ({"parallel": {"data_parallel_size": 4}}, "data parallel (4 ways)"),
+        ({"parallel": {"enable_expert_parallel": True}}, "expert parallel"),
+        ({"model": {"quantization": "fp8"}}, "M is quantised (fp8)"),
+        ({"model": {"use_mla": True}}, "enforce_eager=true"),
+        ({"model": {"is_moe": True}, "moe": "flashinfer_trtllm"}, "moe_backend flashinfer_trtllm"),
+    ],
+)
+def test_a_model_that_can_not_be_refitted_safely_is_refused_with_the_reason(changes: dict[str, Any], said: str) -> None:
+    assert said in str(refit_problem(vllm_config(**changes)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model": {"is_moe": True}},
+        {"model": {"is_moe": True, "enforce_eager": True}, "moe": "auto"},
+        {"model": {"use_mla": True, "enforce_eager": True}},
+        {"model": {"is_moe": True, "use_mla": True}, "moe": "auto", "device": "cpu"},
+    ],
+)
+def test_one_that_can_be_is_not(changes: dict[str, Any]) -> None:
+    assert refit_problem(vllm_config(**changes)) is None
+
+
+def test_dtypes_and_the_attention_backend_are_configured() -> None:
+    arguments = engine_arguments(config(kv_cache_dtype="fp8", attention_backend="FLASHINFER"), on_cpu=False)
+    assert (arguments["kv_cache_dtype"], arguments["attention_backend"]) == ("fp8", "FLASHINFER")
+    assert "attention_backend" not in engine_arguments(config(), on_cpu=False)
+
+
+def test_float32_is_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environment = {"VLLM_FLOAT32_MATMUL_PRECISION": "high"}
+    monkeypatch.setattr(os, "environ", environment)
+    prepare_environment(config(), tmp_path)
+    assert environment["VLLM_FLOAT32_MATMUL_PRECISION"] == "high"
+    prepare_environment(config(precision="float32"), tmp_path)
+    assert environment["VLLM_FLOAT32_MATMUL_PRECISION"] == "highest"

@@ -18,8 +18,6 @@ from headrace_services.trainer.telemetry import alarm
 from headrace_services.trainer.telemetry.plots import draw_disagreement
 from tests.support.trainer import batch, trajectory
 
-LIMITS = alarm.AlarmLimits.of(Config())
-
 # What healthy runs measured: `examples/arithmetic_tiny.yaml` in float32 (age 0, then 1 and 2), bfloat16 on both sides (age 0).
 FLOAT32 = [
     {"on_policy_token_mult_prob_error": 1.00001, "on_policy_gen_kl_error": 1e-9, "token_mult_prob_error": 1.00001},
@@ -29,7 +27,10 @@ BFLOAT16 = {"on_policy_token_mult_prob_error": 1.072, "on_policy_gen_kl_error": 
 
 
 def config(**changes: Any) -> Config:
-    return Config.model_validate(changes)
+    return Config.model_validate({"policy": {"precision": "float32"}, **changes})
+
+
+LIMITS = alarm.AlarmLimits.of(config())
 
 
 def alarmed(steps: Sequence[Mapping[str, float]], limits: alarm.AlarmLimits) -> list[bool]:
@@ -45,7 +46,7 @@ def alarmed(steps: Sequence[Mapping[str, float]], limits: alarm.AlarmLimits) -> 
     ("steps", "changes", "expected"),
     [
         (FLOAT32, {}, [False] * 6),
-        ([BFLOAT16] * 2, {"weight_channel": {"verify_tolerance": 0.35}}, [False] * 2),
+        ([BFLOAT16] * 2, {"policy": {"precision": "bfloat16"}}, [False] * 2),
         ([BFLOAT16], {}, [True]),
         ([{"token_mult_prob_error": 1.4, "gen_kl_error": 0.05, "off_policy_tokens": 0.3}] * 9, {}, [False] * 9),
         ([{"off_policy_tokens": 0.6}] * 4, {}, [False, False, True, True]),

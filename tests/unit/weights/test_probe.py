@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.weights.probe import choose_token_ids
+from headrace.config import Config
+from headrace.weights.probe import choose_token_ids, repeat_text, tolerance
 
 
 def row(*values: float) -> np.ndarray:
@@ -28,3 +29,29 @@ def test_excluded_ids_do_not_occur() -> None:
 def test_a_probe_that_proves_nothing_is_refused(vocabulary: int, length: int, exclude: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="probe"):
         choose_token_ids(vocabulary, length, exclude=exclude)
+
+
+def test_text_is_that_of_the_first_prompts_again_and_again() -> None:
+    assert repeat_text(iter([[5, 6], [7], [8, 9]]), 4).tolist() == [5, 6, 7, 8]
+    assert repeat_text([[5, 6], [7]], 7).tolist() == [5, 6, 7, 5, 6, 7, 5]
+    with pytest.raises(ValueError, match="no prompts"):
+        repeat_text([[]], 4)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "channel", "expected"),
+    [
+        ("float32", None, {}, (1e-3, 1e-3)),
+        ("float32", None, {"verify_tolerance": 1e-4}, (1e-4, 1e-4)),
+        ("bfloat16", None, {}, (2.0, 0.2)),
+        ("float32", "bfloat16", {}, (2.0, 0.2)),
+        ("bfloat16", "float32", {}, (2.0, 0.2)),
+        ("bfloat16", None, {"verify_tolerance": 0.1}, (0.1, 0.1)),
+        ("bfloat16", None, {"verify_mean_tolerance": 0.01}, (2.0, 0.01)),
+    ],
+)
+def test_the_tolerance_suits_the_dtype(
+    trainer: str, rollout: str | None, channel: dict[str, float], expected: tuple[float, float]
+) -> None:
+    policy = {"precision": trainer, "generation": {"vllm_cfg": {"precision": rollout}}}
+    assert tolerance(Config.model_validate({"policy": policy, "weight_channel": channel})) == expected

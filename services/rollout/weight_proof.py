@@ -1,0 +1,182 @@
+"""Proves that the model holds the weights that were received, and computes with them: exactly, whatever the dtype.
+
+Trainer and vLLM name and cut weights differently (fused, sharded and padded parameters), and only vLLM's weight loaders know how. So this
+watches them: which part of which parameter they copy into, and the checksum of what they copy. After the load, the model's own parameters
+must have these checksums in these parts, and no other parts.
+
+Some platforms compute with a copy of a parameter. Checksums of parameters say nothing of it, so it is read back: on a CPU, the packed
+matrix of a linear layer or a head.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.errors import WeightChannelError
+from headrace_services.weight_channel.checksum import checksum
+
+# Columns of a packed matrix that are read back, others in each update. A matrix is packed as a whole, so an old copy is old in all of them.
+COLUMNS = 8
+# to the instructions that multiply bfloat16, smaller numbers are 0
+_SMALLEST = 2.0**-126
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a parameter by its place in the parameter's memory."""
+
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.size).numel()
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.as_strided(self.size, self.stride, parameter.storage_offset() + self.offset)
+
+
+@dataclass
+class _Parameter:
+    """One of the model's parameters, and what the loaders wrote into it: the checksum of each part and, if there is a packed copy, some
+    columns of what came, by their first row. `zeros` are padding. The storage is kept, so that no other takes its identity."""
+
+    name: str
+    layer: torch.nn.Module
+    attribute: str
+    shape: torch.Size
+    dtype: torch.dtype
+    storage: torch.UntypedStorage
+    checksums: dict[_Part, torch.Tensor] = field(default_factory=dict)
+    columns: dict[int, torch.Tensor] = field(default_factory=dict)
+    zeros: set[_Part] = field(default_factory=set)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """As it is now."""
+        tensor: torch.Tensor = getattr(self.layer, self.attribute).data
+        return tensor
+
+    @property
+    def packed(self) -> bool:
+        """Whether the layer multiplies by a packed copy of it."""
+        return self.attribute == "weight" and len(self.shape) == 2 and hasattr(self.layer, "cpu_linear")
+
+    @property
+    def complete(self) -> bool:
+        return sum(part.numel for part in (*self.checksums, *self.zeros)) >= self.shape.numel()
+
+
+class WeightProof(TorchDispatchMode):
+    """Of one update of `model`, made when its layerwise reload has begun."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._parameters: dict[int, _Parameter] = {}
+        for prefix, layer in model.named_modules():
+            for attribute, tensor in layer._parameters.items():
+                if tensor is not None:
+                    storage = tensor.untyped_storage()
+                    name = f"{prefix}.{attribute}"
+                    self._parameters[storage._cdata] = _Parameter(
+                        name, layer, attribute, tensor.shape, tensor.dtype, storage
+                    )
+        self._known: Mapping[int, tuple[int, torch.Tensor]] = {}
+        self._columns: dict[int, list[int]] = {}
+
+    def load(self, tensors: Sequence[tuple[str, torch.Tensor]], checksums: Sequence[torch.Tensor]) -> None:
+        """Have the model load `tensors`, which have these checksums."""
+        self._known = {
+            tensor.data_ptr(): (tensor.numel(), known) for (_, tensor), known in zip(tensors, checksums, strict=True)
+        }
+        with self:
+            self._model.load_weights(tensors)  # type: ignore[operator]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar):
+            # a layerwise reload runs each loader on the parameter itself, on the meta device, before it loads a new one to take its place
+            parameter = self._parameters.get(args[0].untyped_storage()._cdata)
+            if parameter is not None:
+                self._note(parameter, *args[:2])
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, parameter: _Parameter, target: torch.Tensor, source: torch.Tensor | float) -> None:
+        part = _Part(int(target.storage_offset()), tuple(target.shape), target.stride())
+        if not isinstance(source, torch.Tensor):
+            parameter.zeros.add(part)
+            return
+        if source.data_ptr() == target.data_ptr():
+            return  # a bias takes its own place
+        numel, known = self._known.get(source.data_ptr(), (0, None))
+        if known is None or numel != source.numel() or not source.is_contiguous() or source.dtype != parameter.dtype:
+            known = checksum(source.to(parameter.dtype))
+        parameter.checksums[part] = known
+        if parameter.packed and part.size[1:] == parameter.shape[1:]:
+            parameter.columns[part.offset // parameter.shape[1]] = source[:, self._drawn(parameter)].to(parameter.dtype)
+
+    def check_parameters(self) -> None:
+        """Raise `WeightChannelError` unless every parameter holds what was loaded into it, and nothing else."""
+        complete = {p.tensor.data_ptr() for p in self._parameters.values() if p.complete and p.tensor.numel()}
+        names, held, sent = [], [], []
+        for parameter in self._parameters.values():
+            tensor = parameter.tensor
+            # a tied one got its weights under its other name
+            if not parameter.complete and tensor.data_ptr() not in complete:
+                raise WeightChannelError(f"the trainer sends nothing, or too little, for the engine's {parameter.name}")
+            if tensor.numel() == 0 and parameter.packed:
+                continue  # nothing is left of it but the packed copy
+            if tensor.shape != parameter.shape or not tensor.is_contiguous():
+                raise WeightChannelError(
+                    f"the engine keeps {parameter.name} in a form that can't be compared, of shape {tuple(tensor.shape)} "
+                    f"and not {tuple(parameter.shape)}: this model can't be refitted here"
+                )
+            for part, known in parameter.checksums.items():
+                names.append(parameter.name)
+                held.append(checksum(part.of(tensor).to(parameter.dtype)))
+                sent.append(known)
+        same = torch.stack(held) == torch.stack(sent).to(held[0].device)
+        if wrong := list(dict.fromkeys(name for name, right in zip(names, same.tolist(), strict=True) if not right)):
+            raise WeightChannelError(
+                f"{len(wrong)} parameters of the engine are not what was received, {wrong[0]} first"
+            )
+
+    def check_copies(self) -> None:
+        """Raise `WeightChannelError` unless the packed copies are of the parameters as they are now."""
+        for parameter in self._parameters.values():
+            if not parameter.packed:
+                continue
+            tensor, drawn = parameter.tensor, self._drawn(parameter)
+            columns = {0: tensor[:, drawn]} if tensor.numel() else parameter.columns
+            packed = _read_back(parameter, drawn)
+            same = [
+                bool(((packed[row : row + len(right)] - right).abs() <= _SMALLEST).all())
+                for row, right in columns.items()
+            ]
+            if not all(same) or sum(map(len, columns.values())) != parameter.shape[0]:
+                raise WeightChannelError(
+                    f"the engine computes with a packed copy of {parameter.name} that is not of what was received"
+                )
+
+    def _drawn(self, parameter: _Parameter) -> list[int]:
+        """The columns to read back of a matrix of this width."""
+        width = parameter.shape[1]
+        if width not in self._columns:
+            self._columns[width] = random.Random().sample(range(width), min(COLUMNS, width))
+        return self._columns[width]
+
+
+def _read_back(parameter: _Parameter, columns: Sequence[int]) -> torch.Tensor:
+    """[rows, columns] of the matrix that the layer multiplies by: a product with a 1 among zeros is exact."""
+    ones = torch.zeros(len(columns), parameter.shape[1], dtype=parameter.dtype)
+    ones[range(len(columns)), columns] = 1
+    layer: Any = parameter.layer
+    product: torch.Tensor = layer.cpu_linear(ones, layer.weight, None)
+    return product.T

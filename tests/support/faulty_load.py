@@ -1,0 +1,48 @@
+"""Faults injected into the worker: after a reload, one thing is as it was before."""
+
+from __future__ import annotations
+
+import torch
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from headrace_services.rollout.weight_engine import WeightChannelEngine, WeightChannelExtension, WeightUpdate
+
+BACKEND = "faulty-load"
+TENSOR, COPY = "model.layers.1.self_attn.qkv_proj", "model.layers.0.mlp.down_proj"
+
+
+class FaultyLoadEngine(WeightChannelEngine):
+    """`fault`: `tensor`, the bias of TENSOR; `copy`, the packed matrix of COPY; `head`, the packed copy of a tied head; `load`: nothing is
+    old, but loading fails in the last of the workers."""
+
+    fault: str | None = None
+
+    def receive_weights(self, update_info: WeightUpdate) -> None:
+        layer = self.model.get_submodule(COPY)
+        self._bias, self._packed = self._parameter.clone(), layer.cpu_linear
+        super().receive_weights(update_info)
+
+    @property
+    def _parameter(self) -> torch.Tensor:
+        return self.model.get_submodule(TENSOR).bias.data
+
+    def finish_reload(self) -> None:
+        super().finish_reload()
+        if self.fault == "tensor":
+            self._parameter.copy_(self._bias)
+        if self.fault == "copy":
+            self.model.get_submodule(COPY).cpu_linear = self._packed
+        if self.fault == "load" and self.parallel_config.rank == self.parallel_config.world_size - 1:
+            raise RuntimeError("injected")
+
+    def renew_copies(self) -> None:
+        if self.fault != "head":
+            super().renew_copies()
+
+
+class FaultyLoadExtension(WeightChannelExtension):
+    def inject(self, fault: str | None) -> None:
+        self.weight_transfer_engine.fault = fault
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, FaultyLoadEngine)
