@@ -362,7 +362,7 @@ class Faults:
         return self._servers.machine if victim == "server" else victim
 
     def _other_end(self, victim: str) -> str:
-        return self._addresses["rollout-1" if victim == "trainer" else "trainer"]
+        return self._addresses["rollout-1" if victim == "trainer" or victim.startswith("agents") else "trainer"]
 
     async def _until_ended(self, process: Victim) -> None:
         async with asyncio.timeout(_DISK_DEADLINE_S):
