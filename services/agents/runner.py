@@ -238,7 +238,7 @@ class Runner:
             if trajectory is None:
                 raise
             log.warning("%s: %s", _name(lease, index), error)
-            failed = self._failed(lease, f"what it wrote can't be handed in: {error}")
+            failed = await self._refused(lease, trajectory.newest_version, f"what it wrote can't be handed in: {error}")
             return await self._retry(partial(self._replay.finish, lease, index, None, failed)), failed
 
     async def _attempt(self, lease: Lease, index: int) -> tuple[AnyTrajectory | None, Score | None]:
@@ -296,7 +296,8 @@ class Runner:
                 if isinstance(why, str):
                     return None, why
                 if isinstance(why, (CodecError, InvalidCall)):
-                    return Score("FAILED", message=f"a call could not be kept: {why}"), None
+                    said = f"a call could not be kept: {why}"
+                    return await self._refused(episode.lease, episode.newest_version, said), None
                 raise why
             outcome: EpisodeOutcome = running.result()
             return outcome.score, None
@@ -325,6 +326,14 @@ class Runner:
 
     async def _keep(self, lease: Lease, index: int, number: int, nonce: str, call: Any) -> None:
         await self._retry(partial(self._replay.append, lease, index, number, nonce, call))
+
+    async def _refused(self, lease: Lease, newest_version: int, message: str) -> Score:
+        """Of an episode that the buffer does not take. It is no fault of its program if the buffer has forgotten the weights that it was
+        sampled from, because its server lost writes: the trainer restores it, which ends the lease."""
+        state = await self._retry(self._replay.state)
+        if newest_version > state.next_step:
+            return Score("INTERRUPTED", message=message, environment=lease.group.env_name).fitted()
+        return self._failed(lease, message)
 
     def _failed(self, lease: Lease, message: str) -> Score:
         return Score("FAILED", message=message, environment=lease.group.env_name).fitted()

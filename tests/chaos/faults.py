@@ -292,6 +292,9 @@ class Faults:
             self._processes[victim].kill()
             return f"SIGKILL, away for {fault.seconds} s"
         self._servers.kill()
+        if fault.kind == "torn_step":
+            # a late copy of its `reserve` would take the step again, and nothing would have to be restored
+            self._servers.lose_copies()
         if fault.kind == "torn_tail":
             torn = tear_tail(self._servers.disk, self._rng.randint(1, _MOST_TORN))
             return f"SIGKILL, its file torn by {torn} bytes, away for {fault.seconds} s"

@@ -231,6 +231,20 @@ async def test_what_could_not_begin_is_not_charged(stage: Stage, monkeypatch: py
         await stage.until(ready=1)
 
 
+async def test_weights_that_the_buffer_has_forgotten_cost_nothing(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server lost writes: no call can be kept until the trainer has restored it."""
+    monkeypatch.setattr("headrace_services.agents.runner._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("headrace_services.agents.runner._LAST_PAUSE_S", 0.01)
+    stage.toy.policy.version = 1  # of a step that the buffer knows nothing of
+    await stage.enqueue(0)
+    async with stage.runner(Played(two_turns)) as (runner, _, _):
+        await eventually(lambda: _true(runner.status.outcomes["interrupted"] > stage.config.replay.max_attempts * N))
+        stage.toy.policy.version = 0
+        await stage.until(ready=1)
+
+
 async def test_a_program_that_hangs_ends_with_the_name_of_its_clock(stage: Stage) -> None:
     async def hangs(episode: Episode) -> EpisodeOutcome:
         if episode.attempt == 0:
