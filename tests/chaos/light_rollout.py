@@ -50,6 +50,7 @@ from tests.chaos.tokens import END, first, following
 from tests.support.small_replica import SmallReplica
 
 _TOKEN_S = 0.02  # to write one: calls are under way when a fault strikes
+_REFIT_S = 0.5  # more than it takes: one that is over at once is hard to catch
 _NOISE = 1.0  # nats
 
 
@@ -118,7 +119,8 @@ class LightReplica(SmallReplica):
                     if timeline in timelines:
                         call.cancel()
             case decisions.Rejoin():
-                self.id = secrets.token_hex(6)
+                old, self.id = self.id, secrets.token_hex(6)
+                await self._replay.deregister(old)
                 await self._replay.register(self.id, self._info)
             case decisions.Acknowledge(epoch):
                 self._answered = epoch.id
@@ -134,6 +136,7 @@ class LightReplica(SmallReplica):
         for writing in self._writing:
             self._settle(writing)
         rendezvous = Rendezvous.decode(epoch.rendezvous)
+        await asyncio.sleep(_REFIT_S)
         try:
             await asyncio.to_thread(self._receive, epoch, rendezvous)
         except WeightChannelError as error:

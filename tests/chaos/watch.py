@@ -173,7 +173,7 @@ class Buffer:
         return [name for kind in ("replicas", "runners") for name in await self._redis.zrange(base + kind, 0, -1)]
 
     async def fleet(self) -> dict[int, Member]:
-        """The replicas and runners, by process id."""
+        """The replicas and runners, by process id. One that was dead and has entered again is known under its new name."""
         incarnation = await self._redis.hget(self.key, "incarnation")
         base = f"{self.key}:{incarnation.decode()}:" if incarnation else ""
         members = {}
@@ -183,7 +183,9 @@ class Buffer:
             if info is not None:
                 holds = await self._redis.scard(base.encode() + b"h:" + replica)
                 member = Member(replica.decode(), state.decode(), (timeline or b"").decode(), holds)
-                members[int(msgpack.unpackb(info)["pid"])] = member
+                pid = int(msgpack.unpackb(info)["pid"])
+                if pid not in members or member.state != "DEAD":
+                    members[pid] = member
         return members
 
     async def observe(self, glance: Glance, journal: Path) -> None:
