@@ -244,8 +244,8 @@ def _check_episodes(config: Config) -> None:
     needed = (2 * most + done) * agents.max_episode_bytes
     if needed > replay.max_bytes:
         raise ValueError(
-            f"agents.max_episode_bytes {agents.max_episode_bytes}: the {most} episodes of a group may hold twice as much each while they are "
-            f"played, and those of a step's other groups ({done}) as much once they are done. That is more than replay.max_bytes "
+            f"agents.max_episode_bytes {agents.max_episode_bytes}: the {most} episodes of a group may hold twice as much each while they "
+            f"are played, and those of a step's other groups ({done}) as much once they are done. That is more than replay.max_bytes "
             f"{replay.max_bytes}: the last group of a step might never be leased; lower the one, or raise the other to {needed}"
         )
     if replay.group_deadline_s < replay.max_attempts * agents.episode_s:

@@ -54,12 +54,6 @@ class OpenEpisode:
         self._tasks: dict[SessionCall, asyncio.Task[None]] = {}
         self._given_up: dict[SessionCall, str] = {}  # by a clock, and by which
 
-    @property
-    def newest_version(self) -> int:
-        """Of the weights that anything was sampled from; -1: nothing was."""
-        sampled = [call.completion for call in self.session.calls if call.completion is not None]
-        return max((span.version for each in sampled for span in each.spans), default=-1)
-
     def ask(self, request: ChatRequest) -> SessionCall:
         """The call that answers the request, under way. Raises `Refused`."""
         call, is_new = self.session.ask(request.asked, self._fleet.clock())

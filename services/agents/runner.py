@@ -295,9 +295,12 @@ class Runner:
                 why = episode.over.result()
                 if isinstance(why, str):
                     return None, why
-                if isinstance(why, (CodecError, InvalidCall)):
-                    said = f"a call could not be kept: {why}"
-                    return await self._refused(episode.lease, episode.newest_version, said), None
+                if isinstance(why, CodecError):
+                    return Score("FAILED", message=f"a call could not be kept: {why}"), None
+                if isinstance(why, InvalidCall):
+                    # what a program can do wrong is refused before it is sampled: the buffer has forgotten the calls before this one, or
+                    # the weights, because its server lost writes
+                    return Score("INTERRUPTED", message=f"a call could not be kept: {why}"), None
                 raise why
             outcome: EpisodeOutcome = running.result()
             return outcome.score, None

@@ -114,6 +114,25 @@ async def test_weights_that_the_buffer_has_forgotten_cost_nothing(
         await stage.until(ready=1)
 
 
+async def test_an_episode_whose_beginnings_the_buffer_has_forgotten_is_lost_alone(stage: Stage, limits: Limits) -> None:
+    """Its server lost writes: it takes nothing more under this lease, which another follows."""
+    incarnation = (await stage.replay.state()).incarnation
+    failed: list[Episode] = []
+
+    async def fails_twice(episode: Episode) -> EpisodeOutcome:
+        if episode.index == 0 and len(failed) < 2:
+            failed.append(episode)
+            await stage.replay.redis.hdel(f"hr:{{{stage.replay.run_id}}}:{incarnation}:g:e0-train-0", "a0")
+            return EpisodeOutcome(Score("FAILED", message="it raised"))
+        return await two_turns(episode)
+
+    await tighten(stage.replay, limits, lease_s=1.0, replica_dead_s=1.0)
+    await stage.enqueue(0)
+    async with stage.runner(Played(fails_twice)) as (runner, _, _):
+        await stage.until(ready=1)
+        assert runner.status.outcomes["lost"] == 1
+
+
 async def test_a_program_that_hangs_ends_with_the_name_of_its_clock(stage: Stage) -> None:
     async def hangs(episode: Episode) -> EpisodeOutcome:
         if episode.attempt == 0:
