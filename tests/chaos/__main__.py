@@ -28,6 +28,8 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a model's directory; a tiny one is made if it is not there")
     parser.add_argument("--folder", type=Path, help="takes a folder a run: logs, evidence")
     options = parser.parse_args()
+    if options.episodes and options.server == "up":
+        parser.error("--episodes needs another --server: under `headrace up` replicas have real engines")
     if lacks := runs.missing():
         sys.stderr.write(f"error: {lacks}\n")
         return 2
