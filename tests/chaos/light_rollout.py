@@ -29,11 +29,8 @@ from headrace.config.load import load
 from headrace.errors import Fenced, ReplayUnavailable, WeightChannelError
 from headrace.replay import BufferRetry, Epoch, HeartbeatReply, ReplayClient
 from headrace.replica_client import (
-    DERENDER,
     RENDER,
     SAMPLE,
-    Derendered,
-    DerenderRequest,
     Problem,
     Refusal,
     Rendered,
@@ -234,13 +231,13 @@ def build_app(replica: LightReplica, tokenizer: Any) -> FastAPI:
         )
         return Rendered(ids)
 
-    async def derender(asked: DerenderRequest) -> Derendered:
-        text = tokenizer.decode(asked.token_ids, skip_special_tokens=True)
-        return Derendered({"role": "assistant", "content": text})
+    async def sample(asked: SampleRequest) -> Sampled:
+        sampled = await replica.sample(asked)
+        text = tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
+        return msgspec.structs.replace(sampled, message={"role": "assistant", "content": text})
 
-    _add(app, SAMPLE, SampleRequest, replica.sample)
+    _add(app, SAMPLE, SampleRequest, sample)
     _add(app, RENDER, RenderRequest, render)
-    _add(app, DERENDER, DerenderRequest, derender)
 
     @app.exception_handler(ReplicaFenced)
     async def fenced(_: Request, error: ReplicaFenced) -> Response:
