@@ -262,10 +262,13 @@ def _check_episodes(config: Config) -> None:
             f"agents.slots {agents.slots} is less than {most}, the episodes of a group, which start at once "
             f"({algorithm.name}.num_generations_per_prompt and replay.redundant_generations, or val_num_generations_per_prompt); raise it"
         )
-    if 2 * most * agents.max_episode_bytes > replay.max_bytes:
+    done = (algorithm.num_prompts_per_step - 1) * algorithm.num_generations_per_prompt
+    needed = (2 * most + done) * agents.max_episode_bytes
+    if needed > replay.max_bytes:
         raise ValueError(
-            f"agents.max_episode_bytes {agents.max_episode_bytes}: the {most} episodes of a group may hold twice as much each, which is "
-            f"more than replay.max_bytes {replay.max_bytes}: none would ever be leased; lower the one or raise the other"
+            f"agents.max_episode_bytes {agents.max_episode_bytes}: the {most} episodes of a group may hold twice as much each while they "
+            f"are played, and those of a step's other groups ({done}) as much once they are done. That is more than replay.max_bytes "
+            f"{replay.max_bytes}: the last group of a step might never be leased; lower the one, or raise the other to {needed}"
         )
     if replay.group_deadline_s < replay.max_attempts * agents.episode_s:
         raise ValueError(

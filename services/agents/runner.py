@@ -252,7 +252,7 @@ class Runner:
             if trajectory is None:
                 raise
             log.warning("%s: %s", _name(lease, index), error)
-            failed = self._failed(lease, f"what it wrote can't be handed in: {error}")
+            failed = await self._refused(lease, trajectory.newest_version, f"what it wrote can't be handed in: {error}")
             return await self._retry(partial(self._replay.finish, lease, index, None, failed)), failed
 
     async def _attempt(self, lease: Lease, index: int) -> tuple[AnyTrajectory | None, Score | None]:
@@ -309,8 +309,12 @@ class Runner:
                 why = episode.over.result()
                 if isinstance(why, str):
                     return None, why
-                if isinstance(why, (CodecError, InvalidCall)):
+                if isinstance(why, CodecError):
                     return Score("FAILED", message=f"a call could not be kept: {why}"), None
+                if isinstance(why, InvalidCall):
+                    # what a program can do wrong is refused before it is sampled: the buffer has forgotten the calls before this one, or
+                    # the weights, because its server lost writes
+                    return Score("INTERRUPTED", message=f"a call could not be kept: {why}"), None
                 raise why
             outcome: EpisodeOutcome = running.result()
             return outcome.score, None
@@ -339,6 +343,14 @@ class Runner:
 
     async def _keep(self, lease: Lease, index: int, number: int, nonce: str, call: Any) -> None:
         await self._retry(partial(self._replay.append, lease, index, number, nonce, call))
+
+    async def _refused(self, lease: Lease, newest_version: int, message: str) -> Score:
+        """Of an episode that the buffer does not take. It is no fault of its program if the buffer has forgotten the weights that it was
+        sampled from, because its server lost writes: the trainer restores it, which ends the lease."""
+        state = await self._retry(self._replay.state)
+        if newest_version > state.next_step:
+            return Score("INTERRUPTED", message=message, environment=lease.group.env_name).fitted()
+        return self._failed(lease, message)
 
     def _failed(self, lease: Lease, message: str) -> Score:
         return Score("FAILED", message=message, environment=lease.group.env_name).fitted()

@@ -2,8 +2,9 @@
 
     python -m tests.chaos --faults 100 --seed 7
 
-A run takes up to 34 faults (39 under `headrace up`), every process in every phase once; more faults are as many runs, with seeds one after
-the other. Runs go round the embedded server, two servers of their own, and `headrace up`, unless --server names one.
+A run takes up to 34 faults (39 under `headrace up` and of episodes), every process in every phase once; more faults are as many runs, with
+seeds one after the other. Runs go round the embedded server, two servers of their own, and `headrace up`, unless --server names one; every
+other one that `headrace up` does not start is of episodes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import get_args
 
 from tests.chaos import runs
-from tests.chaos.plan import Topology, topology_of, whole
+from tests.chaos.plan import Topology, has_episodes, topology_of, whole
 
 
 def main() -> int:
@@ -23,9 +24,12 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--server", choices=get_args(Topology))
+    parser.add_argument("--episodes", action="store_true", help="every run is of episodes")
     parser.add_argument("--model", type=Path, help="a model's directory; a tiny one is made if it is not there")
     parser.add_argument("--folder", type=Path, help="takes a folder a run: logs, evidence")
     options = parser.parse_args()
+    if options.episodes and options.server == "up":
+        parser.error("--episodes needs another --server: under `headrace up` replicas have real engines")
     if lacks := runs.missing():
         sys.stderr.write(f"error: {lacks}\n")
         return 2
@@ -38,10 +42,13 @@ def main() -> int:
     bad, seed, left = 0, options.seed, options.faults
     while left > 0:
         topology: Topology = options.server or topology_of(seed)
-        faults = min(whole(topology), left)
+        if options.episodes and topology == "up":
+            topology = "embedded"
+        episodes = options.episodes or (topology != "up" and has_episodes(seed))
+        faults = min(whole(topology, episodes=episodes), left)
         place = folder / f"seed-{seed}"
         place.mkdir(parents=True)
-        verdict = runs.run(seed, faults, topology, model.absolute(), place.absolute())
+        verdict = runs.run(seed, faults, topology, model.absolute(), place.absolute(), episodes=episodes)
         bad += not verdict.good
         sys.stdout.write(
             f"seed {seed}: {'every law held' if verdict.good else 'NOT GOOD'} under {faults} faults; {place}\n"

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.chaos.evidence import ENDS, Batch, Evidence, Group, Line, group_id, read
+from tests.chaos.evidence import ENDS, Batch, Evidence, Group, Line, Trajectory, group_id, read
+from tests.chaos.tokens import following
 
 Law = Callable[[Evidence], Iterator[str]]
 
@@ -35,6 +36,7 @@ _MAX_ATTEMPTS = 3  # the default
 # Faults that an environment fails of, or is late for. (One that is dead or overloaded has begun nothing.)
 _CLOCK_TOLERANCE_S = 60
 _CHARGED = {"stop", "slow", "bad_answers", "cut"}
+_CALLS = 5  # of an episode
 
 
 def judge(evidence: Evidence) -> list[str]:
@@ -167,6 +169,59 @@ def failures_are_not_zero(e: Evidence) -> Iterator[str]:
             yield f"prompt {order} can't be scored, and was trained"
         if mood == "flat" and trained:
             yield f"the answers to prompt {order} are all worth the same, and it was trained"
+
+
+def tokens_are_those_that_were_sampled(e: Evidence) -> Iterator[str]:
+    """Of episodes: each token that was trained is what its weights write behind the path that the record says it had."""
+    for batch in e.observed if e.episodes else ():
+        for group, t in ((g, t) for g in batch.groups for t in g.trajectories):
+            paths: list[tuple[int, ...]] = []
+            for number, call in enumerate(t.calls):
+                path = (*(paths[call.parent] if call.parent >= 0 else ()), *call.context)
+                for place, (token, version) in enumerate(zip(call.completion, call.versions, strict=True)):
+                    if place and call.trained and token != following(path, version):
+                        where = f"step {batch.step}: {group.id}[{t.index}], call {number}"
+                        yield f"{where}: token {place} is not what version {version} writes there"
+                    path = (*path, token)
+                paths.append(path)
+
+
+def an_episode_is_of_one_program(e: Evidence) -> Iterator[str]:
+    """All calls of an episode, and no other episode's, are one instance's: it asks five times, and each time but the first it says how
+    often, with its mark."""
+    of_mark: dict[str, tuple[str, int]] = {}
+    for batch in e.observed if e.episodes else ():
+        for group, t in ((g, t) for g in batch.groups for t in g.trajectories):
+            where, mark = f"step {batch.step}: {group.id}[{t.index}]", _mark(t)
+            if mark is None:
+                said = [(call.parent, call.asked, call.trained) for call in t.calls]
+                yield f"{where} is no conversation of one program over {_CALLS} calls: {said}"
+            elif of_mark.setdefault(mark, (group.id, t.index)) != (group.id, t.index):
+                yield f"{where} and {of_mark[mark]} are of the same program"
+
+
+def _mark(t: Trajectory) -> str | None:
+    """That of the instance which an episode is of, if it is of one."""
+    asked = [call.asked[-1] if call.asked else "" for call in t.calls]
+    mark = asked[1].partition("-")[2] if len(asked) > 1 else ""
+    chain = all(call.trained and call.parent == number - 1 for number, call in enumerate(t.calls))
+    right = chain and asked[1:] == [f"{turn}-{mark}" for turn in range(1, _CALLS)]
+    return mark if right and mark else None
+
+
+def nothing_is_left_open(e: Evidence) -> Iterator[str]:
+    """When the run is over no runner plays, and the buffer keeps nothing of what was played or generated but what its groups name."""
+    for name, episodes in e.open.items():
+        if episodes is None:
+            yield f"{name} did not say how many episodes it has open"
+        elif episodes:
+            yield f"{name} still has {episodes} episodes open"
+    if e.episodes and not e.open:
+        yield "there was no runner"
+    if e.kept:
+        yield f"the buffer keeps {len(e.kept)} payloads that no group names: {e.kept[0]}, …"
+    if e.bytes_held[0] != e.bytes_held[1]:
+        yield f"the buffer counts {e.bytes_held[0]} bytes, and its groups hold {e.bytes_held[1]}"
 
 
 def validations_are_whole(e: Evidence) -> Iterator[str]:
@@ -305,6 +360,9 @@ LAWS: tuple[Law, ...] = (
     groups_are_complete,
     rewound_steps_are_unchanged,
     failures_are_not_zero,
+    tokens_are_those_that_were_sampled,
+    an_episode_is_of_one_program,
+    nothing_is_left_open,
     validations_are_whole,
     no_innocent_group_failed,
     nobody_is_charged_for_others,

@@ -16,16 +16,28 @@ RUN = "chaos"
 APART = 12
 LEASE_S, DEAD_AFTER_S = 6.0, 6.0  # the smallest that are accepted, with a heartbeat of half a second
 # of the health pages
-HTTP = {"replay": 8390, "reward": 8391, "trainer": 8392, "rollout": 8393}
+HTTP = {"replay": 8390, "reward": 8391, "trainer": 8392, "rollout": 8393, "agents": 8394}
 # machines, and the last number of each one's address
 HOSTS = {"replay": 4, "reward": 5, "environment": 6, "rollout-1": 7, "rollout-2": 8, "trainer": 9}
+RUNNERS = {"agents-1": 12, "agents-2": 13}
 HOSTS_UNDER_UP = {"up": 4, "environment": 6}
 VALIDATED = 3  # prompts of a validation
 _VALIDATED_EVERY = 3  # steps
+# of a single completion, and of an episode of five short ones
+_CONTEXT, _NEW_TOKENS = (96, 256), (48, 8)
 
 
-def hosts(topology: Topology) -> dict[str, int]:
-    return HOSTS_UNDER_UP if topology == "up" else HOSTS
+# Of episodes. A program whose process stands still is noticed within ten seconds, before it is believed to hang.
+_CLOCKS = "call_s: 20, think_s: 20, episode_s: 90, finish_s: 10, retry_grace_s: 10"
+
+
+def services(shape: Shape) -> dict[str, int]:
+    """The processes of a run, besides `headrace up`, with the last numbers of their own addresses."""
+    return HOSTS | RUNNERS if shape.episodes else HOSTS
+
+
+def hosts(shape: Shape) -> dict[str, int]:
+    return HOSTS_UNDER_UP if shape.topology == "up" else services(shape)
 
 
 def machine_of(service: str, topology: Topology) -> str:
@@ -37,7 +49,7 @@ def configuration(shape: Shape, model: Path, folder: Path, problems: Path, held_
     machine, or short: each time is to the others as their defaults are, about, but a fault that outlasts the default lease or the default
     time limit of an environment would take a minute, and a run of 31 hours. Only `fleet_deadline_s` is longer: on a busy
     machine an engine needs minutes to start."""
-    machines = hosts(shape.topology)
+    machines = hosts(shape)
     address = {name: f"{SUBNET}.{machines[machine_of(name, shape.topology)]}" for name in HOSTS}
     # under `up` the replicas are on one machine
     port = 0 if shape.topology == "up" else HTTP["rollout"]
@@ -47,6 +59,10 @@ def configuration(shape: Shape, model: Path, folder: Path, problems: Path, held_
         else f"redis_host: {server_address}"
     )
     ahead = f"ahead_steps: {shape.max_age + 1}" if shape.policy != "ordered" else ""
+    program = ", episodes: true, public: [mood]" if shape.episodes else ""
+    program += ", grader: judge" if shape.graded else ""
+    grader = f'\n  judge: {{target: "{address["environment"]}:50400", timeout_s: 10}}' if shape.graded else ""
+    agents = f"agents: {{http_port: {HTTP['agents']}, slots: 12, {_CLOCKS}}}" if shape.episodes else ""
     return f"""
 run: {{id: {RUN}, dir: {folder}/runs}}
 grpo:
@@ -65,15 +81,15 @@ loss_fn: {{reference_policy_kl_penalty: 0}}
 policy:
   model_name: {model}
   precision: float32
-  max_total_sequence_length: 96
+  max_total_sequence_length: {_CONTEXT[shape.episodes]}
   train_micro_batch_size: 8
-  generation: {{max_new_tokens: 48, vllm_cfg: {{kv_cache_memory_bytes: 67108864}}}}
+  generation: {{max_new_tokens: {_NEW_TOKENS[shape.episodes]}, vllm_cfg: {{kv_cache_memory_bytes: 67108864}}}}
 data:
   shuffle: false
   train: {{data_path: {problems}, env_name: paced}}
   validation: {{data_path: {held_out}, env_name: paced}}
 env:
-  paced: {{target: "{address["environment"]}:50400", timeout_s: 10}}
+  paced: {{target: "{address["environment"]}:50400", timeout_s: 10{program}}}{grader}
 replay:
   {server}
   redis_port: {PORT}
@@ -87,6 +103,7 @@ reward: {{host: {address["reward"]}, http_port: {HTTP["reward"]}, workers: 1}}
 trainer: {{host: {address["trainer"]}, port: {HTTP["trainer"]}, num_threads: 1, fleet_deadline_s: 1200}}
 weight_channel: {{timeout_s: 8}}
 security: {{insecure: true}}
+{agents}
 checkpointing: {{save_period: {shape.save_period}, keep_top_k: 3, metric_name: null}}
 """
 

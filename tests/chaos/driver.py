@@ -29,20 +29,20 @@ from headrace.replay.connection import keeping_cancellation
 from tests.chaos import clocks
 from tests.chaos.clocks import Clocks
 from tests.chaos.configuration import (
-    HOSTS,
     HTTP,
     LEASE_S,
     RUN,
     configuration,
     hosts,
     machine_of,
+    services,
     write_held_out,
     write_problems,
 )
 from tests.chaos.environment import Conduct
 from tests.chaos.faults import ENGINE, Faults, Rival, View, noise
 from tests.chaos.network import Network
-from tests.chaos.plan import LONG, Fault, Shape, Topology, make_plan, make_shape
+from tests.chaos.plan import LONG, Fault, Shape, Target, Topology, make_plan, make_shape
 from tests.chaos.processes import Process, Supervised, Victim, child_named, until
 from tests.chaos.servers import PAIR, PORT, Embedded, External, Servers
 from tests.chaos.watch import Away, Buffer, Glance, Login, Member, writing_checkpoint
@@ -59,7 +59,9 @@ _RIVAL = "rival"  # a second trainer on the machine of the first
 _AFTERWARDS = "afterwards"  # the server that `headrace up` has stopped, for its evidence
 _EXITS = (1, 70, 75)  # something to mend, a part that died, or the buffer is away: the auditor asks for the words
 _MOST_CRASHES = 3
+_OPEN = "headrace_agents_episodes_open "  # of a runner's metrics
 _DISK = "size=128m"
+_CLOSED_S = 60.0  # for the episodes that are open when the run ends: a runner may just be starting
 
 
 class ChaosError(Exception):
@@ -109,8 +111,8 @@ class Driver:
             place.mkdir(parents=True)
             subprocess.run(["mount", "-t", "tmpfs", "-o", _DISK, "tmpfs", str(place)], check=True)
         self._network = Network()
-        machines = {name: self._network.add(name, host) for name, host in hosts(shape.topology).items()}
-        self._addresses = {name: machines[machine_of(name, shape.topology)] for name in HOSTS}
+        machines = {name: self._network.add(name, host) for name, host in hosts(shape).items()}
+        self._addresses = {name: machines[machine_of(name, shape.topology)] for name in services(shape)}
         self._clocks = Clocks(folder / "clocks")
         # those whose clock is moved, and no others, run with a library that can do so
         self._moved = {fault.target for fault in plan if fault.kind == "clock"}
@@ -122,12 +124,12 @@ class Driver:
             self._last = self._service("up")
             self._processes |= {
                 name: Supervised(name, self._last, self._run / "logs" / f"{name}.log")
-                for name in HOSTS
+                for name in services(shape)
                 if name != "environment"
             }
             self._processes["up"] = self._last
         else:
-            self._processes |= {name: self._service(name) for name in HOSTS}
+            self._processes |= {name: self._service(name) for name in services(shape)}
             self._last = self._own("trainer")
         self.servers: Servers
         if pair:
@@ -136,7 +138,8 @@ class Driver:
             machine = machine_of("replay", shape.topology)
             self.servers = Embedded(self._processes["replay"], machine, self._addresses["replay"], server_disk)
         self._config.write_text(configuration(shape, model, folder, problems, held_out, self.servers.front))
-        self._buffer = Buffer(self.servers.address, PORT, RUN, self._login)
+        played = shape.episodes and not shape.graded
+        self._buffer = Buffer(self.servers.address, PORT, RUN, self._login, played=played)
         self._glance: Glance | None = None
         self._rival = self._service(_RIVAL)
         self._rival.may_start.clear()
@@ -145,6 +148,7 @@ class Driver:
             seed, folder, self._network, self.servers, self._processes, self._addresses, self._checkpoints, self._conduct,
             self._clocks, view, Rival(self._rival, view),
         )  # fmt: skip
+        self._open: dict[str, int | None] = {}  # episodes of each runner once the run was over, if it said so
         self._still = asyncio.Lock()  # while the others stand still nobody else dies
 
     def _service(self, name: str) -> Process:
@@ -158,12 +162,16 @@ class Driver:
             argv = ["-m", "headrace.cli", "up", config]
         elif name == _AFTERWARDS:
             argv = ["-m", "headrace.cli", "replay", "--config", str(self._run / "config.yaml")]
+        elif service.startswith("rollout") and self.shape.episodes:
+            argv = ["-m", "tests.chaos.light_rollout", str(noise(self.folder, name)), config]
         elif service.startswith("rollout"):
             argv = ["-m", "tests.chaos.noisy_rollout", str(noise(self.folder, name)), "rollout", "--config", config]
         else:
-            argv = ["-m", "headrace.cli", service, "--config", config]
+            argv = ["-m", "headrace.cli", service.partition("-")[0], "--config", config]
         # what looks for an address of this machine by itself (gloo, vLLM) finds the one of its namespace
         own = {"HEADRACE_ROLLOUT__HOST": address, "VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": "eth0"}
+        if service.startswith("agents"):
+            own["HEADRACE_AGENTS__HOST"] = address
         if name == _RIVAL:
             own["HEADRACE_TRAINER__PORT"] = str(max(HTTP.values()) + 1)
         logs = self.folder / "logs"
@@ -303,8 +311,8 @@ class Driver:
     async def _is_ready(self, fault: Fault) -> bool:
         if await self._try(self._buffer.glance) is None:
             return False
-        if fault.target == "rollout":
-            return await self._replica() is not None
+        if fault.target in ("rollout", "agents"):
+            return await self._at_work(fault.target) is not None
         if fault.target == "server":
             return self.servers.up()
         if fault.target == "environment":
@@ -313,18 +321,24 @@ class Driver:
             return all([await self._page(service, "/readyz") for service in ("replay", "reward", "trainer")])
         return await self._page(fault.target, "/readyz") is not None
 
-    async def _replica(self) -> str | None:
-        """A rollout service that generates, of several any."""
-        held = await self._try(self._buffer.held_by_pid) or {}
-        return next((name for name, process in self._processes.items() if held.get(process.pid or -1)), None)
+    async def _at_work(self, target: Target) -> str | None:
+        """A replica that generates, or a runner that plays, of several any. Replicas that answer calls of episodes hold nothing."""
+        if target == "rollout" and self.shape.episodes:
+            fleet = await self._fleet()
+            busy = [name for name in fleet if fleet[name].state == "HEALTHY"]
+        else:
+            held = await self._try(self._buffer.held_by_pid) or {}
+            busy = [name for name, process in self._processes.items() if held.get(process.pid or -1)]
+        return next((name for name in busy if name.startswith(target)), None)
 
     async def _catch(self, fault: Fault) -> tuple[str, str, tuple[tuple[str, ...], ...]]:
         """Wait for the phase, hold everything still in the middle of it, and strike. Returns the victim, what was done, and which groups
         were held (`Struck.held`)."""
-        victim: str | None = fault.target if fault.target != "rollout" else await self._replica()
+        several = fault.target in ("rollout", "agents")
+        victim: str | None = await self._at_work(fault.target) if several else fault.target
         while True:
-            if fault.target == "rollout" and (fault.phase == "generation" or victim is None):
-                victim = await self._replica()
+            if several and (fault.phase == "generation" or victim is None):
+                victim = await self._at_work(fault.target)
             if victim is not None and self._there(fault, victim) and await self._shows(fault):
                 async with self._still:
                     stopped: set[str] = set()
@@ -405,7 +419,7 @@ class Driver:
             return None
 
     async def _page(self, service: str, path: str) -> str | None:
-        """The head of a service's page, None if it does not answer with 200."""
+        """A service's page with its head, None if it does not answer with 200."""
         host, port = self._addresses[service], HTTP[service.split("-")[0]]
         request = f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\nAuthorization: Bearer {self._token('reader')}\r\n\r\n"
         try:
@@ -413,19 +427,19 @@ class Driver:
                 reader, writer = await asyncio.open_connection(host, port)
                 with contextlib.closing(writer):
                     writer.write(request.encode())
-                    head = (await reader.read()).decode(errors="replace").partition("\r\n\r\n")[0]
+                    page = (await reader.read()).decode(errors="replace")
         except (OSError, TimeoutError):
             return None
-        return head if " 200 " in head.partition("\r\n")[0] else None
+        return page if " 200 " in page.partition("\r\n")[0] else None
 
     async def _clock_off(self, victim: str) -> float:
         """By how many seconds the victim's clock is off: it writes the time on its pages."""
         if victim == "server":
             return await self._buffer.clock() - time.time()
-        head: str | None = None
-        while head is None:
-            head = await self._page("trainer" if victim == "up" else victim, "/healthz")
-        date = next(line for line in head.splitlines() if line.lower().startswith("date:"))
+        page: str | None = None
+        while page is None:
+            page = await self._page("trainer" if victim == "up" else victim, "/healthz")
+        date = next(line for line in page.splitlines() if line.lower().startswith("date:"))
         return parsedate_to_datetime(date.partition(":")[2]).timestamp() - time.time()
 
     async def _fleet(self) -> dict[str, Member]:
@@ -476,7 +490,20 @@ class Driver:
                         shutil.copy(path, fresh)
                 fresh.rename(kept)
 
+    async def _see_sessions_closed(self) -> None:
+        """Ask each runner how many episodes it has open, until it has none."""
+        self._open = {name: None for name in self._processes if name.startswith("agents")}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSED_S):
+                while any(count != 0 for count in self._open.values()):
+                    for name in self._open:
+                        if page := await self._page(name, "/metrics"):
+                            line = next(line for line in page.splitlines() if line.startswith(_OPEN))
+                            self._open[name] = int(float(line.removeprefix(_OPEN)))
+                    await asyncio.sleep(0.2)
+
     async def _save_evidence(self) -> None:
+        await self._see_sessions_closed()
         async with contextlib.AsyncExitStack() as stack:
             if self.shape.topology == "up":  # it has stopped its server
                 again = self._service(_AFTERWARDS)
@@ -503,6 +530,7 @@ class Driver:
             "murdered": [dataclasses.asdict(murder) for murder in self._murdered],
             "moved": [dataclasses.asdict(moved) for moved in self._faults.moved],
             "quarantined": [dataclasses.asdict(quarantined) for quarantined in self._faults.quarantined],
+            "open": self._open,
             "exits": sorted(exits, key=lambda exit_: exit_["time"]),
         }
         (self.folder / "story.json").write_text(json.dumps(story, indent=1))
@@ -510,13 +538,14 @@ class Driver:
 
 def main() -> int:
     """One run, inside namespaces of its own; `runs.py` starts it. Exit code 2: there is no verdict, for the reason that is logged."""
-    seed, faults, topology, model, folder = sys.argv[1:]
+    seed, faults, topology, kind, model, folder = sys.argv[1:]
+    episodes = kind == "episodes"
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
-    shape = make_shape(int(seed), int(faults), cast(Topology, topology))
+    shape = make_shape(int(seed), int(faults), cast(Topology, topology), episodes=episodes)
     log.info("seed %s, %s faults: %s; in %s", seed, faults, shape, folder)
     if lacks := clocks.missing():
         log.info("no clock is moved: %s", lacks)
-    plan = make_plan(int(seed), int(faults), shape.topology, LEASE_S, clocks=lacks is None)
+    plan = make_plan(int(seed), int(faults), shape.topology, LEASE_S, clocks=lacks is None, episodes=episodes)
     try:
         asyncio.run(Driver(shape, plan, int(seed), Path(model), Path(folder)).run())
     except ChaosError as error:

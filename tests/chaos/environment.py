@@ -2,6 +2,8 @@
 auditor can work it out again; it behaves as a file says, which paces the run and makes it misbehave; some problems are made to fail.
 
     python -m tests.chaos.environment PORT HOST FILE
+
+In a run of episodes it is a program, too, whose reward is that of its last answer; or the grader of one.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import secrets
 import sys
 import zlib
 from pathlib import Path
@@ -19,14 +22,17 @@ import grpc
 import headrace
 from headrace import rpc
 from headrace.environment_server import BatchScorer
+from headrace.programs import Programs
 from headrace.service import stop_on_signals
 from headrace.v1 import environment_pb2 as pb
 from headrace.v1 import environment_pb2_grpc as pb_grpc
-from headrace.v1 import trajectory_pb2
-from headrace.wire import sample_from_wire, score_to_wire
+from headrace.v1 import episode_pb2, trajectory_pb2
+from headrace.wire import episode_from_wire, outcome_to_wire, sample_from_wire, score_to_wire
 
 # Of a score while the environment is slow: more than `env.paced.timeout_s`.
 SLOW_S = 15.0
+# Of an episode.
+CALLS = 5
 
 
 @dataclasses.dataclass
@@ -54,6 +60,7 @@ class Paced(headrace.Environment):
     name = "paced"
     build = "chaos-1"
     concurrency = 256
+    episodes = 256
 
     def __init__(self, conduct: Conduct) -> None:
         self._conduct = conduct
@@ -70,7 +77,28 @@ class Paced(headrace.Environment):
             raise RuntimeError("not at the first time")
         if problem == "flat":
             return 0.5
-        return zlib.crc32(f"{sample.messages[-1]['content']}|{sample.completion}".encode()) % 1000 / 1000
+        return _reward(sample.messages[-1]["content"], sample.completion)
+
+    async def episode(self, e: headrace.Episode) -> float:
+        """Every question but the first has the number of the turn, and a mark that no other instance of this program has."""
+        pace, mood = self._conduct.heard()
+        problem, is_first = e.public["mood"], e.attempt == 0
+        if problem == "poison" or (problem == "flaky" and is_first):
+            raise RuntimeError("this problem can't be played, or not at the first time")
+        if mood == "slow" and is_first:
+            await asyncio.Event().wait()
+        messages, mark = list(e.messages), secrets.randbelow(10**9)
+        for turn in range(1, CALLS + 1):
+            answer = await e.chat(messages)
+            messages += [answer, {"role": "user", "content": f"{turn}-{mark}"}]
+            if mood == "bad_answers" and is_first and turn == 1 + e.index % CALLS:
+                raise RuntimeError("everything is wrong today")
+        await asyncio.sleep(pace)
+        return 0.5 if problem == "flat" else _reward(e.messages[-1]["content"], answer["content"])
+
+
+def _reward(question: str, answer: str) -> float:
+    return zlib.crc32(f"{question}|{answer}".encode()) % 1000 / 1000
 
 
 class Servicer(pb_grpc.EnvironmentServiceServicer):
@@ -80,11 +108,15 @@ class Servicer(pb_grpc.EnvironmentServiceServicer):
         self._environment = environment
         self._conduct = conduct
         self._scorer = BatchScorer(environment)
+        self._programs = Programs(environment)
         self._turn = itertools.count()
 
     async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.DescribeResponse:
         return pb.DescribeResponse(
-            name=self._environment.label, build=self._environment.build, capacity=self._environment.capacity
+            name=self._environment.label,
+            build=self._environment.build,
+            capacity=self._environment.capacity,
+            episodes=self._environment.episodes,
         )
 
     async def Score(
@@ -98,6 +130,22 @@ class Servicer(pb_grpc.EnvironmentServiceServicer):
         samples = [sample_from_wire(trajectory) for trajectory in request.trajectories]
         scores = await self._scorer.score(samples, rpc.time_to_answer(context))
         return pb.EnvironmentServiceScoreResponse(results=[score_to_wire(score) for score in scores])
+
+    async def RunEpisode(
+        self, request: pb.EnvironmentServiceRunEpisodeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.EnvironmentServiceRunEpisodeResponse:
+        _, mood = self._conduct.heard()
+        if mood == "overloaded" and next(self._turn) % 2:
+            return await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
+        if mood == "overloaded":
+            refused = trajectory_pb2.Result(status=trajectory_pb2.STATUS_NOT_STARTED, message="no room")
+            return pb.EnvironmentServiceRunEpisodeResponse(outcome=episode_pb2.EpisodeOutcome(result=refused))
+        outcome = outcome_to_wire(
+            await self._programs.run(episode_from_wire(request.episode, rpc.time_to_answer(context)))
+        )
+        if mood == "bad_answers" and request.episode.attempt == 0:
+            outcome.result.reward = float("nan")
+        return pb.EnvironmentServiceRunEpisodeResponse(outcome=outcome)
 
     async def _overloaded(self, asked: int, context: grpc.aio.ServicerContext) -> pb.EnvironmentServiceScoreResponse:
         if next(self._turn) % 2:
@@ -122,7 +170,7 @@ class Servicer(pb_grpc.EnvironmentServiceServicer):
 
 async def serve(environment: Paced, conduct: Conduct, host: str, port: int) -> None:
     """Until SIGTERM."""
-    server = rpc.server()
+    server = rpc.server(keep_alive=True)
     pb_grpc.add_EnvironmentServiceServicer_to_server(Servicer(environment, conduct), server)
     rpc.listen(server, host, port, "port")
     await server.start()

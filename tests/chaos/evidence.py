@@ -30,9 +30,23 @@ ENDS = ("failed", "filtered", "unused")
 
 
 @dataclasses.dataclass(frozen=True)
+class Call:
+    """Of an episode: what followed the completion of the call `parent`, what was sampled behind it, and with which version each token;
+    `asked` is what the program said before it."""
+
+    parent: int
+    context: tuple[int, ...]
+    completion: tuple[int, ...]
+    versions: tuple[int, ...]
+    trained: bool
+    asked: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Trajectory:
     """`versions`: of the weights that wrote its tokens. `right_reward`: what its environment must have said, if its text was seen. `tries`:
-    attempts at scoring it that were charged, and the last. `replica`: which handed it in, if it was seen."""
+    attempts at scoring or playing it that were charged, and the last. `replica`: which handed it in, if it was seen. `calls`: of an episode
+    that was seen."""
 
     index: int
     versions: tuple[int, ...]
@@ -41,6 +55,7 @@ class Trajectory:
     right_reward: float | None = None
     tries: int = 1
     replica: str = ""
+    calls: tuple[Call, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +150,8 @@ class Evidence:
     the failed ones the reason, by place in the order. `struck_alone`: of a group, how often it was alone with a replica that was struck
     or cut off. `misconduct`: kinds of the faults that hit the environment. `held_out`: prompts of a validation. `killed`: names of what was
     killed by faults or by the deadly prompt, once for each time. Under `headrace up`: `restarted`, and `said`
-    is what it printed (else None).
+    is what it printed (else None). `episodes`: every trajectory is one. `open`: those that each runner had open in the end, if it
+    said so. `kept`: keys of payloads and scores that no group names. `bytes_held`: by the run's count, and by those of its groups.
     """
 
     prompts_per_step: int
@@ -164,6 +180,10 @@ class Evidence:
     counts: dict[str, int]
     closed: bool
     exits: tuple[Exit, ...]
+    episodes: bool
+    open: dict[str, int | None]
+    kept: tuple[str, ...]
+    bytes_held: tuple[int, int]
 
 
 def group_id(order: int) -> str:
@@ -225,6 +245,10 @@ def read(folder: Path) -> Evidence:
         },
         closed=run[b"closed"] == b"1",
         exits=tuple(Exit(e["name"], e["code"], e["by_us"], e["last_words"], e["time"]) for e in story["exits"]),
+        episodes=shape["episodes"],
+        open=story["open"],
+        kept=_kept(buffer, base),
+        bytes_held=(int(run.get(b"bytes", 0)), sum(int(group.get(b"held", 0)) for group in _groups(buffer, base))),
     )
 
 
@@ -258,6 +282,22 @@ def _run_of(buffer: dict[str, Any]) -> tuple[dict[bytes, bytes], str]:
     """The run's hash, and what the keys of its incarnation begin with."""
     key = next(key for key in buffer if re.fullmatch(r"hr:\{[^}]*\}", key))
     return buffer[key], f"{key}:{buffer[key][b'incarnation'].decode()}:"
+
+
+def _groups(buffer: dict[str, Any], base: str) -> list[dict[bytes, bytes]]:
+    return [value for key, value in buffer.items() if key.startswith(base + "g:")]
+
+
+def _kept(buffer: dict[str, Any], base: str) -> tuple[str, ...]:
+    """Payloads (and calls) and scores that no group names."""
+    named = {
+        value.split(b" ")[0].decode()
+        for group in _groups(buffer, base)
+        for field, value in group.items()
+        if re.fullmatch(rb"[pq]\d+", field)
+    }
+    payloads = [key for key in buffer if re.match(re.escape(base) + "[ps]:", key)]
+    return tuple(sorted(key for key in payloads if key.rpartition(":")[2] not in named))
 
 
 def _states(buffer: dict[str, Any], base: str) -> dict[int, str]:
@@ -320,12 +360,13 @@ def _observed(line: dict[str, Any], problems: list[dict[str, Any]]) -> Batch:
                 tuple(
                     Trajectory(
                         t["index"],
-                        tuple(version for version, _, _ in t["spans"]),
+                        _versions_of(t),
                         t["reward"],
                         t["status"],
                         right_reward(problems[group["order"]], t["text"]),
                         t["tries"],
                         t["replica"],
+                        tuple(map(_call, t.get("calls", ()))),
                     )
                     for t in group["trajectories"]
                 ),
@@ -334,6 +375,20 @@ def _observed(line: dict[str, Any], problems: list[dict[str, Any]]) -> Batch:
             for group in line["groups"]
         ),
     )
+
+
+def _versions_of(seen: dict[str, Any]) -> tuple[int, ...]:
+    if "calls" not in seen:
+        return tuple(version for version, _, _ in seen["spans"])
+    spans = [span for call in seen["calls"] if call["trained"] for span in call["spans"]]
+    return tuple(version for version, _ in itertools.groupby(version for version, _, _ in spans))
+
+
+def _call(seen: dict[str, Any]) -> Call:
+    versions = [version for version, start, end in seen["spans"] for _ in range(start, end)]
+    return Call(
+        seen["parent"], tuple(seen["context"]), tuple(seen["completion"]), tuple(versions), seen["trained"], tuple(seen["asked"])
+    )  # fmt: skip
 
 
 def right_reward(problem: dict[str, Any], answer: str) -> float:

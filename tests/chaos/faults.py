@@ -292,6 +292,9 @@ class Faults:
             self._processes[victim].kill()
             return f"SIGKILL, away for {fault.seconds} s"
         self._servers.kill()
+        if fault.kind == "torn_step":
+            # a late copy of its `reserve` would take the step again, and nothing would have to be restored
+            self._servers.lose_copies()
         if fault.kind == "torn_tail":
             torn = tear_tail(self._servers.disk, self._rng.randint(1, _MOST_TORN))
             return f"SIGKILL, its file torn by {torn} bytes, away for {fault.seconds} s"
@@ -362,7 +365,7 @@ class Faults:
         return self._servers.machine if victim == "server" else victim
 
     def _other_end(self, victim: str) -> str:
-        return self._addresses["rollout-1" if victim == "trainer" else "trainer"]
+        return self._addresses["rollout-1" if victim == "trainer" or victim.startswith("agents") else "trainer"]
 
     async def _until_ended(self, process: Victim) -> None:
         async with asyncio.timeout(_DISK_DEADLINE_S):

@@ -10,7 +10,7 @@ import dataclasses
 import random
 from typing import Literal
 
-Target = Literal["server", "replay", "reward", "environment", "rollout", "trainer", "up"]
+Target = Literal["server", "replay", "reward", "environment", "rollout", "trainer", "agents", "up"]
 Phase = Literal[
     "generation", "scoring", "reserve", "checkpoint", "refit", "validation", "committed", "refilled", "closed"
 ]
@@ -33,6 +33,7 @@ KINDS: dict[Target, tuple[Kind, ...]] = {
     "environment": ("kill", "stop", "slow", "overloaded", "bad_answers", "cut"),
     "rollout": ("kill", "stop", "cut", "kill_engine", "half_open", "clock", "noise"),
     "trainer": ("kill", "stop", "full_disk", "cut", "half_open", "rival", "clock"),
+    "agents": ("kill", "stop", "cut", "half_open", "clock"),
     "up": ("kill", "stop", "terminate", "clock"),
 }
 # What can be done to a service that somebody else runs, on a machine that it shares with the others.
@@ -48,8 +49,9 @@ _LAST: tuple[Kind, Phase] = ("torn_close", "closed")
 LONG = 10
 
 
-def targets_of(topology: Topology) -> tuple[Target, ...]:
-    return (*SERVICES, "up") if topology == "up" else SERVICES
+def targets_of(topology: Topology, *, episodes: bool = False) -> tuple[Target, ...]:
+    more: tuple[Target, ...] = ("agents",) if episodes else ("up",) if topology == "up" else ()
+    return (*SERVICES, *more)
 
 
 def topology_of(seed: int) -> Topology:
@@ -58,9 +60,14 @@ def topology_of(seed: int) -> Topology:
     return rounds[seed % len(rounds)]
 
 
-def whole(topology: Topology) -> int:
+def has_episodes(seed: int) -> bool:
+    """Every other run that `headrace up` does not start."""
+    return topology_of(seed) != "up" and seed % 2 == 1
+
+
+def whole(topology: Topology, *, episodes: bool = False) -> int:
     """The faults of a run that hits every process in every phase."""
-    return len(targets_of(topology)) * len(PHASES) + sum(map(len, _TORN)) + 1
+    return len(targets_of(topology, episodes=episodes)) * len(PHASES) + sum(map(len, _TORN)) + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +84,8 @@ class Fault:
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """How the run itself is made: small, and different from seed to seed. `prompts` end the run; with `deadly` one of them kills its
-    replicas. With `duplicates` every call to the buffer's server is delivered again later."""
+    replicas. With `duplicates` every call to the buffer's server is delivered again later. With `episodes` every prompt is a program's,
+    and with `graded` its reward a grader's."""
 
     topology: Topology
     prompts_per_step: int
@@ -91,37 +99,45 @@ class Shape:
     prompts: int
     deadly: bool
     duplicates: bool
+    episodes: bool = False
+    graded: bool = False
 
 
-def make_shape(seed: int, faults: int, topology: Topology) -> Shape:
+def make_shape(seed: int, faults: int, topology: Topology, *, episodes: bool = False) -> Shape:
     rng = random.Random(f"shape {seed}")
     prompts_per_step = rng.choice((2, 3))
+    # no episode is played again for its age alone
+    policies: tuple[Policy, ...] = ("ordered", "ordered", "mask") if episodes else ("ordered", "drop", "mask")
     return Shape(
         topology=topology,
         prompts_per_step=prompts_per_step,
         generations=rng.choice((2, 3, 4)),
         max_age=rng.choice((1, 2)),
-        policy=rng.choice(("ordered", "drop", "mask")),
+        policy=rng.choice(policies),
         redundant=rng.choice((0, 0, 1)),
         dynamic_sampling=rng.random() < 0.5,
         save_period=rng.choice((1, 2)),
         in_flight=rng.random() < 0.5,
         # one more than whole batches: what is left over at the end is an end of its own
-        prompts=prompts_per_step * (8 + 4 * faults) + 1,
+        prompts=prompts_per_step * (8 + (2 if episodes else 4) * faults) + 1,
         deadly=faults >= LONG,
         duplicates=topology == "external" and rng.random() < 0.5,
+        episodes=episodes,
+        graded=episodes and rng.random() < 0.5,
     )
 
 
-def make_plan(seed: int, faults: int, topology: Topology, lease_s: float, *, clocks: bool) -> list[Fault]:
+def make_plan(
+    seed: int, faults: int, topology: Topology, lease_s: float, *, clocks: bool, episodes: bool = False
+) -> list[Fault]:
     """Stops and cuts outlast a lease, so that the others have gone on without the process when it comes back; what is wrong with an
     environment outlasts its time limit, and the pauses between a trajectory's attempts. `clocks`: they can be moved."""
     rng = random.Random(f"plan {seed}")
-    targets_here = targets_of(topology)
+    targets_here = targets_of(topology, episodes=episodes)
     special = _TORN if faults >= LONG else ()
     usual = faults - sum(map(len, special)) - (faults >= LONG)
     decks = {
-        target: _Deck(rng, [k for k in KINDS[target] if _applies(k, target, topology, clocks)])
+        target: _Deck(rng, [k for k in KINDS[target] if _applies(k, target, topology, clocks, episodes)])
         for target in targets_here
     }
     pairs: list[tuple[Target, Phase]] = []
@@ -164,7 +180,9 @@ def _rival_at_a_checkpoint(drawn: list[tuple[Kind, Target, Phase]]) -> None:
         drawn[one], drawn[other] = (second, *drawn[one][1:]), (first, *drawn[other][1:])
 
 
-def _applies(kind: Kind, target: Target, topology: Topology, clocks: bool) -> bool:
+def _applies(kind: Kind, target: Target, topology: Topology, clocks: bool, episodes: bool) -> bool:
+    if kind == "kill_engine" and episodes:  # its replicas have none
+        return False
     if topology == "up" and target not in ("environment", "up"):
         return kind in _SUPERVISED
     return (kind != "failover" or topology == "external") and (kind != "clock" or clocks)

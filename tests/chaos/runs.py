@@ -55,9 +55,11 @@ class Verdict:
         return self.problem is None and not self.objections
 
 
-def run(seed: int, faults: int, topology: Topology, model: Path, folder: Path) -> Verdict:
+def run(seed: int, faults: int, topology: Topology, model: Path, folder: Path, *, episodes: bool) -> Verdict:
     """Never raises for what the run does; `folder` must exist and be empty."""
-    driver = [sys.executable, "-m", "tests.chaos.driver", str(seed), str(faults), topology, str(model), str(folder)]
+    kind = "episodes" if episodes else "completions"
+    shape = [str(seed), str(faults), topology, kind]
+    driver = [sys.executable, "-m", "tests.chaos.driver", *shape, str(model), str(folder)]
     deadline = _STARTING_S + faults * _FAULT_S + _ENDING_S
     try:
         code = subprocess.run(

@@ -55,6 +55,9 @@ class Servers(Protocol):
 
     def thaw(self) -> None: ...
 
+    def lose_copies(self) -> None:
+        """Nothing that was sent before arrives from now on."""
+
     async def disk_was_full(self) -> None:
         """What its operator does once there is room again."""
 
@@ -87,6 +90,9 @@ class Embedded:
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
+
+    def lose_copies(self) -> None:
+        pass  # there are none
 
     async def disk_was_full(self) -> None:
         pass  # the replay service sees to it
@@ -162,6 +168,10 @@ class External:
 
     def thaw(self) -> None:
         self.processes[self._primary].thaw()
+
+    def lose_copies(self) -> None:
+        if "courier" in self.processes:
+            self.processes["courier"].kill()
 
     async def disk_was_full(self) -> None:
         """Rewrite the append-only file: Redis and Valkey leave a gap in it that they can't read (docs/replay.md)."""

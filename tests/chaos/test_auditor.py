@@ -16,6 +16,7 @@ from pyroaring import BitMap
 from tests.chaos.auditor import judge
 from tests.chaos.evidence import (
     Batch,
+    Call,
     Checkpoint,
     Evidence,
     Exit,
@@ -30,6 +31,7 @@ from tests.chaos.evidence import (
     right_reward,
     written_by,
 )
+from tests.chaos.tokens import following
 
 FIRST, SECOND = "first", "second"  # timelines: the trainer was killed once, and went on from version 2
 
@@ -87,6 +89,10 @@ def good() -> Evidence:
         counts={"trained": 8, "failed": 1, "unused": 1},
         closed=True,
         exits=(Exit("trainer", -9, True, ""), Exit("trainer", 0, False, "")),
+        episodes=False,
+        open={},
+        kept=(),
+        bytes_held=(64, 64),
     )  # fmt: skip
 
 
@@ -354,6 +360,87 @@ def test_a_run_without_a_validation_and_one_that_was_done_twice() -> None:
     assert objections(lines=(*good().lines, *good().lines[-1:])) == {"validations_are_whole"}
 
 
+def a_call(path: tuple[int, ...], parent: int, asked: str, versions: tuple[int, ...] = (1, 1, 2)) -> Call:
+    """One that continues `path`, the tokens up to its own."""
+    completion = [7]
+    for version in versions[1:]:
+        completion.append(following((*path, *completion), version))
+    return Call(parent, (3, 9, 4), tuple(completion), versions, True, (asked,))
+
+
+def calls_of(mark: str) -> tuple[Call, ...]:
+    calls: list[Call] = []
+    path: tuple[int, ...] = ()
+    for turn in range(5):
+        path = (*path, 3, 9, 4)
+        calls.append(a_call(path, turn - 1, f"{turn}-{mark}" if turn else "1+2"))
+        path = (*path, *calls[-1].completion)
+    return tuple(calls)
+
+
+def played(**wrong: Any) -> dict[str, Any]:
+    """Evidence of a run of episodes, each played by a program of its own; with `wrong` in one call of the last group."""
+    marks = iter(range(10**6))
+
+    def with_calls(group: Group) -> Group:
+        each = tuple(dataclasses.replace(t, calls=calls_of(str(next(marks)))) for t in group.trajectories)
+        return dataclasses.replace(group, trajectories=each)
+
+    of_group: dict[str, Group] = {}
+    for batch in good().observed:
+        for group in batch.groups:
+            of_group.setdefault(group.id, with_calls(group))
+    seen = [dataclasses.replace(b, groups=tuple(of_group[group.id] for group in b.groups)) for b in good().observed]
+    calls = list(seen[-1].groups[0].trajectories[0].calls)
+    calls[2] = dataclasses.replace(calls[2], **wrong)
+    seen[-1] = with_trajectory(seen[-1], calls=tuple(calls))
+    return {"episodes": True, "open": {"agents-1": 0}, "observed": tuple(seen)}
+
+
+def test_episodes_whose_tokens_follow_from_their_paths() -> None:
+    assert objections(**played()) == set()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"completion": (7, 0, 0)},
+        {"context": (3, 10, 4)},
+        {"versions": (1, 2, 2)},
+        {"parent": 0},
+    ],
+)
+def test_a_token_that_was_sampled_in_another_context_or_from_other_weights(wrong: dict[str, Any]) -> None:
+    assert "tokens_are_those_that_were_sampled" in objections(**played(**wrong))
+
+
+@pytest.mark.parametrize("wrong", [{"asked": ("2-77",)}, {"asked": ("3-14",)}, {"asked": ()}, {"trained": False}])
+def test_an_episode_that_is_of_two_programs_or_lacks_a_call(wrong: dict[str, Any]) -> None:
+    assert objections(**played(**wrong)) == {"an_episode_is_of_one_program"}
+
+
+def test_an_episode_that_has_too_few_calls_or_too_many() -> None:
+    for calls in ((), calls_of("1000000")[:4], (*calls_of("1000000"), a_call((3, 9, 4), -1, "5-1000000"))):
+        told = played()
+        told["observed"] = (*told["observed"][:-1], with_trajectory(told["observed"][-1], calls=calls))
+        assert objections(**told) == {"an_episode_is_of_one_program"}
+
+
+def test_two_episodes_of_one_program() -> None:
+    told = played()
+    first = told["observed"][0].groups[0].trajectories[0].calls
+    told["observed"] = (*told["observed"][:-1], with_trajectory(told["observed"][-1], calls=first))
+    assert objections(**told) == {"an_episode_is_of_one_program"}
+
+
+def test_sessions_and_memory_that_are_left() -> None:
+    assert objections(**{**played(), "open": {"agents-1": 0, "agents-2": 1}}) == {"nothing_is_left_open"}
+    assert objections(**{**played(), "open": {"agents-1": None}}) == {"nothing_is_left_open"}
+    assert objections(**{**played(), "open": {}}) == {"nothing_is_left_open"}
+    assert objections(kept=("hr:{chaos}:s:p:x",)) == {"nothing_is_left_open"}
+    assert objections(bytes_held=(65, 64)) == {"nothing_is_left_open"}
+
+
 def a_moved_clock(**changes: Any) -> tuple[Moved, ...]:
     moved = Moved("replay", 600, 599.2, (), 100.0, 120.0)
     return (dataclasses.replace(moved, **changes),)
@@ -427,7 +514,7 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
     """The files as a run leaves them, written by hand."""
     write = {
         "story.json": {
-            "shape": {"prompts_per_step": 1, "generations": 1, "max_age": 0, "policy": "drop", "topology": "up"},
+            "shape": {"prompts_per_step": 1, "generations": 1, "max_age": 0, "policy": "drop", "topology": "up", "episodes": True},
             "planned": 1,
             "struck": [
                 {"fault": {"kind": "torn_tail", "target": "server"}, "victim": "server", "time": 5.0, "held": []},
@@ -439,6 +526,7 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
             "murdered": [{"name": "rollout-1", "held": ["e0-train-0"]}, {"name": "rollout-2", "held": ["e0-train-0", "e0-train-1"]}],
             "moved": [{"number": 1, "machine": "up", "asked_s": -600, "seen_s": -599.0, "dead": ["rollout-1"], "over": 9.0}],
             "quarantined": [{"replica": "r1", "version": 4, "holds": 0, "healthy": ["rollout-2"]}],
+            "open": {"agents-1": 2},
             "exits": [{"name": "trainer", "code": 0, "by_us": False, "last_words": "", "time": 9.0}],
         },
         "problems.jsonl": {"input": "1+2", "output": "0", "mood": "fine"},
@@ -449,7 +537,11 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
             "timeline": "t", "incarnation": "s", "step": 0,
             "groups": [{"id": "e0-train-0", "order": 0, "charged": 1, "trajectories": [
                 {"group": "e0-train-0", "index": 0, "spans": [[0, 0, 4]], "text": "3", "status": "SCORED", "reward": 0.25, "tries": 2,
-                 "replica": "r1"}]}],
+                 "replica": "r1"},
+                {"group": "e0-train-0", "index": 1, "text": "4", "status": "SCORED", "reward": 0.5, "tries": 1, "replica": "r1", "calls": [
+                    {"parent": -1, "context": [3], "completion": [5, 6], "spans": [[0, 0, 1], [1, 1, 2]], "trained": True, "asked": ["7"]},
+                    {"parent": 0, "context": [4], "completion": [7], "spans": [[1, 0, 1]], "trained": True, "asked": []},
+                    {"parent": 1, "context": [4], "completion": [8], "spans": [[2, 0, 1]], "trained": False, "asked": []}]}]}],
         },
         "archive/step_1/state.json": {"version": 1, "timeline": "t", "ancestors": []},
         "archive/step_1/ledger.json": {"0": ["e0-train-0"]},
@@ -466,17 +558,35 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "lineage" / "step_0-t.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(line) + "\n" for line in lineage)
     dump = {
-        "hr:{chaos}": {b"incarnation": b"s", b"closed": b"1"},
+        "hr:{chaos}": {b"incarnation": b"s", b"closed": b"1", b"bytes": b"70"},
+        "hr:{chaos}:s:p:named": b"payload",
+        "hr:{chaos}:s:s:left": b"score",
         "hr:{chaos}:s:counts": {b"train:trained": b"1", b"validation:queued": b"7"},
         "hr:{chaos}:s:ended": bytes([0b01000000, 0b10000000]),
-        "hr:{chaos}:s:g:e0-train-3": {b"order": b"3", b"state": b"queued", b"lane": b"train"},
+        "hr:{chaos}:s:g:e0-train-3": {
+            b"order": b"3",
+            b"state": b"queued",
+            b"lane": b"train",
+            b"held": b"69",
+            b"p0": b"named 1 2 3",
+        },
         "hr:{chaos}:s:g:e0-train-8": {b"order": b"8", b"state": b"failed", b"lane": b"train", b"reason": b"died"},
         "hr:{chaos}:old:g:e0-train-9": {b"order": b"9", b"state": b"queued", b"lane": b"train"},
     }
     (tmp_path / "buffer.msgpack").write_bytes(msgpack.packb(dump))
     evidence = read(tmp_path)
     seen = Trajectory(0, (0,), 0.25, "SCORED", right_reward({"input": "1+2", "mood": "fine"}, "3"), 2, "r1")
-    assert evidence.observed == (Batch(0, "t", (Group("e0-train-0", 0, (seen,), 1),), "s"),)
+    calls = (
+        Call(-1, (3,), (5, 6), (0, 1), True, ("7",)),
+        Call(0, (4,), (7,), (1,), True, ()),
+        Call(1, (4,), (8,), (2,), False, ()),
+    )
+    right = right_reward({"input": "1+2", "mood": "fine"}, "4")
+    episode = Trajectory(1, (0, 1), 0.5, "SCORED", right, 1, "r1", calls)
+    assert evidence.observed == (Batch(0, "t", (Group("e0-train-0", 0, (seen, episode), 1),), "s"),)
+    assert evidence.open == {"agents-1": 2}
+    assert evidence.kept == ("hr:{chaos}:s:s:left",)
+    assert evidence.bytes_held == (70, 69)
     assert evidence.lineage == (Batch(0, "t", (Group("e0-train-0", 0, (Trajectory(0, (0,), 0.25),)),)),)
     assert evidence.checkpoints == (Checkpoint(1, "t", (), {0: ["e0-train-0"]}, frozenset({0})),)
     assert evidence.lines == (Line("train", 0, "t", 3.0, 0.0),)

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.plan import KINDS, LONG, PHASES, Fault, Topology, make_shape, targets_of, whole
+from tests.chaos.plan import (
+    KINDS,
+    LONG,
+    PHASES,
+    Fault,
+    Topology,
+    has_episodes,
+    make_shape,
+    targets_of,
+    topology_of,
+    whole,
+)
 from tests.chaos.plan import make_plan as make_plan_with
 
 TOPOLOGIES: tuple[Topology, ...] = ("embedded", "external", "up")
@@ -16,8 +27,16 @@ TORN = {
 }
 
 
-def make_plan(seed: int, faults: int, topology: Topology, lease_s: float = 3.0, *, clocks: bool = True) -> list[Fault]:
-    return make_plan_with(seed, faults, topology, lease_s, clocks=clocks)
+def make_plan(
+    seed: int,
+    faults: int,
+    topology: Topology,
+    lease_s: float = 3.0,
+    *,
+    clocks: bool = True,
+    episodes: bool = False,
+) -> list[Fault]:
+    return make_plan_with(seed, faults, topology, lease_s, clocks=clocks, episodes=episodes)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -70,6 +89,22 @@ def test_every_kind_of_fault_befalls_every_process_it_applies_to() -> None:
     plan = make_plan(1, 140, "external")
     everything = {(target, kind) for target in targets_of("external") for kind in KINDS[target]}
     assert {(fault.target, fault.kind) for fault in plan} == everything | {("server", kind) for kind, _ in TORN}
+
+
+def test_in_a_run_of_episodes_runners_are_struck_in_every_phase_and_replicas_have_no_engine() -> None:
+    plan = make_plan(1, whole("embedded", episodes=True), "embedded", episodes=True)
+    assert {fault.phase for fault in plan if fault.target == "agents"} == set(PHASES)
+    long = make_plan(1, 140, "embedded", episodes=True)
+    assert {fault.kind for fault in long if fault.target == "agents"} == set(KINDS["agents"])
+    assert "kill_engine" not in {fault.kind for fault in long}
+    assert "agents" not in {fault.target for fault in make_plan(1, 140, "embedded")}
+
+
+def test_some_runs_are_of_episodes_and_none_that_up_starts_or_that_drops_groups() -> None:
+    ways = {(topology_of(seed), has_episodes(seed)) for seed in range(30)}
+    assert ways == {("embedded", False), ("embedded", True), ("external", False), ("external", True), ("up", False)}
+    assert "drop" not in {make_shape(seed, 10, "embedded", episodes=True).policy for seed in range(30)}
+    assert {make_shape(seed, 10, "embedded", episodes=True).graded for seed in range(30)} == {True, False}
 
 
 def test_under_up_services_share_a_machine_whose_network_disk_and_clock_are_not_theirs_alone() -> None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def _entries(folder: Path) -> list[Path]:
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A replica as the buffer knows it; its state is one of that timeline. `holds`: so many groups."""
+    """A replica as the buffer knows it; its state is one of that timeline. `holds`: so many groups. Or a runner, without one."""
 
     id: str
     state: str
@@ -103,13 +104,14 @@ class _Asked(CredentialProvider):
 class Buffer:
     """The keys of one run. Every method raises `RedisError` while the server is away."""
 
-    def __init__(self, host: str, port: int, run_id: str, login: Callable[[], Login]) -> None:
-        """`login`: of who may do everything, if the server asks for one."""
+    def __init__(self, host: str, port: int, run_id: str, login: Callable[[], Login], *, played: bool) -> None:
+        """`login`: of who may do everything, if the server asks for one. `played`: programs say their rewards themselves."""
         self.key = f"hr:{{{run_id}}}"
         self._redis: Any = Redis(
             host=host, port=port, socket_timeout=1.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0),
             credential_provider=_Asked(login),
         )  # fmt: skip
+        self._played = played
         self._observed: set[tuple[str, str, int]] = set()
 
     async def aclose(self) -> None:
@@ -129,6 +131,10 @@ class Buffer:
         pipe.hmget(base + "counts", "validation:queued", "validation:open", "validation:scoring")
         pipe.xrevrange(f"{self.key}:metrics", count=8)
         open_, orphans, scoring, epoch, validating, metrics = await pipe.execute()
+        if self._played:  # then a group is being scored that has some of its rewards
+            leased = await self._redis.zrange(base + "leases", 0, -1)
+            scored = [await self._redis.hget(base.encode() + b"g:" + id_, "scored") for id_ in leased]
+            scoring = sum(int(count or 0) > 0 for count in scored)
         trained = [int(entry[b"step"]) for _, entry in metrics if entry[b"kind"] == b"train"]
         return Glance(
             timeline,
@@ -150,31 +156,36 @@ class Buffer:
         return float(seconds + microseconds / 1e6)
 
     async def held_by_pid(self) -> dict[int, tuple[str, ...]]:
-        """Ids of the groups that each replica holds, by its process id; those of processes that are gone are among them."""
+        """Ids of the groups that each replica or runner holds, by its process id; those of processes that are gone are among them."""
         incarnation = await self._redis.hget(self.key, "incarnation")
         held: dict[int, tuple[str, ...]] = {}
         if incarnation is None:
             return held
         base = f"{self.key}:{incarnation.decode()}:"
-        for replica in await self._redis.zrange(base + "replicas", 0, -1):
+        for replica in await self._members(base):
             groups = await self._redis.smembers(base.encode() + b"h:" + replica)
             info = await self._redis.hget(base.encode() + b"r:" + replica, "info") if groups else None
             if info:
                 held[int(msgpack.unpackb(info)["pid"])] = tuple(sorted(group.decode() for group in groups))
         return held
 
+    async def _members(self, base: str) -> list[bytes]:
+        return [name for kind in ("replicas", "runners") for name in await self._redis.zrange(base + kind, 0, -1)]
+
     async def fleet(self) -> dict[int, Member]:
-        """The replicas, by process id."""
+        """The replicas and runners, by process id. One that was dead and has entered again is known under its new name."""
         incarnation = await self._redis.hget(self.key, "incarnation")
         base = f"{self.key}:{incarnation.decode()}:" if incarnation else ""
         members = {}
-        for replica in await self._redis.zrange(base + "replicas", 0, -1):
+        for replica in await self._members(base):
             key = base.encode() + b"r:" + replica
             state, info, timeline = await self._redis.hmget(key, "state", "info", "timeline")
             if info is not None:
                 holds = await self._redis.scard(base.encode() + b"h:" + replica)
-                member = Member(replica.decode(), state.decode(), timeline.decode(), holds)
-                members[int(msgpack.unpackb(info)["pid"])] = member
+                member = Member(replica.decode(), state.decode(), (timeline or b"").decode(), holds)
+                pid = int(msgpack.unpackb(info)["pid"])
+                if pid not in members or member.state != "DEAD":
+                    members[pid] = member
         return members
 
     async def observe(self, glance: Glance, journal: Path) -> None:
@@ -208,7 +219,10 @@ class Buffer:
                 payload, score = await self._redis.mget(f"{base}p:{nonce}", f"{base}s:{nonce}")
                 if payload is None or score is None:
                     return None
-                tries = int(fields["w" + field[1:]].split(" ")[0])
+                failed = int(
+                    fields.get("a" + field[1:], "0 0").split(" ")[1]
+                )  # of an episode, when it was begun before
+                tries = int(fields["w" + field[1:]].split(" ")[0]) + failed
                 trajectories.append(_trajectory(msgpack.unpackb(payload), msgpack.unpackb(score), tries))
         charged = int(fields["failures"])
         return {"id": group_id, "order": int(fields["order"]), "charged": charged, "trajectories": trajectories}
@@ -236,15 +250,30 @@ class Buffer:
 
 
 def _trajectory(payload: dict[str, Any], score: dict[str, Any], tries: int) -> dict[str, Any]:
-    return {
+    seen = {
         "group": payload["group_id"],
         "index": payload["index"],
-        "replica": payload["replica"],
-        "spans": [list(span) for span in payload["spans"]],
-        "text": payload["text"],
         "status": score["status"],
         "reward": score["reward"],
         "tries": tries,
+    }
+    if payload["schema"] == 1:
+        spans = [list(span) for span in payload["spans"]]
+        return {**seen, "replica": payload["replica"], "spans": spans, "text": payload["text"]}
+    calls = [_call(call) for call in payload["calls"]]
+    return {**seen, "replica": calls[0]["replica"], "calls": calls, "text": payload["calls"][-1]["answer"]["content"]}
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """One of an episode's."""
+    return {
+        "parent": call["parent"],
+        "context": struct.unpack(f"<{len(call['context_token_ids']) // 4}i", call["context_token_ids"]),
+        "completion": struct.unpack(f"<{len(call['completion_token_ids']) // 4}i", call["completion_token_ids"]),
+        "spans": call["spans"],
+        "trained": call["trained"],
+        "replica": call["replica"],
+        "asked": [message["content"] for message in call["messages"] if message["role"] == "user"],
     }
 
 

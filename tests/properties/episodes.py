@@ -115,8 +115,8 @@ class Episodes(Fleet):
         if index >= held.count or newest > self.next_step:
             self.refuse(InvalidCall)
         tries, _ = held.tries.get(index, (0, 0))
-        if (said := lease.tries.get(index, 0)) != tries:
-            self.refuse(LeaseLost if said < tries else InvalidCall)
+        if lease.tries.get(index, 0) != tries:
+            self.refuse(LeaseLost)
         return held
 
     def _require_fence(self, lease: Lease) -> None:

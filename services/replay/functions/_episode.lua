@@ -24,7 +24,9 @@ local function episode_refusal(run, call, entry, group)
   if code then return code, message end
   local what = 'episode ' .. entry.at .. ' of group ' .. entry.id
   if call.tries < group.tries then return 'HR_LEASE_LOST', what .. ' has begun anew' end
-  if call.tries > group.tries then return 'HR_INVALID', what .. ' was begun ' .. group.tries .. ' times before, not ' .. call.tries end
+  if call.tries > group.tries then  -- which is forgotten: the server lost writes
+    return 'HR_LEASE_LOST', what .. ' was begun ' .. group.tries .. ' times before, as far as is known, not ' .. call.tries
+  end
 end
 
 local function bytes_refusal(run, entry, bytes)

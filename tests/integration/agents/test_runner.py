@@ -5,153 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import httpx
+import msgspec
 import openai
 import pytest
 from prometheus_client import REGISTRY
 
-from headrace.config import Config
 from headrace.episode import Episode, EpisodeOutcome
 from headrace.errors import ServiceError
-from headrace.replay import EnvironmentLimits, Limits, ReplayClient
+from headrace.replay import Limits, ReplayClient
 from headrace.replica_client import SampleRequest
-from headrace.service import bind, serve_openly
-from headrace.trajectory import EpisodeTrajectory, Group, Sampling, Score, Trajectory, decode_trajectory
-from headrace_services.agents.fleet import Fleet, RunClock
-from headrace_services.agents.gateway import Gateway, build_app
-from headrace_services.agents.runner import Runner
-from tests.support.buffer import eventually, make_group, nonce, refit, reserve, rewind, tighten
-from tests.support.gateways import ToyReplica
-from tests.support.toy_policy import END, ToyPolicy, decode
-
-Play = Callable[[Episode], Awaitable[EpisodeOutcome]]
-N = 2
-
-
-def scored(reward: float = 1.0) -> EpisodeOutcome:
-    return EpisodeOutcome(Score("SCORED", reward, build="one", environment="talk"))
-
-
-async def two_turns(episode: Episode) -> EpisodeOutcome:
-    async with openai.AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0) as client:
-        messages: list[Any] = list(episode.messages)
-        for _ in range(2):
-            answer = await client.chat.completions.create(model="policy", messages=messages)
-            messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "and?"}]
-    return scored(float(episode.index))
-
-
-@dataclasses.dataclass
-class Played:
-    """Programs in this process. `began` are the episodes that were begun, `open` those that run."""
-
-    play: Play
-    began: list[Episode] = dataclasses.field(default_factory=list)
-    open: int = 0
-
-    async def run(self, episode: Episode) -> EpisodeOutcome:
-        self.began.append(episode)
-        self.open += 1
-        try:
-            return await self.play(episode)
-        finally:
-            self.open -= 1
-
-
-@dataclasses.dataclass
-class Stage:
-    """A buffer with a replica, on which runners play."""
-
-    replay: ReplayClient
-    config: Config
-    toy: ToyReplica
-    now: list[float] = dataclasses.field(default_factory=lambda: [0.0])
-
-    @contextlib.asynccontextmanager
-    async def runner(
-        self, programs: Played, **agents: Any
-    ) -> AsyncIterator[tuple[Runner, asyncio.Event, asyncio.Task[None]]]:
-        config = self.config.model_copy(update={"agents": self.config.agents.model_copy(update=agents)})
-        fleet = Fleet(lambda url: self.toy, RunClock(lambda: self.now[0]))
-        gateway = Gateway("policy", max_request_bytes=10**6, max_parallel_calls=64, max_requests_per_s=10**6)
-        with contextlib.closing(bind("127.0.0.1", 0, "agents.port")) as sock:
-            async with httpx.AsyncClient() as forward, serve_openly(build_app(gateway, forward), sock):
-                url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-                reached = config.agents.advertised_url or url
-                info = {"name": gateway.name, "gateway": url}
-                runner = Runner(config, self.replay, fleet, gateway, programs, reached, info)
-                stop = asyncio.Event()
-                running = asyncio.create_task(runner.run(stop))
-                try:
-                    yield runner, stop, running
-                finally:
-                    stop.set()
-                    await asyncio.gather(running, return_exceptions=True)
-
-    async def enqueue(self, *orders: int, n: int = N) -> None:
-        groups = [
-            dataclasses_replace(
-                make_group(order, n=n, env_name="talk"), sampling=Sampling(1.0, 64, stop_token_ids=(END,))
-            )
-            for order in orders
-        ]
-        await self.replay.enqueue(groups, (await self.replay.state()).timeline)
-
-    async def counts(self) -> dict[str, int]:
-        return {state: count for state, count in (await self.replay.state()).counts.items() if count}
-
-    async def until(self, **counts: int) -> None:
-        """Return once as many groups are in these states, and none in others."""
-
-        async def reached() -> bool:
-            return await self.counts() == counts
-
-        await eventually(reached)
-
-
-def dataclasses_replace(group: Group, **changes: Any) -> Group:
-    import msgspec
-
-    return msgspec.structs.replace(group, **changes)
-
-
-@pytest.fixture
-def limits(limits: Limits) -> Limits:
-    return dataclasses.replace(
-        limits, generations_per_prompt=N, environments={"talk": EnvironmentLimits(episodes=True)}, max_attempts=2
-    )
-
-
-@pytest.fixture
-async def stage(replay: ReplayClient) -> Stage:
-    replica = nonce()
-    await replay.register(replica, {"url": "toy"})
-    await refit(replay, 0, [replica])
-    timeline = (await replay.state()).timeline
-    toy = ToyReplica(ToyPolicy(version=0, timeline=timeline, replica=replica))
-    config = Config.model_validate(
-        {
-            "run": {"id": replay.run_id},
-            "env": {"talk": {"attached": True, "episodes": True, "public": ["hint"]}},
-            "rollout": {"heartbeat_s": 0.1},
-            "grpo": {"num_generations_per_prompt": N},
-            "agents": {"slots": 16},
-        }
-    )
-    beating = asyncio.create_task(_beat(replay, replica))
-    stage = Stage(replay, config, toy)
-    yield stage
-    beating.cancel()
-    await asyncio.gather(beating, return_exceptions=True)
-
-
-async def _beat(replay: ReplayClient, replica: str) -> None:
-    while True:
-        await replay.heartbeat(replica, [])
-        await asyncio.sleep(0.05)
+from headrace.trajectory import EpisodeTrajectory, Score, Trajectory, decode_trajectory
+from tests.integration.agents.stage import N, Played, Stage, scored, two_turns
+from tests.support.buffer import eventually, make_group, reserve, rewind, tighten
+from tests.support.toy_policy import decode
 
 
 async def payloads_of(stage: Stage, step: int) -> list[Trajectory | EpisodeTrajectory]:
@@ -176,7 +44,9 @@ async def test_groups_of_episodes_are_played_scored_and_reserved(stage: Stage, l
 
 async def test_a_program_gets_what_is_public_alone(stage: Stage) -> None:
     programs = Played(two_turns)
-    group = dataclasses_replace(make_group(0, env_name="talk"), extra_env_info={"hint": "think", "answer": "secret"})
+    group = msgspec.structs.replace(
+        make_group(0, env_name="talk"), extra_env_info={"hint": "think", "answer": "secret"}
+    )
     await stage.replay.enqueue([group], (await stage.replay.state()).timeline)
     async with stage.runner(programs):
         await stage.until(ready=1)
@@ -276,6 +146,39 @@ async def test_what_could_not_begin_is_not_charged(stage: Stage, monkeypatch: py
     await stage.enqueue(0)
     async with stage.runner(Played(busy)):
         await stage.until(ready=1)
+
+
+async def test_weights_that_the_buffer_has_forgotten_cost_nothing(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server lost writes: no call can be kept until the trainer has restored it."""
+    monkeypatch.setattr("headrace_services.agents.runner._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("headrace_services.agents.runner._LAST_PAUSE_S", 0.01)
+    stage.toy.policy.version = 1  # of a step that the buffer knows nothing of
+    await stage.enqueue(0)
+    async with stage.runner(Played(two_turns)) as (runner, _, _):
+        await eventually(lambda: _true(runner.status.outcomes["interrupted"] > stage.config.replay.max_attempts * N))
+        stage.toy.policy.version = 0
+        await stage.until(ready=1)
+
+
+async def test_an_episode_whose_beginnings_the_buffer_has_forgotten_is_lost_alone(stage: Stage, limits: Limits) -> None:
+    """Its server lost writes: it takes nothing more under this lease, which another follows."""
+    incarnation = (await stage.replay.state()).incarnation
+    failed: list[Episode] = []
+
+    async def fails_twice(episode: Episode) -> EpisodeOutcome:
+        if episode.index == 0 and len(failed) < 2:
+            failed.append(episode)
+            await stage.replay.redis.hdel(f"hr:{{{stage.replay.run_id}}}:{incarnation}:g:e0-train-0", "a0")
+            return EpisodeOutcome(Score("FAILED", message="it raised"))
+        return await two_turns(episode)
+
+    await tighten(stage.replay, limits, lease_s=1.0, replica_dead_s=1.0)
+    await stage.enqueue(0)
+    async with stage.runner(Played(fails_twice)) as (runner, _, _):
+        await stage.until(ready=1)
+        assert runner.status.outcomes["lost"] == 1
 
 
 async def test_a_program_that_hangs_ends_with_the_name_of_its_clock(stage: Stage) -> None:

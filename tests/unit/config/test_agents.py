@@ -27,6 +27,10 @@ def config(env: dict[str, Any] | None = None, **sections: Any) -> Config:
         ({"agents": {"slots": 8}, "replay": {"redundant_generations": 1}}, r"agents\.slots 8 is less than 9"),
         ({"grpo": {"val_num_generations_per_prompt": 99}}, r"agents\.slots 64 is less than 99"),
         ({"replay": {"max_bytes": 2**24}}, r"agents\.max_episode_bytes 4194304"),
+        (
+            {"replay": {"max_bytes": 2 * 8 * 2**22}},
+            r"agents\.max_episode_bytes 4194304.* is more than replay\.max_bytes",
+        ),
         ({"agents": {"episode_s": 300}}, r"replay\.group_deadline_s 600 is less than replay\.max_attempts 3 times"),
         (
             {

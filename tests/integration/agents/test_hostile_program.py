@@ -1,0 +1,89 @@
+"""A program that is after what is not its own gets none of it (acceptance 9)."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace import rpc
+from headrace.config import Config
+from headrace.credentials import Credentials, complete
+from headrace.episode import Episode, EpisodeOutcome
+from headrace.service import bind
+from headrace.trajectory import Sampling
+from headrace_services.agents.programs import HubPrograms
+from tests.integration.agents.stage import N, Stage
+from tests.support.buffer import make_group
+from tests.support.reward_hub import start_hub
+from tests.support.toy_policy import END
+
+PASSWORD = "password-of-the-buffer"
+
+
+class Heard(HubPrograms):
+    """What programs left, too."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.left: list[dict[str, Any]] = []
+
+    async def run(self, episode: Episode) -> EpisodeOutcome:
+        outcome = await super().run(episode)
+        self.left.append(outcome.artifacts)
+        return outcome
+
+
+async def test_a_hostile_program_gets_nothing_and_earns_nothing(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_REPLAY__REDIS_URL", f"redis://user:{PASSWORD}@127.0.0.1:1")
+    credentials = tmp_path / "credentials"
+    complete(credentials, ["operator", "agents", "scorer"])
+    tokens = [line.split()[-1] for line in credentials.read_text().splitlines()]
+    program = {
+        "type": "function",
+        "function": "tests.support.hostile_program:play",
+        "public": ["listens", "hub"],
+        "grader": "length",
+    }
+    env: dict[str, Any] = {"talk": program, "length": {"max_tokens": 3}}
+    stage.config = Config.model_validate({**stage.config.model_dump(exclude_unset=True), "env": env})
+    with contextlib.closing(bind("127.0.0.1", 0, "port")) as listens:
+        listens.listen()
+        listens.setblocking(False)
+        async with (
+            start_hub(env, credentials) as hub,
+            rpc.channel(
+                f"127.0.0.1:{hub.port}", token=Credentials(credentials).presented("agents"), keep_alive=True
+            ) as channel,
+        ):
+            told = {
+                "listens": f"127.0.0.1:{listens.getsockname()[1]}",
+                "hub": f"127.0.0.1:{hub.port}",
+                "answer": "the key",
+            }
+            group = make_group(0, n=N, env_name="talk")
+            group = msgspec.structs.replace(
+                group, extra_env_info=told, sampling=Sampling(1.0, 64, stop_token_ids=(END,))
+            )
+            await stage.replay.enqueue([group], (await stage.replay.state()).timeline)
+            programs = Heard([channel])
+            async with stage.runner(programs):
+                # handed in, and not scored: what a program says of its reward is not asked for where a grader says it
+                await stage.until(scoring=1)
+        with pytest.raises(BlockingIOError):
+            listens.accept()
+    assert len(programs.left) == N
+    for left in programs.left:
+        assert not [secret for secret in (PASSWORD, "HEADRACE_", "the key", *tokens) if secret in left["environment"]]
+        assert set(left["keys"]) <= {401, 404}
+        assert set(left["fetched"]) == {400}
+        assert left["options"] == [400, 400, 400, 400, 200]
+        assert set(left["hub"]) == {"UNAUTHENTICATED"}
+        assert left["asked"] == 200
+    found = [await stage.replay.trajectory("e0-train-0", index) for index in range(N)]
+    assert [score for _, score in filter(None, found)] == [None] * N
