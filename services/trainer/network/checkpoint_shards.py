@@ -15,11 +15,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from headrace.errors import ServiceError
+from headrace_services.trainer.distributed import place_of
 
 
 def on_meta(auto: Any, name: str, *, dtype: torch.dtype, config: Any = None) -> Any:
@@ -35,9 +36,12 @@ def on_meta(auto: Any, name: str, *, dtype: torch.dtype, config: Any = None) -> 
 def fill(model: Any, device: torch.device) -> None:
     """Read this rank's part of the sharded `model`, made by `on_meta`, to `device`.
 
-    Raises `ServiceError` if it has no safetensors files, or they can't be read or lack one of its weights.
+    Raises `ServiceError` if it has no safetensors files, or they can't be read or lack one of its weights, or a rank would hold no expert.
     """
     name = model.name_or_path
+    conversions = get_model_conversion_mapping(model)
+    if any(isinstance(conversion, WeightConverter) for conversion in conversions):
+        _check_experts(model)
     try:
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(safe_open(path, "pt")) for path in _files(name)]
@@ -46,7 +50,7 @@ def fill(model: Any, device: torch.device) -> None:
                 pretrained_model_name_or_path=name,
                 dtype=model.dtype,
                 device_map={"": device},
-                weight_mapping=get_model_conversion_mapping(model),
+                weight_mapping=conversions,
             )
             info, _ = convert_and_load_state_dict_in_model(model, tensors, settings)
             # ties what is tied, and computes what is in no file, such as the frequencies of positions
@@ -59,6 +63,17 @@ def fill(model: Any, device: torch.device) -> None:
             f"{', '.join(missing[:3])}; with several ranks nothing is made up for them"
         )
     model.eval()
+
+
+def _check_experts(model: Any) -> None:
+    """Raise `ServiceError` if a rank would hold no expert of those that the files hold one by one: transformers can't read none."""
+    for parameter in model.parameters():
+        ranks = place_of(parameter).count
+        if parameter.dim() == 3 and -(-len(parameter) // -(-len(parameter) // ranks)) < ranks:
+            raise ServiceError(
+                f"{model.name_or_path!r}: its {len(parameter)} experts, sharded by equal numbers over {ranks} ranks, leave some of them "
+                "without one; take a number of ranks that divides them, or set trainer.shard_within_host true"
+            )
 
 
 def _files(name: str) -> list[str]:

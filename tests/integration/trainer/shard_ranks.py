@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from headrace.config import Config
+from headrace.errors import ServiceError
 from headrace_services.trainer.distributed import full_tensor, local_part
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.optimizer import ModelOptimizer
@@ -144,6 +145,10 @@ def two(models: dict[str, Path], folder: Path) -> None:
         weights = read(models[name])
         if rank == 0:
             torch.save(weights, folder / f"{name}.pt")
+    try:
+        PolicyModel(settings(models["one expert"]))
+    except ServiceError as error:
+        found["one expert"] = str(error)
     found["loading"] = loading(models["large"])  # by now all that loads a model is imported
     found |= in_bfloat16(models["deep"])
     found["measured"] = {

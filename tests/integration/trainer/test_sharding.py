@@ -51,6 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "deep": Qwen2ForCausalLM(Qwen2Config(**{**SMALL, "num_hidden_layers": 12}, tie_word_embeddings=True)),
         "halved": LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False)).bfloat16(),
         "experts": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts)),
+        "one expert": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **{**experts, "num_experts": 1})),
     }
     folders = {name: tmp_path_factory.mktemp("models") / name for name in made}
     for name, model in made.items():
@@ -100,6 +101,14 @@ def test_the_ranks_together_read_what_the_files_hold(
     for key, tensor in saved.items():
         assert found[key].dtype == torch.float32
         assert torch.equal(found[key], tensor.float()), key
+
+
+def test_a_rank_without_an_expert_is_refused_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
+    for found in two_ranks:
+        assert (
+            "its 1 experts, sharded by equal numbers over 2 ranks, leave some of them without one"
+            in found["one expert"]
+        )
 
 
 def test_no_rank_keeps_the_layers_that_it_gathered_in_bfloat16(two_ranks: list[dict[str, Any]]) -> None:
