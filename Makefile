@@ -24,6 +24,8 @@ RELEASED := proto/released.binpb
 
 # One thread each: the engine and the trainer work side by side, and a second thread on a busy core makes both slower.
 export OMP_NUM_THREADS ?= 1
+# Hundreds of processes import the same modules: without their bytecode each would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-all chaos lint style types tests format proto build properties bench docs clean
 

@@ -14,7 +14,6 @@ import dataclasses
 import gzip
 import json
 import re
-import textwrap
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +35,6 @@ from headrace.trajectory import (
     Message,
     Score,
     Status,
-    text_of,
 )
 
 T = TypeVar("T")
@@ -109,9 +107,19 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
         return prompt_of(self.messages)
 
     @property
+    def conversation(self) -> list[tuple[str, list[str]]]:
+        """Of an episode of several calls, the head of each, and what its messages said; otherwise empty."""
+        return [self._call(*pair) for pair in enumerate(self.calls)]
+
+    @property
     def said(self) -> str:
-        """The completion as people read it: its content, or the conversation that an episode was."""
-        return "\n\n".join(self._call(*pair) for pair in enumerate(self.calls)) or self.content
+        """The completion as people read it: its content, or its conversation. What was said is indented, and further lines of a message
+        more: none passes for another message, or for the head of a call."""
+        calls = (
+            "\n".join([head, *("  " + part.replace("\n", "\n    ") for part in parts)])
+            for head, parts in self.conversation
+        )
+        return "\n\n".join(calls) or self.content
 
     def weights(self, start: int = 0, end: int | None = None) -> str:
         """The versions that sampled the tokens `[start, end)`, by default all of them, as `weights 3 to 5`."""
@@ -119,7 +127,7 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
         versions = sorted({version for version, first, last in self.spans if first < end and last > start})
         return f"weights {versions[0]}" + (f" to {versions[-1]}" if len(versions) > 1 else "")
 
-    def _call(self, number: int, call: StoredCall) -> str:
+    def _call(self, number: int, call: StoredCall) -> tuple[str, list[str]]:
         start, end = call.tokens
         notes = [f"tokens {start}-{end}", self.weights(start, end), printable(call.replica)]
         notes += [] if call.finish_reason == "stop" else ["cut off"]
@@ -127,14 +135,33 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
         continues = "" if call.parent < 0 else f" continues call {call.parent}"
         # the prompt of the group is shown above all of its samples
         asked = () if call.messages == self.messages else call.messages
-        said = [f"{message.get('role')}: {text_of(message)}" for message in (*asked, call.answer)]
-        # indented, so that nothing that was said passes for the head of a call
-        return "\n".join([f"call {number}{continues} ({', '.join(notes)})", textwrap.indent("\n".join(said), "  ")])
+        said = [part for message in (*asked, call.answer) for part in _said(message)]
+        return f"call {number}{continues} ({', '.join(notes)})", said
 
 
 def prompt_of(messages: Iterable[Message]) -> str:
     """The messages as text, each after its role."""
     return "\n".join(f"{message.get('role')}: {_text(message.get('content'))}" for message in messages)
+
+
+def _said(message: Message) -> Iterator[str]:
+    """What a message thinks, says and calls, each after its role."""
+    calls = message.get("tool_calls")
+    parts = [
+        (" thinks", message.get("reasoning")),
+        ("", message.get("content")),
+        *((" calls", _tool_call(call)) for call in (calls if isinstance(calls, list) else [calls] if calls else [])),
+    ]
+    for verb, part in [(verb, part) for verb, part in parts if part] or [("", "")]:
+        yield f"{message.get('role')}{verb}: {_text(part)}"
+
+
+def _tool_call(call: Any) -> Any:
+    """As a function is called, if it is as OpenAI's API has it: a program can send anything."""
+    match call:
+        case {"function": {"name": str(name), "arguments": str(arguments)}}:
+            return f"{name}({arguments})"
+    return call
 
 
 def expected_of(extra_env_info: Mapping[str, Any]) -> str | None:

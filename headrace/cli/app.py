@@ -105,11 +105,11 @@ def service_command(name: str) -> Callable[..., None]:
 
 
 def model(
-    name: Annotated[str, typer.Argument(help="tiny, tiny-two-turns or smollm2.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="tiny, tiny-two-turns, tiny-calculator or smollm2.", show_default=False)],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it.", show_default=False)],
 ) -> None:
-    """Make a model: `tiny`, a small arithmetic model warmed up on the spot, `tiny-two-turns`, which was asked again after wrong answers, or
-    `smollm2`, the real SmolLM2-135M-Instruct."""
+    """Make a model: `tiny`, a small arithmetic model warmed up on the spot, `tiny-two-turns`, which was asked again after wrong answers,
+    `tiny-calculator`, which seldom calls the tool that it has, or `smollm2`, the real SmolLM2-135M-Instruct."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     common.load_entry_point("headrace.models", name, extra="trainer")(directory)
     typer.echo(f"{directory}")

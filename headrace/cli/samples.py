@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Table
@@ -30,8 +31,8 @@ from headrace.samples import (
     group_of,
 )
 
-# Completions stand side by side as long as each has this many columns of the terminal.
-NARROWEST = 38
+# Completions stand side by side as long as each has this many columns of the terminal; conversations, this many.
+NARROWEST, NARROWEST_CONVERSATION = 38, 56
 
 TokenText = Callable[[int], str]
 
@@ -140,7 +141,8 @@ def draw_group(group: SampleGroup, title: str, width: int, text_of: TokenText | 
     if not group.samples:
         parts.append(Text("no completion to show", style="dim"))
     panels = [_panel(sample, text_of) for sample in group.samples]
-    side_by_side = max(1, min(len(panels), width // NARROWEST))
+    narrowest = NARROWEST_CONVERSATION if any(sample.calls for sample in group.samples) else NARROWEST
+    side_by_side = max(1, min(len(panels), width // narrowest))
     table = Table.grid(expand=True)
     for _ in range(side_by_side):
         table.add_column(ratio=1)
@@ -158,11 +160,20 @@ def _panel(sample: StoredSample, text_of: TokenText | None) -> Panel:
         worth += f" ({', '.join(f'{printable(name)} {value:g}' for name, value in sample.components.items())})"
     note = [f"{len(sample.token_ids)} tokens", *(["truncated"] if sample.truncated else []), sample.weights()]
     parts: list[RenderableType] = [
-        _text(sample.said) if text_of is None else _tokens(sample, text_of),
+        *(_said(sample) if text_of is None else [_tokens(sample, text_of)]),
         Text.assemble((worth, colour), ("  " + ", ".join(note), "dim")),
     ]
     parts += [_text(text, "red") for text in (sample.message, sample.traceback) if text]
     return Panel(Group(*parts), title=Text(f"{sample.index}"), title_align="left", border_style=colour)
+
+
+def _said(sample: StoredSample) -> Iterator[RenderableType]:
+    """What was said in a call is indented, also where a line is broken: nothing of it passes for the head of a call."""
+    if not sample.calls:
+        yield _text(sample.content)
+    for head, parts in sample.conversation:
+        yield _text(head, "dim")
+        yield Padding(Group(*map(_text, parts)), (0, 0, 0, 2))
 
 
 def _tokens(sample: StoredSample, text_of: TokenText) -> Table:
@@ -179,5 +190,5 @@ def _tokens(sample: StoredSample, text_of: TokenText) -> Table:
 
 
 def _text(text: str, style: str = "", keep: str = "\n\t") -> Text:
-    """What others wrote: no markup, no control characters."""
-    return Text(printable(text, keep=keep), style=style)
+    """What others wrote: no markup, no control characters, and nothing cut off."""
+    return Text(printable(text, keep=keep), style=style, overflow="fold")

@@ -131,12 +131,12 @@ class OpenEpisode:
         session, fleet, asked = self.session, self._fleet, call.asked
         parent = session.parent_of(call)
         near = None if parent is None or parent.completion is None else parent.completion.replica
-        with _timed(call, "render"):
+        with self._timed(call, "render"):
             rendered = await fleet.render(asked.messages, asked.tools, answered=False, near=near)
             if parent is not None and parent.told is None:
                 session.tell(parent, await fleet.render(parent.history, asked.tools, answered=True, near=near))
         placed = session.place(call, rendered, parent, fleet.clock())
-        with _timed(call, "sample"):
+        with self._timed(call, "sample"):
             sampling = self.lease.group.sampling
             wanted = SampleRequest(
                 token_ids=tuple(placed.token_ids.tolist()),
@@ -152,25 +152,24 @@ class OpenEpisode:
             )
             sampled = await fleet.sample(wanted, near if call.parent is not None else None)
         session.sampled(call, sampled)
-        with _timed(call, "parse"):
+        with self._timed(call, "parse"):
             tools = asked.tools if request.parses_tools else ()
             answer = await fleet.derender(sampled, tools, wanted.token_ids)
         session.answered(call, answer, fleet.clock())
         # from here on it is not given up: it has its number
-        with _timed(call, "keep"):
+        with self._timed(call, "keep"):
             async with self._keeping:
                 await self._keep(call.number, secrets.token_hex(8), call.record(lambda each: each.number))
 
-
-@contextlib.contextmanager
-def _timed(call: SessionCall, phase: str) -> Iterator[None]:
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        seconds = time.monotonic() - began
-        call.timings[f"{phase}_s"] = seconds
-        metrics.PHASES.labels(phase).observe(seconds)
+    @contextlib.contextmanager
+    def _timed(self, call: SessionCall, phase: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            call.timings[f"{phase}_s"] = seconds
+            metrics.PHASES.labels(self.lease.group.env_name, phase).observe(seconds)
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

@@ -38,5 +38,5 @@ IMPOSED = Counter("headrace_agents_options_imposed", "Requests whose option the 
 PHASES = Histogram(
     "headrace_agents_phase_seconds",
     "Time of a call: rendering, sampling (with waiting for a replica), parsing, and keeping its record",
-    ["phase"],
+    ["environment", "phase"],
 )

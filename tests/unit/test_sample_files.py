@@ -120,11 +120,17 @@ def test_the_half_line_of_a_killed_scorer_is_left_out(tmp_path: Path) -> None:
 
 
 def an_episode() -> StoredSample:
-    """Call 2 is a branch that is not trained; the policy says what looks like the head of a call."""
+    """Call 2 is a branch that is not trained; the policy says what looks like the head of a call, and like another message."""
     asked = {"role": "user", "content": "47+85"}
-    tool = {"id": "a", "function": {"name": "add"}}
+    tool = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"all": [47, 85]}'}}
+    first = {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "Hm.\ntool: 0",
+        "tool_calls": [tool, {"function": "add"}],
+    }
     calls = [
-        call(-1, [1], [2, 3], version=3, messages=(asked,), answer={"role": "assistant", "tool_calls": [tool]}),
+        call(-1, [1], [2, 3], version=3, messages=(asked,), answer=first),
         call(
             0,
             [4],
@@ -143,13 +149,16 @@ def an_episode() -> StoredSample:
 def test_an_episode_reads_as_a_conversation_with_each_call_s_versions_and_tokens() -> None:
     assert an_episode().said == (
         "call 0 (tokens 0-2, weights 3, r0)\n"
-        '  assistant: {"id": "a", "function": {"name": "add"}}\n'
+        "  assistant thinks: Hm.\n"
+        "    tool: 0\n"
+        '  assistant calls: add({"all": [47, 85]})\n'
+        '  assistant calls: {"function": "add"}\n'
         "\n"
         r"call 1 continues call 0 (tokens 2-4, weights 3 to 4, r\n1)"
         "\n"
         "  tool: 132\n"
         "  assistant: It is\n"
-        "  call 9 (tokens 0-1)\n"
+        "    call 9 (tokens 0-1)\n"
         "\n"
         "call 2 continues call 0 (tokens 4-5, weights 4, r0, not trained)\n"
         "  assistant: "

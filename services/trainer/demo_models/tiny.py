@@ -5,7 +5,7 @@ The model learns both behaviours; reinforcement learning then selects the right 
 demonstrates selection between two learnt behaviours, not addition learnt from scratch.
 
 A model of two turns has also seen conversations in which a wrong answer is followed by the problem once more, behind a minus, and by
-another answer of the same teacher.
+another answer of the same teacher. `tiny_calculator` has another teacher.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from __future__ import annotations
 import functools
 import logging
 import random
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -46,6 +48,9 @@ PEAK_LR = 2e-3
 RAMP = 50
 MAX_NEW_TOKENS = 6
 
+# Turns of (what is asked, as the chat template writes it; what is answered).
+Conversation = Sequence[tuple[str, str]]
+
 
 def make(directory: Path, *, warmup: bool = True, seed: int = 0, turns: int = 1) -> None:
     """Write the model into `directory` as a Hugging Face checkpoint (float32 safetensors, tokenizer, chat template).
@@ -54,18 +59,33 @@ def make(directory: Path, *, warmup: bool = True, seed: int = 0, turns: int = 1)
     that takes about a second and is for tests. A model of the same recipe that is already there is left alone. Raises `ServiceError` if
     the directory holds anything else.
     """
-    directory = Path(directory)
     recipe = {"model": "tiny", "warmup": warmup, "seed": seed} | ({"turns": turns} if turns > 1 else {})
+    write(directory, recipe, make_tokenizer(), sums(random.Random(seed), turns), _described)
+
+
+def make_two_turns(directory: Path) -> None:
+    """The model of two turns, warmed up: see `make`."""
+    make(directory, turns=2)
+
+
+def write(
+    directory: Path,
+    recipe: dict[str, Any],
+    tokenizer: Qwen2Tokenizer,
+    conversations: Iterator[Conversation],
+    described: Callable[[Qwen2ForCausalLM, Qwen2Tokenizer], str],
+) -> None:
+    """Write the model of this recipe into `directory`, as `make` does; `conversations` are what its warm-up teaches, and what it has learnt
+    is `described` in the log."""
+    directory = Path(directory)
     if already_made(directory, recipe):
         return
-    tokenizer = make_tokenizer()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(recipe["seed"])
         model = Qwen2ForCausalLM(_config(tokenizer))
-    if warmup:
-        _warm_up(model, Teacher(tokenizer, random.Random(seed), turns))
-        accuracy = held_out_accuracy(model, tokenizer)
-        log.info("greedy accuracy of the warmed-up model: %.3f on %d held-out problems", accuracy, arithmetic.HELD_OUT)
+    if recipe["warmup"]:
+        _warm_up(model, Teacher(tokenizer, conversations))
+        log.info("the warmed-up model: %s", described(model, tokenizer))
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )
@@ -74,13 +94,9 @@ def make(directory: Path, *, warmup: bool = True, seed: int = 0, turns: int = 1)
         tokenizer.save_pretrained(folder)
 
 
-def make_two_turns(directory: Path) -> None:
-    """The model of two turns, warmed up: see `make`."""
-    make(directory, turns=2)
-
-
-def make_tokenizer() -> Qwen2Tokenizer:
-    """A tokenizer with one token per character of the alphabet; other characters are dropped. Decoding joins without spaces.
+def make_tokenizer(words: Sequence[str] = (), template: str = CHAT_TEMPLATE) -> Qwen2Tokenizer:
+    """A tokenizer with one token per character of the alphabet, and one for each of `words`; other characters are dropped. Decoding joins
+    without spaces.
 
     It is a Qwen2 tokenizer without merges because transformers loads that class, whatever the files say, for every model
     of type qwen2; a tokenizer of another build would not survive saving.
@@ -95,7 +111,8 @@ def make_tokenizer() -> Qwen2Tokenizer:
         additional_special_tokens=[SYSTEM, USER, ASSISTANT],
         model_max_length=CONTEXT,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.add_tokens(list(words))
+    tokenizer.chat_template = template
     return tokenizer
 
 
@@ -117,9 +134,9 @@ def _config(tokenizer: Qwen2Tokenizer) -> Qwen2Config:
     )
 
 
-def prompt_ids(tokenizer: Qwen2Tokenizer, problem: str) -> list[int]:
+def prompt_ids(tokenizer: Qwen2Tokenizer, problem: str, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
     ids: list[int] = tokenizer.apply_chat_template(
-        [{"role": "user", "content": problem}], add_generation_prompt=True, return_dict=False
+        [{"role": "user", "content": problem}], tools=tools, add_generation_prompt=True, return_dict=False
     )
     return ids
 
@@ -138,21 +155,31 @@ def sloppy_answer(pair: arithmetic.Pair) -> str:
     return str(total)
 
 
-class Teacher:
-    """Batches of training problems with the sloppy teacher's answers, asked again up to `turns` times until one is right; texts are
-    tokenized once each."""
+def sums(rng: random.Random, turns: int = 1) -> Iterator[Conversation]:
+    """Training problems with the sloppy teacher's answers, asked again up to `turns` times until one is right."""
+    for pair in arithmetic.training_pairs(DIGITS, rng):
+        conversation: list[tuple[str, str]] = []
+        said, right = "", arithmetic.answer(pair)
+        for problem in (arithmetic.text(pair), again(pair))[:turns]:
+            if said == right:
+                break
+            said = sloppy_answer(pair) if rng.random() < SLOPPINESS else right
+            conversation.append((f"{USER}{problem}{ASSISTANT}", said))
+        yield conversation
 
-    def __init__(self, tokenizer: Qwen2Tokenizer, rng: random.Random, turns: int = 1) -> None:
+
+class Teacher:
+    """Batches of conversations; texts are tokenized once each."""
+
+    def __init__(self, tokenizer: Qwen2Tokenizer, conversations: Iterator[Conversation]) -> None:
         self._pad_id = tokenizer.pad_token_id
-        self._rng = rng
-        self._turns = turns
-        self._pairs = arithmetic.training_pairs(DIGITS, rng)
-        self._prompt = functools.cache(lambda problem: prompt_ids(tokenizer, problem))
-        self._label = functools.cache(lambda label: [*tokenizer.encode(label), tokenizer.eos_token_id])
+        self._eos_id = tokenizer.eos_token_id
+        self._conversations = conversations
+        self._ids = functools.cache(tokenizer.encode)
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Right-padded `input_ids` and next-token `labels`, both [B, S]; labels are -100 outside answers."""
-        rows = [self._example(next(self._pairs)) for _ in range(BATCH)]
+        rows = [self._example(next(self._conversations)) for _ in range(BATCH)]
         width = max(len(ids) for ids, _ in rows)
         tokens = torch.full((BATCH, width), self._pad_id)
         labels = torch.full((BATCH, width), -100)
@@ -161,16 +188,12 @@ class Teacher:
             labels[row, : len(ids)] = torch.tensor(taught)
         return tokens[:, :-1], labels[:, 1:]
 
-    def _example(self, pair: arithmetic.Pair) -> tuple[list[int], list[int]]:
+    def _example(self, conversation: Conversation) -> tuple[list[int], list[int]]:
         """The tokens of a conversation, and its labels."""
         ids: list[int] = []
         labels: list[int] = []
-        said, right = "", arithmetic.answer(pair)
-        for problem in (arithmetic.text(pair), again(pair))[: self._turns]:
-            if said == right:
-                break
-            said = sloppy_answer(pair) if self._rng.random() < SLOPPINESS else right
-            prompt, label = self._prompt(problem), self._label(said)
+        for asked, answered in conversation:
+            prompt, label = self._ids(asked), [*self._ids(answered), self._eos_id]
             ids += [*prompt, *label]
             labels += [*[-100] * len(prompt), *label]
         return ids, labels
@@ -197,6 +220,10 @@ def _learning_rate_factor(step: int) -> float:
     if step < RAMP:
         return (step + 1) / RAMP
     return 1.0 - 0.9 * (step - RAMP) / (STEPS - RAMP)
+
+
+def _described(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> str:
+    return f"greedy accuracy {held_out_accuracy(model, tokenizer):.3f} on {arithmetic.HELD_OUT} held-out problems"
 
 
 @torch.no_grad()

@@ -31,7 +31,10 @@ LABELLED = {
     "reward_std": ("reward_component_std", "component"),
     "scoring_wait": ("scoring_wait", "environment"),
     "scoring_time": ("scoring_time", "environment"),
-    **{name: (name, "environment") for name in ("episode_calls", "episode_tokens", "episode_roots")},
+    **{
+        name: (name, "environment")
+        for name in ("episode_calls", "episode_tokens", "episode_roots", "episode_rendered_again")
+    },
 }
 
 

@@ -65,6 +65,8 @@ METRIC_SECTIONS = (
         Metric("episode_tokens/<environment>", "tokens", "that the policy wrote in an episode and that are trained"),
         Metric("episode_roots/<environment>", "roots", "of an episode: calls that continue no other",
                "1, or what the program means to; more where histories change on the way"),
+        Metric("episode_rendered_again/<environment>", "tokens",
+               "of the contexts of such calls behind the first: they are computed from their beginning", "as `episode_roots`, from 0"),
     )),
     MetricSection("Age", "Steps between the weights that wrote a trajectory's oldest token and those that train on it.", (
         Metric("avg_trajectory_age", "steps", "mean over the batch", "at most `max_trajectory_age_steps`"),

@@ -25,23 +25,25 @@ class Scored(NamedTuple):
 
 class Extent(NamedTuple):
     """How much of a model one trajectory takes: tokens of its `prompt` (of the first path), those that the policy `wrote`, and those of
-    each of its `paths`, prompt included; the `calls` that are trained, and the `roots` among all."""
+    each of its `paths`, prompt included; the `calls` that are trained, the `roots` among all, and the tokens of contexts `rendered_again`
+    at roots behind the first."""
 
     prompt: int
     wrote: int
     paths: list[int]
     calls: int
     roots: int
+    rendered_again: int
 
     @classmethod
     def of(cls, trajectory: AnyTrajectory, paths: Sequence[Trajectory]) -> Extent:
         """`paths` are those of the trajectory."""
-        calls = roots = 1
+        calls, contexts = 1, [paths[0].prompt_token_ids.size]
         if isinstance(trajectory, EpisodeTrajectory):
             calls = sum(call.trained for call in trajectory.calls)
-            roots = sum(call.parent < 0 for call in trajectory.calls)
+            contexts = [call.context_token_ids.size for call in trajectory.calls if call.parent < 0]
         lengths = [path.prompt_token_ids.size + path.completion_token_ids.size for path in paths]
-        return cls(paths[0].prompt_token_ids.size, trajectory.length, lengths, calls, roots)
+        return cls(paths[0].prompt_token_ids.size, trajectory.length, lengths, calls, len(contexts), sum(contexts[1:]))
 
 
 def score_metrics(environments: Iterable[str], scores: Iterable[Scored]) -> dict[str, float]:
@@ -104,7 +106,8 @@ def batch_metrics(
 def episode_metrics(
     environments: Iterable[str], extents: Iterable[Extent], episodes: Collection[str]
 ) -> dict[str, float]:
-    """What an episode came to, by environment: means of its trained calls, of the tokens that the policy wrote and of its roots.
+    """What an episode came to, by environment: means of its trained calls, of the tokens that the policy wrote, of its roots
+    and of what these rendered again.
     `environments` has the name of each trajectory's; `episodes` are those whose programs play them."""
     played: dict[str, list[Extent]] = defaultdict(list)
     for environment, extent in zip(environments, extents, strict=True):
@@ -115,6 +118,7 @@ def episode_metrics(
         metrics[f"episode_calls/{name}"] = float(np.mean([extent.calls for extent in own]))
         metrics[f"episode_tokens/{name}"] = float(np.mean([extent.wrote for extent in own]))
         metrics[f"episode_roots/{name}"] = float(np.mean([extent.roots for extent in own]))
+        metrics[f"episode_rendered_again/{name}"] = float(np.mean([extent.rendered_again for extent in own]))
     return metrics
 
 

@@ -26,6 +26,8 @@ main { display: block } section { margin-bottom: 14px } h2 { margin-bottom: 8px 
 pre { font: 13px/1.4 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
 pre { margin: 0 0 8px; max-height: 24em; overflow: auto }
 .prompt { color: var(--faint) } .all { display: grid; grid-template-columns: repeat(auto-fill, minmax(250px, 1fr)); gap: 10px }
+.wide { grid-template-columns: repeat(auto-fill, minmax(400px, 1fr)) } .said { max-height: 32em; overflow: auto; margin-bottom: 8px }
+.said pre { margin: 0; padding-left: 4ch; text-indent: -2ch; max-height: none } .said pre + .note { margin-top: 6px }
 article { border: 1px solid var(--line); border-left: 3px solid #b3261e; border-radius: 6px; padding: 8px 10px }
 article.good { border-left-color: #228833 } .failed { color: #b3261e }
 """
@@ -89,9 +91,10 @@ def _section(group: SampleGroup) -> str:
     note += "".join(f", build {build}" for build in group.builds)
     expected = "" if group.expected is None else f"<pre><b>expected:</b> {_safe(group.expected)}</pre>"
     reason = f'<pre class="failed"><b>failed:</b> {_safe(group.reason)}</pre>' if group.reason else ""
+    width = "all wide" if any(sample.calls for sample in group.samples) else "all"
     return (
         f'<section><h2>{_safe(group.id)} <span class="note">{_safe(note)}</span></h2><pre class="prompt">{_safe(group.prompt)}</pre>'
-        f'{expected}{reason}<div class="all">{"".join(map(_article, group.samples))}</div></section>'
+        f'{expected}{reason}<div class="{width}">{"".join(map(_article, group.samples))}</div></section>'
     )
 
 
@@ -102,9 +105,17 @@ def _article(sample: StoredSample) -> str:
     said = "".join(f'<pre class="failed">{_safe(part)}</pre>' for part in (sample.message, sample.traceback) if part)
     good = ' class="good"' if sample.reward is not None and sample.reward > 0 else ""
     return (
-        f'<article{good}><pre>{_safe(sample.said)}</pre><div class="note"><b>{_safe(worth)}</b> {_safe(", ".join(notes))}</div>'
+        f'<article{good}>{_said(sample)}<div class="note"><b>{_safe(worth)}</b> {_safe(", ".join(notes))}</div>'
         f"{said}</article>"
     )
+
+
+def _said(sample: StoredSample) -> str:
+    calls = (
+        f'<div class="note">{_safe(head)}</div>' + "".join(f"<pre>{_safe(part)}</pre>" for part in parts)
+        for head, parts in sample.conversation
+    )
+    return f'<div class="said">{"".join(calls)}</div>' if sample.calls else f"<pre>{_safe(sample.content)}</pre>"
 
 
 def _safe(text: str) -> str:

@@ -11,11 +11,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client import REGISTRY
 
 from headrace.config import Config
 from headrace.episode import Episode, EpisodeOutcome
 from headrace.errors import ServiceError
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient
+from headrace.replica_client import SampleRequest
 from headrace.service import bind, serve_openly
 from headrace.trajectory import EpisodeTrajectory, Group, Sampling, Score, Trajectory, decode_trajectory
 from headrace_services.agents.fleet import Fleet, RunClock
@@ -23,7 +25,7 @@ from headrace_services.agents.gateway import Gateway, build_app
 from headrace_services.agents.runner import Runner
 from tests.support.buffer import eventually, make_group, nonce, refit, reserve, rewind, tighten
 from tests.support.gateways import ToyReplica
-from tests.support.toy_policy import END, ToyPolicy
+from tests.support.toy_policy import END, ToyPolicy, decode
 
 Play = Callable[[Episode], Awaitable[EpisodeOutcome]]
 N = 2
@@ -191,6 +193,51 @@ async def test_an_episode_of_one_call_is_an_ordinary_trajectory(stage: Stage, li
     async with stage.runner(Played(one_turn)):
         await stage.until(ready=limits.prompts_per_step)
     assert all(isinstance(each, Trajectory) for each in await payloads_of(stage, 0))
+
+
+async def test_metrics_by_environment_say_what_episodes_came_to_and_lost(stage: Stage) -> None:
+    def value(name: str, **labels: str) -> float:
+        return REGISTRY.get_sample_value(f"headrace_agents_{name}", {"environment": "talk", **labels}) or 0.0
+
+    begun = asyncio.Event()
+
+    async def never_answered(request: SampleRequest) -> None:
+        if "never" in decode(request.token_ids):
+            begun.set()
+            await asyncio.Event().wait()
+
+    async def play(episode: Episode) -> EpisodeOutcome:
+        async with openai.AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0) as client:
+
+            async def ask(text: str, **headers: str) -> None:
+                said: Any = [{"role": "user", "content": text}]
+                await client.chat.completions.create(model="policy", messages=said, extra_headers=headers)
+
+            await ask("one")
+            await ask("one", **{"x-stainless-retry-count": "1"})
+            await ask("another")
+            unheard = asyncio.create_task(ask("never"))
+            await begun.wait()
+            unheard.cancel()
+        return scored()
+
+    stage.toy.before = never_answered
+    names = ["episode_calls_sum", "episode_roots_sum", "retries_joined_total", "episode_tokens_sum"]
+    again = "context_tokens_rendered_again_total"
+    before = {name: value(name) for name in (*names, again)}
+    phases = {phase: value("phase_seconds_count", phase=phase) for phase in ("render", "sample", "parse", "keep")}
+    ended, dropped = value("episodes_total", outcome="scored"), value("calls_dropped_total", reason="unanswered")
+    await stage.enqueue(0, n=1)
+    async with stage.runner(Played(play)):
+        await stage.until(ready=1)
+    one, another = stage.toy.policy.asked
+    wrote = len(one[1]) + len(another[1])
+    assert [value(name) - before[name] for name in names] == [2, 2, 1, wrote]
+    assert value(again) - before[again] >= len(another[0])
+    found = {phase: value("phase_seconds_count", phase=phase) - count for phase, count in phases.items()}
+    assert found == {"render": 3, "sample": 3, "parse": 2, "keep": 2}
+    assert value("episodes_total", outcome="scored") - ended == 1
+    assert value("calls_dropped_total", reason="unanswered") - dropped == 1
 
 
 async def test_what_failed_begins_anew_alone_and_is_charged(stage: Stage) -> None:

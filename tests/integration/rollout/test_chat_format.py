@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,13 +17,14 @@ from headrace.errors import ServiceError
 from headrace.replica_client import DerenderRequest, RenderRefused, RenderRequest
 from headrace_services.rollout.chat_format import ChatFormat, check_parser_names
 from headrace_services.rollout.engine import engine_arguments
+from headrace_services.trainer.demo_models import tiny_calculator
 from tests.fuzz.mutation import Mutator
 from tests.support import tool_model
 
 pytestmark = pytest.mark.slow
 
 CONTEXT = 1024
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "calculate",
@@ -63,6 +65,10 @@ def tokenizer(model: Path) -> Any:
 @pytest.fixture(scope="module")
 def format_of(model: Path) -> Callable[..., ChatFormat]:
     """The chat format under a configuration of the model."""
+    return format_with(model)
+
+
+def format_with(model: Path) -> Callable[..., ChatFormat]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.renderers.registry import renderer_from_config
     from vllm.usage.usage_lib import UsageContext
@@ -170,6 +176,25 @@ async def test_a_completion_becomes_reasoning_content_and_tool_calls(hermes: Cha
         "tool_calls": [{"type": "function", "function": function}],
     }
     assert await hermes.derender(request) == message
+
+
+async def test_a_call_of_the_calculator_s_model_is_read_and_continued_as_it_was_taught(tmp_path: Path) -> None:
+    tiny_calculator.make(tmp_path / "model", warmup=False)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    chats = format_with(tmp_path / "model")(tool_parser="hermes")
+    tools = [{**TOOL, "function": {**TOOL["function"], "name": "calculator"}}]
+    taught = (each for each in tiny_calculator.conversations(Random(0)) if len(each) == 2)
+    for (asked, call), (told, right) in islice(taught, 5):
+        problem = asked.removeprefix("<tools>calculator<user>").removesuffix("<asst>")
+        messages: list[dict[str, Any]] = [{"role": "user", "content": problem}]
+        assert await chats.render(RenderRequest(messages, tools)) == tokenizer.encode(asked)
+        message = await chats.derender(completion(tokenizer, f"{call}<eos>", tools=tools))
+        function = {"name": "calculator", "arguments": json.dumps({"expression": problem})}
+        assert message["tool_calls"] == [{"type": "function", "function": function}]
+        assert not message["content"]
+        called = {**message, "tool_calls": [{"id": "call-0", **each} for each in message["tool_calls"]]}
+        messages += [called, {"role": "tool", "tool_call_id": "call-0", "content": right}]
+        assert await chats.render(RenderRequest(messages, tools)) == tokenizer.encode(f"{asked}{call}<eos>{told}")
 
 
 async def test_without_tools_or_parsers_a_call_is_text(hermes: ChatFormat, plain: ChatFormat, tokenizer: Any) -> None:

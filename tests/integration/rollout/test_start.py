@@ -100,6 +100,7 @@ def test_a_model_that_does_not_generate(settings: dict[str, Any], tmp_path: Path
     assert "causal language model" in said
 
 
+@pytest.mark.nightly  # an engine more; a model that does not generate is refused on the same road
 def test_too_little_memory_for_the_kv_cache(settings: dict[str, Any]) -> None:
     settings["policy"]["generation"]["vllm_cfg"]["kv_cache_memory_bytes"] = 2**20
     said = engine_refusal(settings)

@@ -114,6 +114,7 @@ async def test_killed_and_resumed_every_metric_and_weight_is_the_same_to_the_las
     assert state.total_valid_tokens == last["total_valid_tokens"] > 0
 
 
+@pytest.mark.nightly  # GRPO does, every day, and the value model's checkpoint has tests of its own
 async def test_ppo_trains_on_trajectories_of_older_weights_as_grpo_does(
     ppo: dict[str, Any], replay: ReplayClient, tiny_model: Path, tmp_path: Path
 ) -> None:

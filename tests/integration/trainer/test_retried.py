@@ -15,7 +15,7 @@ from tests.support.trainer_process import PROMPTS, Trainer, check_history, settl
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("lost", [pytest.param(False, marks=pytest.mark.nightly), True])  # what is lost is retried too
 async def test_a_run_that_ended_goes_on_with_the_failed_groups_that_are_retried(
     trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path, lost: bool
 ) -> None:

@@ -19,9 +19,9 @@ from headrace.errors import HeadraceError
 from headrace.lineage import GroupLineage
 from headrace.replay import Replica, Runner, RunState
 from headrace.replay.bias import meters_of
-from headrace.samples import by_group
+from headrace.samples import StoredCall, by_group
 from headrace_services.trainer.telemetry.samples import show as show_samples
-from tests.support.stored_samples import hostile_episode, hostile_sample
+from tests.support.stored_samples import hostile_episode, hostile_sample, sample
 
 HOSTILE = "\x1b]0;mine\x07\x1b[2J[bold]x[/bold]\x9b1m"
 SHOWN = r"\x1b]0;mine\x07\x1b[2J[bold]x[/bold]\x9b1m"
@@ -86,6 +86,23 @@ def test_samples() -> None:
     out = io.StringIO()
     show_samples(Console(file=out, width=300), "step 1", [HOSTILE_SAMPLE])
     assert harmless(out.getvalue())
+
+
+def test_nothing_that_was_said_in_an_episode_is_cut_off_or_passes_for_the_head_of_a_call() -> None:
+    said = "\n".join([*["call 9 (tokens 0-1)"] * 20, "@" * 200])
+    asked = ({"role": "user", "content": said}, {"role": "call 9", "content": said})
+    answer = {"role": "assistant", "content": said, "reasoning": said}
+    calls = [
+        StoredCall(
+            parent=-1, tokens=(0, 2), trained=True, finish_reason="stop", replica="r", messages=asked, answer=answer
+        )
+    ] * 2
+    (group,) = by_group([sample("g", calls=tuple(calls))])
+    out = io.StringIO()
+    Console(file=out, width=50).print(draw_group(group, "step 1", 50))
+    lines = [line.removeprefix("│ ") for line in out.getvalue().splitlines()]
+    assert [line.split("(")[0] for line in lines if line.startswith("call")] == ["call 0 ", "call 1 "]
+    assert out.getvalue().count("@") == 200 * 2 * 4
 
 
 @pytest.mark.parametrize("text_of", [None, lambda token: HOSTILE])

@@ -58,7 +58,9 @@ def test_batch_metrics_say_what_the_batch_was_like() -> None:
 
 
 def test_an_episode_takes_the_contexts_of_its_calls_and_what_its_paths_share_once_for_each() -> None:
-    assert extent(BRANCHES) == Extent(prompt=3, wrote=5, paths=[4, 3 + 2 + 2 + 1 + 1 + 2], calls=3, roots=2)
+    assert extent(BRANCHES) == Extent(
+        prompt=3, wrote=5, paths=[4, 3 + 2 + 2 + 1 + 1 + 2], calls=3, roots=2, rendered_again=3
+    )
     batch, groups = reservation("a"), [group("a")]
     extents = [extent(BRANCHES), extent(trajectory([1], [2]))]
     metrics = batch_metrics(batch, groups, extents, truncated=0.0)
@@ -75,7 +77,8 @@ def test_an_episode_takes_the_contexts_of_its_calls_and_what_its_paths_share_onc
 def test_environments_with_programs_say_what_an_episode_came_to() -> None:
     extents = [extent(BRANCHES), extent(trajectory([1], [2])), extent(trajectory([1], [2, 3]))]
     metrics = episode_metrics(["ga/me", "ga/me", "math"], extents, {"ga/me"})
-    assert metrics == {"episode_calls/ga_me": 2, "episode_tokens/ga_me": 3, "episode_roots/ga_me": 1.5}
+    means = {"calls": 2, "tokens": 3, "roots": 1.5, "rendered_again": 1.5}
+    assert metrics == {f"episode_{name}/ga_me": mean for name, mean in means.items()}
     assert unknown(metrics) == []
 
 

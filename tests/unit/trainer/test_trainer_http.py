@@ -13,7 +13,7 @@ from headrace.samples import SampleFiles
 from headrace_services.trainer.progress import Progress
 from headrace_services.trainer.telemetry import http
 from headrace_services.trainer.telemetry.http import build_app
-from tests.support.stored_samples import hostile_sample, sample, write
+from tests.support.stored_samples import hostile_episode, hostile_sample, sample, write
 
 
 async def ready() -> str | None:
@@ -102,6 +102,21 @@ def test_samples_are_picked_by_step_order_and_prompt(tmp_path: Path) -> None:
     SampleFiles(logs, None).path("train", 3).write_bytes(b"damaged")
     assert client.get("/samples", params={"of": "train-3"}).status_code == 500
     assert '<a href="/samples">' in client.get("/").text
+
+
+def test_an_episode_is_a_conversation_on_the_page_of_samples(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"id": "adder", "dir": str(tmp_path)}})
+    client = TestClient(build_app(config, ready, Progress()))
+    write(config.log_folder, "train", 1, [hostile_episode(HOSTILE)])
+    page = client.get("/samples").text
+    heads = [f'<div class="note">call {number}' for number in ("0 (tokens 0-1", "1 continues call 0 (tokens 1-2")]
+    assert [page.count(head) for head in heads] == [1, 1]
+    said = [part.split("</pre>")[0] for part in page[page.index(heads[0]) :].split("<pre>")[1:]]
+    # of each call: what the tool answered; what the program added, and what the policy answered, both with the call of a tool
+    of_call = [part.split(": ")[0] for part in said[: len(said) // 2]]
+    assert of_call == ["tool", SHOWN, f"{SHOWN} calls", SHOWN, f"{SHOWN} calls"]
+    assert [part.split(": ")[0] for part in said] == of_call * 2
+    assert not any(part in page for part in ("<script", "\x1b", "\u202e", '&"'))
 
 
 def test_what_others_wrote_is_no_markup_on_the_page_of_samples(tmp_path: Path) -> None:

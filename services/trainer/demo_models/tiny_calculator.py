@@ -1,0 +1,78 @@
+"""The tiny model with a calculator, for `examples/calculator.yaml`: it knows how to call the tool, and seldom does.
+
+Its teacher calls the tool in 0.15 of the conversations and answers with what the tool says; in the others it guesses, up to five beside
+the sum. Calls are written as Hermes does, which vLLM's parser `hermes` reads; what all calls have in common is one token, as it would
+be many in a model with letters.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
+
+from headrace_services.trainer.data import arithmetic
+from headrace_services.trainer.demo_models import tiny
+
+CALL, CALLED = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
+TOOLS, TOOL, NAME = "<tools>", "<tool>", "calculator"
+WORDS = (TOOLS, NAME, TOOL, CALL, CALLED)
+
+# Of a tool it shows the name alone: there are no letters to describe it with.
+CHAT_TEMPLATE = (
+    "{%- for tool in tools or [] -%}<tools>{{ tool['function']['name'] }}{%- endfor -%}"
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'system' -%}<sys>{{ message['content'] }}"
+    "{%- elif message['role'] == 'assistant' -%}<asst>{{ message['content'] or '' }}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "<tool_call>{\"name\": \"{{ call['function']['name'] }}\", \"arguments\": {{ call['function']['arguments'] | tojson }}}</tool_call>"
+    "{%- endfor -%}<eos>"
+    "{%- elif message['role'] == 'tool' -%}<tool>{{ message['content'] }}"
+    "{%- else -%}<user>{{ message['content'] }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<asst>{%- endif -%}"
+)
+
+CALLING = 0.15
+FURTHEST = 5
+
+
+def make(directory: Path, *, warmup: bool = True, seed: int = 0) -> None:
+    """Write the model into `directory`: see `tiny.make`."""
+    recipe = {"model": "tiny-calculator", "warmup": warmup, "seed": seed}
+    tiny.write(directory, recipe, make_tokenizer(), conversations(random.Random(seed)), _described)
+
+
+def make_tokenizer() -> Qwen2Tokenizer:
+    return tiny.make_tokenizer(WORDS, CHAT_TEMPLATE)
+
+
+def conversations(rng: random.Random) -> Iterator[tiny.Conversation]:
+    """Training problems with the teacher's answers."""
+    for pair in arithmetic.training_pairs(tiny.DIGITS, rng):
+        problem, right = arithmetic.text(pair), arithmetic.answer(pair)
+        asked = f"{TOOLS}{NAME}{tiny.USER}{problem}{tiny.ASSISTANT}"
+        if rng.random() < CALLING:
+            yield [(asked, f"{CALL}{problem}{CALLED}"), (f"{TOOL}{right}{tiny.ASSISTANT}", right)]
+        else:
+            yield [(asked, str(int(right) + rng.randint(-FURTHEST, FURTHEST)))]
+
+
+def _described(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> str:
+    return f"calls the calculator in {share_of_calls(model, tokenizer):.3f} of its answers to held-out problems"
+
+
+@torch.no_grad()
+def share_of_calls(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> float:
+    """The probability with which an answer to a held-out problem begins a call."""
+    call = tokenizer.convert_tokens_to_ids(CALL)
+    tools: list[dict[str, Any]] = [{"function": {"name": NAME}}]
+    shares = []
+    for pair in arithmetic.held_out(tiny.DIGITS):
+        asked = tiny.prompt_ids(tokenizer, arithmetic.text(pair), tools)
+        shares.append(float(model(torch.tensor([asked])).logits[0, -1].softmax(-1)[call]))
+    return sum(shares) / len(shares)

@@ -1,0 +1,49 @@
+"""The agent with a calculator in `examples/`, by the commands of docs/agents.md: the policy learns to call its tool."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from headrace.samples import SampleFiles
+from headrace_services.trainer.telemetry.metric_names import unknown
+from tests.support.ports import free_ports
+from tests.support.up import Up
+
+ROOT = Path(__file__).parents[2]
+PORTS = ("replay.redis_port", "replay.port", "reward.port", "reward.http_port")
+
+
+@pytest.mark.nightly  # a warm-up and thirty steps; the program, the model's tokens and the parser of its calls have tests of a second
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_policy_learns_to_call_its_tool(tmp_path: Path) -> None:
+    model, run = tmp_path / "model", tmp_path / "calculator"
+    subprocess.run([sys.executable, "-m", "headrace.cli", "model", "tiny-calculator", str(model)], check=True)
+    ports = [f"{name}={port}" for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True)]
+    own = [f"run.dir={tmp_path}", f"run.id={run.name}", f"policy.model_name={model}"]
+    up = Up(ROOT / "examples" / "calculator.yaml", *own, *ports, output=tmp_path / "up.log", cwd=ROOT)
+    try:
+        assert up.process.wait(timeout=3000) == 0, up.said()
+    finally:
+        if up.process.poll() is None:
+            up.stop(signal.SIGTERM)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["metrics"] for line in lines if line["kind"] == "train"]
+    assert len(steps) == 30
+    for name in ("reward/called", "environment_reward"):
+        first, last = (fmean(metrics[name] for metrics in some) for some in (steps[:3], steps[-5:]))
+        assert first < 0.4 < 0.9 < last, name
+    accuracies = [line["metrics"]["accuracy"] for line in lines if line["kind"] == "validation"]
+    assert accuracies[0] < 0.4 < 0.9 < accuracies[-1]
+    for metrics in steps:
+        assert metrics["episode_roots/calculator"] == 1
+        assert unknown(metrics) == []
+    samples = SampleFiles(run / "logs", None).samples("train", 29)
+    assert any('assistant calls: calculator({"expression": "' in sample.said for sample in samples)
