@@ -58,7 +58,7 @@ def load_model(
     auto: Any, config: Config, key: str, name: str, what: str, overrides: Mapping[str, Any] | None = None
 ) -> Any:
     """Load `auto.from_pretrained(name)` in float32 and evaluation mode, with `overrides` of its configuration; with several ranks on the
-    meta device, for `place` to fill. For errors: `key` is the configuration key that gave the name, `what` the kind of model that it
+    meta device, for `Placed` to fill. For errors: `key` is the configuration key that gave the name, `what` the kind of model that it
     should be.
 
     Raises `ServiceError` if it can't be loaded, if its configuration has no such key as an override names, or if its context is shorter
@@ -120,13 +120,12 @@ class Placed:
         """
         names = set(model._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in names]
-        wanted = config.policy.activation_checkpointing
-        if wanted and not layers:
+        trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
+        if trained and config.policy.activation_checkpointing and not layers:
             raise ServiceError(
                 f"policy.activation_checkpointing true: {type(model).__name__} does not say which of its modules are "
                 "layers; set it to false"
             )
-        trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
         if trained and config.policy.recomputes(device.type):
             for layer in layers:
                 # transformers' own switch works only in training mode, which would turn on dropout
