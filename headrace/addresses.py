@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
+from urllib.parse import urlsplit
 
 # Where what is for this machine alone listens.
 LOOPBACK = "127.0.0.1"
@@ -33,3 +35,21 @@ def target_is_local(target: str) -> bool:
         return True
     address = re.sub(r"^(dns:(//[^/]*/)?|ipv4:|ipv6:)", "", target)
     return is_loopback(address.rpartition(":")[0] or address)
+
+
+def hosts_of(url: str) -> list[str]:
+    """The hosts that the URL of a buffer names: several of sentinel://, none of unix://."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return []
+    hosts = parts.netloc.rpartition("@")[2].split(",")
+    return [host if host.endswith("]") else host.rpartition(":")[0] or host for host in hosts]
+
+
+def own_address(host: str, port: int = 9) -> str:
+    """This machine's address on the way to `host`, which peers on that network can reach. Raises `OSError` if the name has no address."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as sock:
+        sock.connect(address)  # a datagram socket: chooses the interface, sends nothing
+        own: str = sock.getsockname()[0]
+    return own

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
-from headrace.addresses import is_loopback, target_is_local
+from headrace.addresses import hosts_of, is_loopback, target_is_local
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,12 +88,9 @@ def _redis(config: Config, service: str) -> Iterator[str]:
                 "network that you trust"
             )
         return
+    if all(map(is_loopback, hosts_of(url))):
+        return
     parts = urlsplit(url)
-    if parts.scheme == "unix":
-        return
-    hosts = [host.rpartition(":")[0] or host for host in parts.netloc.rpartition("@")[2].split(",")]
-    if all(map(is_loopback, hosts)):
-        return
     options = parse_qs(parts.query)
     tls = parts.scheme == "rediss" or options.get("ssl", [""])[0].lower() == "true"
     known = "@" in parts.netloc or credentials is not None or "ssl_certfile" in options

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.addresses import LOOPBACK
-from headrace.cli import runs, weights
+from headrace.cli import device_plan, runs, weights
 from headrace.cli.common import WIDTH, cell, plain_table, say
 from headrace.cli.pipeline import Pipeline, StoppedBySignal, check, open_display, settled
 from headrace.cli.weights import NamedModel
@@ -273,13 +273,15 @@ def _absolute(model: str) -> str:
 def ask(config: Config, found: NamedModel) -> None:
     """Run the pipeline until every prompt has ended. Raises `typer.Exit` after a signal."""
     console = Console()
+    plan = device_plan.of(config)
 
     with runs.locked(config):
         config, saved = settled(config)
+        device_plan.record(plan, config.run_folder)
         say(console, f"evaluating {found.name} in {config.run_folder}")
         try:
             with open_display(console) as display:
-                asyncio.run(Pipeline(config, saved, display).run())
+                asyncio.run(Pipeline(config, saved, plan, display).run())
         except StoppedBySignal as interrupted:
             say(console, "stopped before all prompts were evaluated; there are no results")
             raise typer.Exit(128 + interrupted.signum) from None

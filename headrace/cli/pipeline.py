@@ -20,7 +20,7 @@ from rich.live import Live
 
 from headrace import exposure, prompt_counts
 from headrace.addresses import reached, with_port
-from headrace.cli import environment_processes, page, runs
+from headrace.cli import device_plan, environment_processes, page, runs
 from headrace.cli.display import (
     UPDATING,
     Display,
@@ -32,6 +32,7 @@ from headrace.cli.display import (
 from headrace.cli.supervisor import Child, ServiceFailed, Supervisor, child_environ
 from headrace.config import Config
 from headrace.credentials import buffer_url, credentials_of
+from headrace.devices import DevicePlan
 from headrace.errors import HeadraceError, ReplayUnavailable, ServiceError
 from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, frequent
 from headrace.tls import client_context
@@ -106,8 +107,8 @@ class Children:
         return iter((self.replay, self.reward, *others, self.trainer))
 
     @classmethod
-    def of(cls, config: Config, saved: Path) -> Children:
-        """Those of a run whose resolved configuration was saved as `saved`."""
+    def of(cls, config: Config, saved: Path, plan: DevicePlan | None) -> Children:
+        """Those of a run whose resolved configuration was saved as `saved`; each sees the devices that `plan` gives it."""
 
         def child(name: str, service: str, ends_run: bool = False) -> Child:
             launcher = [sys.executable, "-m"]
@@ -116,7 +117,7 @@ class Children:
             argv = [*launcher, "headrace.cli", service, "--config", str(saved)]
             return Child(name, argv, saved.parent / "logs" / f"{name}.log", ends_run)
 
-        return cls(
+        children = cls(
             replay=child("replay", "replay"),
             reward=child("reward", "reward"),
             environments=environment_processes.children(config, saved.parent / "logs"),
@@ -127,15 +128,20 @@ class Children:
             ],
             trainer=child("trainer", "trainer", ends_run=True),
         )
+        if plan is not None:
+            for each in children:
+                own = child_environ(os.environ) if each.environ is None else each.environ
+                each.environ = {**own, **device_plan.told(plan, config, each.name)}
+        return children
 
 
 class Pipeline:
     """Runs a pipeline: `run` returns when the trainer has finished, or raises what ended it. Either way no process is left."""
 
-    def __init__(self, config: Config, saved: Path, display: Display) -> None:
+    def __init__(self, config: Config, saved: Path, plan: DevicePlan | None, display: Display) -> None:
         self.config = config
         self.display = display
-        self.children = Children.of(config, saved)
+        self.children = Children.of(config, saved, plan)
         self._tls = client_context(config.security.tls_ca) if config.security.tls_cert is not None else None
         credentials = credentials_of(config)
         assert credentials is not None  # `prepare` names the file
@@ -442,6 +448,8 @@ def _reason(answer: str) -> str:
 
 
 def _unready_state(child: Child, replica: Replica) -> str:
+    if replica.state == "LOADING":
+        return "loading"
     if not replica.takes_part:
         return "silent" if replica.state == "DEAD" else "quarantined"
     return UPDATING if child.was_ready else "waiting for weights"

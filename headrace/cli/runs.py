@@ -271,7 +271,7 @@ _LISTENERS: Mapping[str, Callable[[Config], tuple[str, int] | None]] = {
     "agents.port": lambda c: (c.agents.host, c.agents.port) if c.has_episodes else None,
     "agents.http_port": lambda c: (c.agents.host, c.agents.http_port) if c.has_episodes else None,
     "trainer.port": lambda c: (c.trainer.host, c.trainer.port),
-    "weight_channel.port": lambda c: (c.weight_channel.host, c.weight_channel.port),
+    "weight_channel.port": lambda c: (c.weight_channel.host or LOOPBACK, c.weight_channel.port),
 }
 # Those that the services of a run must know of each other; the others choose for themselves.
 _KNOWN = ("replay.redis_port", "replay.port", "reward.port", "reward.http_port", "trainer.port")

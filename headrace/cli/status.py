@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headrace import history
 from headrace.checkpoints import published
-from headrace.cli import runs
+from headrace.cli import device_plan, runs
 from headrace.cli.common import WIDTH, Overrides, cell, plain_table, say
 from headrace.cli.display import duration
 from headrace.cli.run_list import brief, steps, when
@@ -70,6 +70,7 @@ def status(
         *failures(state, reasons, loaded.run_folder),
         *waits_for(environments),
         *progress(newest, loaded.log_folder),
+        *device_plan.recorded(loaded.run_folder),
     ]
     show(sys.stdout, state, replicas, runners, meters, loaded.replay.bias_warning, lines)
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from headrace import checkpoints
-from headrace.cli import common, page, preflight, runs
+from headrace.cli import common, device_plan, page, preflight, runs
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
 from headrace.cli.display import (
@@ -43,6 +43,7 @@ def up(
     loaded, changes = runs.prepare(config, given)
     translation, warnings = examined.nemo_rl, preflight.look(examined)
     check(loaded)
+    plan = device_plan.of(loaded)
     console = Console()
 
     def say(line: str) -> None:
@@ -50,6 +51,7 @@ def up(
 
     with runs.locked(loaded), runs.refusable(loaded):
         loaded, saved = settled(loaded)
+        device_plan.record(plan, loaded.run_folder)
         for warning in warnings:
             say(f"warning: {warning}")
         say(f"run {loaded.run.id} in {loaded.run_folder} ({age_bound(loaded)})")
@@ -59,13 +61,15 @@ def up(
             say(going_on)
         for change in changes:
             say(f"changed: {change}")
+        for line in device_plan.lines(plan) if plan is not None else ():
+            say(line)
         say(f"curves: {page.address(loaded)}")
         for name, host, port in pages_of(loaded):
             say(f"{name}: {page.url(loaded, host, port)}")
         started = time.monotonic()
         try:
             with recorded(loaded.run_folder, StoppedBySignal), open_display(console) as display:
-                run = asyncio.run(Pipeline(loaded, saved, display).run())
+                run = asyncio.run(Pipeline(loaded, saved, plan, display).run())
         except StoppedBySignal as interrupted:
             say(f"stopped; `run.id={loaded.run.id}` goes on with this run, from {_goes_on_from(loaded)}")
             raise typer.Exit(128 + interrupted.signum) from None

@@ -103,16 +103,27 @@ class VLLMConfig(Section):
 
     precision: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="null takes policy.precision")
     tensor_parallel_size: int = Field(1, ge=1)
-    gpu_memory_utilization: float = Field(
-        0.6, gt=0, le=1, description="on a GPU: share of its memory for weights and KV cache"
+    gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of the device's memory for weights and KV cache; null is 0.9 on a GPU, 0.45 where `headrace up` has the "
+        "trainer share it",
     )
     kv_cache_memory_bytes: int | None = Field(
-        256 * 1024**2,
+        None,
         ge=1024**2,
-        description="size of the KV cache; null lets vLLM size it from gpu_memory_utilization",
+        description="size of the KV cache; null is what gpu_memory_utilization leaves, and 256 MiB on a CPU unless that is given",
     )
-    enforce_eager: bool = Field(True, description="no CUDA graphs, no compilation")
+    enforce_eager: bool | None = Field(
+        None, description="no CUDA graphs, no compilation; null is true on a CPU, false on a GPU"
+    )
     max_num_seqs: int = Field(256, ge=1, description="sequences in a batch of the engine")
+    max_num_batched_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens in a batch of the engine; null is 8192 on a GPU (max_num_seqs, if that is more), vLLM's own choice on a CPU",
+    )
     tool_parser: str | None = Field(
         None,
         description="vLLM's parser of the tool calls that this model writes (hermes, qwen3_xml, llama3_json, …), in episodes and in the "
@@ -122,6 +133,32 @@ class VLLMConfig(Section):
         None,
         description="vLLM's parser of the reasoning that this model writes (qwen3, deepseek_r1, …); null leaves it in the content",
     )
+
+    def resolved(self, *, on_cpu: bool) -> VLLMConfig:
+        """With the engine's defaults on this device in place of null, where they are ours."""
+        if on_cpu:
+            cache = 256 * 1024**2 if self.gpu_memory_utilization is None else None
+            ours: dict[str, Any] = {"kv_cache_memory_bytes": cache, "enforce_eager": True}
+        else:
+            ours = {
+                "gpu_memory_utilization": 0.9,
+                "enforce_eager": False,
+                "max_num_batched_tokens": max(8192, self.max_num_seqs),
+            }
+        return self.model_copy(update={key: value for key, value in ours.items() if getattr(self, key) is None})
+
+    @property
+    def sizes(self) -> str:
+        """What the engine's memory and batches are made of, in a line."""
+        keys = (
+            "tensor_parallel_size",
+            "gpu_memory_utilization",
+            "kv_cache_memory_bytes",
+            "enforce_eager",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+        )
+        return ", ".join(f"{key} {getattr(self, key)}" for key in keys if getattr(self, key) is not None)
 
 
 class GenerationConfig(Section):

@@ -112,6 +112,11 @@ class RolloutConfig(Section):
         description="an unfinished trajectory is saved in the buffer each time it has grown by this many tokens, so that another "
         "replica can go on from there; null saves it only when a replica leaves",
     )
+    load_deadline_s: float = Field(
+        1800.0,
+        gt=0,
+        description="while a replica loads its engine on a GPU, and for so long at most, trainer.fleet_deadline_s does not run",
+    )
     heartbeat_s: float = Field(2.0, gt=0, description="how often a replica renews itself and its leases")
     dead_after_s: float = Field(10.0, gt=0, description="a replica silent for this long is DEAD")
     quarantine_after: int | None = Field(
@@ -160,6 +165,12 @@ class TrainerConfig(Section):
     port: int = Field(0, ge=0, le=65535)
     num_processes: int = Field(1, ge=1, description="ranks that `headrace up` starts under torchrun")
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpu_memory_fraction: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of its GPU's memory that a rank may take; null takes all, and half where `headrace up` has a replica share it",
+    )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of a rank; null leaves it to torch")
     shard_within_host: bool = Field(
         False,
@@ -188,7 +199,10 @@ class WeightChannelConfig(Section):
     backend: Literal["auto", "gloo", "nccl"] = Field(
         "auto", description="auto: nccl where the trainer and the replicas run on GPUs, else gloo"
     )
-    host: str = Field("127.0.0.1", description="address of the trainer that replicas can reach")
+    host: str | None = Field(
+        None,
+        description="address of the trainer that replicas can reach; null takes its own on the way to the buffer's server",
+    )
     port: int = Field(0, ge=0, le=65535, description="rendezvous port on the trainer; 0 takes a free one")
     timeout_s: float = Field(
         60.0, gt=0, description="deadline of acknowledgement, of the transfer and of verification, each"

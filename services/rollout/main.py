@@ -12,6 +12,7 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
+from headrace import devices
 from headrace.addresses import with_port
 from headrace.config import Config
 from headrace.config.services import RolloutConfig
@@ -24,6 +25,7 @@ from headrace.replica_client import PATHS, ROLE
 from headrace.service import bind, serve_http, stop_on_signals
 from headrace_services.rollout.engine import running_engine
 from headrace_services.rollout.http import build_app, exported
+from headrace_services.rollout.loading import announced
 from headrace_services.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
@@ -71,7 +73,11 @@ def _run(config: Config) -> None:
 
 
 def _generate(config: Config, sock: socket.socket, replay: ReplayClient, runner: asyncio.Runner) -> None:
-    with running_engine(config) as engine:
+    # on a CPU the engine is up in seconds, and is forked, which another thread would prevent
+    slow = devices.engine_is_for_cuda(devices.installed_versions())
+    with contextlib.ExitStack() as stack:
+        with announced(config) if slow else contextlib.nullcontext():
+            engine = stack.enter_context(running_engine(config))
         runner.run(_serve(config, sock, replay, engine))
 
 
@@ -96,6 +102,7 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
         "pid": os.getpid(),
         "url": f"{scheme}://{with_port(_reachable_as(config.rollout), port)}",
         "device": engine.vllm_config.device_config.device_type,
+        "gpus": " ".join(_gpus(engine)),
         "model": config.policy.model_name,
     }
     worker = RolloutWorker(config, engine, replay, info)
@@ -103,6 +110,13 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
     with exported(worker, engine):
         async with serve_http(build_app(config, engine, worker), sock, access):
             await worker.run(stop)
+
+
+def _gpus(engine: AsyncLLM) -> list[str]:
+    """The UUIDs of the engine's devices, one for each of its workers; none on a CPU, or where NVML can't be reached."""
+    if engine.vllm_config.device_config.device_type != "cuda":
+        return []
+    return devices.uuids(os.environ)[: engine.vllm_config.parallel_config.tensor_parallel_size]
 
 
 def _reachable_as(rollout: RolloutConfig) -> str:

@@ -17,6 +17,7 @@ import functools
 import itertools
 import logging
 import os
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, TypeVar
@@ -32,6 +33,8 @@ from torch.distributed.distributed_c10d import rendezvous
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from headrace import devices
+from headrace.addresses import is_loopback
 from headrace.config import Config
 from headrace.errors import Restartable, ServiceError
 from headrace.service import EXIT_INTERNAL_ERROR
@@ -220,6 +223,28 @@ class RankWatch:
         os._exit(EXIT_INTERNAL_ERROR)
 
 
+def gloo_problem(environ: Mapping[str, str], name: str, address: str | None) -> str | None:
+    """Why ranks on several machines can't reach this one, whose `name` has this address: gloo tells them that, unless it is given an
+    interface. Debian's installer writes 127.0.1.1 for it into /etc/hosts."""
+    ranks = int(environ.get("WORLD_SIZE", "1"))
+    if int(environ.get("LOCAL_WORLD_SIZE", ranks)) == ranks or "GLOO_SOCKET_IFNAME" in environ:
+        return None
+    if address is not None and not is_loopback(address):
+        return None
+    return (
+        f"this machine's name {name} is {address or 'nothing'} in /etc/hosts, and gloo would send the ranks on other machines there: set "
+        "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface that they reach, such as eth0 (`ip -brief address`)"
+    )
+
+
+def _own_name() -> tuple[str, str | None]:
+    name = socket.gethostname()
+    try:
+        return name, socket.gethostbyname(name)
+    except OSError:
+        return name, None
+
+
 @contextlib.contextmanager
 def join_ranks(config: Config) -> Iterator[Ranks]:
     """Join the ranks while the context is open.
@@ -231,12 +256,18 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
             f"trainer.num_processes is {config.trainer.num_processes}, but this process was not started by torchrun; use "
             f"`headrace up`, or `torchrun --nproc-per-node {config.trainer.num_processes} -m headrace.cli trainer …`"
         )
+    if config.trainer.device != "cpu" and torch.version.cuda is not None:
+        devices.installed().check_driver()  # torch only warns, and sees no GPU then
     gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if config.trainer.gpu_memory_fraction is not None:
+            torch.cuda.set_per_process_memory_fraction(config.trainer.gpu_memory_fraction)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks()
         return
+    if problem := gloo_problem(os.environ, *_own_name()):
+        raise ServiceError(problem)
     timeout = datetime.timedelta(seconds=config.trainer.collective_timeout_s + GRACE_S)
     progress = Progress()
     with _lost_rank_named():

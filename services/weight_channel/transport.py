@@ -22,7 +22,6 @@ import hmac
 import ipaddress
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BroadcastOptions
 
+from headrace.addresses import own_address
 from headrace.errors import ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
 from headrace.service import bind
 from headrace.weights.manifest import Manifest
@@ -262,7 +262,7 @@ class Channel:
         m = self.membership
         if m.backend == "gloo":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(m.host, m.port))]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(m.host, m.port))]
             options._timeout = timedelta(seconds=seconds)
             return dist.ProcessGroupGloo(self._store, m.rank, m.world_size, options)
         torch.cuda.set_device(m.device)
@@ -395,15 +395,6 @@ def _listen_address(host: str) -> str:
         if ipaddress.ip_address(host).is_loopback:
             return host
     return "127.0.0.1" if host == "localhost" else "0.0.0.0"
-
-
-def _own_address(host: str, port: int) -> str:
-    """This machine's address on the route to the store, which peers on that network can reach."""
-    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, proto) as sock:
-        sock.connect(address)  # a datagram socket: chooses the interface, sends nothing
-        own: str = sock.getsockname()[0]
-    return own
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ replay:
 rollout: {{replicas: 2, port: {port}, max_concurrent_groups: 4, heartbeat_s: 0.5, dead_after_s: {DEAD_AFTER_S}, save_partial_tokens: 16}}
 reward: {{host: {address["reward"]}, http_port: {HTTP["reward"]}, workers: 1}}
 trainer: {{host: {address["trainer"]}, port: {HTTP["trainer"]}, num_threads: 1, fleet_deadline_s: 1200}}
-weight_channel: {{host: {address["trainer"]}, timeout_s: 8}}
+weight_channel: {{timeout_s: 8}}
 security: {{insecure: true}}
 checkpointing: {{save_period: {shape.save_period}, keep_top_k: 3, metric_name: null}}
 """

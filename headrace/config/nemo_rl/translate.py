@@ -25,7 +25,6 @@ TABLE = Table([*ALGORITHM, *POLICY, *GENERATION, *VALUE, *DATA, *ENV, *LOGGER, *
 # what such a file means without saying it; keys of `ppo` for a file that has it
 IMPLIED: dict[str, Any] = {
     "loss_fn.sequence_is_aggregation": "sum",
-    "policy.generation.vllm_cfg.kv_cache_memory_bytes": None,
     "data.remove_duplicates": False,
     "data.overlong_prompts": "leave_out",
     "ppo.scheduler_counts": "epochs",

@@ -1,4 +1,5 @@
 -- The fleet. A replica is HEALTHY (verified weights of this timeline), STALE, DEAD or QUARANTINED (quarantine.lua).
+-- One that is LOADING its engine is known to come, and no more: it leaves when the engine is up, and registers under a new name.
 -- There is no way from STALE or new to HEALTHY but `verify`, and none from DEAD or QUARANTINED: such a replica registers under a new name.
 --
 -- Runners lease episodes. They hold no weights: they are in no epoch, and not among the replicas. A runner is ALIVE or DEAD, and dies as a

@@ -1,4 +1,4 @@
--- open_epoch: announce a membership epoch to every replica that is not DEAD or QUARANTINED; any epoch before it is over.
+-- open_epoch: announce a membership epoch to every replica that is HEALTHY or STALE; any epoch before it is over.
 -- KEYS     the run
 -- ARGV     epoch (a nonce), version, timeline; then the rendezvous (msgpack)
 -- Returns  msgpack: id, version, timeline, state, members (each followed by what it did); then the rendezvous. Repeating it gives the same epoch.

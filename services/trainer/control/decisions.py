@@ -99,8 +99,8 @@ class LoopState:
     `refitted`: a refit to this version has been carried out, successful or not. `validated`: a validation of this version has begun.
     `validating`: the version under validation while results are missing; `awaited_since`: when the loop began to wait for it, if it has.
     `members` counts the replicas that take part (neither DEAD nor `quarantined`), `healthy` those of them that hold verified weights;
-    `healthy_at` is when one was last seen (or the wait for one began). `refit_due`: some replica that is not at this version may be
-    tried now. `reply`: the last answer of `reserve`, None if it must be called again. `target_reached`: a validation reached
+    `healthy_at` is when one was last seen, or one that loads (or the wait for one began). `refit_due`: some replica that is not at this
+    version may be tried now. `reply`: the last answer of `reserve`, None if it must be called again. `target_reached`: a validation reached
     `stop_at_validation_threshold`. `must_save`: another step would end after `checkpoint_must_save_by`, and no checkpoint has been saved
     for it yet.
     `counts`: the run's training groups by state. `episodes`: groups that wait for a runner; `runners` are alive, and `runner_at` is when
@@ -243,6 +243,11 @@ def count_verified(fleet: Iterable[Replica], version: int, timeline: str) -> int
 def alive(fleet: Iterable[Replica]) -> list[Replica]:
     """Those that the trainer still waits for."""
     return [replica for replica in fleet if replica.takes_part]
+
+
+def is_loading(fleet: Iterable[Replica]) -> bool:
+    """Whether some replica is known to come: it loads its engine."""
+    return any(replica.state == "LOADING" for replica in fleet)
 
 
 def behind(fleet: Iterable[Replica], version: int, timeline: str) -> list[str]:

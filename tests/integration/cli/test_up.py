@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import nvml
 from tests.support.light_services import instead_of
 from tests.support.ports import free_port, free_ports
 from tests.support.processes import eventually, gone
@@ -78,11 +79,13 @@ def up(tmp_path: Path, tiny_model: Path, real: bool) -> Iterator[Start]:
     started: list[Up] = []
     redis_port = free_port()
 
-    def start(steps: int, *overrides: str, **services: str) -> Up:
+    def start(steps: int, *overrides: str, gpus: str = "", **services: str) -> Up:
         config = tmp_path / "run.yaml"
         config.write_text(CONFIG.format(folder=tmp_path, model=tiny_model, steps=steps, redis_port=redis_port))
         number = len(started)
         environ = os.environ if real else instead_of(tmp_path / f"services-{number}", **services)
+        if gpus:
+            environ = nvml.environ(tmp_path, gpus, environ)
         started.append(Up(config, *overrides, output=tmp_path / f"up-{number}.out", environ=environ))
         return started[-1]
 
@@ -328,6 +331,27 @@ def test_however_it_is_stopped_no_process_is_left(up: Start, signum: int, code: 
     run.wait_for(moment)
     assert run.stop(signum) == []
     assert run.process.returncode == code
+
+
+@pytest.mark.parametrize("real", ["light"], indirect=True)  # the real services would look for these GPUs
+def test_each_service_sees_its_own_gpus_and_status_says_which(up: Start, folder: Path) -> None:
+    light = {"reward": "idle_reward", "rollout": "idle_rollout", "trainer": "talking_trainer"}
+    on_gpus = ("trainer.device=cuda", "rollout.device=cuda", "rollout.replicas=2")
+    run = up(100_000, *ENDLESS, *on_gpus, gpus="GPU-a GPU-b GPU-c GPU-d", **light)
+    run.wait_for("step 1:")
+    seen = {
+        service: re.findall(rb"CUDA_VISIBLE_DEVICES=([^\0]*)", Path(f"/proc/{pid}/environ").read_bytes())
+        for pid, command in run.started().items()
+        for service in re.findall(r"headrace\.cli (\w+) ", command)
+    }
+    assert seen.keys() == {"replay", "reward", "rollout", "trainer"}
+    assert seen["trainer"] == [b"GPU-a"]
+    assert seen["rollout"] in ([b"GPU-b"], [b"GPU-c"])
+    assert seen["reward"] == [b"GPU-d"]
+    plan = ["trainer    GPU 0", "rollout-1  GPU 1", "rollout-2  GPU 2", "left over  GPU 3"]
+    assert all(f"\n{line} (Stand-in, 80 GiB)" in run.said() for line in plan)
+    said = status_of(folder)
+    assert all(f" {line} (Stand-in, 80 GiB)" in said for line in plan)
 
 
 def trained(folder: Path) -> list[int]:

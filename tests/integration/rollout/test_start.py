@@ -129,7 +129,7 @@ def test_vllms_server_takes_what_headrace_serve_starts_it_with(settings: dict[st
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     found = NamedModel("adder@4", str(tiny_model), RunCheckpoint(Config.model_validate(settings), 4))
-    given = serve.arguments(found, "0.0.0.0", 8000, ("cert", "key"), [])
+    given = serve.arguments(found, "0.0.0.0", 8000, ("cert", "key"), [], on_cpu=True)
     taken = make_arg_parser(FlexibleArgumentParser()).parse_args(given)
     validate_parsed_serve_args(taken)
     assert (taken.model, taken.served_model_name, taken.port) == (str(tiny_model), ["adder@4"], 8000)

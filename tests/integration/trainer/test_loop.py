@@ -218,7 +218,18 @@ async def test_no_replica_within_the_fleet_deadline_ends_the_run_with_that_reaso
     trainer: Trainer, replay: ReplayClient
 ) -> None:
     trainer.settings["trainer"]["fleet_deadline_s"] = 1
-    assert await trainer.run() == 1
+    await replay.register("loads", {}, loading=True)
+    run = asyncio.create_task(trainer.run())
+    while (await replay.state()).enqueued < 0 and not run.done():
+        await replay.heartbeat("loads", [])
+        await asyncio.sleep(0.2)
+    # a wait that is longer than the deadline, while a replica is known to come
+    for _ in range(12):
+        await replay.heartbeat("loads", [])
+        await asyncio.sleep(0.2)
+    assert not run.done(), trainer.said()
+    await replay.deregister("loads")
+    assert await run == 1
     assert "error: no verified rollout replica for 1 s (trainer.fleet_deadline_s)" in trainer.said()
 
 

@@ -28,18 +28,25 @@ KEY = {api_key.VARIABLE: "key"}
 def test_the_users_options_outrank_the_runs_and_where_it_listens_is_not_theirs(tmp_path: Any) -> None:
     config = Config.model_validate({"policy": {"precision": "float32", "max_total_sequence_length": 64}})
     found = NamedModel("adder@4", "policy", RunCheckpoint(config, 4))
-    options = serve.arguments(found, "127.0.0.1", 8000, None, ["--max-model-len", "32", "--host", "0.0.0.0"])
+    options = serve.arguments(
+        found, "127.0.0.1", 8000, None, ["--max-model-len", "32", "--host", "0.0.0.0"], on_cpu=True
+    )
     last = dict(itertools.pairwise(options))
     assert (last["--served-model-name"], last["--model"], last["--dtype"]) == ("adder@4", "policy", "float32")
     assert (last["--max-model-len"], last["--host"], last["--port"]) == ("32", "127.0.0.1", "8000")
+    assert last["--kv-cache-memory-bytes"] == str(2**28)
+    assert "--enforce-eager" in options
+    on_gpu = serve.arguments(found, "127.0.0.1", 8000, None, [], on_cpu=False)
+    assert dict(itertools.pairwise(on_gpu))["--gpu-memory-utilization"] == "0.9"
+    assert "--enforce-eager" not in on_gpu
     assert "--middleware" not in options
-    assert serve.arguments(DIR, "::1", 1, None, []) == [
+    assert serve.arguments(DIR, "::1", 1, None, [], on_cpu=True) == [
         "--model", "models/adder", "--served-model-name", "adder", "--host", "::1", "--port", "1",
     ]  # fmt: skip
 
 
 def test_beyond_the_loopback_interface_there_is_a_guard_and_the_certificate() -> None:
-    options = serve.arguments(DIR, "0.0.0.0", 8000, ("cert", "key"), [])
+    options = serve.arguments(DIR, "0.0.0.0", 8000, ("cert", "key"), [], on_cpu=True)
     assert options[-6:] == [
         "--ssl-certfile",
         "cert",

