@@ -266,7 +266,8 @@ def plan(config: Config, gpus: int, hosts: int, device: int) -> tuple[dict[str, 
         device=device,
         bucket=config.weight_channel.bucket_bytes,
     )
-    engine = config.policy.generation.vllm_cfg
+    engine = config.policy.generation.vllm_cfg.resolved(on_cpu=False)
+    assert engine.gpu_memory_utilization is not None  # it has a default on a GPU
     width = 4 if (engine.precision or config.policy.precision) == "float32" else 2
     parallel = engine.tensor_parallel_size
     replica = replica_memory(
