@@ -1,12 +1,18 @@
-"""Calls a second of episodes through a gateway, beside the same calls made to the replica directly, and a runner's memory.
+"""Calls a second of episodes through a gateway beside the same calls made to the replica directly, what each costs in which process, a
+runner's memory, and what fifty runners do to a refit.
 
     python -m benchmarks.agents
 
-One replica of the tiny model (random weights), a buffer, and a runner with its gateway in this process, as are the programs: each asks five
-times, appends what it was told, and asks again; 64 are open at a time. Through the gateway a call is rendered, sampled, parsed and kept in
-the buffer. Directly it is sampled alone: the contexts are those that the episodes' records hold, 64 conversations at a time, each in its
-order. Then programs that wait after their first call are opened, and the memory of this process is that of its runner, its gateway and the
-programs' clients.
+One replica of the tiny model (random weights), a buffer, and a runner with its gateway in this process; the programs are in another
+(`benchmarks.agents_programs`). Each asks five times, appends what it was told, and asks again; 64 are open at a time. Through the gateway a
+call is rendered, sampled, parsed and kept in the buffer. Directly it is sampled alone: the same process, with the same client, sends the
+requests to sample that the gateway made, with their tokens and seeds, 64 conversations at a time, each in its order. The prefix cache is
+emptied in between. With random weights almost every answer has tokens that are no text, so that almost every later call has two
+conversations rendered: the worst case.
+
+Then the weights are sent again and again: with no runner, beside fifty that are registered and wait for work in a process of their own
+(`benchmarks.idle_runners`), and with none again. Last, programs are opened that wait after their first call, and the memory of this process
+is that of its runner and its gateway.
 """
 
 from __future__ import annotations
@@ -14,18 +20,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
+import json
 import logging
 import os
 import signal
+import statistics
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import torch
 import yaml
@@ -38,7 +49,7 @@ from headrace.config import Config
 from headrace.episode import Episode, EpisodeOutcome
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient, Reservation
 from headrace.replay.connection import open_redis
-from headrace.replica_client import ReplicaClient, SampleRequest
+from headrace.replica_client import SAMPLE, ReplicaClient, Sampled, SampleRequest
 from headrace.service import bind, serve_openly
 from headrace.trajectory import EpisodeTrajectory, Group, Int32, Sampling, Score
 from headrace.weights.probe import choose_token_ids
@@ -54,12 +65,55 @@ OPEN = 1008  # whole groups of 16
 NEW_TOKENS, CONTEXT = 16, 512
 ENVIRONMENT = "talk"
 
-Play = Callable[[Episode], Coroutine[Any, Any, None]]
+REFITS = 9  # of each kind
+RUNNERS = 50
+
+# An episode is played by it.
+Play = Callable[[Episode], Awaitable[None]]
+
+
+class ProgramsProcess:
+    """The process of `benchmarks.agents_programs`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._ids = itertools.count()
+        self._done: dict[int, asyncio.Future[None]] = {}
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def started(cls) -> AsyncIterator[ProgramsProcess]:
+        async with _process("benchmarks.agents_programs") as process:
+            programs = cls(process)
+            reading = asyncio.create_task(programs._read())
+            try:
+                yield programs
+            finally:
+                reading.cancel()
+
+    async def do(self, **job: object) -> None:
+        number = next(self._ids)
+        self._done[number] = asyncio.get_running_loop().create_future()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"id": number, **job}).encode() + b"\n")
+        await self._done[number]
+
+    async def talk(self, episode: Episode, calls: int) -> None:
+        address, _, path = episode.base_url.partition("/s/")
+        await self.do(address=address, path=f"/s/{path}/chat/completions", messages=list(episode.messages), calls=calls)
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            self._done.pop(int(line)).set_result(None)
+        for future in self._done.values():
+            future.set_exception(SystemExit("the programs have ended"))
 
 
 @dataclasses.dataclass
 class Programs:
-    """Programs in this process, which earn nothing."""
+    """Programs that earn nothing."""
 
     play: Play
 
@@ -68,39 +122,89 @@ class Programs:
         return EpisodeOutcome(Score("SCORED", 0.0, environment=ENVIRONMENT, build="1"))
 
 
-async def asks_five_times(episode: Episode) -> None:
-    messages = list(episode.messages)
-    for _ in range(CALLS):
-        answer = await episode.chat(messages)
-        messages += [answer, {"role": "user", "content": "1+1"}]
+class Listening(ReplicaClient):
+    """Keeps what was asked and answered, in `heard`."""
+
+    heard: list[tuple[SampleRequest, Sampled]]
+
+    async def sample(self, request: SampleRequest) -> Sampled:
+        sampled = await super().sample(request)
+        self.heard.append((request, sampled))
+        return sampled
+
+
+class CpuTimes:
+    """The CPU time of the processes that take part in a call, by their names."""
+
+    def __init__(self, programs: int, replica: int, buffer: int) -> None:
+        front = psutil.Process(replica)
+        engine = front.children(recursive=True)
+        self._processes = {
+            "programs": [psutil.Process(programs)],
+            "runner and gateway": [psutil.Process()],
+            "replica": [front],
+            "its engine": engine,
+            "buffer": [psutil.Process(buffer)],
+        }
+
+    def now(self) -> dict[str, float]:
+        return {name: sum(map(_cpu_s, processes)) for name, processes in self._processes.items()}
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+@dataclasses.dataclass
+class Road:
+    """Some calls that went the same way: wall seconds, and CPU seconds by process."""
+
+    name: str
+    seconds: float
+    cpu_s: dict[str, float]
 
 
 class Run:
-    """A run of the buffer with one replica, which is a process of its own and holds the weights of version 0."""
+    """A run of the buffer with one replica, which is a process of its own."""
 
-    def __init__(self, config: Config, replay: ReplayClient) -> None:
+    def __init__(self, config: Config, replay: ReplayClient, source: Source, replica: int) -> None:
         self.config = config
         self.replay = replay
-        self.timeline = ""
-
-    async def hold_weights(self, source: Source) -> None:
-        """Return once the replica has been sent its weights."""
-        await self.replay.rewind(0, "benchmark")
+        self.replica = replica
         self.timeline = "benchmark"
+        self.version = -1
+        self._source = source
+        self._sender = WeightSender(config, replay)
+
+    async def aclose(self) -> None:
+        await self._sender.aclose()
+
+    async def begin(self) -> None:
+        """Return once the replica has been sent its weights."""
+        await self.replay.rewind(0, self.timeline)
         while not await self.replay.replicas():
             await self.replay.wait_epoch(0.2)
-        sender = WeightSender(self.config, self.replay)
-        model: Any = source.model.config
-        ids = choose_token_ids(model.vocab_size)
-        report = await sender.refit(0, self.timeline, source, ids, source.logprobs(ids))
-        await sender.aclose()
+        await self.refit()
+
+    async def refit(self) -> float:
+        """Send the replica the weights once more; it computes nothing with what it had. Returns the seconds."""
+        self.version += 1
+        config: Any = self._source.model.config
+        ids = choose_token_ids(config.vocab_size)
+        probe = self._source.logprobs(ids)
+        started = time.perf_counter()
+        report = await self._sender.refit(self.version, self.timeline, self._source, ids, probe)
         if not report.verified:
             raise SystemExit(f"the replica refused its weights: {report.refused}")
+        return time.perf_counter() - started
 
     @contextlib.asynccontextmanager
-    async def playing(self, play: Play) -> AsyncIterator[Runner]:
+    async def playing(
+        self, play: Play, connect: Callable[[str], ReplicaClient] = ReplicaClient
+    ) -> AsyncIterator[Runner]:
         """A runner that plays what the buffer has, until the context closes."""
-        fleet = Fleet(ReplicaClient, RunClock())
+        fleet = Fleet(connect, RunClock())
         gateway = Gateway("policy", max_request_bytes=10**6, max_parallel_calls=64, max_requests_per_s=10**6)
         with contextlib.closing(bind("127.0.0.1", 0, "agents.port")) as sock:
             async with httpx.AsyncClient() as forward, serve_openly(build_app(gateway, forward), sock):
@@ -116,43 +220,54 @@ class Run:
                     await running
                     await fleet.aclose()
 
-    async def through_the_gateway(self) -> tuple[float, list[EpisodeTrajectory]]:
-        """Seconds from the first lease to the last episode, and what was recorded."""
-        async with self.playing(asks_five_times):
-            started = time.perf_counter()
+    async def both_roads(self, programs: ProgramsProcess, cpu: CpuTimes) -> tuple[list[Road], int, float]:
+        """Through the gateway, and directly; the calls of each; the share of the tokens of later turns that the prefix cache had."""
+        heard: list[tuple[SampleRequest, Sampled]] = []
+        Listening.heard = heard
+
+        async def five_times(episode: Episode) -> None:
+            await programs.talk(episode, CALLS)
+
+        async def all_read() -> list[EpisodeTrajectory]:
             while not isinstance(batch := await self.replay.reserve(0, self.timeline), Reservation):
                 await self.replay.wait_ready(1.0)
-            seconds = time.perf_counter() - started
-        read = await self.replay.read([one.key for one in batch.trajectories])
-        return seconds, [trajectory for trajectory, _ in read if isinstance(trajectory, EpisodeTrajectory)]
+            read = await self.replay.read([one.key for one in batch.trajectories])
+            return [trajectory for trajectory, _ in read if isinstance(trajectory, EpisodeTrajectory)]
 
-    async def directly(self, episodes: Sequence[EpisodeTrajectory], eos: int) -> float:
-        """Seconds for the same contexts, sampled again."""
+        async with self.playing(five_times, Listening):
+            before, started = cpu.now(), time.perf_counter()
+            episodes = await all_read()
+            through = Road("through the gateway", time.perf_counter() - started, _spent(before, cpu))
+        known = set(heard_contexts := [tuple(context) for each in episodes for context in contexts(each)])
+        assert {request.token_ids for request, _ in heard} == known, "the record is not what the replica was asked"
+        await self.refit()
         (replica,) = await self.replay.replicas()
-        client = ReplicaClient(str(replica.info["url"]))
         places = asyncio.Semaphore(AT_A_TIME)
+        asked: dict[tuple[int, ...], list[SampleRequest]] = defaultdict(list)
+        for request, _ in heard:
+            asked[request.token_ids].append(msgspec.structs.replace(request, message=False, tools=None))
 
-        async def one(episode: EpisodeTrajectory) -> None:
+        async def again(episode: EpisodeTrajectory) -> None:
             async with places:
-                for context in contexts(episode):
-                    await client.sample(
-                        SampleRequest(tuple(context), NEW_TOKENS, self.timeline, 0, stop_token_ids=(eos,))
-                    )
+                bodies = [msgspec.json.encode(asked[tuple(each)].pop()).decode() for each in contexts(episode)]
+                await programs.do(address=str(replica.info["url"]), path=SAMPLE, bodies=bodies)
 
-        started = time.perf_counter()
-        await asyncio.gather(*map(one, episodes))
-        seconds = time.perf_counter() - started
-        await client.aclose()
-        return seconds
+        before, started = cpu.now(), time.perf_counter()
+        await asyncio.gather(*map(again, episodes))
+        directly = Road("to the replica", time.perf_counter() - started, _spent(before, cpu))
+        first = {tuple(contexts(each)[0]) for each in episodes}
+        later = [(request, sampled) for request, sampled in heard if request.token_ids not in first]
+        cached = sum(sampled.cached_tokens for _, sampled in later)
+        return [through, directly], len(heard_contexts), cached / sum(len(request.token_ids) for request, _ in later)
 
-    async def memory(self) -> tuple[int, float]:
+    async def memory(self, programs: ProgramsProcess) -> tuple[int, float]:
         """Episodes that are open at once, each with a call behind it, and KiB of this process for each."""
         asked, slots = 0, self.config.agents.slots
         all_asked, over = asyncio.Event(), asyncio.Event()
 
         async def asks_and_waits(episode: Episode) -> None:
             nonlocal asked
-            await episode.chat(episode.messages)
+            await programs.talk(episode, 1)
             asked += 1
             if asked == slots:
                 all_asked.set()
@@ -165,6 +280,37 @@ class Run:
             opened, after = runner.episodes, process.memory_info().rss
             over.set()
         return opened, (after - before) / opened / 1024
+
+    async def refits(self, file: Path) -> tuple[float, float]:
+        """The median seconds of a refit with no runner, and beside so many."""
+
+        async def some() -> list[float]:
+            return [await self.refit() for _ in range(REFITS)]
+
+        await self.refit()
+        alone = await some()
+        async with _process("benchmarks.idle_runners", str(file), str(RUNNERS)):
+            beside = await some()
+        return statistics.median([*alone, *await some()]), statistics.median(beside)
+
+
+@contextlib.asynccontextmanager
+async def _process(*command: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A module that runs as a process, which has said its first line."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stdin=pipe, stdout=pipe)
+    try:
+        assert process.stdout is not None
+        if not await process.stdout.readline():
+            raise SystemExit(f"{command[0]} did not start")
+        yield process
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+def _spent(before: dict[str, float], cpu: CpuTimes) -> dict[str, float]:
+    return {name: seconds - before[name] for name, seconds in cpu.now().items()}
 
 
 def contexts(episode: EpisodeTrajectory) -> list[list[int]]:
@@ -198,8 +344,8 @@ def groups(count: int, prompts: Sequence[Int32], eos: int) -> list[Group]:
 
 
 @contextlib.asynccontextmanager
-async def run(folder: Path, redis_url: str, prompts_per_step: int, slots: int) -> AsyncIterator[tuple[Run, int]]:
-    """A run whose replica is ready and whose groups are queued; and the end token."""
+async def run(folder: Path, redis_url: str, prompts_per_step: int, slots: int) -> AsyncIterator[tuple[Run, Path]]:
+    """A run whose replica is ready and whose groups are queued; and its configuration's file."""
     model = folder / "model"
     tokenizer = AutoTokenizer.from_pretrained(model)
     run_id = f"benchmark-{uuid.uuid4().hex[:8]}"
@@ -240,45 +386,61 @@ async def run(folder: Path, redis_url: str, prompts_per_step: int, slots: int) -
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "replica.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, env=environ)
+    source = Source(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+    one = Run(config, replay, source, process.pid)
     try:
-        one = Run(config, replay)
-        source = Source(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
-        await one.hold_weights(source)
+        await one.begin()
         prompts = [
             torch.tensor(tiny.prompt_ids(tokenizer, arithmetic.text(pair)), dtype=torch.int32).numpy()
             for pair in arithmetic.held_out(2)
         ]
         await replay.enqueue(groups(prompts_per_step, prompts, tokenizer.eos_token_id), one.timeline)
-        yield one, tokenizer.eos_token_id
+        yield one, file
     finally:
+        await one.aclose()
         process.send_signal(signal.SIGTERM)
         await process.wait()
         await replay.aclose()
 
 
-async def measure(folder: Path, redis_url: str) -> None:
-    console = Console(file=sys.stdout, width=120)
-    table = Table(title=f"Episodes of {CALLS} calls, {AT_A_TIME} at a time")
-    for column in ("", "calls", "s", "calls/s", "of direct"):
+async def measure(folder: Path, redis_url: str, buffer_pid: int) -> None:
+    console = Console(file=sys.stdout, width=140)
+    async with ProgramsProcess.started() as programs:
+        async with run(folder, redis_url, 256 // N, AT_A_TIME) as (one, file):
+            cpu = CpuTimes(programs.pid, one.replica, buffer_pid)
+            roads, calls, cached = await one.both_roads(programs, cpu)
+            alone, beside = await one.refits(file)
+        console.print(_table(roads, calls))
+        console.print(f"of the tokens that later turns continue, {cached:.2f} were in the prefix cache")
+        console.print(
+            f"a refit: {1000 * alone:.0f} ms with no runner, {1000 * beside:.0f} ms beside {RUNNERS}, medians of {2 * REFITS} and {REFITS}"
+        )
+        async with run(folder, redis_url, OPEN // N, OPEN) as (one, _):
+            opened, kib = await one.memory(programs)
+        console.print(f"{opened} episodes open: {kib:.0f} KiB each, {opened * kib / 1024:.0f} MiB")
+
+
+def _table(roads: Sequence[Road], calls: int) -> Table:
+    table = Table(
+        title=f"{calls} calls, {CALLS} an episode, {AT_A_TIME} episodes at a time; CPU milliseconds of a call"
+    )
+    for column in ("", "calls/s", *roads[0].cpu_s, "all"):
         table.add_column(column, justify="right")
-    async with run(folder, redis_url, 256 // N, AT_A_TIME) as (one, eos):
-        gateway_s, episodes = await one.through_the_gateway()
-        direct_s = await one.directly(episodes, eos)
-    calls = sum(len(episode.calls) for episode in episodes)
-    for name, seconds in (("through the gateway", gateway_s), ("to the replica", direct_s)):
-        table.add_row(name, f"{calls}", f"{seconds:.1f}", f"{calls / seconds:.0f}", f"{direct_s / seconds:.2f}")
-    console.print(table)
-    async with run(folder, redis_url, OPEN // N, OPEN) as (one, _):
-        opened, kib = await one.memory()
-    console.print(f"{opened} episodes open: {kib:.0f} KiB each, {opened * kib / 1024:.0f} MiB")
+    for road in roads:
+        spent = [1000 * seconds / calls for seconds in (*road.cpu_s.values(), sum(road.cpu_s.values()))]
+        table.add_row(road.name, f"{calls / road.seconds:.0f}", *(f"{each:.2f}" for each in spent))
+    through, directly = roads
+    cpu = sum(directly.cpu_s.values()) / sum(through.cpu_s.values())
+    table.add_row("share", f"{directly.seconds / through.seconds:.2f}", *("" for _ in through.cpu_s), f"{cpu:.2f}")
+    return table
 
 
 def main() -> None:
     torch.set_num_threads(1)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    with tempfile.TemporaryDirectory() as name, buffer(Path(name) / "buffer") as redis_url:
+    with tempfile.TemporaryDirectory() as name, buffer(Path(name) / "buffer") as server:
         tiny.make(Path(name) / "model", warmup=False)
-        asyncio.run(measure(Path(name), redis_url))
+        asyncio.run(measure(Path(name), server.url, server.pid))
 
 
 if __name__ == "__main__":

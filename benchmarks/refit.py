@@ -193,8 +193,8 @@ def measure(directory: Path, redis_url: str) -> tuple[dict[str, float], int, int
 
 
 @contextlib.contextmanager
-def buffer(folder: Path) -> Iterator[str]:
-    """A server of the buffer's own, with the library loaded; its address."""
+def buffer(folder: Path) -> Iterator[EmbeddedServer]:
+    """A server of the buffer's own, with the library loaded."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         server = EmbeddedServer(folder, "127.0.0.1", sock.getsockname()[1])
@@ -206,7 +206,7 @@ def buffer(folder: Path) -> Iterator[str]:
 
     asyncio.run(start())
     try:
-        yield server.url
+        yield server
     finally:
         asyncio.run(server.stop())
 
@@ -216,11 +216,11 @@ def main() -> None:
     table = Table(title="A refit over gloo on loopback, milliseconds (median)")
     for column in ("model", "MB", *PHASES, "whole refit", "wire", "transfer / wire"):
         table.add_column(column, justify="right")
-    with tempfile.TemporaryDirectory() as folder, buffer(Path(folder) / "buffer") as redis_url:
+    with tempfile.TemporaryDirectory() as folder, buffer(Path(folder) / "buffer") as server:
         for name, make in (("tiny", lambda path: tiny.make(path, warmup=False)), ("25M", make_25m)):
             directory = Path(folder) / name
             make(directory)
-            seconds, nbytes, parameters = measure(directory, redis_url)
+            seconds, nbytes, parameters = measure(directory, server.url)
             bare = wire(nbytes)
             figures = [f"{1000 * seconds[phase]:.1f}" for phase in (*PHASES, "whole refit")]
             table.add_row(

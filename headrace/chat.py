@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
-import io
 import itertools
 import json
 import math
 import secrets
 import ssl
 from typing import Any
-from urllib.parse import urlsplit
 
 from headrace.errors import ChatError
+from headrace.http_client import HttpClient, TooLarge
 from headrace.trajectory import Message
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 5.0
@@ -21,6 +21,8 @@ _MOST_TRIES = 8
 # What is worth another try, besides what is the server's fault: it has too much to do, or somebody was faster.
 _AGAIN = (408, 409, 429)
 _LONGEST_REASON = 500
+# Of an answer.
+MOST_BYTES = 64 * 1024**2
 
 
 async def chat(base_url: str, api_key: str, request: dict[str, Any], within_s: float) -> Message:
@@ -29,11 +31,21 @@ async def chat(base_url: str, api_key: str, request: dict[str, Any], within_s: f
     body = json.dumps({"model": "policy", **request}).encode()
     # all tries are one call: who answers tells a try from a new question by these
     key = secrets.token_hex(16)
-    async with asyncio.timeout(None if math.isinf(within_s) else within_s):
+    verify = ssl.create_default_context() if base_url.startswith("https:") else None
+    async with (
+        asyncio.timeout(None if math.isinf(within_s) else within_s),
+        contextlib.aclosing(HttpClient(base_url, verify, most=MOST_BYTES)) as policy,
+    ):
         for number in itertools.count(1):
-            headers = {"idempotency-key": key, "x-stainless-retry-count": str(number - 1)}
+            headers = {
+                "authorization": f"Bearer {api_key}",
+                "idempotency-key": key,
+                "x-stainless-retry-count": str(number - 1),
+            }
             try:
-                status, answer = await _post(f"{base_url}/chat/completions", api_key, headers, body)
+                status, answer = await policy.post("/chat/completions", headers, body)
+            except TooLarge as error:  # a second try would be answered the same
+                raise ChatError(f"the policy's answer can't be taken: {error}") from error
             except (OSError, http.client.HTTPException) as error:
                 refusal = ChatError(f"the policy can't be reached ({type(error).__name__}: {error})")
             else:
@@ -46,42 +58,6 @@ async def chat(base_url: str, api_key: str, request: dict[str, Any], within_s: f
                 raise refusal
             await asyncio.sleep(min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (number - 1)))
     raise AssertionError  # a timeout raises
-
-
-async def _post(url: str, api_key: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
-    """The status and the body of the answer. The connection is this call's alone, and ends with it, cancelled or not."""
-    parts = urlsplit(url)
-    secure = parts.scheme == "https"
-    reader, writer = await asyncio.open_connection(
-        parts.hostname, parts.port or (443 if secure else 80), ssl=ssl.create_default_context() if secure else None
-    )
-    try:
-        lines = [
-            f"POST {parts.path} HTTP/1.1",
-            f"host: {parts.netloc}",
-            f"authorization: Bearer {api_key}",
-            "content-type: application/json",
-            f"content-length: {len(body)}",
-            "connection: close",
-            *(f"{name}: {value}" for name, value in headers.items()),
-        ]
-        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
-        await writer.drain()
-        response = http.client.HTTPResponse(_Received(await reader.read()))  # type: ignore[arg-type]
-        response.begin()
-        return response.status, response.read()
-    finally:
-        writer.close()
-
-
-class _Received:
-    """What `HTTPResponse` reads, in the place of a socket."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def makefile(self, mode: str) -> io.BytesIO:
-        return io.BytesIO(self._data)
 
 
 def _message(answer: bytes) -> Message:

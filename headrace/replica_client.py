@@ -1,27 +1,29 @@
 """What a rollout replica does for a call of an episode, and its client: tokens in, tokens out, and the model's own chat format.
 
 `/sample` is the run's own work and is fenced as a lease is: a replica samples only with verified weights of the timeline that the
-request names. `/render` and `/derender` translate between messages and tokens, with the engine's own template and parsers.
+request names. It says what it has sampled as a message too, if it is asked to, and `/render` makes tokens of messages, with the engine's
+own parsers and template.
 """
 
 from __future__ import annotations
 
-import ssl
+import http.client
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
-import httpx
 import msgspec
 
 from headrace.errors import HeadraceError
+from headrace.http_client import HttpClient
 from headrace.tls import client_context
 from headrace.trajectory import FinishReason, Message, Sampling, Span
 
-SAMPLE, RENDER, DERENDER = PATHS = ("/sample", "/render", "/derender")
+SAMPLE, RENDER = PATHS = ("/sample", "/render")
 # the role whose token a caller presents
 ROLE = "agents"
 _CONNECT_S = 10.0
 _SAID = 200  # of an answer that is not understood, in its error
+_MOST_BYTES = 1024**3  # of an answer: a context of tens of millions of tokens
 
 T = TypeVar("T")
 
@@ -30,13 +32,14 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 #   unhealthy: it holds no verified weights; timeline: its weights, or the call, are of another timeline; stale: its weights are older
 #   than the call allows; refit: it takes no call until a refit is over; leaving: it is being stopped
 FenceReason = Literal["unhealthy", "timeline", "stale", "refit", "leaving"]
-# invalid: no replica can make sense of it; context: it leaves no room in the model's context
-RefusalReason = Literal["invalid", "context"]
+# invalid: no replica can make sense of it; context: it leaves no room in the model's context; too_large: its body has too many bytes
+RefusalReason = Literal["invalid", "context", "too_large"]
 StopReason = int | str | None
 
 
 class SampleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A completion of `token_ids` that is asked for, from weights of `timeline` that are not older than `min_version`."""
+    """A completion of `token_ids` that is asked for, from weights of `timeline` that are not older than `min_version`; as a `message` too,
+    in which calls of `tools` are told from text."""
 
     token_ids: tuple[int, ...]
     max_new_tokens: Positive
@@ -48,6 +51,8 @@ class SampleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    message: bool = False
+    tools: list[dict[str, Any]] | None = None
 
     @property
     def sampling(self) -> Sampling:
@@ -66,7 +71,11 @@ class Sampled(msgspec.Struct, frozen=True):
     """A completion. `logprobs` are those of a trajectory: natural logarithms, after temperature.
 
     `stop_reason`: the stop string, or the id of the last token, that ended it; None at finish reason "length". `timeline` and `version`
-    are of the weights that the replica held, verified, when it answered; `spans` say which tokens are of which version.
+    are of the weights that the replica held, verified, when it answered; `spans` say which tokens are of which version. `cached_tokens` of
+    what it continues were found in the engine's prefix cache.
+
+    `message`, if it was asked for, has `role`, `content` (None beside tool calls alone), and where there are any `reasoning` and
+    `tool_calls`. These have no ids: the same tokens always give the same message, so whoever answers a program numbers them.
     """
 
     token_ids: list[int]
@@ -77,6 +86,8 @@ class Sampled(msgspec.Struct, frozen=True):
     timeline: str
     version: int
     replica: str
+    cached_tokens: int = 0
+    message: Message = {}
 
 
 class RenderRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,27 +100,6 @@ class RenderRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Rendered(msgspec.Struct, frozen=True):
     token_ids: list[int]
-
-
-class DerenderRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A completion to be parsed; `finish_reason` and `stop_reason` as `Sampled` has them.
-
-    `prompt_token_ids` are what it continues: some parsers look there for reasoning that the prompt has begun, and some tokenizers for
-    whether the first token has a space before it.
-    """
-
-    token_ids: list[int]
-    finish_reason: FinishReason
-    tools: list[dict[str, Any]] | None = None
-    stop_reason: StopReason = None
-    prompt_token_ids: list[int] = []
-
-
-class Derendered(msgspec.Struct, frozen=True):
-    """`message` has `role`, `content` (None beside tool calls alone), and where there are any `reasoning` and `tool_calls`. These have no
-    ids: the same tokens always give the same message, so whoever answers a program numbers them."""
-
-    message: Message
 
 
 class ReplicaFenced(HeadraceError):
@@ -126,7 +116,7 @@ class ReplicaUnavailable(HeadraceError):
 
 
 class RenderRefused(HeadraceError):
-    """What was sent can't be rendered, parsed or sampled from by any replica (status 400): the fault is its author's."""
+    """What was sent can't be rendered, parsed or sampled from by any replica (status 400, or 413): the fault is its author's."""
 
     def __init__(self, reason: RefusalReason, message: str) -> None:
         super().__init__(message)
@@ -158,14 +148,8 @@ class ReplicaClient:
         `authorities`: security.tls_ca. Raises `ConfigError` if it can't be used."""
         self.url = url
         self._token = token
-        verify: ssl.SSLContext | bool = client_context(authorities) if url.startswith("https:") else True
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            verify=verify,
-            timeout=httpx.Timeout(None, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=None),
-            trust_env=False,
-        )
+        verify = client_context(authorities) if url.startswith("https:") else None
+        self._http = HttpClient(url, verify, most=_MOST_BYTES, connect_s=_CONNECT_S)
 
     async def sample(self, request: SampleRequest) -> Sampled:
         """Raises `ReplicaFenced`, and `RenderRefused`."""
@@ -182,50 +166,36 @@ class ReplicaClient:
         asked = RenderRequest(list(messages), None if tools is None else list(tools), add_generation_prompt)
         return (await self._ask(RENDER, asked, Rendered)).token_ids
 
-    async def derender(
-        self,
-        token_ids: Sequence[int],
-        tools: Sequence[dict[str, Any]] | None,
-        finish_reason: FinishReason,
-        stop_reason: StopReason = None,
-        prompt_token_ids: Sequence[int] = (),
-    ) -> Message:
-        """The assistant's message that a completion is: see `Derendered`. Raises `RenderRefused`."""
-        listed = None if tools is None else list(tools)
-        asked = DerenderRequest(list(token_ids), finish_reason, listed, stop_reason, list(prompt_token_ids))
-        return (await self._ask(DERENDER, asked, Derendered)).message
-
     async def aclose(self) -> None:
         await self._http.aclose()
 
     async def _ask(self, path: str, asked: msgspec.Struct, answer: type[T]) -> T:
-        headers = {"Content-Type": "application/json"}
-        if self._token is not None:
-            headers["Authorization"] = f"Bearer {self._token()}"
+        headers = {} if self._token is None else {"authorization": f"Bearer {self._token()}"}
         try:
             body = msgspec.json.encode(asked)
         except (ValueError, OverflowError, TypeError, RecursionError) as error:
             raise RenderRefused("invalid", f"what is asked can't be written as JSON: {error}") from error
         try:
-            response = await self._http.post(path, content=body, headers=headers)
-        except httpx.HTTPError as error:
+            status, content = await self._http.post(path, headers, body)
+        except (OSError, http.client.HTTPException) as error:
             raise ReplicaUnavailable(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
-        if response.status_code != httpx.codes.OK:
-            raise self._error(path, response)
+        if status != http.client.OK:
+            raise self._error(path, status, content)
         try:
-            return msgspec.json.decode(response.content, type=answer)
+            return msgspec.json.decode(content, type=answer)
         except (ValueError, RecursionError) as error:
             raise ReplicaUnavailable(f"{self.url}{path}: what it answered can't be read: {error}") from error
 
-    def _error(self, path: str, response: httpx.Response) -> HeadraceError:
+    def _error(self, path: str, status: int, content: bytes) -> HeadraceError:
         """What a status other than 200 means."""
-        status = response.status_code
         try:
-            problem = msgspec.json.decode(response.content, type=Refusal).error
+            problem = msgspec.json.decode(content, type=Refusal).error
         except (ValueError, RecursionError):
-            problem = Problem(repr(response.content[:_SAID].decode(errors="replace")))
-        if status == httpx.codes.CONFLICT and problem.type in get_args(FenceReason):
+            problem = Problem(repr(content[:_SAID].decode(errors="replace")))
+        if status == http.client.CONFLICT and problem.type in get_args(FenceReason):
             return ReplicaFenced(cast(FenceReason, problem.type), problem.message)
-        if status == httpx.codes.BAD_REQUEST and problem.type in get_args(RefusalReason):
+        if status in (http.client.BAD_REQUEST, http.client.REQUEST_ENTITY_TOO_LARGE) and problem.type in get_args(
+            RefusalReason
+        ):
             return RenderRefused(cast(RefusalReason, problem.type), problem.message)
         return ReplicaUnavailable(f"{self.url}{path}: answered {status}: {problem.message}")

@@ -18,7 +18,7 @@ from headrace.errors import ServiceError
 from headrace.tls import CertificateFiles, Reloading
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from fastapi import FastAPI, Request
 
     from headrace.http_access import HttpAccess
 
@@ -87,7 +87,7 @@ def create_app(
     `ready` returns None when the service can do its work, else the reason why it can't (503); `stuck` returns None, or the reason why
     only a new process can. `waits_for` names what a service that is ready waits for.
     """
-    from fastapi import FastAPI, Request, Response
+    from fastapi import FastAPI, Response
     from fastapi.responses import JSONResponse
     from prometheus_client import REGISTRY
     from prometheus_client.exposition import choose_encoder
@@ -130,6 +130,19 @@ def create_app(
     for path in ("/metrics", "/metrics/"):
         app.add_route(path, metrics, include_in_schema=False)
     return app
+
+
+async def body_of(request: Request, most: int) -> bytes | None:
+    """The body of a request; None as soon as it has more than `most` bytes, of which the rest is not read."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:19]) > most:
+        return None
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            return None
+    return bytes(body)
 
 
 def bind(host: str, port: int, key: str) -> socket.socket:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace import environment_file
+from headrace import environment_file, program_verifiers
 from headrace.addresses import LOOPBACK
 from headrace.cli.runs import token_file
 from headrace.cli.supervisor import Child, child_environ
@@ -23,7 +23,8 @@ NAME, HOST, PORT, TOKEN_FILE = (f"ENVIRONMENT_{what}" for what in ("NAME", "HOST
 
 
 def check(config: Config) -> None:
-    """Refuse environments that can't start: a file, class, program or function that isn't there. Raises `ConfigError`."""
+    """Refuse environments that can't start: a file, class, program, function or verifiers environment that isn't there. Raises
+    `ConfigError`."""
     for name, env in config.env.items():
         if env.command is not None and shutil.which(env.command[0]) is None:
             raise ConfigError(
@@ -36,6 +37,8 @@ def check(config: Config) -> None:
                 raise ConfigError(f"env.{name}.target {error}") from error
         if env.kind(name) == "function":
             _check_function(name, str(env.function))
+        elif env.kind(name) == "verifiers":
+            program_verifiers.check(name, env)
 
 
 def _check_function(name: str, function: str) -> None:
@@ -60,6 +63,8 @@ def described(config: Config) -> Iterator[str]:
             yield f"environment {name}: processes that attach (`headrace.attach`), for one of which the run waits"
         elif env.kind(name) == "function":
             yield f"environment {name}: the reward service runs {env.function}, in a process of its own"
+        elif env.kind(name) == "verifiers":
+            yield f"environment {name}: the reward service plays {env.verifiers['taskset']['id']} of verifiers, in {env.python}"
         elif env.is_served:
             yield f"environment {name}: {env.target}, which the run waits for if it isn't there"
 

@@ -29,8 +29,10 @@ _OPTIONS: Mapping[str, tuple[BuiltInName, ...]] = {
     "scale": ("llm_judge",),
     "vote": ("llm_judge",),
     "budget": ("llm_judge",),
-    "concurrency": ("llm_judge", "function"),
+    "concurrency": ("llm_judge", "function", "verifiers"),
     "function": ("function",),
+    "python": ("verifiers",),
+    "verifiers": ("verifiers",),
     "model_name": ("reward_model",),
     "device": ("reward_model",),
     "precision": ("reward_model",),
@@ -40,11 +42,13 @@ _OPTIONS: Mapping[str, tuple[BuiltInName, ...]] = {
     "combine": ("combine",),
     "gate": ("combine",),
 }
+# The built-in environments that run episodes.
+PROGRAMS = ("function", "verifiers")
 # Options that decide no reward: how an environment is found, how long it takes, how much it does at a time, and what its failures lead to.
 # `type` is told by the kind, `device` by the process that computes there.
 _UNDECISIVE = frozenset({
     "type", "target", "command", "attached", "port", "timeout_s", "max_batch_size", "failure_share", "give_up_after", "unsafe_no_sandbox",
-    "budget", "concurrency", "device", "batch_size", "max_model_len", "episodes", "public", "grader",
+    "budget", "concurrency", "device", "batch_size", "max_model_len", "episodes", "public", "grader", "python",
 })  # fmt: skip
 _UNDECISIVE_OF_JUDGE = frozenset({"api_key_file", "tls_ca"})
 _TAG = re.compile(r"[A-Za-z_][\w.-]*")
@@ -61,7 +65,7 @@ def problems(name: str, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
             yield f".{option} {value!r} is an option of {', '.join(owners)}, not of {whose}: leave it out"
     if kind in _CHECKS:
         yield from _CHECKS[kind](name, env, environments)
-    if env.episodes and kind not in (None, "function"):
+    if env.episodes and kind not in (None, *PROGRAMS):
         yield f".episodes true is for a program, not for type {kind}, which scores: leave it out, and name it as a program's grader"
     if env.grader is not None:
         yield from _grader(name, env.grader, environments)
@@ -91,6 +95,18 @@ def _function(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) 
         yield ".function null: name the program, package.module:NAME"
     if not env.episodes:
         yield ".episodes false: a function runs episodes; set it to true"
+
+
+def _verifiers(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
+    if not env.episodes:
+        yield ".episodes false: a verifiers environment runs episodes; say type: verifiers, and leave episodes out"
+    if env.python is None:
+        yield ".python null: name the Python that verifiers is installed in, as in .venv-verifiers/bin/python"
+    taskset = env.verifiers.get("taskset")
+    if not isinstance(taskset, dict) or not isinstance(taskset.get("id"), str):
+        yield f".verifiers {env.verifiers} names no environment: give taskset: {{id: NAME}}, and what else [env] of verifiers takes"
+    if env.public != ["task"]:
+        yield f".public {env.public}: its tasks are all that a verifiers environment gets of a row; leave it out"
 
 
 def _math(name: str, env: EnvConfig, environments: Mapping[str, EnvConfig]) -> Iterator[str]:
@@ -189,4 +205,5 @@ _CHECKS = {
     "llm_judge": _llm_judge,
     "reward_model": _reward_model,
     "function": _function,
+    "verifiers": _verifiers,
 }

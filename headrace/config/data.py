@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from headrace.addresses import LOOPBACK, with_port
 from headrace.config.base import Section
 
-Generator = Literal["arithmetic", "reasoning_gym"]
+Generator = Literal["arithmetic", "reasoning_gym", "verifiers"]
 BuiltInName = Literal[
     "math",
     "math_multi_reward",
@@ -28,6 +28,7 @@ BuiltInName = Literal[
     "llm_judge",
     "reward_model",
     "function",
+    "verifiers",
 ]
 BUILT_IN = get_args(BuiltInName)
 
@@ -104,9 +105,15 @@ class DataSourceConfig(Section):
         "package.module.NAME, called with each row; or multichoice_qa_processor, for rows with question, options and answer",
     )
     task_config: dict[str, Any] = Field(
-        {}, description="reasoning_gym: arguments of the task; arithmetic: digits; arguments of a data set of your own"
+        {},
+        description="reasoning_gym: arguments of the task; arithmetic: digits; verifiers: which tasks, as its section `select` says it; "
+        "arguments of a data set of your own",
     )
-    size: int = Field(1000, ge=1, description="problems to generate, before duplicates are removed")
+    size: int = Field(
+        1000,
+        ge=1,
+        description="problems to generate, before duplicates are removed; verifiers: tasks of an endless task set",
+    )
     seed: int = Field(0, ge=0, description="of the generator, and of split_validation_size")
     subset: str | None = Field(None, description="of a set of the hub; null takes the usual one")
     split: str | None = Field(None, description="of a set of the hub; null takes the usual one")
@@ -301,7 +308,7 @@ class EnvConfig(Section):
     )
     episodes: bool = Field(
         False,
-        description="it runs programs that call the policy themselves (the method `episode`); true of type function",
+        description="it runs programs that call the policy themselves (the method `episode`); true of type function, and of verifiers",
     )
     public: list[str] = Field(
         [],
@@ -318,6 +325,14 @@ class EnvConfig(Section):
         pattern=_FUNCTION,
         description="function: package.module:NAME of a function of one headrace.Episode, async or plain, which the reward service runs in "
         "a process of its own",
+    )
+    python: str | None = Field(
+        None, description="verifiers: the Python that verifiers 0.4 and the environment are installed in, by its path"
+    )
+    verifiers: dict[str, Any] = Field(
+        {},
+        description="verifiers: the environment, as the section [env] of verifiers' own configuration: taskset: {id: NAME, …}, its "
+        "agents, and what else it takes",
     )
     port: int = Field(
         0,
@@ -393,7 +408,10 @@ class EnvConfig(Section):
         description="llm_judge: requests that the run may send to the judges; when they are used up, its breaker opens. null: any number",
     )
     concurrency: int = Field(
-        16, ge=1, description="llm_judge: completions that are judged at a time; function: episodes that run at a time"
+        16,
+        ge=1,
+        description="llm_judge: completions that are judged at a time; function and verifiers: episodes that run at a "
+        "time",
     )
     model_name: str | None = Field(
         None, description="reward_model: directory or name on the hub of a model with one label, and its tokenizer"
@@ -443,9 +461,12 @@ class EnvConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _functions_run_episodes(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("type") == "function":
-            return {"episodes": True, **values}
+    def _programs_run_episodes(cls, values: Any) -> Any:
+        match values:
+            case {"type": "function"}:
+                return {"episodes": True, **values}
+            case {"type": "verifiers"}:
+                return {"episodes": True, "public": ["task"], **values}
         return values
 
     @model_validator(mode="after")

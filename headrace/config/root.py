@@ -12,7 +12,7 @@ from headrace.config.agents import AgentsConfig
 from headrace.config.algorithm import AlgorithmConfig
 from headrace.config.base import Section
 from headrace.config.built_in import problems
-from headrace.config.data import BUILT_IN, DataConfig, EnvConfig
+from headrace.config.data import BUILT_IN, DataConfig, DataSourceConfig, EnvConfig
 from headrace.config.grpo import GRPOConfig
 from headrace.config.logger import LoggerConfig
 from headrace.config.loss import LossConfig, ValueLossConfig
@@ -81,6 +81,7 @@ class Config(Section):
                 raise ValueError(
                     f"data: env_name {source.env_name!r} is not one of the environments under env ({known})"
                 )
+            _check_verifiers_data(source, self.env[source.env_name].kind(source.env_name))
         for name, env in self.env.items():
             if not env.is_served and env.kind(name) is None:
                 raise ValueError(
@@ -224,6 +225,27 @@ def _check_environment(config: Config, name: str, env: EnvConfig) -> None:
             f"env.{name}.timeout_s {env.timeout_s:g} is more than replay.scoring_deadline_s {deadline:g}: after that, what a lost "
             "scorer had sent is sent again, and must not be at work any more; lower the one or raise the other"
         )
+
+
+def _check_verifiers_data(source: DataSourceConfig, kind: str | None) -> None:
+    """The tasks of a verifiers environment are its own, and so are the prompts that it makes of them."""
+    of_verifiers = source.dataset_name == "verifiers"
+    if of_verifiers and kind != "verifiers":
+        raise ValueError(
+            f"data: dataset_name verifiers with env_name {source.env_name!r}, which is of another type: these are the tasks of an "
+            "environment of type verifiers; name one"
+        )
+    if kind == "verifiers" and not of_verifiers:
+        raise ValueError(
+            f"data: env_name {source.env_name!r} is of type verifiers, which has tasks of its own alone: give dataset_name: verifiers in "
+            "the place of another data set"
+        )
+    for key in ("system_prompt", "system_prompt_file", "prompt_file", "processor"):
+        if of_verifiers and getattr(source, key) is not None:
+            raise ValueError(
+                f"data: {key} with dataset_name verifiers, whose environment makes its prompts itself: leave it out (a system prompt is "
+                f"env.{source.env_name}.verifiers.taskset.system_prompt, a file)"
+            )
 
 
 def _check_episodes(config: Config) -> None:

@@ -331,7 +331,7 @@ def chunks(answer: Answer, request: ChatRequest) -> Iterator[dict[str, Any]]:
     message = answer.message
     first = chunk({"role": message.get("role", "assistant"), "content": ""})
     yield first | ({"prompt_token_ids": answer.prompt_token_ids} if request.return_token_ids else {})
-    for field in ("reasoning", "reasoning_content", "content"):
+    for field in ("reasoning", "content"):
         if message.get(field):
             yield chunk({field: message[field]})
     for place, call in enumerate(message.get("tool_calls") or ()):

@@ -133,7 +133,7 @@ class OpenEpisode:
         near = None if parent is None or parent.completion is None else parent.completion.replica
         with self._timed(call, "render"):
             rendered = await fleet.render(asked.messages, asked.tools, answered=False, near=near)
-            if parent is not None and parent.told is None:
+            if parent is not None and session.needs_told(parent, rendered):
                 session.tell(parent, await fleet.render(parent.history, asked.tools, answered=True, near=near))
         placed = session.place(call, rendered, parent, fleet.clock())
         with self._timed(call, "sample"):
@@ -149,13 +149,12 @@ class OpenEpisode:
                 stop=tuple(dict.fromkeys([*sampling.stop_strings, *asked.stop])),
                 stop_token_ids=sampling.stop_token_ids,
                 seed=placed.seed,
+                message=True,
+                tools=[dict(tool) for tool in asked.tools] if request.parses_tools and asked.tools else None,
             )
             sampled = await fleet.sample(wanted, near if call.parent is not None else None)
         session.sampled(call, sampled)
-        with self._timed(call, "parse"):
-            tools = asked.tools if request.parses_tools else ()
-            answer = await fleet.derender(sampled, tools, wanted.token_ids)
-        session.answered(call, answer, fleet.clock())
+        session.answered(call, sampled.message, fleet.clock())
         # from here on it is not given up: it has its number
         with self._timed(call, "keep"):
             async with self._keeping:

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from headrace.replay import Replica
-from headrace.replica_client import ReplicaFenced, ReplicaUnavailable, Sampled, SampleRequest, StopReason
-from headrace.trajectory import FinishReason, Message
+from headrace.replica_client import ReplicaFenced, ReplicaUnavailable, Sampled, SampleRequest
+from headrace.trajectory import Message
 from headrace_services.agents import metrics
 from headrace_services.agents.decisions import Candidate, choose
 
@@ -39,15 +39,6 @@ class ReplicaApi(Protocol):
         *,
         add_generation_prompt: bool = True,
     ) -> list[int]: ...
-
-    async def derender(
-        self,
-        token_ids: Sequence[int],
-        tools: Sequence[dict[str, Any]] | None,
-        finish_reason: FinishReason,
-        stop_reason: StopReason = None,
-        prompt_token_ids: Sequence[int] = (),
-    ) -> Message: ...
 
     async def aclose(self) -> None: ...
 
@@ -97,6 +88,8 @@ class Fleet:
             sampled = await client.sample(request)
             if not sampled.token_ids:
                 raise ReplicaUnavailable(f"{sampled.replica} answered without a token")
+            if request.message and not sampled.message:
+                raise ReplicaUnavailable(f"{sampled.replica} answered without a message")
             if sampled.timeline != request.timeline or min(sampled.spans).version < request.min_version:
                 raise ReplicaFenced(
                     "timeline", f"{sampled.replica} answered with weights of another timeline or version"
@@ -115,16 +108,6 @@ class Fleet:
         listed = [dict(tool) for tool in tools] or None
         return await self._on_one(
             lambda client: client.render(messages, listed, add_generation_prompt=not answered), self._translator(near)
-        )
-
-    async def derender(self, sampled: Sampled, tools: Sequence[Mapping[str, Any]], prompt: Sequence[int]) -> Message:
-        """The message that a completion is. Raises `RenderRefused`."""
-        listed = [dict(tool) for tool in tools] or None
-        return await self._on_one(
-            lambda client: client.derender(
-                sampled.token_ids, listed, sampled.finish_reason, sampled.stop_reason, prompt
-            ),
-            self._translator(sampled.replica),
         )
 
     async def aclose(self) -> None:

@@ -30,6 +30,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
+from headrace.service import body_of
 from headrace_services.agents import dialect, metrics
 from headrace_services.agents.dialect import BadRequest, ChatRequest, Problem
 from headrace_services.agents.episode import CallFailed, OpenEpisode
@@ -180,19 +181,14 @@ def _key_of(request: Request) -> str:
 
 async def _read(request: Request, most: int) -> bytes:
     """The body. Raises `Turned` as soon as it is too large, or too slow."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:19]) > most:
-        raise Turned(dialect.too_large(most))
-    body = bytearray()
     try:
         async with asyncio.timeout(_BODY_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > most:
-                    raise Turned(dialect.too_large(most))
+            body = await body_of(request, most)
     except TimeoutError:
         raise Turned(dialect.too_slow(_BODY_S)) from None
-    return bytes(body)
+    if body is None:
+        raise Turned(dialect.too_large(most))
+    return body
 
 
 def _refuse(problem: Problem) -> JSONResponse:

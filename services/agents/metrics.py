@@ -37,6 +37,6 @@ REFUSED = Counter("headrace_agents_requests_refused", "Requests that were answer
 IMPOSED = Counter("headrace_agents_options_imposed", "Requests whose option the run's value replaced", ["option"])
 PHASES = Histogram(
     "headrace_agents_phase_seconds",
-    "Time of a call: rendering, sampling (with waiting for a replica), parsing, and keeping its record",
+    "Time of a call: rendering, sampling and parsing (with waiting for a replica), and keeping its record",
     ["environment", "phase"],
 )

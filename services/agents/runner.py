@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import random
 import secrets
 import time
 from collections import Counter
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 # How often clocks are looked at.
 _LOOK_S = 0.25
+# News of the buffer reach every runner at once, several in a refit, which then waits behind what they all ask: each takes up to this long.
+_SPREAD_S = 0.1
 # Before a program that could not be started is tried again, at first and at most.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 15.0
 
@@ -74,6 +77,7 @@ class Runner:
         self._held: dict[str, dict[int, asyncio.Task[None]]] = {}
         self._open: set[OpenEpisode] = set()
         self._builds: dict[str, str] = {}  # that scored last, by environment
+        self._beats_at = 0.0  # when it is time for a heartbeat, whatever happens
         self._changed = asyncio.Event()
 
     @property
@@ -114,21 +118,14 @@ class Runner:
         self._changed.clear()
         self._reap()
         try:
-            self._fleet.note(await self._replay.replicas())
-            reply = await self._replay.runner_heartbeat(self.runner, sorted(self._held))
-            self.status.unreachable = None
-            if not reply.alive:
-                await self._enter_again()
-                return
-            await self._end(reply.lost, "surplus", only=frozenset(reply.complete))
-            await self._end(reply.lost, "lost")
-            if self._config.agents.advertised_url is not None:
-                others = [runner.info for runner in await self._replay.runners() if runner.alive]
-                self._gateway.peers = {str(info.get("name")): str(info.get("gateway")) for info in others}
+            # one that waits for work has news of the rest in time, and there may be many that wait
+            if self._held or not self._fleet.healthy or time.monotonic() >= self._beats_at:
+                await self._beat()
             free = self._config.agents.slots - self.episodes
             if free > 0 and self._fleet.healthy:
                 for lease in await self._replay.lease_episodes(self.runner, free):
                     self._begin(lease)
+                    self._changed.set()
         except ReplayUnavailable as error:
             if self.status.unreachable is None:
                 log.warning("the buffer is not reachable: %s", error)
@@ -137,6 +134,22 @@ class Runner:
         except Fenced as refusal:
             # the state changed between the heartbeat and the lease: the next turn sees the new one
             log.info("refused: %s", refusal)
+            self._beats_at = 0.0
+
+    async def _beat(self) -> None:
+        """Hear how the replicas, this runner's leases and the other gateways are."""
+        self._fleet.note(await self._replay.replicas())
+        reply = await self._replay.runner_heartbeat(self.runner, sorted(self._held))
+        self.status.unreachable = None
+        self._beats_at = time.monotonic() + self._config.rollout.heartbeat_s
+        if not reply.alive:
+            await self._enter_again()
+            return
+        await self._end(reply.lost, "surplus", only=frozenset(reply.complete))
+        await self._end(reply.lost, "lost")
+        if self._config.agents.advertised_url is not None:
+            others = [runner.info for runner in await self._replay.runners() if runner.alive]
+            self._gateway.peers = {str(info.get("name")): str(info.get("gateway")) for info in others}
 
     async def _enter_again(self) -> None:
         """The buffer took this runner for dead, and has passed its leases on."""
@@ -158,6 +171,7 @@ class Runner:
                 await asyncio.wait(waits[1:], timeout=period, return_when=asyncio.FIRST_COMPLETED)
             elif waits[0].done():
                 waits[0].result()
+                await asyncio.wait(waits[1:], timeout=random.uniform(0, _SPREAD_S), return_when=asyncio.FIRST_COMPLETED)
         finally:
             await _cancel(waits)
 

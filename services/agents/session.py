@@ -11,9 +11,10 @@ context is made of three token sequences:
     told   that call's conversation with its answer as it was given, rendered (R)
     asked  the request, rendered (F)
 
-If `asked` begins with `told`, the program has kept the conversation as it was, and the new context is what of `asked` follows the
-answer's end of turn. Else (a template that strips reasoning, a compacted history, an edited answer) the request is a new root, rendered as
-it is. So no token that is trained is ever tokenized again.
+If `asked` begins with `path`, token by token, the new context is the rest of it, and nobody need know `told`. If it begins with `told` (the
+policy wrote its answer in other tokens than a tokenizer would), the program has kept the conversation as it was too, and the new context is
+what of `asked` follows the answer's end of turn. Else (a template that strips reasoning, a compacted history, an edited answer) the
+request is a new root, rendered as it is. So no token that is trained is ever tokenized again.
 """
 
 from __future__ import annotations
@@ -297,6 +298,10 @@ class Session:
                 return max(known, key=lambda each: (each.delivered, each.number))
         return None
 
+    def needs_told(self, parent: SessionCall, rendered: Sequence[int]) -> bool:
+        """Whether `place` has to know how the parent's conversation with its answer renders (`tell`), for a request of these tokens."""
+        return parent.told is None and _behind(parent.path, np.asarray(rendered, np.int32)) is None
+
     def tell(self, call: SessionCall, rendered: Sequence[int]) -> None:
         """Take down how the call's conversation with its answer renders."""
         assert call.completion is not None
@@ -312,7 +317,7 @@ class Session:
 
     def place(self, call: SessionCall, rendered: Sequence[int], parent: SessionCall | None, now: float) -> Placed:
         """Decide what the call's context is, and reserve room for it. `rendered` is the request; `parent` is of `parent_of`, and was told
-        (`tell`). Raises `Refused`."""
+        what it needs (`needs_told`). Raises `Refused`."""
         if self.ended:
             raise Refused("ended", "the episode of this key has ended")
         asked = np.asarray(rendered, np.int32)
@@ -470,13 +475,23 @@ def _why_dropped(call: SessionCall) -> str:
     return "abandoned" if call.readers == 0 else "unanswered"
 
 
+def _behind(path: Tokens, asked: Tokens) -> Tokens | None:
+    """What of the rendered request is behind the path; None if it does not begin with it, or has no more."""
+    if asked.size <= path.size or not np.array_equal(asked[: path.size], path):
+        return None
+    return asked[path.size :].copy()  # a view would keep the whole request
+
+
 def _continuation(parent: SessionCall, asked: Tokens) -> Tokens | None:
     """What of the rendered request follows the parent's answer; None if the request does not go on from it as it was given."""
+    context = _behind(parent.path, asked)
+    if context is not None:
+        return context
     told = parent.told
     assert told is not None
     if asked.size <= told.length or _digest(asked[: told.length]) != told.digest:
         return None
-    return asked[told.rest :]
+    return asked[told.rest :].copy()
 
 
 def _named(answer: Message, number: int) -> Message:

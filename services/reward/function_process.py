@@ -1,15 +1,17 @@
-"""The process of a program that is a function: `python -m headrace_services.reward.function_process`.
+"""The process of a program that is a function, or a verifiers environment: `python -m headrace_services.reward.function_process`.
 
 Frames as in `scoring_worker`: the first one in is a `FunctionSpecification` as JSON, the answer `Started`. From then on it serves
-`EnvironmentService` on a socket, until its standard input ends.
+`EnvironmentService` on a socket, until its standard input ends, or the process that a verifiers environment has in turn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import IO
 
 import msgspec
@@ -19,6 +21,7 @@ from headrace.environment import Environment
 from headrace.environment_server import serving
 from headrace.errors import HeadraceError
 from headrace.program_function import load
+from headrace.program_verifiers import playing
 from headrace.service import die_with_parent
 from headrace_services.reward.frames import read_frame, write_frame
 from headrace_services.reward.scoring_worker import Started
@@ -41,21 +44,42 @@ def main() -> None:
     if (first := read_frame(requests)) is None:
         return
     specification = msgspec.json.decode(first, type=FunctionSpecification)
-    env = EnvConfig.model_validate(specification.env)
-    try:
-        program = load(specification.name, str(env.function), env.concurrency)
-    except HeadraceError as error:
-        write_frame(replies, msgspec.json.encode(Started(problem=str(error))))
-        return
-    asyncio.run(_serve(program, specification, requests, replies))
+    asyncio.run(_serve(specification, requests, replies))
 
 
-async def _serve(
-    program: Environment, specification: FunctionSpecification, requests: IO[bytes], replies: IO[bytes]
-) -> None:
-    async with serving(program, specification.address):
-        write_frame(replies, msgspec.json.encode(Started(builds={specification.name: program.build})))
-        await asyncio.to_thread(requests.read)
+async def _serve(specification: FunctionSpecification, requests: IO[bytes], replies: IO[bytes]) -> None:
+    name = specification.name
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            program, died = await stack.enter_async_context(_program(specification))
+        except HeadraceError as error:
+            write_frame(replies, msgspec.json.encode(Started(problem=str(error))))
+            return
+        await stack.enter_async_context(serving(program, specification.address))
+        write_frame(replies, msgspec.json.encode(Started(builds={name: program.build})))
+        stopped, ended = asyncio.ensure_future(_end_of(requests)), asyncio.ensure_future(died())
+        await asyncio.wait([stopped, ended], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        ended.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _program(
+    specification: FunctionSpecification,
+) -> AsyncIterator[tuple[Environment, Callable[[], Awaitable[object]]]]:
+    """The program, and what returns once it can play no more. Raises `HeadraceError`."""
+    name, env = specification.name, EnvConfig.model_validate(specification.env)
+    if env.kind(name) == "verifiers":
+        async with playing(name, env, f"{specification.address.removeprefix('unix:')}-verifiers") as (program, process):
+            yield program, process.wait
+    else:
+        yield load(name, str(env.function), env.concurrency), asyncio.Event().wait
+
+
+async def _end_of(stream: IO[bytes]) -> None:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), stream)
+    await reader.read()
 
 
 if __name__ == "__main__":

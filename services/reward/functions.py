@@ -1,4 +1,5 @@
-"""Programs that are functions: each in a process of its own that the hub starts, and starts again when it dies."""
+"""Programs that are functions, or verifiers environments: each in a process of its own that the hub starts, and starts again when it
+dies."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from pathlib import Path
 from headrace import rpc
 from headrace.config.data import EnvConfig
 from headrace.config.security import SecurityConfig
+from headrace.program_verifiers import LOAD_S
 from headrace.v1 import environment_pb2, episode_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.function_process import FunctionSpecification
@@ -22,6 +24,7 @@ from headrace_services.reward.pool import WorkerProcess
 class FunctionProcess(WorkerProcess):
     """The process of a function: of the user's own surroundings, without what is for services."""
 
+    start_timeout_s = LOAD_S
     program: Sequence[str] = ("-P", "-m", "headrace_services.reward.function_process")
 
     def environ(self) -> dict[str, str]:
@@ -29,7 +32,7 @@ class FunctionProcess(WorkerProcess):
 
 
 class FunctionBackend:
-    """A function in its process, which is called as one that is served is: on a socket that this user alone reaches."""
+    """A program in its process, which is called as one that is served is: on a socket that this user alone reaches."""
 
     kind = pb.EnvironmentStatus.KIND_BUILT_IN
 
@@ -43,7 +46,7 @@ class FunctionBackend:
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Raises `ServiceError` with the reason if the function can't be imported."""
+        """Raises `ServiceError` with the reason if the program can't be loaded."""
         await self._process.start()
         self._keeping = asyncio.create_task(self._keep())
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from headrace import rpc
 from headrace.addresses import reached, with_port
 from headrace.config import Config
+from headrace.config.built_in import PROGRAMS
 from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.credentials import credentials_of
 from headrace.errors import ConfigError
@@ -86,7 +87,7 @@ async def running(config: Config) -> AsyncIterator[Running]:
 
         built_in = {name: env for name, env in config.env.items() if not env.is_served}
         sandboxed = {
-            name: env for name, env in built_in.items() if env.kind(name) not in ("combine", "function", *HOSTED)
+            name: env for name, env in built_in.items() if env.kind(name) not in ("combine", *PROGRAMS, *HOSTED)
         }
         pool = WorkerPool(sandboxed, reward.workers, sources_of_parts(config))
         await pool.start()
@@ -100,7 +101,7 @@ async def running(config: Config) -> AsyncIterator[Running]:
                 stack.push_async_callback(hosted.aclose)
                 await hosted.start()
                 environments[name] = HostedBackend(env, hosted)
-            elif env.kind(name) == "function":
+            elif env.kind(name) in PROGRAMS:
                 function = FunctionBackend(name, env)
                 stack.push_async_callback(function.aclose)
                 await function.start()

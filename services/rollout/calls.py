@@ -32,6 +32,7 @@ class Completion:
     spans: tuple[Span, ...]
     finish_reason: FinishReason
     stop_reason: StopReason
+    cached_tokens: int
 
 
 def check_request(request: SampleRequest, context: int, vocabulary: int) -> None:
@@ -53,29 +54,31 @@ def check_request(request: SampleRequest, context: int, vocabulary: int) -> None
             )
 
 
-async def complete(engine: AsyncLLM, request: SampleRequest, name: str, *, special_tokens: bool) -> Completion:
+async def complete(
+    engine: AsyncLLM, request: SampleRequest, name: str, *, special_tokens: bool, cache_salt: str | None
+) -> Completion:
     """Sample the completion. Cancellation aborts the request, `name`, in the engine. With `special_tokens` stop strings are looked for in a
-    text that has them.
+    text that has them. `cache_salt` is `WeightReceiver.cache_salt`.
 
     Raises `RenderRefused` for what vLLM refuses, `GenerationError` if the engine gave no whole completion, and vLLM's `EngineDeadError`.
     """
     from vllm.exceptions import VLLMClientError
     from vllm.inputs.engine import tokens_input
 
-    prompt = tokens_input(list(request.token_ids))
+    prompt = tokens_input(list(request.token_ids), cache_salt=cache_salt)
     try:
         params = sampling_params(request.sampling, 0)
         params.skip_special_tokens = not special_tokens
         async with contextlib.aclosing(engine.generate(prompt, params, name)) as outputs:
             async for output in outputs:
                 if output.finished:
-                    return _completion(output.outputs[0], name)
+                    return _completion(output.outputs[0], output.num_cached_tokens or 0, name)
     except (VLLMClientError, ValueError) as error:  # not all of vLLM's refusals have a type of its own
         raise RenderRefused("invalid", str(error)) from error
     raise GenerationError(f"{name}: the engine gave no output")
 
 
-def _completion(output: CompletionOutput, name: str) -> Completion:
+def _completion(output: CompletionOutput, cached_tokens: int, name: str) -> Completion:
     finish, ids = output.finish_reason, list(output.token_ids)
     if not ids or (finish != "stop" and finish != "length"):
         raise GenerationError(f"{name}: the engine ended it with {finish!r} after {len(ids)} tokens")
@@ -85,4 +88,4 @@ def _completion(output: CompletionOutput, name: str) -> Completion:
     spans = merge_spans(spans_of(labels_of(output), 0, len(ids), name), len(ids))
     # vLLM names no reason where the model's own end token ended it
     reason = None if finish == "length" else ids[-1] if output.stop_reason is None else output.stop_reason
-    return Completion(ids, logprobs, spans, finish, reason)
+    return Completion(ids, logprobs, spans, finish, reason, cached_tokens)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -12,8 +13,8 @@ from pydantic import ValidationError
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from headrace.replica_client import DerenderRequest, RenderRefused, RenderRequest
-from headrace.trajectory import Message
+from headrace.replica_client import RenderRefused, RenderRequest, StopReason
+from headrace.trajectory import FinishReason, Message
 from headrace_services.rollout.generate import detokenize
 
 if TYPE_CHECKING:
@@ -49,6 +50,21 @@ def unknown_name(name: str | None, known: Iterable[str]) -> str | None:
     return f"vLLM has no parser {name!r}; " + (
         f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A completion to be parsed; the fields are those of `Sampled`.
+
+    `prompt_token_ids` are what it continues: some parsers look there for reasoning that the prompt has begun, and some tokenizers for
+    whether the first token has a space before it.
+    """
+
+    token_ids: Sequence[int]
+    finish_reason: FinishReason
+    tools: list[dict[str, Any]] | None = None
+    stop_reason: StopReason = None
+    prompt_token_ids: Sequence[int] = ()
 
 
 class ChatFormat:
@@ -114,33 +130,20 @@ class ChatFormat:
         ids: list[int] = prompt["prompt_token_ids"]
         return ids
 
-    async def derender(self, request: DerenderRequest) -> Message:
-        """The message that a completion is: a function of the request alone. Raises `RenderRefused`."""
-        for name, ids in (("token_ids", request.token_ids), ("prompt_token_ids", request.prompt_token_ids)):
-            if len(ids) > self._model.max_model_len:
-                raise RenderRefused(
-                    "context",
-                    f"{name} has {len(ids)} tokens; the context has {self._model.max_model_len}",
-                )
-        return await self._parse(request)
+    async def derender(self, written: Written) -> Message:
+        """The message that a completion of the engine is: a function of `written` alone. Raises `RenderRefused`."""
+        return await self._parse(written)
 
-    def _parsed(self, request: DerenderRequest) -> Message:
-        from vllm.exceptions import VLLMValidationError
-
-        chat = self._chat([], request.tools)
-        tokenizer, ids, prompt = self._renderer.get_tokenizer(), request.token_ids, request.prompt_token_ids
-        for name in ("token_ids", "prompt_token_ids"):
-            try:
-                self._renderer.validate_token_ids(getattr(request, name), parameter=name)
-            except VLLMValidationError as error:
-                raise RenderRefused("invalid", f"{name}: {error}") from error
-        if request.finish_reason == "stop" and not isinstance(request.stop_reason, str):
+    def _parsed(self, written: Written) -> Message:
+        chat = self._chat([], written.tools)
+        tokenizer, ids, prompt = self._renderer.get_tokenizer(), written.token_ids, written.prompt_token_ids
+        if written.finish_reason == "stop" and not isinstance(written.stop_reason, str):
             ids = ids[:-1]  # the token that ended it is no part of what it says
         text = detokenize(tokenizer, prompt, ids, special_tokens=self.special_tokens)
-        if isinstance(request.stop_reason, str):
-            text, found, _ = text.partition(request.stop_reason)
+        if isinstance(written.stop_reason, str):
+            text, found, _ = text.partition(written.stop_reason)
             if not found:
-                raise RenderRefused("invalid", f"stop_reason {request.stop_reason!r} is not in the text of token_ids")
+                raise RenderRefused("invalid", f"the stop string {written.stop_reason!r} is not in what was written")
         if self.online.parser is None:
             return {"role": "assistant", "content": text}
         kwargs = self.online.effective_chat_template_kwargs(chat)

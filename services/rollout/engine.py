@@ -117,6 +117,9 @@ def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
         arguments["hf_overrides"] = dict(config.policy.hf_config_overrides)
     if config.policy.tokenizer.name is not None:
         arguments["tokenizer"] = config.policy.tokenizer.name
+    if on_cpu:
+        # vLLM 0.32 would set the generator of a request with a seed back after a part of its prompt, of which its CPU engine dies
+        arguments["enable_chunked_prefill"] = False
     if on_cpu and vllm_cfg.tensor_parallel_size == 1:
         arguments["distributed_executor_backend"] = _ONE_PROCESS
     return arguments

@@ -59,9 +59,16 @@ def request_id(lease: Lease, index: int) -> str:
     return f"{lease.token}-{index}"
 
 
-async def generate(engine: AsyncLLM, lease: Lease, index: int, replica: str, saver: Saver | None = None) -> Trajectory:
+async def generate(
+    engine: AsyncLLM,
+    lease: Lease,
+    index: int,
+    replica: str,
+    saver: Saver | None = None,
+    cache_salt: str | None = None,
+) -> Trajectory:
     """Sample trajectory `index` of the lease's group, continuing the prefix that another replica has sampled, if any (`lease.prefixes`).
-    Cancellation aborts the request in the engine.
+    `cache_salt` is `WeightReceiver.cache_salt`. Cancellation aborts the request in the engine.
 
     Raises `GenerationError` if the request ended without being finished or its tokens are not from known weights (`RequestAborted` if it
     was aborted and there is a `saver`), what `saver.save` raises, and vLLM's own errors (`EngineDeadError`, or a `VLLMClientError` for
@@ -81,7 +88,9 @@ async def generate(engine: AsyncLLM, lease: Lease, index: int, replica: str, sav
         return sampled.record(labels, finish, text, time.monotonic() - began, length)
 
     # closed at once if saving fails, so that the request does not keep running
-    async with contextlib.aclosing(engine.generate(tokens_input(prompt), params, request)) as outputs:
+    async with contextlib.aclosing(
+        engine.generate(tokens_input(prompt, cache_salt=cache_salt), params, request)
+    ) as outputs:
         async for output in outputs:
             completion = output.outputs[0]
             sampled.add(completion)

@@ -17,11 +17,8 @@ from prometheus_client.registry import Collector
 
 from headrace.config import Config
 from headrace.replica_client import (
-    DERENDER,
     RENDER,
     SAMPLE,
-    Derendered,
-    DerenderRequest,
     Problem,
     Refusal,
     Rendered,
@@ -31,8 +28,8 @@ from headrace.replica_client import (
     Sampled,
     SampleRequest,
 )
-from headrace.service import create_app, problems
-from headrace_services.rollout.chat_format import ChatFormat
+from headrace.service import body_of, create_app, problems
+from headrace_services.rollout.chat_format import ChatFormat, Written
 from headrace_services.rollout.generate import GenerationError
 from headrace_services.rollout.worker import RolloutWorker
 
@@ -41,11 +38,13 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T", bound=msgspec.Struct)
+# Of a body: a token id in JSON, and all fields that are neither tokens, messages nor tools.
+_TOKEN_BYTES, _FIELDS_BYTES = 12, 2**16
 
 
 def build_app(config: Config, engine: AsyncLLM, worker: RolloutWorker) -> FastAPI:
-    """`/sample`, `/render`, `/derender`, `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/weights`, and the pages every service
-    has. Raises `ServiceError` for a parser that can't be used."""
+    """`/sample`, `/render`, `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/weights`, and the pages every service has. Raises
+    `ServiceError` for a parser that can't be used."""
 
     async def ready() -> str | None:
         return worker.status.problem()
@@ -67,21 +66,28 @@ def build_app(config: Config, engine: AsyncLLM, worker: RolloutWorker) -> FastAP
 
     chat_format = ChatFormat(config, engine.model_config, engine.renderer)
     _add_openai(app, config, engine, worker, chat_format)
-    _add_calls(app, worker, chat_format)
+    _add_calls(app, worker, chat_format, longest_body(config))
     return app
 
 
-def _add_calls(app: FastAPI, worker: RolloutWorker, chat_format: ChatFormat) -> None:
+def longest_body(config: Config) -> int:
+    """Bytes of a request of a runner at most: the messages and tools of a program's, or its tools and the tokens of a context."""
+    return config.agents.max_request_bytes + _TOKEN_BYTES * config.policy.max_total_sequence_length + _FIELDS_BYTES
+
+
+def _add_calls(app: FastAPI, worker: RolloutWorker, chat_format: ChatFormat, most: int) -> None:
     """What the runners of episodes ask for. The sampling is the run's own work: of the priority of its trajectories."""
 
     async def sample(request: SampleRequest) -> Sampled:
-        return await worker.sample(request, special_tokens=chat_format.special_tokens)
+        it = await worker.sample(request, special_tokens=chat_format.special_tokens)
+        if not request.message:
+            return it
+        # in the same request: a second one would cost caller and replica as much as the parsing
+        written = Written(it.token_ids, it.finish_reason, request.tools, it.stop_reason, request.token_ids)
+        return msgspec.structs.replace(it, message=await chat_format.derender(written))
 
     async def render(request: RenderRequest) -> Rendered:
         return Rendered(await chat_format.render(request))
-
-    async def derender(request: DerenderRequest) -> Derendered:
-        return Derendered(await chat_format.derender(request))
 
     @app.exception_handler(ReplicaFenced)
     async def fenced(_: Request, error: ReplicaFenced) -> Response:
@@ -89,15 +95,15 @@ def _add_calls(app: FastAPI, worker: RolloutWorker, chat_format: ChatFormat) -> 
 
     @app.exception_handler(RenderRefused)
     async def refused(_: Request, error: RenderRefused) -> Response:
-        return _json(400, Refusal(Problem(str(error), error.reason)))
+        return _json(413 if error.reason == "too_large" else 400, Refusal(Problem(str(error), error.reason)))
 
     @app.exception_handler(GenerationError)
     async def failed(_: Request, error: GenerationError) -> Response:
         return _json(500, Refusal(Problem(str(error))))
 
-    _add_call(app, SAMPLE, "A completion of token ids, with log-probabilities", SampleRequest, Sampled, sample)
-    _add_call(app, RENDER, "The token ids of messages", RenderRequest, Rendered, render)
-    _add_call(app, DERENDER, "The message that a completion is", DerenderRequest, Derendered, derender)
+    said = "A completion of token ids, with log-probabilities, and the message that it is"
+    _add_call(app, SAMPLE, said, SampleRequest, Sampled, sample, most)
+    _add_call(app, RENDER, "The token ids of messages", RenderRequest, Rendered, render, most)
 
 
 def _add_call(
@@ -107,13 +113,20 @@ def _add_call(
     asked: type[T],
     given: type[msgspec.Struct],
     answer: Callable[[T], Awaitable[msgspec.Struct]],
+    most: int,
 ) -> None:
-    """A route that answers a JSON body of type `asked` with one of type `given`, and gives up when its caller does."""
+    """A route that answers a JSON body of type `asked`, of `most` bytes, with one of type `given`, and gives up when its caller does."""
     from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
     async def body(raw_request: Request) -> T:
+        content = await body_of(raw_request, most)
+        if content is None:
+            raise RenderRefused(
+                "too_large",
+                f"the body has more than {most} bytes, which is what agents.max_request_bytes and the tokens of a context come to",
+            )
         try:
-            return msgspec.json.decode(await raw_request.body(), type=asked)
+            return msgspec.json.decode(content, type=asked)
         except (ValueError, RecursionError) as error:
             raise RenderRefused("invalid", f"the body is no such request: {error}") from error
 
@@ -127,6 +140,7 @@ def _add_call(
     refusals = {
         400: "What is asked can't be answered",
         409: "This replica samples nothing for it now; another may",
+        413: "The body is too large",
         500: "The engine failed",
     }
     app.post(
@@ -201,7 +215,7 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
     app.state.server = Namespace(should_exit=False)
     app.state.engine_client = engine
     app.state.openai_serving_models = served
-    after = BehindTraining(engine)
+    after = BehindTraining(engine, lambda: worker.receiver.cache_salt)
     app.state.openai_serving_completion = OpenAIServingCompletion(after, served, **shared)
     app.state.openai_serving_chat = OpenAIServingChat(
         after, served, "assistant", **shared, **chat_format.template, **chat_format.parsers
@@ -215,16 +229,21 @@ def _add_openai(app: FastAPI, config: Config, engine: AsyncLLM, worker: RolloutW
 
 
 class BehindTraining:
-    """The engine for requests from outside: whatever priority they ask for, the run's own (0) are scheduled first."""
+    """The engine for requests from outside: whatever priority they ask for, the run's own (0) are scheduled first. Theirs is a part of the
+    prefix cache of its own for each salt that they ask for, and each of `cache_salt` (`WeightReceiver.cache_salt`)."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, cache_salt: Callable[[], str | None]) -> None:
         self._engine = engine
+        self._cache_salt = cache_salt
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate(self, *arguments: Any, priority: int = 0, **named: Any) -> Any:
-        return self._engine.generate(*arguments, priority=max(1, priority), **named)
+    def generate(self, prompt: Any, *arguments: Any, priority: int = 0, **named: Any) -> Any:
+        salt = self._cache_salt()
+        if salt is not None:
+            prompt = {**prompt, "cache_salt": f"{salt} {prompt.get('cache_salt', '')}"}
+        return self._engine.generate(prompt, *arguments, priority=max(1, priority), **named)
 
 
 class RolloutMetrics(Collector):
@@ -264,6 +283,14 @@ class RolloutMetrics(Collector):
         )
         yield CounterMetricFamily(
             "headrace_rollout_call_tokens", "Tokens sampled for calls that were answered", value=status.call_tokens
+        )
+        yield CounterMetricFamily(
+            "headrace_rollout_call_prompt_tokens", "Tokens that these calls continued", value=status.call_prompt_tokens
+        )
+        yield CounterMetricFamily(
+            "headrace_rollout_call_cached_tokens",
+            "Those of them that were in the prefix cache",
+            value=status.call_cached_tokens,
         )
         for name, text, counts in (
             ("groups", "Leases, by how they ended", status.groups),

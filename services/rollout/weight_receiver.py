@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,16 +49,15 @@ def keeps_stale_kv(config: Config) -> bool:
 def engine_arguments(config: Config) -> dict[str, Any]:
     """The `AsyncEngineArgs` that the weight channel needs.
 
-    vLLM can drop the prefix cache only together with the KV cache of running requests. If those keep theirs across a
-    refit, the prefix cache is off, so that a new request never attends to keys and values of older weights.
-    Priority scheduling lets the probe overtake waiting requests.
+    The prefix cache is on: a conversation is not computed anew at each turn. See `WeightReceiver.cache_salt` for what keeps entries of
+    older weights from new requests. Priority scheduling lets the probe overtake waiting requests.
     """
     from vllm.config.weight_transfer import WeightTransferConfig
 
     return {
         "worker_extension_cls": EXTENSION,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
-        "enable_prefix_caching": not keeps_stale_kv(config),
+        "enable_prefix_caching": True,
         "scheduling_policy": "priority",
     }
 
@@ -74,6 +74,7 @@ class WeightReceiver:
         self._replay = replay
         self._replica = replica
         self._clear_cache = not keeps_stale_kv(config)
+        self._cache_salt = secrets.token_hex(8)
         self._group: str | None = None
         self._held: tuple[str, int] | None = None
         # durations of the parts of the last `take_part`, in order
@@ -84,6 +85,16 @@ class WeightReceiver:
     def weights(self) -> tuple[str, int] | None:
         """(timeline, version) of the engine's weights if they are verified, else None."""
         return self._held
+
+    @property
+    def cache_salt(self) -> str | None:
+        """What a request has to be salted with, so that of the prefix cache it finds only what was computed with the weights of its time.
+
+        vLLM can drop that cache only together with the KV cache of running requests. Where those keep theirs across a refit, entries of
+        older weights stay in it, and no new request has their salt. None where a refit drops both. A request that is in the engine by the
+        time of the refit goes on with what was computed for it, whether it runs or waits there.
+        """
+        return None if self._clear_cache else self._cache_salt
 
     def holds(self, epoch: Epoch) -> bool:
         """Whether the engine already computes with the epoch's weights, verified: then it need not drain or pause."""
@@ -186,6 +197,8 @@ class WeightReceiver:
 
         self._held = None
         await self._pause()
+        # not before: until then the engine computes with the old weights. Drawn, since versions come again after a rewind
+        self._cache_salt = secrets.token_hex(8)
         await self._call("starting an update", self._engine.start_weight_update(), rendezvous.timeout_s)
         request = WeightTransferUpdateRequest(_update(rendezvous))
         await self._receive(self._engine.update_weights(request), rendezvous)

@@ -73,6 +73,8 @@ class Status:
     saves: int = 0
     tokens_taken_over: int = 0
     call_tokens: int = 0
+    call_prompt_tokens: int = 0
+    call_cached_tokens: int = 0
     groups: Counter[str] = dataclasses.field(default_factory=Counter)
     calls: Counter[str] = dataclasses.field(default_factory=Counter)
     refits: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -364,7 +366,7 @@ class RolloutWorker:
             return
         saver = Saver(self._config.rollout.save_partial_tokens, partial(self._save, lease))
         try:
-            trajectory = await generate(self._engine, lease, index, self.replica, saver)
+            trajectory = await generate(self._engine, lease, index, self.replica, saver, self.receiver.cache_salt)
         except GenerationError as error:
             if self._leaving and isinstance(error, RequestAborted):
                 return
@@ -413,6 +415,8 @@ class RolloutWorker:
             raise
         self.status.calls["answered"] += 1
         self.status.call_tokens += len(sampled.token_ids)
+        self.status.call_prompt_tokens += len(request.token_ids)
+        self.status.call_cached_tokens += sampled.cached_tokens
         return sampled
 
     async def _run_call(self, request: SampleRequest, *, special_tokens: bool) -> Sampled:
@@ -427,19 +431,25 @@ class RolloutWorker:
         finally:
             await _cancel([call])
             del self._calls[call]
-            self._changed.set()
+            if (
+                not self._calls
+            ):  # what waits for calls waits for the last; a heartbeat after each would cost as much as the call
+                self._changed.set()
         if call.cancelled():
             raise self._fence(request) or ReplicaFenced("unhealthy", _NOT_VERIFIED)
         return call.result()
 
     async def _sample(self, request: SampleRequest, *, special_tokens: bool) -> Sampled:
-        it = await complete(self._engine, request, f"call-{secrets.token_hex(8)}", special_tokens=special_tokens)
+        name, salt = f"call-{secrets.token_hex(8)}", self.receiver.cache_salt
+        it = await complete(self._engine, request, name, special_tokens=special_tokens, cache_salt=salt)
         await self._verified.wait()
         weights = self.receiver.weights
         if weights is None or weights[0] != request.timeline:
             raise ReplicaFenced("unhealthy", _NOT_VERIFIED)
         return Sampled(
-            it.token_ids, it.logprobs, it.spans, it.finish_reason, it.stop_reason, *weights, replica=self.replica
+            *(it.token_ids, it.logprobs, it.spans, it.finish_reason, it.stop_reason, *weights),
+            replica=self.replica,
+            cached_tokens=it.cached_tokens,
         )
 
     def _fence(self, request: SampleRequest) -> ReplicaFenced | None:

@@ -30,7 +30,7 @@ def look(config: Config) -> Iterator[tuple[Keys, str]]:
     # which prompts stay is not known without the tokenizer, nor what the hub has
     known = config.data.overlong_prompts == "refuse" and not any(map(on_the_hub, config.data.sources))
     if known and not problems:
-        _check_unchanged(config, lambda: digest_of(*load_problems(config.data, Counter())))
+        _check_unchanged(config, lambda: digest_of(*load_problems(config.data, Counter(), config.env)))
 
 
 def _check_unchanged(config: Config, digest: Callable[[], str]) -> None:

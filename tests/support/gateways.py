@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import openai
 
@@ -58,7 +59,8 @@ class ToyReplica:
             await self.before(request)
         finally:
             self.sampling -= 1
-        return self.policy.sample(request)
+        sampled = self.policy.sample(request)
+        return msgspec.structs.replace(sampled, message=self.policy.derender(sampled, request.tools or ()))
 
     async def render(
         self,
@@ -70,17 +72,6 @@ class ToyReplica:
         if any(message["role"] not in ("system", "user", "assistant", "tool") for message in messages):
             raise RenderRefused("invalid", "the template knows no such role")
         return self.policy.render(messages, tools or (), answered=not add_generation_prompt)
-
-    async def derender(
-        self,
-        token_ids: Sequence[int],
-        tools: Sequence[Mapping[str, Any]] | None,
-        finish_reason: Any,
-        stop_reason: Any = None,
-        prompt_token_ids: Sequence[int] = (),
-    ) -> Message:
-        sampled = Sampled(list(token_ids), [], (), finish_reason, stop_reason, "", 0, "")
-        return self.policy.derender(sampled, tools or ())
 
     async def aclose(self) -> None:
         pass

@@ -32,7 +32,7 @@ PATHS = (
     ),
     *("/v1/events", "/v1/groups", "/v1/groups/x", "/v1/trajectories/x/0", "/v1/groups/x/lineage", "/v1/export"),
     *("/v1/environments", "/weights", "/v1/models", "/v1/completions", "/v1/chat/completions", "/nothing"),
-    *("/sample", "/render", "/derender"),
+    *("/sample", "/render"),
 )
 _WAIT_S = 10.0
 

@@ -23,13 +23,13 @@ def say(**fields: object) -> None:
     sys.__stdout__.flush()
 
 
-async def generate(engine: Any, ids: list[int], max_tokens: int) -> None:
+async def generate(engine: Any, ids: list[int], max_tokens: int, salt: str | None) -> None:
     from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
 
     params = SamplingParams(max_tokens=max_tokens, temperature=1.0, logprobs=0, ignore_eos=True)
     announced = False
-    async for output in engine.generate(tokens_input(ids), params, f"request-{id(params)}"):
+    async for output in engine.generate(tokens_input(ids, cache_salt=salt), params, f"request-{id(params)}"):
         if not announced:
             announced = True
             say(event="generating")
@@ -39,17 +39,21 @@ async def generate(engine: Any, ids: list[int], max_tokens: int) -> None:
                 event="generated",
                 ids=list(done.token_ids),
                 logprobs=[row[token].logprob for row, token in zip(done.logprobs, done.token_ids, strict=True)],
+                cached=output.num_cached_tokens,
                 spans=[[span.version, span.start, span.end] for span in done.weight_versions],
             )
 
 
-async def take_part_in(config: Config, engine: Any, redis_url: str, run_id: str, replica: str) -> None:
-    """In the refits of a run, until cancelled."""
+async def take_part_in(
+    receivers: list[WeightReceiver], config: Config, engine: Any, redis_url: str, run_id: str, replica: str
+) -> None:
+    """In the refits of a run, until cancelled. `receivers` gets the one of this run."""
     replay = await ReplayClient.connect(redis_url, run_id)
     try:
         await replay.register(replica, {"device": "cpu"})
+        receivers.append(WeightReceiver(config, engine, replay, replica))
         say(event="joined")
-        await follow_epochs(replay, WeightReceiver(config, engine, replay, replica), engine, replica)
+        await follow_epochs(replay, receivers[-1], engine, replica)
     finally:
         await replay.aclose()
 
@@ -78,15 +82,16 @@ async def follow_epochs(replay: ReplayClient, receiver: WeightReceiver, engine: 
 async def serve(spec: dict[str, Any], config: Config, engine: Any) -> None:
     member: asyncio.Task[None] | None = None
     tasks = []
+    receivers: list[WeightReceiver] = []
     while line := await asyncio.to_thread(sys.stdin.readline):
         asked = json.loads(line)
         if "generate" in asked:
-            tasks.append(asyncio.create_task(generate(engine, **asked["generate"])))
+            tasks.append(asyncio.create_task(generate(engine, **asked["generate"], salt=receivers[-1].cache_salt)))
             continue
         if member is not None:
             member.cancel()
             await asyncio.wait([member])
-        member = asyncio.create_task(take_part_in(config, engine, spec["redis_url"], **asked["join"]))
+        member = asyncio.create_task(take_part_in(receivers, config, engine, spec["redis_url"], **asked["join"]))
     if member is not None:
         member.cancel()
 

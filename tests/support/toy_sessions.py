@@ -37,7 +37,7 @@ class Program:
     def place(self, call: SessionCall) -> Placed:
         parent = self.session.parent_of(call)
         rendered = self.policy.render(call.asked.messages, call.asked.tools, answered=False)
-        if parent is not None and parent.told is None:
+        if parent is not None and self.session.needs_told(parent, rendered):
             self.session.tell(parent, self.policy.render(parent.history, parent.asked.tools, answered=True))
         try:
             return self.session.place(call, rendered, parent, 0.0)

@@ -1,4 +1,4 @@
-"""`code`: does the completion's program pass its tests? It runs apart from what it is judged by: see `program_runner`."""
+"""`code`: does the completion's program pass its tests? It runs apart from what it is judged by: see `code_worker`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.environment import Sample
 from headrace.errors import ServiceError
 from headrace.trajectory import Score
+from headrace_services.reward.code_worker import PYTHON, Outcome, Run
 from headrace_services.reward.environments import BuiltInEnvironment, extract_answer, shown
 from headrace_services.reward.frames import read_frame, write_frame
-from headrace_services.reward.program_runner import PYTHON, Outcome, Run
 
 # Reads what to call, and with what, from standard input; writes what that returns to standard output, which the program's own prints
 # don't reach.
@@ -65,14 +65,14 @@ class Code(BuiltInEnvironment):
     def prepare(self, sources: Sequence[DataSourceConfig]) -> None:
         """Start the runner. Raises `ServiceError` if it denies to run programs, with the remedy."""
         self._runner = subprocess.Popen(
-            [sys.executable, "-P", "-m", "headrace_services.reward.program_runner"],
+            [sys.executable, "-P", "-m", "headrace_services.reward.code_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         assert self._runner.stdout is not None
         denied = read_frame(self._runner.stdout)
         if denied != b"":
-            raise ServiceError(refusal(self.name, (denied or b"the runner of programs ended").decode()))
+            raise ServiceError(refusal(self.name, (denied or b"the code worker ended").decode()))
         if self.env.runs_with is not None and (problem := self._run("", b"").problem):
             raise ServiceError(
                 f"env.{self.name}.runs_with can't be started ({problem}); of the system, programs see /usr, /bin and /lib alone: install "
@@ -141,7 +141,7 @@ class Code(BuiltInEnvironment):
             write_frame(self._runner.stdin, msgspec.msgpack.encode(run))
             answer = read_frame(self._runner.stdout)
         if answer is None:  # the worker ends as well, to be started anew with another
-            raise SystemExit(f"env.{self.name}: the runner of programs ended")
+            raise SystemExit(f"env.{self.name}: the code worker ended")
         return msgspec.msgpack.decode(answer, type=Outcome)
 
 

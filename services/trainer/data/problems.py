@@ -7,32 +7,36 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from string import Formatter
+from types import MappingProxyType
 from typing import Any
 
-from headrace.config.data import DataConfig, DataSourceConfig
+from headrace.config.data import DataConfig, DataSourceConfig, EnvConfig
 from headrace.errors import ConfigError
 from headrace.trajectory import Message
 from headrace_services.trainer.data.sources import Problem, on_the_hub, read, repeats
 
 log = logging.getLogger(__name__)
 
+_NO_ENV: Mapping[str, EnvConfig] = MappingProxyType({})
 _FILES = ("system_prompt_file", "prompt_file", "input_key", "output_key", "data_path", "processor")
 
 _BRACES = "write {} where the problem goes, {name} for another field of the row, and {{ and }} for braces"
 
 
-def load_problems(data: DataConfig, left_out: Counter[str] | None = None) -> tuple[list[Problem], list[Problem]]:
-    """The training problems and the validation problems. `left_out` counts those that training lacks: `duplicates`, and `held_out` ones,
-    which validation has.
+def load_problems(
+    data: DataConfig, left_out: Counter[str] | None = None, env: Mapping[str, EnvConfig] = _NO_ENV
+) -> tuple[list[Problem], list[Problem]]:
+    """The training problems and the validation problems. `env` are the environments of the run, which may have tasks of their own.
+    `left_out` counts those that training lacks: `duplicates`, and `held_out` ones, which validation has.
 
-    Two problems are the same if their messages are, and the fields that their prompt files name, whatever else these and the system
-    prompts say. Only the first of equal problems is kept (unless `remove_duplicates` is false), and a validation problem is never in
+    Two problems are the same if their messages and keys are, and the fields that their prompt files name, whatever else these and the
+    system prompts say. Only the first of equal problems is kept (unless `remove_duplicates` is false), and a validation problem is never in
     training. Raises `ConfigError` if a source or one of its files can't be used, or if nothing is left to train on.
     """
-    training, validation = _own_problems(data, left_out)
+    training, validation = _own_problems(data, env, left_out)
     if not training:
         raise ConfigError(
             "data.train: there is no problem to train on; name a data set, or one that validation leaves some of"
@@ -40,7 +44,7 @@ def load_problems(data: DataConfig, left_out: Counter[str] | None = None) -> tup
     return training, validation
 
 
-def load_evaluated(data: DataConfig) -> dict[str, list[Problem]]:
+def load_evaluated(data: DataConfig, env: Mapping[str, EnvConfig] = _NO_ENV) -> dict[str, list[Problem]]:
     """The problems of each data set under `data.evaluate`, by its name. Raises `ConfigError` as `load_problems` does, and for a set
     without problems."""
     asked = data.evaluate or {}
@@ -48,32 +52,36 @@ def load_evaluated(data: DataConfig) -> dict[str, list[Problem]]:
     if None in asked.values():
         # what training leaves out, or gives away, depends on the other; what only evaluates reads no more than it asks
         whole = "train" in asked or any(source.split_validation_size for source in data.train)
-        training, validation = _own_problems(data if whole else data.model_copy(update={"train": []}))
+        training, validation = _own_problems(data if whole else data.model_copy(update={"train": []}), env)
         own = {"train": training, "validation": validation}
     found = {}
     for number, (name, source) in enumerate(asked.items()):
         key = f"data.evaluate.{name}"
-        found[name] = own[name] if source is None else _of_source(source, number, key, once=data.remove_duplicates)
+        found[name] = own[name] if source is None else _of_source(source, number, key, env, once=data.remove_duplicates)
         if not found[name]:
             raise ConfigError(f"{key}: there is no problem in it; name another data set")
     return found
 
 
-def _of_source(source: DataSourceConfig, number: int, key: str, *, once: bool) -> list[Problem]:
-    problems = _read(source, key, held_out=True)
+def _of_source(
+    source: DataSourceConfig, number: int, key: str, env: Mapping[str, EnvConfig], *, once: bool
+) -> list[Problem]:
+    problems = _read(source, key, env, held_out=True)
     return _assemble([(_Template.of(source, number), problems)], set(), None, once=once)
 
 
-def _own_problems(data: DataConfig, left_out: Counter[str] | None = None) -> tuple[list[Problem], list[Problem]]:
+def _own_problems(
+    data: DataConfig, env: Mapping[str, EnvConfig], left_out: Counter[str] | None = None
+) -> tuple[list[Problem], list[Problem]]:
     """As `load_problems`, but there may be nothing to train on."""
     validation: list[tuple[_Template, list[Problem]]] = []
     train: list[tuple[_Template, list[Problem]]] = []
     for number, source in enumerate(data.validation):
         template = _Template.of(source, number)
-        validation.append((template, _read(source, f"data.validation[{number}]", held_out=True)))
+        validation.append((template, _read(source, f"data.validation[{number}]", env, held_out=True)))
     for number, source in enumerate(data.train):
         template = _Template.of(source, number)
-        problems = _read(source, f"data.train[{number}]", held_out=False)
+        problems = _read(source, f"data.train[{number}]", env, held_out=False)
         size = round(len(problems) * source.split_validation_size)
         chosen = set(random.Random(source.seed).sample(range(len(problems)), size))
         validation.append((template, [problem for at, problem in enumerate(problems) if at in chosen]))
@@ -91,9 +99,9 @@ def look_at(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
             keys, key = ("data", part, str(number)), f"data.{part}[{number}]"
             try:
                 template = _Template.of(source, number)
-                if source.dataset_name == "reasoning_gym" or on_the_hub(source):
+                if source.dataset_name in ("reasoning_gym", "verifiers") or on_the_hub(source):
                     continue
-                first = next(read(source, key, held_out=part == "validation"), None)
+                first = next(read(source, key, _NO_ENV, held_out=part == "validation"), None)
                 if first is None:
                     raise ConfigError(f"{key}.data_path {source.data_path}: there is no problem in it; give one a line")
                 template.apply(first)
@@ -104,8 +112,8 @@ def look_at(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("data", "train"), "data.train names no data set, so that there is nothing to train on; name one"
 
 
-def _read(source: DataSourceConfig, key: str, *, held_out: bool) -> list[Problem]:
-    problems = list(read(source, key, held_out=held_out))
+def _read(source: DataSourceConfig, key: str, env: Mapping[str, EnvConfig], *, held_out: bool) -> list[Problem]:
+    problems = list(read(source, key, env, held_out=held_out))
     log.info("%s: %d problems", key, len(problems))
     return problems
 
@@ -163,6 +171,8 @@ class _Template:
     def question(self, problem: Problem) -> str:
         """What tells the problem from others."""
         asked: Any = problem.messages
+        if problem.key:
+            asked = [asked, problem.key]
         if self.fields:
             asked = [asked, *(problem.extra_env_info.get(name) for name in self.fields)]
         return json.dumps(asked, sort_keys=True)

@@ -47,10 +47,10 @@ class Prompts:
         train: list[Problem] = []
         self.left_out: list[tuple[str, Problem, str]] = []
         if data.evaluate is None:
-            train, validation = load_problems(data, dropped)
+            train, validation = load_problems(data, dropped, config.env)
             asked = {"validation": validation}
         else:
-            asked = load_evaluated(data)
+            asked = load_evaluated(data, config.env)
             if data.overlong_prompts == "leave_out":
                 self.left_out = [
                     (validation_id(0, name, problem.index), problem, reason)

@@ -1,4 +1,5 @@
-"""The kinds of data set: `arithmetic`, any task of reasoning-gym, data sets of the Hugging Face hub, and files (`files.py`).
+"""The kinds of data set: `arithmetic`, any task of reasoning-gym, the tasks of a verifiers environment, data sets of the Hugging Face
+hub, and files (`files.py`).
 
 A data set of the hub is read through `datasets`: a known one by `dataset_name`, any other by `data_path: owner/name`. It comes from the
 hub, from its cache (`HF_HOME`; `HF_HUB_OFFLINE=1` uses the cache alone), or from a local folder of that name. So is a folder by its path:
@@ -15,7 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from headrace.config.data import DataSourceConfig
+from headrace import program_verifiers
+from headrace.config.data import DataSourceConfig, EnvConfig
 from headrace.errors import CodecError, ConfigError
 from headrace.tagged_json import to_json
 from headrace.trajectory import Message
@@ -28,7 +30,8 @@ _AS_JSONL = "or give the data set as a JSONL file, by data_path, input_key and o
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One problem of a run. `index` is its position among all problems of its kind (training or validation), `extra_env_info` the data
-    that the environment scores by, `source` the position of its data set in `data.train` or `data.validation`."""
+    that the environment scores by, `source` the position of its data set in `data.train` or `data.validation`. `key` tells it from others
+    with the same messages, if these don't say all that it is."""
 
     index: int
     messages: tuple[Message, ...]
@@ -36,6 +39,7 @@ class Problem:
     env_name: str
     task_name: str
     source: int = 0
+    key: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +80,9 @@ HUB_DATASETS: Mapping[str, HubDataset] = {
 }
 
 
-def read(source: DataSourceConfig, key: str, *, held_out: bool) -> Iterator[Problem]:
-    """The problems of `source` in its own order, duplicates included; `index` and templates are set later.
+def read(source: DataSourceConfig, key: str, env: Mapping[str, EnvConfig], *, held_out: bool) -> Iterator[Problem]:
+    """The problems of `source` in its own order, duplicates included; `index` and templates are set later. `env` are the run's
+    environments.
 
     Raises `ConfigError` naming `key`, the value and the remedy.
     """
@@ -89,11 +94,13 @@ def read(source: DataSourceConfig, key: str, *, held_out: bool) -> Iterator[Prob
         return _arithmetic(source, key, held_out)
     if source.dataset_name == "reasoning_gym":
         return _reasoning_gym(source, key)
+    if source.dataset_name == "verifiers":
+        return _verifiers(source, env)
     if source.dataset_name is not None:
         return _own(source, key)
     raise ConfigError(
-        f"{key}: give dataset_name (arithmetic, reasoning_gym, {', '.join(HUB_DATASETS)}, FILE.py:NAME) or data_path (a JSONL or Parquet "
-        "file, a folder, or owner/name of a data set on the hub)"
+        f"{key}: give dataset_name (arithmetic, reasoning_gym, verifiers, {', '.join(HUB_DATASETS)}, FILE.py:NAME) or data_path (a JSONL "
+        "or Parquet file, a folder, or owner/name of a data set on the hub)"
     )
 
 
@@ -154,6 +161,14 @@ def _reasoning_gym(source: DataSourceConfig, key: str) -> Iterator[Problem]:
         except CodecError as error:
             raise ConfigError(f"{key}.task {task}: {error}; choose another task") from error
         yield _problem(source, entry["question"], info, task)
+
+
+def _verifiers(source: DataSourceConfig, env: Mapping[str, EnvConfig]) -> Iterator[Problem]:
+    """Its tasks, of which `extra_env_info` says no more than which they are: what they are, the environment alone knows."""
+    name = str(source.env_name)
+    for row in program_verifiers.tasks(name, env[name], source.task_config, source.size):
+        problem = _problem(source, row["messages"], {"task": row["task"]}, env[name].verifiers["taskset"]["id"])
+        yield dataclasses.replace(problem, key=row["task"]["key"])
 
 
 def _file(source: DataSourceConfig, key: str) -> Iterator[Problem]:

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from subprocess import PIPE
@@ -23,6 +20,7 @@ from headrace.trajectory import Message
 from headrace_services.agents.session import Ending
 from tests.support.faulty_way import FAULTS, Fault, faulty_way
 from tests.support.gateways import Open, open_episode
+from tests.support.own_python import own_python
 from tests.support.toy_policy import ToyPolicy
 from tests.support.toy_sessions import user
 
@@ -43,10 +41,7 @@ LOOK: dict[str, Any] = {
     "strict": True,
 }
 TOOLS: list[Any] = [{"type": "function", "function": LOOK}]
-ROOT = Path(__file__).parents[3]
-LITELLM, LITELLM_PROGRAM = ROOT / "requirements" / "litellm.txt", ROOT / "tests" / "support" / "litellm_program.py"
-# of a registry that can't be reached from here, as pip names them
-UNREACHABLE = re.compile(r"NewConnectionError|NameResolutionError|ConnectTimeoutError|ReadTimeoutError|ProxyError")
+LITELLM_PROGRAM = Path(__file__).parents[2] / "support" / "litellm_program.py"
 
 # Asks QUESTIONS at an address with a key, streaming or not; calls the tool `look`; returns the answers that it got.
 Program = Callable[[str, str, bool], Awaitable[list[Message]]]
@@ -139,13 +134,7 @@ def _message(output: Iterable[Any]) -> Message:
 @pytest.fixture(scope="session")
 def litellm(tmp_path_factory: pytest.TempPathFactory) -> Program:
     """LiteLLM has a Python of its own: it asks for an older huggingface_hub than vLLM gets."""
-    python = tmp_path_factory.mktemp("litellm") / "venv" / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
-    install = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--requirement", LITELLM]
-    done = subprocess.run(install, capture_output=True, text=True)
-    if done.returncode and (unreachable := UNREACHABLE.search(done.stderr)):
-        pytest.skip(f"the registry of LiteLLM's packages can't be reached from here ({unreachable[0]})")
-    assert done.returncode == 0, done.stderr
+    python = own_python(tmp_path_factory.mktemp("litellm"), "litellm")
 
     async def play(base_url: str, api_key: str, stream: bool) -> list[Message]:
         options = {

@@ -225,7 +225,7 @@ async def test_metrics_by_environment_say_what_episodes_came_to_and_lost(stage: 
     names = ["episode_calls_sum", "episode_roots_sum", "retries_joined_total", "episode_tokens_sum"]
     again = "context_tokens_rendered_again_total"
     before = {name: value(name) for name in (*names, again)}
-    phases = {phase: value("phase_seconds_count", phase=phase) for phase in ("render", "sample", "parse", "keep")}
+    phases = {phase: value("phase_seconds_count", phase=phase) for phase in ("render", "sample", "keep")}
     ended, dropped = value("episodes_total", outcome="scored"), value("calls_dropped_total", reason="unanswered")
     await stage.enqueue(0, n=1)
     async with stage.runner(Played(play)):
@@ -235,7 +235,7 @@ async def test_metrics_by_environment_say_what_episodes_came_to_and_lost(stage: 
     assert [value(name) - before[name] for name in names] == [2, 2, 1, wrote]
     assert value(again) - before[again] >= len(another[0])
     found = {phase: value("phase_seconds_count", phase=phase) - count for phase, count in phases.items()}
-    assert found == {"render": 3, "sample": 3, "parse": 2, "keep": 2}
+    assert found == {"render": 3, "sample": 3, "keep": 2}
     assert value("episodes_total", outcome="scored") - ended == 1
     assert value("calls_dropped_total", reason="unanswered") - dropped == 1
 

@@ -187,22 +187,22 @@ async def test_what_is_expected_is_in_no_process_that_a_program_could_look_into(
     info = {"inputs": [""], "outputs": [expected]}
     async with start_hub({"code": ENV}, workers=1) as hub:
         scoring = asyncio.create_task(hub.score([sample("while True: pass", info)]))
-        processes = {"scoring_worker": [], "program_runner": [], "/tmp/program": []}
+        processes = {"scoring_worker": [], "code_worker": [], "/tmp/program": []}
         while not processes["/tmp/program"]:
             await asyncio.sleep(0.01)
             children = psutil.Process().children(recursive=True)
             processes = {what: [each for each in children if what in command_of(each)] for what in processes}
         found = {what: any(holds(each, expected.encode()) for each in those) for what, those in processes.items()}
         assert (await scoring)[0].reward == 0
-    assert not psutil.wait_procs(processes["program_runner"], timeout=60)[1]  # they end with the worker
-    assert found == {"scoring_worker": True, "program_runner": False, "/tmp/program": False}
+    assert not psutil.wait_procs(processes["code_worker"], timeout=60)[1]  # they end with the worker
+    assert found == {"scoring_worker": True, "code_worker": False, "/tmp/program": False}
 
 
 async def test_law_7_failure_is_not_zero_a_runner_that_dies_fails_what_it_ran_and_is_started_again() -> None:
     info = {"inputs": [""], "outputs": ["1"]}
     async with start_hub({"code": ENV}, workers=1) as hub:
         for process in psutil.Process().children(recursive=True):
-            if "program_runner" in command_of(process):
+            if "code_worker" in command_of(process):
                 process.kill()
         (failed,) = await hub.score([sample("print(1)", info)])
         (again,) = await hub.score([sample("print(1)", info)])

@@ -13,6 +13,7 @@ import yaml
 
 from headrace import Sample
 from headrace.config import Config
+from headrace.config.built_in import PROGRAMS
 from headrace.config.data import BUILT_IN, EnvConfig
 from tests.support.judge_server import JudgeServer, said
 from tests.support.reward_hub import start_hub
@@ -60,4 +61,4 @@ def test_every_built_in_environment_that_scores_has_an_example() -> None:
         for configuration, _ in EXAMPLES
         for name, env in configuration["env"].items()
     }
-    assert shown == {*BUILT_IN} - {"function"}
+    assert shown == {*BUILT_IN} - {*PROGRAMS}

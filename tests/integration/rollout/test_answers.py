@@ -22,14 +22,17 @@ CALL = SampleRequest(token_ids=(3, 4), max_new_tokens=2, timeline="t", min_versi
 
 
 class Engine:
-    """Its completions are there at once."""
+    """Its completions are there at once. `asked` is what it was last given to complete."""
 
     model_config = SimpleNamespace(get_vocab_size=lambda: 20)
+    asked: Any = None
 
-    async def generate(self, *_: Any) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, *_: Any) -> AsyncIterator[Any]:
+        self.asked = prompt
         ids = [5, 6]
         yield SimpleNamespace(
             finished=True,
+            num_cached_tokens=1,
             outputs=[
                 SimpleNamespace(
                     token_ids=ids,
@@ -44,8 +47,12 @@ class Engine:
 
 @pytest.fixture
 def worker() -> RolloutWorker:
+    return worker_of(Config())
+
+
+def worker_of(config: Config) -> RolloutWorker:
     """HEALTHY, with verified weights of version 1."""
-    it = RolloutWorker(Config(), Engine(), None, {})  # type: ignore[arg-type]
+    it = RolloutWorker(config, Engine(), None, {})  # type: ignore[arg-type]
     it.receiver._held = ("t", 1)
     it._reply = HeartbeatReply(state="HEALTHY", timeline="t", lost=(), epoch=None)
     return it
@@ -63,6 +70,18 @@ async def test_it_leaves_at_once_with_verified_weights(worker: RolloutWorker) ->
     answer = await (await begun(worker))
     assert (answer.token_ids, answer.timeline, answer.version, answer.replica) == ([5, 6], "t", 1, worker.replica)
     assert (worker.status.calls, worker.status.call_tokens) == ({"answered": 1}, 2)
+
+
+async def test_its_salt_is_of_the_weights_where_the_cache_outlives_them() -> None:
+    asynchrony = {"enabled": True, "in_flight_weight_updates": True}
+    keeps = worker_of(Config.model_validate({"grpo": {"async_grpo": asynchrony}}))
+    answer = await (await begun(keeps))
+    assert answer.cached_tokens == 1
+    assert keeps.receiver.cache_salt is not None
+    assert keeps._engine.asked["cache_salt"] == keeps.receiver.cache_salt
+    drops = worker_of(Config())
+    await (await begun(drops))
+    assert "cache_salt" not in drops._engine.asked
 
 
 async def test_it_waits_for_the_proof_and_names_what_was_proved(worker: RolloutWorker) -> None:

@@ -173,6 +173,14 @@ async def test_log_probabilities_are_the_trainers(client: ReplicaClient, fleet: 
     assert len({tuple(it.token_ids) for it in answers}) == 8
     assert await calls(replica, "answered") == 8
     assert await replica.metric("headrace_rollout_call_tokens_total") == sum(len(it.token_ids) for it in answers)
+    assert await replica.metric("headrace_rollout_call_prompt_tokens_total") == 8 * len(PROMPT)
+
+
+async def test_what_was_computed_before_is_not_computed_again(client: ReplicaClient, replica: Process) -> None:
+    asked = request(token_ids=PROMPT * 40, max_new_tokens=1)
+    assert (await client.sample(asked)).cached_tokens == 0
+    assert (await client.sample(asked)).cached_tokens > len(PROMPT) * 20
+    assert await replica.metric("headrace_rollout_call_cached_tokens_total") > len(PROMPT) * 20
 
 
 async def _ready(replica: Process) -> bool:
@@ -199,17 +207,12 @@ async def test_it_says_what_ended_a_completion(client: ReplicaClient, tokenizer:
     by_text = await client.sample(request(temperature=0.0, stop=("never written", stop)))
     assert (by_text.finish_reason, by_text.stop_reason) == ("stop", stop)
     assert by_text.token_ids == free.token_ids[: len(by_text.token_ids)]
-    for it in (free, by_token, by_text):
-        message = await client.derender(it.token_ids, [TOOL], it.finish_reason, it.stop_reason, PROMPT)
+    assert free.message == {}
+    for it, stops in ((free, {}), (by_token, {"stop_token_ids": (end,)}), (by_text, {"stop": (stop,)})):
+        again = await client.sample(request(temperature=0.0, message=True, tools=[TOOL], **stops))
+        assert again.token_ids == it.token_ids
         said = text if it is free else tokenizer.decode(it.token_ids[:-1])
-        assert message == {"role": "assistant", "content": said}
-
-
-async def test_a_tool_call_comes_back_without_an_id(client: ReplicaClient, tokenizer: Any) -> None:
-    ids = tokenizer.encode('Well.<tool_call>{"name": "calculate", "arguments": {"x": 1}}</tool_call><|im_end|>')
-    message = await client.derender(ids, [TOOL], "stop", tokenizer.eos_token_id)
-    call = {"type": "function", "function": {"name": "calculate", "arguments": '{"x": 1}'}}
-    assert message == {"role": "assistant", "content": "Well.", "tool_calls": [call]}
+        assert again.message == {"role": "assistant", "content": said}
 
 
 async def test_the_openai_api_reads_tool_calls_with_the_same_parser(replica: Process) -> None:
@@ -250,8 +253,8 @@ async def test_a_request_that_no_replica_can_answer_is_refused_by_its_value(
 async def test_what_no_replica_can_render_or_parse_is_refused(client: ReplicaClient) -> None:
     with pytest.raises(RenderRefused, match="empty conversation"):
         await client.render([])
-    with pytest.raises(RenderRefused, match="Token id 260 is out of vocabulary"):
-        await client.derender([260], None, "length")
+    with pytest.raises(RenderRefused, match=r"tools\.0"):
+        await client.sample(request(message=True, tools=[{}]))
     with pytest.raises(RenderRefused, match="maximum context length") as refused:
         await client.render([{"role": "user", "content": "x" * CONTEXT}])
     assert refused.value.reason == "context"
@@ -265,16 +268,27 @@ async def test_what_is_no_request_is_refused(replica: Process, path: str, conten
     assert answer.json()["error"]["type"] == "invalid"
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("declares", [True, False])
+async def test_a_body_that_is_too_large_is_refused_with_the_limit(replica: Process, path: str, declares: bool) -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b" " * 2**20
+
+    headers = {"content-type": "application/json", **({"content-length": str(20 * 2**20)} if declares else {})}
+    answer = await replica.http.post(path, content=parts(), headers=headers)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["type"] == "too_large"
+    assert "agents.max_request_bytes" in answer.json()["error"]["message"]
+
+
 GOOD: dict[str, dict[str, Any]] = {
     "/sample": {
         **{"token_ids": [3, 4], "max_new_tokens": 4, "timeline": "timeline-0", "min_version": 0, "seed": 1},
         **{"temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop": ["a"], "stop_token_ids": [9]},
+        **{"message": True, "tools": [TOOL]},
     },
     "/render": {"messages": [{"role": "user", "content": "1"}], "tools": [TOOL], "add_generation_prompt": False},
-    "/derender": {
-        **{"token_ids": [3, 4], "tools": [TOOL], "finish_reason": "stop"},
-        **{"stop_reason": 4, "prompt_token_ids": [5]},
-    },
 }
 
 
@@ -282,7 +296,7 @@ GOOD: dict[str, dict[str, Any]] = {
 async def test_malformed_requests_get_a_documented_status(replica: Process, session_seed: int, path: str) -> None:
     mutator = Mutator(Random(f"{session_seed} {path}"))
     route = (await replica.http.get("/openapi.json")).json()["paths"][path]["post"]
-    assert {"200", "400", "401", "403", "409", "415", "500"} <= route["responses"].keys()
+    assert {"200", "400", "401", "403", "409", "413", "415", "500"} <= route["responses"].keys()
     assert "token_ids" in json.dumps(route)
     for _ in range(100):
         body = mutator.structure(GOOD[path])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from transformers import AutoModelForCausalLM
 from headrace.config import Config
 from headrace.errors import LeaseLost
 from headrace.replay import Lease
+from headrace.replica_client import SampleRequest
 from headrace.trajectory import Group, Sampling, Span, Trajectory
+from headrace_services.rollout.calls import complete
 from headrace_services.rollout.engine import running_engine
 from headrace_services.rollout.generate import (
     GenerationError,
@@ -406,9 +409,42 @@ async def test_a_prompt_that_fills_the_context_is_named_a_problem() -> None:
     assert "max_total_sequence_length" in problem
 
 
+async def test_seeded_prompts_that_are_more_than_a_step_takes_are_all_completed(engine: Any) -> None:
+    """Of a prompt that is computed in parts vLLM's CPU engine would die."""
+    prompts = [(3 + number, *(7, 8, 15) * 320) for number in range(8)]
+    them = await asyncio.gather(
+        *(generate(engine, lease(each, seed=5, max_new_tokens=4), number, "me") for number, each in enumerate(prompts))
+    )
+    assert len(them) == 8
+
+
+async def test_requests_find_what_was_computed_under_their_salt(engine: Any) -> None:
+    """Those from outside, with a salt of their own or none, calls and trajectories."""
+    prompt, now = (3, 7, 8, 15) * 50, ["one"]
+    outside, parameters = BehindTraining(engine, lambda: now[0]), sampling_params(Sampling(1.0, 1), 0)
+
+    async def cached(**more: str) -> int:
+        asked = {"prompt_token_ids": list(prompt), **more}
+        async for output in outside.generate(asked, parameters.clone(), f"outside-{time.monotonic()}"):
+            found = output.num_cached_tokens
+        return found
+
+    async def call() -> int:
+        asked = SampleRequest(prompt, 1, "timeline", 0)
+        name = f"call-{time.monotonic()}"
+        return (await complete(engine, asked, name, special_tokens=False, cache_salt=now[0])).cached_tokens
+
+    for now[0] in ("one", "two"):
+        assert [await cached(), await cached(cache_salt="mine"), await call()] == [0, 0, 0]
+        assert 0 < await cached() == await cached(cache_salt="mine") == await call()
+    now[0] = "three"
+    await generate(engine, lease(prompt, max_new_tokens=1), 0, "me", cache_salt="three")
+    assert await call() > 0
+
+
 async def test_requests_from_outside_wait_for_the_runs_own(engine: Any) -> None:
     """Six hundred fill the engine, whatever priority they ask for; a request of the run that comes last overtakes those that wait."""
-    outside, parameters = BehindTraining(engine), sampling_params(Sampling(1.0, 40), 0)
+    outside, parameters = BehindTraining(engine, lambda: None), sampling_params(Sampling(1.0, 40), 0)
     parameters.ignore_eos = True
     waiting = set(range(600))
 

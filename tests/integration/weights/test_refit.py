@@ -219,7 +219,8 @@ async def run(redis_url: str, run_id: str, limits: Limits, engines: Engines, mod
     await replay.aclose()
 
 
-# one prompt again and again, longer than a block of the KV cache: a prefix cache that outlived a refit would show
+# one prompt again and again, longer than a block of the KV cache: entries of a prefix cache that outlived a refit would show. Those of the
+# untied one do outlive it, since it keeps the KV cache of running requests
 @pytest.mark.parametrize(
     "model",
     ["untied", pytest.param("tied", marks=pytest.mark.nightly)],  # rollout/test_service.py has a tied one by day
@@ -243,6 +244,11 @@ async def test_log_probabilities_are_those_of_transformers_after_every_refit(run
         assert done["spans"] == [[str(version), 0, 32]]
         expected = run.source.logprobs(prompt + done["ids"])[len(prompt) - 1 :]
         assert np.abs(expected - np.array(done["logprobs"])).max() < TOLERANCE
+        assert done["cached"] == 0
+        again = await replica.generate(prompt, 32)
+        assert again["cached"] > 200
+        expected = run.source.logprobs(prompt + again["ids"])[len(prompt) - 1 :]
+        assert np.abs(expected - np.array(again["logprobs"])).max() < TOLERANCE
 
 
 @pytest.mark.nightly  # so does rollout/test_service.py, with what the service makes of it

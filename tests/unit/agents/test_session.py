@@ -11,7 +11,7 @@ import pytest
 
 from headrace.trajectory import Message
 from headrace_services.agents.session import Clocks, Limits, Refused, Session, SessionCall
-from tests.support.toy_policy import ASSISTANT, BOS, END, USER, ToyPolicy, encode
+from tests.support.toy_policy import ASSISTANT, BOS, CALL, END, USER, ToyPolicy, encode
 from tests.support.toy_sessions import CLOCKS, LIMITS, TOOLS, Program, user
 
 
@@ -148,6 +148,20 @@ def test_whether_reasoning_makes_a_root_is_the_templates_to_say(
     assert [tuple(path_of(ending.calls, number)) for number in range(2)] == [
         sum(each, ()) for each in program.policy.asked
     ]
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_a_history_is_rendered_only_where_a_request_does_not_begin_with_what_was_recorded(is_text: bool) -> None:
+    """A call of no tool is lost in the text of the answer, and with it some of the tokens."""
+    for place in range(100):
+        program = Program(session(), ToyPolicy())
+        messages = [user(f"{place}")]
+        first = program.ask(messages)
+        if (CALL not in first.completion.token_ids) is is_text:
+            break
+    second = program.ask([*messages, first.answer, user("and?")])
+    assert second.parent is first
+    assert (first.told is None) is is_text
 
 
 def test_a_cut_off_answer_gets_its_end_of_turn_as_context(program: Program) -> None:
@@ -449,4 +463,5 @@ def test_memory_does_not_grow_with_the_square_of_the_calls(program: Program) -> 
     calls = program.session.calls
     assert sum(len(call.asked.messages) + len(call.prefixes) for call in calls) <= 3 * len(messages)
     assert sum(call.context.size for call in calls) < 4 * len(program.policy.asked[-1][0])
+    assert all(call.context.base is None for call in calls)  # a view would hold the whole request
     assert np.array_equal(calls[-1].path, sum(program.policy.asked[-1], ()))

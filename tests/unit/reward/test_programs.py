@@ -296,6 +296,15 @@ async def test_lost_connections_and_overload_are_tried_again_as_one_call() -> No
     assert seen[0]["authorization"] == "Bearer key"
 
 
+async def test_an_answer_that_is_too_large_is_an_error_that_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.chat.MOST_BYTES", 50)
+    with ScriptedPolicy() as policy:
+        session = policy.session(["x" * 50, "y"])
+        with pytest.raises(ChatError, match="more than 50 bytes"):
+            await chat(session.base_url, session.api_key, {"messages": []}, WAIT_S)
+        assert len(session.calls) == 1
+
+
 # -- on the wire
 
 

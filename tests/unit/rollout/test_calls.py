@@ -74,9 +74,9 @@ def output(**changes: Any) -> Any:
 
 def test_a_completion_says_what_ended_it() -> None:
     spans = (Span(4, 0, 2), Span(5, 2, 3))
-    assert _completion(output(), "call") == Completion([5, 6, 7], [-0.5] * 3, spans, "length", None)
-    assert _completion(output(finish_reason="stop"), "call").stop_reason == 7  # the model's own end token
-    assert _completion(output(finish_reason="stop", stop_reason="x"), "call").stop_reason == "x"
+    assert _completion(output(), 3, "call") == Completion([5, 6, 7], [-0.5] * 3, spans, "length", None, 3)
+    assert _completion(output(finish_reason="stop"), 3, "call").stop_reason == 7  # the model's own end token
+    assert _completion(output(finish_reason="stop", stop_reason="x"), 3, "call").stop_reason == "x"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_completion_says_what_ended_it() -> None:
 )
 def test_what_the_engine_gave_that_is_no_whole_completion_is_an_error(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(GenerationError, match=said):
-        _completion(output(**changes), "call")
+        _completion(output(**changes), 3, "call")
 
 
 def test_an_unknown_parser_is_refused_with_the_nearest() -> None:

@@ -32,6 +32,11 @@ def test_only_one_cpu_worker_lives_in_the_engine_process() -> None:
     assert "distributed_executor_backend" not in engine_arguments(config(), on_cpu=False)
 
 
+def test_a_cpu_engine_computes_each_prompt_in_one_step() -> None:
+    assert engine_arguments(config(), on_cpu=True)["enable_chunked_prefill"] is False
+    assert "enable_chunked_prefill" not in engine_arguments(config(), on_cpu=False)
+
+
 def test_precision_follows_the_policy_unless_set() -> None:
     assert engine_arguments(config(), on_cpu=True)["dtype"] == "bfloat16"
     assert engine_arguments(config(precision="float32"), on_cpu=True)["dtype"] == "float32"

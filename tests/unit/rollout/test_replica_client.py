@@ -79,7 +79,7 @@ async def test_a_replica_that_is_gone_is_unavailable() -> None:
         pass
     client = ReplicaClient(url)
     with pytest.raises(ReplicaUnavailable, match=url):
-        await client.derender([3], None, "length")
+        await client.render([])
     await client.aclose()
 
 

@@ -80,7 +80,7 @@ def test_a_role_that_a_service_opens_paths_to_may_post_there_and_nothing_else(ac
     replica = dataclasses.replace(access, posts={"agents": frozenset({"/sample", "/render"})})
     runner = bearer("runner")
     assert [status(replica, "POST", path, JSON, runner) for path in ("/sample", "/render")] == [200, 200]
-    for path in ("/sample/", "/sample/x", "//sample", "/derender", "/v1/completions", "/session/"):
+    for path in ("/sample/", "/sample/x", "//sample", "/renders", "/v1/completions", "/session/"):
         assert status(replica, "POST", path, JSON, runner) == 403, path
     for method in ("GET", "HEAD", "PUT", "DELETE"):
         assert status(replica, method, "/sample", JSON, runner) == 403, method

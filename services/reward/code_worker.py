@@ -1,4 +1,4 @@
-"""The process that runs programs of completions for one worker: `python -m headrace_services.reward.program_runner`.
+"""The process that runs the code of completions for one scoring worker: `python -m headrace_services.reward.code_worker`.
 
 It enters namespaces of its own, whose root holds the system's programs and Python alone, read-only, and runs each program there: as a new
 process, in an empty folder in memory, with limits, and with nothing left of it afterwards. It gets programs and their input, and never

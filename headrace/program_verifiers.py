@@ -1,0 +1,145 @@
+"""A verifiers environment as a program: its tasks, and its episodes, played in the Python that it is installed in (`env.<name>.python`).
+
+verifiers pins packages that Headrace has in other versions. What runs in that Python is `verifiers_worker`, which imports nothing of
+Headrace; the keys of answers are in the tasks, and stay there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.config.data import EnvConfig
+from headrace.environment import Environment
+from headrace.episode import Episode
+from headrace.errors import ConfigError
+from headrace.source_build import digest_of
+from headrace.trajectory import Score
+from headrace.verifiers_worker import MOST_BYTES
+
+# Task sets may be fetched from elsewhere as they are loaded.
+LOAD_S = 600.0
+_WORKER = Path(__file__).with_name("verifiers_worker.py")
+_STOP_S = 5.0
+
+
+def check(name: str, env: EnvConfig) -> None:
+    """Raises `ConfigError` if `env.<name>` can't be loaded."""
+    _ask("check", name, env)
+
+
+def tasks(name: str, env: EnvConfig, select: Mapping[str, Any], size: int) -> list[dict[str, Any]]:
+    """A row for each task that `select` selects (verifiers' own section of that name), of an endless task set for the first `size`: which
+    `task` it is, and the `messages` that it begins with. Raises `ConfigError`."""
+    return _ask("tasks", name, env, select=dict(select), size=size)
+
+
+def _ask(mode: str, name: str, env: EnvConfig, **told: Any) -> list[dict[str, Any]]:
+    python = _python(name, env)
+    asked = json.dumps({"verifiers": env.verifiers, **told}) + "\n"
+    argv = [python, "-P", str(_WORKER), mode]
+    try:
+        done = subprocess.run(argv, input=asked, capture_output=True, text=True, timeout=LOAD_S, env=_environ(python))
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"env.{name}.verifiers: it takes more than {LOAD_S:g} s to be loaded") from error
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    if rows and "problem" in rows[-1]:
+        raise ConfigError(f"env.{name}.verifiers: {rows[-1]['problem']}")
+    if done.returncode:
+        raise ConfigError(f"env.{name}.verifiers: {python} ended with status {done.returncode}\n{done.stderr.rstrip()}")
+    return rows
+
+
+def _python(name: str, env: EnvConfig) -> str:
+    """The path of the Python, links as they are: by them it finds what is installed in it."""
+    found = shutil.which(str(env.python))
+    if found is None:
+        raise ConfigError(
+            f"env.{name}.python {env.python!r}: no such program; give the Python that verifiers is installed in, by its path from where "
+            "the run is started"
+        )
+    return os.path.abspath(found)
+
+
+def _environ(python: str) -> dict[str, str]:
+    """The user's own surroundings, without what is for services. What is installed beside the Python (uv) is found, and found first."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+    return {**own, "PATH": f"{os.path.dirname(python)}{os.pathsep}{own.get('PATH', os.defpath)}"}
+
+
+class VerifiersProgram(Environment):
+    """`env.<name>`, while `playing` has its process; each episode is a connection to it, which ends with the episode."""
+
+    def __init__(self, name: str, env: EnvConfig, address: str, software: list[str]) -> None:
+        self.name = name
+        self.episodes = env.concurrency
+        options = json.dumps(env.verifiers, sort_keys=True)
+        self.build = ", ".join((software[0], digest_of([*software, options])))
+        self._address = address
+
+    async def episode(self, e: Episode) -> Score:
+        asked = {"task": e.public.get("task"), "base_url": e.base_url, "api_key": e.api_key}
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._address, limit=MOST_BYTES)
+        except OSError as error:
+            return Score("NOT_STARTED", message=f"{self._process} can't be reached ({error})")
+        try:
+            writer.write(json.dumps(asked).encode() + b"\n")
+            await writer.drain()
+            answer = await reader.readline()
+        except OSError:
+            answer = b""
+        finally:
+            writer.close()
+        if not answer.endswith(b"\n"):
+            return Score("INTERRUPTED", message=f"{self._process} has ended")
+        return score_of(json.loads(answer))
+
+    @property
+    def _process(self) -> str:
+        return f"the verifiers process of env.{self.name}"
+
+
+def score_of(outcome: dict[str, Any]) -> Score:
+    """Raises `CodecError` for a reward, or one of its components, that is no finite number."""
+    if outcome["status"] != "SCORED":
+        metadata = {"traceback": said} if (said := outcome.get("traceback")) else {}
+        return Score(outcome["status"], message=outcome["message"], metadata=metadata)
+    return Score("SCORED", outcome["reward"], outcome["components"], outcome["metadata"])
+
+
+@contextlib.asynccontextmanager
+async def playing(
+    name: str, env: EnvConfig, address: str
+) -> AsyncIterator[tuple[VerifiersProgram, asyncio.subprocess.Process]]:
+    """The program while its process, which listens on the socket `address`, may play its episodes. Raises `ConfigError` if it can't."""
+    python = _python(name, env)
+    process = await asyncio.create_subprocess_exec(
+        python, "-P", str(_WORKER), "serve", stdin=PIPE, stdout=PIPE, env=_environ(python), limit=MOST_BYTES
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(json.dumps({"verifiers": env.verifiers, "address": address}).encode() + b"\n")
+        said = json.loads(await process.stdout.readline() or b"{}")
+        if "software" not in said:
+            raise ConfigError(
+                f"env.{name}.verifiers: {said.get('problem', 'its process ended; the log has its error')}"
+            )
+        yield VerifiersProgram(name, env, address, said["software"]), process
+    finally:
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(_STOP_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()

@@ -1,0 +1,378 @@
+"""Plays the episodes of a verifiers environment, in a Python of its own: `PYTHON -P verifiers_worker.py check|tasks|serve`.
+
+It imports nothing of Headrace, which that Python needn't have. The first line of its input is a JSON object that says which environment
+(`verifiers`, as the section [env] of verifiers' own configuration); it answers lines of JSON. `{"problem": …}` says why it can't.
+
+- `check`: one line, `{}`.
+- `tasks`: a line for each task of the task set that `select` selects, of an endless one for the first `size`.
+- `serve`: `{"software": […]}`, what decides rewards; from then on each connection to the socket `address` is an episode: a line that says
+  task, base_url and api_key, and a line that says what became of it. It ends with its input; a caller that goes ends its episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import os
+import sys
+import traceback
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+RELEASE = "0.4"
+# Of a line that says an episode, or what became of it.
+MOST_BYTES = 16 * 1024**2
+_TRACEBACK = 2000
+# What of a request is between two ends of one connection, or says who asks.
+_OF_A_CONNECTION = frozenset({
+    "accept-encoding", "authorization", "connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding",
+    "upgrade", "x-session-id",
+})  # fmt: skip
+
+
+class Unfit(Exception):
+    """What can't be done, and what to do about it."""
+
+
+# -- what is decided ---------------------------------------------------------------------------------------------------------
+
+
+def policy_of(agents: Mapping[str, Any]) -> str:
+    """Which of the environment's `agents`, by name, is the policy: the one without a client of its own. Raises `Unfit`."""
+    policies = [name for name, agent in agents.items() if agent.client is None]
+    if not policies:
+        raise Unfit(
+            f"its agents ({', '.join(agents)}) have a client each, so that none is the policy: leave client out of the one that is trained"
+        )
+    if len(policies) > 1:
+        raise Unfit(
+            f"its agents {' and '.join(policies)} would all be the policy, each with a reward of its own, and an episode has one: give all "
+            "but the one that is trained a client and a model, as in judge: {client: {base_url: …}, model: …}"
+        )
+    return policies[0]
+
+
+def retried(retries: Mapping[str, Any]) -> str | None:
+    """Which of the `retries`, by their keys, would play an episode again within itself; None if none would."""
+    for key, retry in retries.items():
+        if retry.max_retries or any(rule.max_retries for rule in retry.rules):
+            return key
+    return None
+
+
+def outcome(episode: Any, policy: str) -> dict[str, Any]:
+    """What an episode of verifiers came to. Its reward is there if its rubric gave one: that of a trace which failed is 0."""
+    if not episode.ok:
+        errors = [*(error for trace in episode.traces if not trace.ok for error in trace.errors), *episode.errors]
+        if not errors:
+            return _failed("the episode is not ok, and says no error")
+        last = errors[-1]
+        return {**_failed(f"{last.type}: {last.message}"), "traceback": (last.traceback or "")[-_TRACEBACK:]}
+    traces = [trace for trace in episode.traces if trace.agent.name == policy]
+    if len(traces) != 1:
+        return _failed(
+            f"{policy} was run {len(traces)} times in one episode, with a reward each time; an episode has one reward"
+        )
+    (trace,) = traces
+    if not trace.rewards:
+        return _failed("its task records no reward; give it a method with @vf.reward")
+    unscored = [name for name, reward in trace.rewards.items() if reward is None]
+    if unscored:
+        return _failed(f"{', '.join(unscored)} was not computed ({trace.stop_condition})")
+    return {
+        "status": "SCORED",
+        "reward": trace.reward,
+        "components": {name: reward.value for name, reward in trace.rewards.items()},
+        "metadata": {"stop": trace.stop_condition, "metrics": dict(trace.metrics)},
+    }
+
+
+def _failed(message: str) -> dict[str, Any]:
+    return {"status": "FAILED", "message": message}
+
+
+def row_of(task: Any) -> dict[str, Any]:
+    """What others than this process get of a task: which it is, and the messages that it begins with. One that has none, because its user
+    is played, is shown by its name."""
+    data, messages = task.data, []
+    if data.system_prompt:
+        messages.append({"role": "system", "content": data.system_prompt})
+    if isinstance(data.prompt, str):
+        messages.append({"role": "user", "content": data.prompt})
+    else:
+        messages += [{"role": each.role, "content": _text(each.content)} for each in data.prompt or ()]
+    if not messages or messages[-1]["role"] in ("system", "assistant"):
+        messages.append({"role": "user", "content": data.name or f"task {data.idx}"})
+    return {"task": {"index": data.idx, "key": task.key}, "messages": messages}
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content or () if part.type == "text")
+
+
+class Tasks:
+    """The tasks of a task set by their places; of an endless one as far as somebody asked."""
+
+    def __init__(self, taskset: Any) -> None:
+        """Reads all of one that ends. Raises `Unfit`."""
+        self._rest: Iterator[Any] = iter(taskset)
+        with loading():
+            self._read: list[Any] = list(self._rest) if taskset.bounded else []
+
+    def find(self, asked: Any) -> Any:
+        """The task that a row names. Raises `Unfit`."""
+        match asked:
+            case {"index": int(index), "key": str(key)} if index >= 0:
+                self._read += itertools.islice(self._rest, max(0, index + 1 - len(self._read)))
+            case _:
+                raise Unfit(f"task {asked!r:.200} names no task: let the rows come from `dataset_name: verifiers`")
+        if index >= len(self._read):
+            raise Unfit(
+                f"there is no task {index}: the task set has {len(self._read)}, and had others when the run's rows were made"
+            )
+        task = self._read[index]
+        if task.key != key:
+            raise Unfit(
+                f"task {index} is another than when the run's rows were made (its key is {task.key}, and was {key}): the task set must be "
+                "the same each time it is loaded; give it a seed, and all processes of the run the same version"
+            )
+        return task
+
+
+def sources(modules: Mapping[str, Any], names: set[str]) -> Iterator[tuple[str, str]]:
+    """The sources of the packages in which these modules are, as names and digests. That of verifiers is told by its version."""
+    for package in sorted({name.partition(".")[0] for name in names} - {"verifiers"}):
+        file = Path(modules[package].__file__)
+        files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
+        digest = hashlib.sha256()
+        for each in files:
+            digest.update(str(each.relative_to(file.parent)).encode() + b"\0" + each.read_bytes() + b"\0")
+        yield package, digest.hexdigest()[:16]
+
+
+# -- with verifiers ----------------------------------------------------------------------------------------------------------
+
+
+def load(config: Mapping[str, Any]) -> tuple[Any, str]:
+    """The environment, and which of its agents is the policy. Raises `Unfit`."""
+    try:
+        version = importlib.metadata.version("verifiers")
+        import verifiers.v1 as vf
+        from verifiers.v1.configs.agent import agent_config_fields
+    except ImportError as error:
+        raise Unfit(
+            f"{sys.executable} can't import verifiers ({error}); install it there: pip install 'verifiers=={RELEASE}.*' uv"
+        ) from error
+    if not version.startswith(f"{RELEASE}."):
+        raise Unfit(
+            f"{sys.executable} has verifiers {version}; install {RELEASE} there: pip install 'verifiers=={RELEASE}.*'"
+        )
+    # after what is installed, as the modules of a function
+    sys.path.append(os.getcwd())
+    try:
+        resolved = vf.resolve_env_config(dict(config))
+        agents = agent_config_fields(resolved)
+        policy = policy_of(agents)
+        budgets = {"retries": resolved.retries, **{f"{name}.retries": agent.retries for name, agent in agents.items()}}
+        if (key := retried(budgets)) is not None:
+            raise Unfit(f"{key}: a run begins failed episodes anew itself (replay.max_attempts); leave it out")
+        return vf.load_environment(resolved), policy
+    except Unfit:
+        raise
+    except Exception as error:  # what its code raises, it raises for the user
+        raise Unfit(f"{type(error).__name__}: {error}") from error
+
+
+def selected(env: Any, select: Mapping[str, Any], size: int) -> Iterator[dict[str, Any]]:
+    """Rows of the tasks. Raises `Unfit`."""
+    from verifiers.v1 import SelectConfig
+
+    try:
+        taskset = env.taskset.select(SelectConfig.model_validate(dict(select)))
+    except ValueError as error:
+        raise Unfit(f"task_config {dict(select)}: verifiers refuses it as `select` ({error})") from error
+    with loading():
+        yield from map(row_of, taskset if taskset.bounded else taskset.take(size))
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """What a task set's own code raises is said as it is."""
+    try:
+        yield
+    except Exception as error:
+        raise Unfit(f"its task set can't be loaded: {type(error).__name__}: {error}") from error
+
+
+class Relay:
+    """Gives verifiers one address for all episodes, and carries each call to its episode's own. So no key is in what verifiers holds; and
+    verifiers, which keeps a client for each address until it ends, needs one.
+
+    A call says which trace it belongs to, by 128 random bits that no other process is told.
+    """
+
+    def __init__(self) -> None:
+        self.base_url = ""
+        self.episodes: dict[str, tuple[str, str]] = {}  # by trace: base_url and api_key
+        self._client: Any = None
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        import aiohttp
+        from aiohttp import web
+
+        app = web.Application(client_max_size=0)  # the gateway bounds it
+        app.router.add_route("*", "/v1/{path:.+}", self._carry)
+        # a client that goes is seen to have gone, there as well
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            self.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+            connector = aiohttp.TCPConnector(limit=0)
+            patience = aiohttp.ClientTimeout(total=None)  # the run has clocks
+            async with aiohttp.ClientSession(connector=connector, timeout=patience) as self._client:
+                yield
+        finally:
+            await runner.cleanup()
+
+    async def _carry(self, request: Any) -> Any:
+        import aiohttp
+        from aiohttp import web
+
+        base_url, key = self.episodes.get(request.headers.get("x-session-id", ""), ("", ""))
+        if not base_url:
+            return web.json_response(_error("the call is of no episode, or of one that has ended"), status=401)
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in _OF_A_CONNECTION}
+        headers["Authorization"] = f"Bearer {key}"
+        url, body = f"{base_url}/{request.match_info['path']}", await request.read()
+        try:
+            answering = await self._client.request(request.method, url, data=body or None, headers=headers)
+        except aiohttp.ClientError as error:
+            return web.json_response(_error(f"the policy can't be reached ({type(error).__name__})"), status=502)
+        async with answering as answer:
+            told = {name: answer.headers[name] for name in ("content-type", "retry-after") if name in answer.headers}
+            response = web.StreamResponse(status=answer.status, headers=told)
+            await response.prepare(request)
+            async for part in answer.content.iter_any():
+                await response.write(part)
+            await response.write_eof()
+            return response
+
+
+def _error(message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "relay_error"}}
+
+
+class Player:
+    """Plays episodes, each on a connection of its own."""
+
+    def __init__(self, env: Any, policy: str, relay: Relay) -> None:
+        self._env, self._policy, self._relay = env, policy, relay
+        self._tasks = Tasks(env.taskset)
+        self._playing: set[asyncio.Task[dict[str, Any]]] = set()
+
+    async def aclose(self) -> None:
+        """End every episode, with the processes that it has."""
+        for playing in self._playing:
+            playing.cancel()
+        await asyncio.gather(*self._playing, return_exceptions=True)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        playing = asyncio.create_task(self._play(json.loads(await reader.readline())))
+        gone = asyncio.create_task(reader.read())
+        self._playing.add(playing)
+        playing.add_done_callback(self._playing.discard)
+        try:
+            await asyncio.wait([playing, gone], return_when=asyncio.FIRST_COMPLETED)
+            if playing.done() and not playing.cancelled():
+                writer.write(json.dumps(playing.result()).encode() + b"\n")
+                await writer.drain()
+        finally:
+            playing.cancel()
+            gone.cancel()
+            await asyncio.gather(playing, gone, return_exceptions=True)
+            writer.close()
+
+    async def _play(self, asked: dict[str, Any]) -> dict[str, Any]:
+        from verifiers.v1 import EvalClientConfig, ModelContext, SamplingConfig
+
+        try:
+            task = self._tasks.find(asked["task"])
+        except Unfit as unfit:
+            return {"status": "INVALID", "message": str(unfit)}
+        # no key of the user's is meant for the policy: nothing is under that name
+        client = EvalClientConfig(base_url=self._relay.base_url, api_key_var="HEADRACE_HAS_NO_KEY_HERE")
+        # how it samples, and for how long, the run says
+        context = ModelContext(client=client, model="policy", sampling=SamplingConfig())
+        traces = []
+
+        def minted(trace: Any) -> None:
+            if trace.agent.name == self._policy:
+                traces.append(trace.id)
+                self._relay.episodes[trace.id] = (asked["base_url"], asked["api_key"])
+
+        try:
+            (slot,) = self._env.slots(task)
+            return outcome(await self._env.run_slot(slot, context, on_trace=minted), self._policy)
+        except Exception as error:  # noqa: BLE001  # whatever was raised reaches the caller as FAILED
+            return {**_failed(f"{type(error).__name__}: {error}"), "traceback": traceback.format_exc()[-_TRACEBACK:]}
+        finally:
+            for trace in traces:
+                self._relay.episodes.pop(trace, None)
+
+
+async def serve(env: Any, policy: str, address: str, say: Any) -> None:
+    relay = Relay()
+    async with relay.serving(), env.serving():
+        player = Player(env, policy, relay)
+        task = type(env.taskset).task_type()
+        decides = {each.__module__ for each in (type(env), type(env.taskset), task)}
+        digests = [f"{package} {digest}" for package, digest in sources(sys.modules, decides)]
+        async with await asyncio.start_unix_server(player.serve, address, limit=MOST_BYTES):
+            say({"software": [f"verifiers {importlib.metadata.version('verifiers')}", *digests]})
+            await _end_of_input()
+            await player.aclose()
+
+
+async def _end_of_input() -> None:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while await reader.read(1024):
+        pass
+
+
+def main(mode: str) -> int:
+    told = json.loads(sys.stdin.readline())
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the environment prints must not get between the answers
+
+    def say(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    try:
+        env, policy = load(told["verifiers"])
+        if mode == "check":
+            say({})
+        elif mode == "tasks":
+            for row in selected(env, told["select"], told["size"]):
+                say(row)
+        else:
+            asyncio.run(serve(env, policy, told["address"], say))
+    except Unfit as unfit:
+        say({"problem": str(unfit)})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,72 @@
+"""What a configuration may say of a verifiers environment and of its tasks."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from headrace.cli import environment_processes
+from headrace.config import Config
+from headrace.config.built_in import decisive_options
+from headrace.errors import ConfigError
+
+ECHO = {"type": "verifiers", "python": "p", "verifiers": {"taskset": {"id": "echo-v1"}}}
+TASKS = {"dataset_name": "verifiers", "env_name": "echo"}
+
+
+def config(env: dict[str, Any], *train: dict[str, Any]) -> Config:
+    return Config.model_validate({"env": {"echo": env}, "data": {"train": list(train)}})
+
+
+def test_it_runs_episodes_and_gets_the_task_without_being_told() -> None:
+    env = config(ECHO, TASKS).env["echo"]
+    assert (env.episodes, env.public, env.is_served, env.kind("echo")) == (True, ["task"], False, "verifiers")
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"python": None}, "env.echo.python null: name the Python that verifiers is installed in"),
+        ({"verifiers": {}}, r"env.echo.verifiers {} names no environment: give taskset: {id: NAME}"),
+        ({"verifiers": {"taskset": "echo-v1"}}, "names no environment"),
+        ({"episodes": False, "public": []}, "env.echo.episodes false: a verifiers environment runs episodes"),
+        ({"public": ["task", "answer"]}, r"env.echo.public \['task', 'answer'\]: its tasks are all that"),
+        ({"function": "a:b"}, "env.echo.function 'a:b' is an option of function, not of type verifiers"),
+        ({"type": "math", "verifiers": {}}, "env.echo.python 'p' is an option of verifiers, not of type math"),
+    ],
+)
+def test_what_it_lacks_is_named(env: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        config({**ECHO, **env})
+
+
+@pytest.mark.parametrize(
+    ("env", "source", "said"),
+    [
+        (
+            ECHO,
+            {"dataset_name": "arithmetic"},
+            "env_name 'echo' is of type verifiers, which has tasks of its own alone",
+        ),
+        ({"type": "math"}, {}, "dataset_name verifiers with env_name 'echo', which is of another type"),
+        (ECHO, {"system_prompt": "Be brief."}, "data: system_prompt with dataset_name verifiers, .* leave it out"),
+        (ECHO, {"prompt_file": "p.txt"}, "data: prompt_file with dataset_name verifiers"),
+    ],
+)
+def test_its_tasks_are_its_own(env: dict[str, Any], source: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        config(env, {**TASKS, **source})
+
+
+def test_what_decides_its_rewards_is_its_configuration_and_not_where_it_runs() -> None:
+    decisive = decisive_options("echo", config(ECHO).env["echo"])
+    assert decisive["verifiers"] == {"taskset": {"id": "echo-v1"}}
+    assert "python" not in decisive
+
+
+def test_a_python_without_verifiers_is_named_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"env.echo.verifiers: .* can't import verifiers"):
+        environment_processes.check(config({**ECHO, "python": sys.executable}))
