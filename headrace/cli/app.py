@@ -28,6 +28,7 @@ from headrace.cli import (
     functions,
     groups,
     page,
+    plan,
     rescore,
     rewind,
     run_list,
@@ -160,6 +161,7 @@ app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
 app.add_typer(groups.app, name="groups")
 app.add_typer(run_list.app, name="runs")
+app.add_typer(plan.app, name="plan")
 app.command(name="replay-step")(replay_step)
 app.command()(model)
 app.command()(acl.acl)

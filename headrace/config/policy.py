@@ -235,10 +235,11 @@ class PolicyConfig(Section):
     logprob_chunk_size: int | None = Field(
         None,
         ge=1,
-        description="tokens whose logits are held at once, in the backward pass too; null holds those of a micro-batch",
+        description="tokens whose logits are held at once, in the backward pass too; null holds 2048 on a GPU, else those of a micro-batch",
     )
-    activation_checkpointing: bool = Field(
-        False, description="keep each layer's input alone and compute the layer again in the backward pass"
+    activation_checkpointing: bool | None = Field(
+        None,
+        description="keep each layer's input alone and compute the layer again in the backward pass; null does so on a GPU",
     )
     freeze_moe_router: bool = Field(False, description="in a mixture of experts, keep the routers' weights as they are")
     precision: Literal["float32", "bfloat16"] = "bfloat16"
@@ -246,6 +247,14 @@ class PolicyConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfigs = Field([])
     generation: GenerationConfig = GenerationConfig()
+
+    def chunk_size(self, device: str) -> int | None:
+        """`logprob_chunk_size` on a device of this type; None is all of a micro-batch."""
+        return 2048 if self.logprob_chunk_size is None and device == "cuda" else self.logprob_chunk_size
+
+    def recomputes(self, device: str) -> bool:
+        """`activation_checkpointing` on a device of this type."""
+        return device == "cuda" if self.activation_checkpointing is None else self.activation_checkpointing
 
     @model_validator(mode="after")
     def _rows(self) -> PolicyConfig:

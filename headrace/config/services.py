@@ -172,6 +172,17 @@ class TrainerConfig(Section):
         description="share of its GPU's memory that a rank may take; null takes all, and half where `headrace up` has a replica share it",
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of a rank; null leaves it to torch")
+    shard_within_host: bool = Field(
+        False,
+        description="on several hosts: each holds a copy of the models, sharded over its ranks, and hosts exchange gradients alone, once "
+        "an optimizer step. Faster where the network is slow, if a host's GPUs have the memory (`headrace plan memory`); false shards "
+        "over all ranks",
+    )
+    reduce_gradients: Literal["auto", "step", "micro_batch"] = Field(
+        "auto",
+        description="with several ranks: how often gradients are summed over them. `step` sends least, and holds a float32 gradient of the "
+        "whole model on each rank; auto is step where that takes at most an eighth of a GPU's memory, and on a CPU",
+    )
     fleet_deadline_s: float = Field(
         300.0, gt=0, description="with no verified replica for this long the run ends with that reason"
     )

@@ -11,14 +11,16 @@ and says which rank it waited for. When a rank ends, its connections close, and 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
+import functools
 import itertools
 import logging
 import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,8 +28,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import rendezvous
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from headrace import devices
@@ -283,15 +286,99 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def shard(root: nn.Module, layers: Sequence[nn.Module], device: torch.device) -> None:
-    """Move `root` to `device`; with several ranks shard it by FSDP2, with one unit per layer and one for the rest, so that a tied embedding
-    and head stay together."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded over several ranks (`trainer.shard_within_host`, `policy.precision`).
+
+    `within_host`: each host holds a copy, sharded over its ranks (HSDP), else all ranks hold one. `bfloat16`: weights are gathered, and the
+    layers computed, in bfloat16; the shards and the sum of gradients over the ranks stay float32.
+    """
+
+    within_host: bool = False
+    bfloat16: bool = False
+
+
+def several_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def shard(
+    root: nn.Module,
+    layers: Sequence[nn.Module],
+    device: torch.device,
+    sharding: Sharding,
+    *,
+    in_float32: Sequence[nn.Module] = (),
+) -> None:
+    """Move `root` to `device`; with several ranks shard it by FSDP2, with one unit per layer, one for each module that is computed
+    `in_float32`, and one for the rest, so that a tied embedding and head stay together.
+
+    What is on the meta device stays there, each rank's part of it. The rest stays gathered from the forward pass to the backward pass,
+    which begins with it; after a pass without gradients see `end_pass`.
+    """
+    if not several_ranks():
         root.to(device)
         return
-    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
-    for module in (*layers, root):
-        fully_shard(module, mesh=mesh)
+    mesh = _mesh(device.type, sharding.within_host)
+    usual = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = usual if sharding.bfloat16 else MixedPrecisionPolicy()
+    for module in layers:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in in_float32:
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    fully_shard(root, mesh=mesh, mp_policy=policy)
+
+
+def end_pass(root: nn.Module) -> None:
+    """After a pass of the sharded `root` that no backward pass follows: the root's own parameters are shards again. What was gathered
+    would be kept else, and be taken for the weights, which it isn't in bfloat16."""
+    if isinstance(root, FSDPModule):
+        root.reshard()
+
+
+def reduce_gradients(root: nn.Module, when: Literal["never", "within_host", "everywhere"]) -> None:
+    """What the next backward pass of the sharded `root` does with its gradients: `never` adds them up on each rank, whole, for a later
+    one; `within_host` reduces them to each rank's part, but not over the hosts that hold copies."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(when != "never", recurse=False)
+            module.set_requires_all_reduce(when == "everywhere", recurse=False)
+
+
+@functools.cache
+def _mesh(device: str, within_host: bool) -> DeviceMesh:
+    ranks = dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if within_host else ranks
+    if local == ranks:
+        return init_device_mesh(device, (ranks,))
+    if ranks % local:
+        raise ServiceError(
+            f"trainer.shard_within_host true: {ranks} ranks are not so many on each host ({local} on this one); start equally many on "
+            "each, or set it to false"
+        )
+    return init_device_mesh(device, (ranks // local, local), mesh_dim_names=("copies", "shards"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What this rank holds of a model: part `index` of `count`, and whether it is the rank that writes it (others may hold copies)."""
+
+    index: int
+    count: int
+    writes: bool
+
+
+def place_of(tensor: Tensor) -> Place:
+    """That of this rank in a model that `tensor` is a parameter of."""
+    if not isinstance(tensor, DTensor):
+        return Place(0, 1, is_first_rank())
+    mesh = tensor.device_mesh
+    return Place(mesh.get_local_rank(-1), mesh.size(-1), mesh.ndim == 1 or mesh.get_local_rank(0) == 0)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor`, made on the CPU, on this device. A copy to a GPU is made from pinned memory, so that nobody waits for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -309,8 +396,9 @@ def local_rows(tensor: Tensor) -> tuple[int, int]:
     rows = tensor.shape[0] if tensor.dim() else 1
     if not isinstance(tensor, DTensor):
         return 0, rows
-    chunk = -(-rows // dist.get_world_size())
-    first = min(dist.get_rank() * chunk, rows)
+    place = place_of(tensor)
+    chunk = -(-rows // place.count)
+    first = min(place.index * chunk, rows)
     last = min(first + chunk, rows)
     assert last - first == len(tensor.to_local())
     return first, last

@@ -24,7 +24,7 @@ from torch import Tensor
 from headrace.errors import ServiceError
 from headrace.replay import ReservedTrajectory
 from headrace.trajectory import AnyTrajectory, Float32, Score, Trajectory, decode_trajectory
-from headrace_services.trainer.distributed import Ranks
+from headrace_services.trainer.distributed import Ranks, on_device
 
 Bool = npt.NDArray[np.bool_]
 Float64 = npt.NDArray[np.float64]
@@ -346,7 +346,7 @@ class MicroBatch:
         trajectory = place[batch.trajectory[tokens]]
 
         def column(values: npt.NDArray[Any]) -> Tensor:
-            return torch.from_numpy(values.astype(np.float32)).to(device)
+            return on_device(torch.from_numpy(values.astype(np.float32)), device)
 
         def optional(values: npt.NDArray[Any] | None) -> Tensor | None:
             return None if values is None else column(values[tokens])
@@ -356,11 +356,12 @@ class MicroBatch:
             whole = batch.tokens_of(own)
             counts = np.bincount(place[batch.trajectory[whole]], batch.mask[whole], len(own))
             here = np.bincount(trajectory, minlength=len(own))
-            elsewhere = torch.from_numpy(counts - np.bincount(trajectory, batch.mask[tokens], len(own))).to(device)
-            share = torch.from_numpy(here / batch.lengths[own]).to(device)
+            missing = counts - np.bincount(trajectory, batch.mask[tokens], len(own))
+            elsewhere = on_device(torch.from_numpy(missing), device)
+            share = on_device(torch.from_numpy(here / batch.lengths[own]), device)
         assert batch.advantages is not None
         return cls(
-            trajectory=torch.from_numpy(trajectory).to(device),
+            trajectory=on_device(torch.from_numpy(trajectory), device),
             mask=column(batch.mask[tokens]),
             ages=column(batch.ages[tokens]),
             multipliers=column(batch.multipliers[own]),

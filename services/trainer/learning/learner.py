@@ -52,6 +52,9 @@ class Learner:
         """
         if config.trainer.num_threads is not None:
             torch.set_num_threads(config.trainer.num_threads)
+        torch.set_float32_matmul_precision(
+            "highest"
+        )  # float32 is what was asked for: no TF32, whatever the environment says
         passes, value = required_passes(config, optimizer_steps=1), config.value
         self.config = config
         self.ranks = ranks or Ranks()
@@ -121,7 +124,7 @@ class Learner:
         counters, moments = dataclasses.asdict(self.counters), self.config.checkpointing.save_optimizer
         self._write(
             folder,
-            lambda: training_state.save(folder / "training", self.ranks, counters, self._optimizers, moments=moments),
+            lambda: training_state.save(folder / "training", counters, self._optimizers, moments=moments),
         )
 
     def refuse_if_broken(self) -> None:

@@ -18,7 +18,14 @@ from torch.optim import lr_scheduler
 
 from headrace.config.policy import NAMESPACE, OptimizerConfig, SchedulerConfig
 from headrace.errors import ServiceError
-from headrace_services.trainer.distributed import full_tensor, local_part, local_rows, with_local_part
+from headrace_services.trainer.distributed import (
+    Place,
+    full_tensor,
+    local_part,
+    local_rows,
+    place_of,
+    with_local_part,
+)
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +132,11 @@ class ModelOptimizer:
             for parameter, state in self._optimizer.state.items()
             for moment, tensor in state.items()
         }
+
+    @property
+    def place(self) -> Place:
+        """What this rank holds of the model."""
+        return place_of(next(self._model.parameters()))
 
     def shards(self) -> dict[str, tuple[int, int, tuple[int, ...]]]:
         """Of each parameter the rows `[first, last)` that this rank holds, and the shape of the whole."""

@@ -34,6 +34,7 @@ from headrace_services.trainer.learning.rewards import (
 )
 from headrace_services.trainer.network.packing import PackedRows, Packing, Rows, pack, plan
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
+from headrace_services.trainer.network.value_model import ValueModel
 
 # GSPO clips the ratios of whole sequences, far more narrowly.
 USUAL_CLIP = 0.2
@@ -106,7 +107,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
         mini_batches: Sequence[Sequence[int]],
         epochs: int,
         packing: Packing,
-        device: torch.device,
+        model: PolicyModel | ValueModel,
         loss_of: LossOf,
     ) -> dict[str, float]:
         """Take an optimizer step on each mini-batch, in each epoch; returns their combined metrics."""
@@ -114,10 +115,12 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
 
         def backward(micro_batches: Sequence[Rows], counts: GlobalCounts) -> OptimizerStep:
             parts = []
-            for rows in _pad_micro_batches(micro_batches, ranks):
+            padded = _pad_micro_batches(micro_batches, ranks)
+            for place, rows in enumerate(padded, start=1):
                 ranks.progress.mark()
-                packed = pack(batch.paths, rows, packing).to(device)
-                part = loss_of(packed, MicroBatch.of(batch, packed.order, device), counts)
+                model.expect_backward(last=place == len(padded))
+                packed = pack(batch.paths, rows, packing).to(model.device)
+                part = loss_of(packed, MicroBatch.of(batch, packed.order, model.device), counts)
                 (part.loss * ranks.size).backward()  # FSDP averages over ranks; the loss is a sum
                 parts.append(part)
             return OptimizerStep.of(parts, optimizer, ranks)
@@ -154,7 +157,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
                 batch.mini_batches(config.value_batch),
                 algorithm.value_epochs,
                 learner.value_packing,
-                value.device,
+                value,
                 loss_of_values,
             )
         found["explained_var"] = explained_variance(found)
@@ -171,7 +174,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
 
         packing = Packing.of(config.policy, training=True)
         with _timed(seconds, "policy_training"):
-            metrics |= optimize(learner.policy_optimizer, mini_batches, epochs, packing, policy.device, loss_of_policy)
+            metrics |= optimize(learner.policy_optimizer, mini_batches, epochs, packing, policy, loss_of_policy)
         if batch.old_logprobs is None:  # the forward pass of the only optimizer step computed them
             batch.old_logprobs = np.full(batch.trajectory.size, np.nan, np.float32)
             for order, logprobs in seen:

@@ -4,7 +4,8 @@
     training/rank_0_of_2.safetensors  the rows of the moments that rank 0 held, by `<model>/<parameter>/<moment>`
 
 FSDP2 shards the first dimension, so the rows of all files one after the other are the whole tensor, and any number of ranks can go on
-from it: each reads its own rows alone. Nothing is pickled. There is no random state, because a step draws no random numbers.
+from it: each reads its own rows alone. Where hosts hold copies (`trainer.shard_within_host`), the ranks of one write, and are counted.
+Nothing is pickled. There is no random state, because a step draws no random numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.errors import ServiceError
-from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning.optimizer import ModelOptimizer
 
 _STATE, _OLD = "state.json", ".metadata"
@@ -41,17 +41,18 @@ class TrainingState(msgspec.Struct, frozen=True):
     trained: dict[str, ModelState]
 
 
-def save(
-    folder: Path, ranks: Ranks, counters: Mapping[str, int], optimizers: Mapping[str, ModelOptimizer], *, moments: bool
-) -> None:
+def save(folder: Path, counters: Mapping[str, int], optimizers: Mapping[str, ModelOptimizer], *, moments: bool) -> None:
     """Write this rank's part to `folder`. Raises `OSError` and `SafetensorError`."""
+    place = next(iter(optimizers.values())).place  # that of all of them
+    if not place.writes:
+        return
     folder.mkdir(exist_ok=True)
     held = {name: optimizer.moments() if moments else {} for name, optimizer in optimizers.items()}
     own = {f"{name}/{key}": tensor for name, tensors in held.items() for key, tensor in tensors.items()}
-    save_file(own, folder / _file(ranks.rank, ranks.size))
-    if ranks.rank == 0:
+    save_file(own, folder / _file(place.index, place.count))
+    if place.index == 0:
         trained = {name: ModelState(optimizer.scheduled, bool(held[name])) for name, optimizer in optimizers.items()}
-        state = TrainingState(ranks.size, dict(counters), trained)
+        state = TrainingState(place.count, dict(counters), trained)
         (folder / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
 
 

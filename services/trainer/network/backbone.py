@@ -4,17 +4,20 @@ Around the transformers model is a **root** module, whose forward does everythin
 weights: backbone, choice of positions, head. It is FSDP2's outermost unit, so one forward gathers embedding and
 head once, however many chunks the head is applied in, and ranks with unequal rows enter the same collectives.
 
-Weights are always float32, because a step at a usual learning rate is smaller than bfloat16 can resolve; `policy.precision: bfloat16`
-only multiplies matrices in bfloat16 (autocast). Models stay in evaluation mode: dropout would make two passes over
-the same weights disagree, and the loss compares exactly those.
+Weights are always float32, because a step at a usual learning rate is smaller than bfloat16 can resolve. With `policy.precision: bfloat16`
+one rank multiplies matrices in bfloat16 (autocast); several gather each layer in bfloat16 and compute all of it so, because autocast would
+keep a bfloat16 copy of every layer that was gathered. Models stay in evaluation mode: dropout would make two passes over the same weights
+disagree, and the loss compares exactly those.
+
+With several ranks no rank ever holds a whole model: it is made on the meta device, sharded there, and each rank reads its own part of the
+safetensors files (`checkpoint_shards`).
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,17 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from headrace.config import Config
 from headrace.errors import ServiceError
-from headrace_services.trainer.distributed import full_tensor, is_first_rank, shard
+from headrace_services.trainer.distributed import (
+    Sharding,
+    end_pass,
+    full_tensor,
+    is_first_rank,
+    reduce_gradients,
+    several_ranks,
+    shard,
+)
 from headrace_services.trainer.network.attention import attention_arguments
+from headrace_services.trainer.network.checkpoint_shards import fill, on_meta
 from headrace_services.trainer.network.packing import PackedRows
 
 
@@ -45,15 +57,17 @@ def choose_device(name: str) -> torch.device:
 def load_model(
     auto: Any, config: Config, key: str, name: str, what: str, overrides: Mapping[str, Any] | None = None
 ) -> Any:
-    """Load `auto.from_pretrained(name)` in float32 and evaluation mode, with `overrides` of its configuration. For errors: `key` is the
-    configuration key that gave the name, `what` the kind of model that it should be.
+    """Load `auto.from_pretrained(name)` in float32 and evaluation mode, with `overrides` of its configuration; with several ranks on the
+    meta device, for `Placed` to fill. For errors: `key` is the configuration key that gave the name, `what` the kind of model that it
+    should be.
 
     Raises `ServiceError` if it can't be loaded, if its configuration has no such key as an override names, or if its context is shorter
     than `policy.max_total_sequence_length`.
     """
     try:
         settings = _settings(name, overrides) if overrides else {}
-        model = auto.from_pretrained(name, dtype=torch.float32, **settings)
+        load = functools.partial(on_meta, auto) if several_ranks() else auto.from_pretrained
+        model = load(name, dtype=torch.float32, **settings)
     except (OSError, ValueError) as error:
         raise cannot_load(key, name, what, error) from error
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -85,23 +99,73 @@ def freeze_routers(model: nn.Module) -> None:
                     router.requires_grad_(False)
 
 
-def place(root: nn.Module, model: Any, device: torch.device, *, recompute: bool) -> None:
-    """Move `root`, which holds `model`, to `device`; with several ranks shard it, layer by layer.
+class Placed:
+    """A root on this rank's device, sharded with several ranks, and the precision in which it is computed."""
 
-    With `recompute` a layer keeps only its input for the backward pass. Raises `ServiceError` for a model whose layers are not known.
-    """
-    names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    if recompute:
-        if not layers:
+    def __init__(
+        self,
+        root: nn.Module,
+        model: Any,
+        config: Config,
+        device: torch.device,
+        precision: str,
+        *,
+        in_float32: Sequence[nn.Module] = (),
+    ) -> None:
+        """Move `root`, which holds `model`, to `device`; with several ranks shard it, layer by layer, and fill it. What is `in_float32` is
+        computed so, whatever the precision.
+
+        With activation checkpointing a layer of a model that is trained keeps only its input for the backward pass. Raises `ServiceError`
+        for a model whose layers are not known, and for one that can't be filled.
+        """
+        names = set(model._no_split_modules or ())
+        layers = [module for module in model.modules() if type(module).__name__ in names]
+        trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
+        if trained and config.policy.activation_checkpointing and not layers:
             raise ServiceError(
                 f"policy.activation_checkpointing true: {type(model).__name__} does not say which of its modules are "
                 "layers; set it to false"
             )
-        for layer in layers:
-            # transformers' own switch works only in training mode, which would turn on dropout
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    shard(root, layers, device)
+        if trained and config.policy.recomputes(device.type):
+            for layer in layers:
+                # transformers' own switch works only in training mode, which would turn on dropout
+                layer.forward = functools.partial(
+                    checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+                )
+        bfloat16 = precision == "bfloat16"
+        shard(
+            root,
+            layers,
+            device,
+            Sharding(within_host=config.trainer.shard_within_host, bfloat16=bfloat16),
+            in_float32=in_float32,
+        )
+        if several_ranks():
+            fill(model, device)
+        self._root, self._device = root, device
+        self._autocast = bfloat16 and not several_ranks()
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        self._once_a_step = reduces_once(
+            config.trainer.reduce_gradients, sum(parameter.numel() for parameter in trained), memory
+        )
+
+    def __call__(self, *arguments: Any) -> Any:
+        """What the root computes of `arguments`."""
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
+            output = self._root(*arguments)
+        if not torch.is_grad_enabled():
+            end_pass(self._root)
+        return output
+
+    def expect_backward(self, *, last: bool) -> None:
+        """Say before a backward pass whether it is the `last` one of an optimizer step, after which gradients are those of all ranks."""
+        reduce_gradients(self._root, "everywhere" if last else "never" if self._once_a_step else "within_host")
+
+
+def reduces_once(choice: str, parameters: int, memory: int | None) -> bool:
+    """Whether gradients of so many `parameters` are summed over the ranks once an optimizer step, by `trainer.reduce_gradients`; `memory`
+    is a GPU's, None on a CPU."""
+    return choice == "step" or (choice == "auto" and (memory is None or 4 * parameters <= memory / 8))
 
 
 def hidden_states_before(backbone: nn.Module, packed: PackedRows) -> Tensor:
@@ -112,11 +176,6 @@ def hidden_states_before(backbone: nn.Module, packed: PackedRows) -> Tensor:
     """
     output = backbone(input_ids=packed.input_ids, use_cache=False, **attention_arguments(backbone, packed))
     return output.last_hidden_state.flatten(0, 1).index_select(0, packed.before)
-
-
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """The context in which a forward pass runs in `precision`, as configured."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
 
 
 def iter_full_weights(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from headrace.config.policy import PolicyConfig
 from headrace.trajectory import Int32, Trajectory
+from headrace_services.trainer.distributed import on_device
 
 Tree = tuple[int, ...]  # indices of its trajectories among those that are planned
 Row = tuple[Tree, ...]
@@ -133,7 +134,7 @@ class PackedRows:
 
     def to(self, device: torch.device) -> PackedRows:
         tensors = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        moved: dict[str, Any] = {name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = {name: on_device(x, device) for name, x in tensors.items() if isinstance(x, Tensor)}
         return dataclasses.replace(self, **moved)
 
     def visible(self) -> Tensor:

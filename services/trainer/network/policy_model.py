@@ -91,7 +91,6 @@ class PolicyModel:
         Raises `ServiceError` if they can't be loaded, or if the model can't process the rows that `policy` configures.
         """
         self.device = backbone.choose_device(config.trainer.device)
-        self._config = config
         key, name = other or ("policy.model_name", str(folder) if folder else config.policy.model_name)
         self.model = backbone.load_model(
             AutoModelForCausalLM,
@@ -110,9 +109,8 @@ class PolicyModel:
                 "that can be told from the rest of it; give a causal language model that has"
             )
         prepare_attention(self.model, config.policy, self.device)
-        self._root = CausalRoot(self.model, config.policy.logprob_chunk_size)
-        recompute = trainable and config.policy.activation_checkpointing
-        backbone.place(self._root, self.model, self.device, recompute=recompute)
+        root = CausalRoot(self.model, config.policy.chunk_size(self.device.type))
+        self._placed = backbone.Placed(root, self.model, config, self.device, config.policy.precision)
 
     @property
     def vocab_size(self) -> int:
@@ -123,9 +121,13 @@ class PolicyModel:
 
         Only the positions before a policy token go through the vocabulary projection, `policy.logprob_chunk_size` of them at a time.
         """
-        with backbone.autocast(self._config.policy.precision, self.device):
-            logprobs, unfiltered, *rest = self._root(packed, warper, entropy)
+        logprobs, unfiltered, *rest = self._placed(packed, warper, entropy)
         return PolicyOutput(logprobs, unfiltered if warper.filters else None, rest[0] if rest else None)
+
+    def expect_backward(self, *, last: bool) -> None:
+        """Say before a backward pass whether it is the `last` one of an optimizer step; with several ranks gradients may be incomplete
+        until then."""
+        self._placed.expect_backward(last=last)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight once, unsharded, in float32, with its name in a Hugging Face checkpoint; a tied head is left out."""

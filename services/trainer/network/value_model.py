@@ -55,7 +55,6 @@ class ValueModel:
         Raises `ServiceError` if it can't be loaded, or if the model can't process the rows that `policy` configures.
         """
         self.device = backbone.choose_device(config.trainer.device)
-        self._precision = config.value.precision or config.policy.precision
         key = "value.model_name" if config.value.model_name else "policy.model_name"
         name = str(folder) if folder else config.value.model_name or config.policy.model_name
         what = "the backbone of a value model"
@@ -70,13 +69,17 @@ class ValueModel:
                 self.root.head.load_state_dict(load_file(head))
             except (OSError, RuntimeError, SafetensorError) as error:
                 raise backbone.cannot_load(key, name, "the head of a value model", error) from error
-        backbone.place(self.root, model, self.device, recompute=config.policy.activation_checkpointing)
+        precision = config.value.precision or config.policy.precision
+        self._placed = backbone.Placed(self.root, model, config, self.device, precision, in_float32=[self.root.head])
 
     def forward(self, packed: PackedRows) -> Tensor:
         """Values [N] float32, one before each policy token of `packed`, on this device."""
-        with backbone.autocast(self._precision, self.device):
-            values: Tensor = self.root(packed)
+        values: Tensor = self._placed(packed)
         return values
+
+    def expect_backward(self, *, last: bool) -> None:
+        """As that of `PolicyModel`."""
+        self._placed.expect_backward(last=last)
 
     def save(self, folder: Path) -> None:
         """Write the backbone as `AutoModel.from_pretrained` reads it, and the head beside it, from rank 0."""

@@ -1,0 +1,65 @@
+"""`headrace plan memory`: what a run takes of its GPUs, before there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from headrace.cli.common import WIDTH, ConfigArgument, Overrides, load_entry_point, plain_table, say
+from headrace.config import load
+from headrace.errors import ConfigError
+
+app = typer.Typer(help="What a run takes.", no_args_is_help=True)
+
+GIB = 2**30
+
+
+@app.callback()
+def plans() -> None:
+    """What a run takes."""
+
+
+@app.command()
+def memory(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    gpus: Annotated[str, typer.Option("--gpus", help="Numbers of GPUs of the trainer.")] = "1,4,8,16",
+    per_host: Annotated[int, typer.Option("--gpus-per-host", min=1, help="How many of them a host has.")] = 8,
+    size: Annotated[float, typer.Option("--gpu-memory", min=1, help="GiB of a GPU.")] = 80,
+) -> None:
+    """Print the memory that the trainer takes on each of its GPUs, and a replica on its own, part by part in GiB.
+
+    Nothing is started and no weight is read: the model's config.json is enough, or the name of a model that is known here.
+    """
+    loaded, plan = load(config, overrides or ()), load_entry_point("headrace.tools", "plan-memory", extra="trainer")
+    counts = _counts(gpus, per_host)
+    found = [plan(loaded, count, max(1, count // per_host), int(size * GIB)) for count in counts]
+    console = Console(width=WIDTH)
+    table = plain_table("trainer, GiB on each GPU", *(f"{count} GPU{'s' * (count > 1)}" for count in counts))
+    for part in found[0][0]:
+        table.add_row(part, *(f"{trainer[part] / GIB:.1f}" for trainer, _, _ in found))
+    table.add_row(f"together, of {size:g}", *(_total(trainer, size) for trainer, _, _ in found))
+    console.print(table)
+    replica, remarks = found[0][1], found[0][2]
+    parts = ", ".join(f"{part} {of / GIB:.1f}" for part, of in replica.items())
+    say(console, f"a replica, on each of its GPUs: {parts}; together {_total(replica, size)}")
+    for remark in remarks:
+        say(console, remark)
+
+
+def _total(parts: Mapping[str, int], size: float) -> str:
+    total = sum(parts.values()) / GIB
+    return f"{total:.1f}" if total <= size else f"{total:.1f} !"
+
+
+def _counts(text: str, per_host: int) -> list[int]:
+    counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    for count in counts:
+        if count < 1 or (count > per_host and count % per_host):
+            raise ConfigError(
+                f"--gpus {text}: give numbers of GPUs, whole hosts of {per_host} (--gpus-per-host) where there are several, as 1,4,8,16"
+            )
+    return counts

@@ -1,0 +1,207 @@
+"""What several ranks hold, read and reduce: no rank a whole model, none of them a copy in bfloat16, each gradient once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from headrace.errors import ServiceError
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.step import train_step
+from headrace_services.trainer.memory import plan
+from headrace_services.trainer.network.backbone import reduces_once
+from headrace_services.trainer.network.checkpoint_shards import fill, on_meta
+from headrace_services.trainer.network.packing import PackedRows
+from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
+from tests.integration.trainer.learner_cases import config, random_batch
+from tests.integration.trainer.shard_ranks import COUNT, GRPO, IDS, STEPS, copies, measured, sized, two
+from tests.support.forks import fork_ranks
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 20,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    torch.manual_seed(0)
+    large = {**SMALL, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_key_value_heads": 4}
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    made = {
+        "large": Qwen2ForCausalLM(Qwen2Config(**large)).bfloat16(),
+        "deep": Qwen2ForCausalLM(Qwen2Config(**{**SMALL, "num_hidden_layers": 12}, tie_word_embeddings=True)),
+        "halved": LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False)).bfloat16(),
+        "experts": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts)),
+        "one expert": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **{**experts, "num_experts": 1})),
+    }
+    folders = {name: tmp_path_factory.mktemp("models") / name for name in made}
+    for name, model in made.items():
+        # several files, and tensors of a layer in more than one of them
+        model.save_pretrained(folders[name], max_shard_size="20MB" if name == "large" else "20KB")
+    return folders
+
+
+def run(count: int, target: Any, *arguments: Any, folder: Path) -> list[dict[str, Any]]:
+    log = folder / "log"
+    with fork_ranks(count, target, *arguments, folder, log=log) as ranks:
+        for rank in ranks:
+            rank.join()
+            assert rank.exitcode == 0, log.read_text()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(models: dict[str, Path], folder: Path) -> list[dict[str, Any]]:
+    return run(2, two, models, folder=folder)
+
+
+pytestmark = pytest.mark.slow
+
+
+def test_no_rank_takes_the_memory_of_a_whole_model_to_load_it(two_ranks: list[dict[str, Any]]) -> None:
+    for found in two_ranks:
+        assert 0.4 < found["loading"]["held"] < 0.65
+        # half of it, and at most all pages of its files, which are half as long; who holds all of it before it is sharded takes 1.5
+        assert found["loading"]["peak"] < 1.2
+
+
+@pytest.mark.parametrize("name", ["experts", "halved"])
+def test_the_ranks_together_read_what_the_files_hold(
+    two_ranks: list[dict[str, Any]], models: dict[str, Path], folder: Path, name: str
+) -> None:
+    """Also where the files hold a tensor per expert and the model one of all, or bfloat16."""
+    saved = {key: tensor for file in models[name].glob("*.safetensors") for key, tensor in load_file(file).items()}
+    found = torch.load(folder / f"{name}.pt")
+    assert len(list(models[name].glob("*.safetensors"))) > 1
+    assert found.keys() == saved.keys()
+    for key, tensor in saved.items():
+        assert found[key].dtype == torch.float32
+        assert torch.equal(found[key], tensor.float()), key
+
+
+def test_a_rank_without_an_expert_is_refused_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
+    for found in two_ranks:
+        assert (
+            "its 1 experts, sharded by equal numbers over 2 ranks, leave some of them without one"
+            in found["one expert"]
+        )
+
+
+def test_no_rank_keeps_the_layers_that_it_gathered_in_bfloat16(two_ranks: list[dict[str, Any]]) -> None:
+    for found in two_ranks:
+        assert found["kept"] <= 0.05
+        assert found["layers"] == ["torch.bfloat16"]
+        assert found["gradients"] == ["torch.float32"]
+
+
+def test_what_a_pass_gathers_is_not_taken_for_the_weights(two_ranks: list[dict[str, Any]]) -> None:
+    assert all(found["same_after_a_pass"] for found in two_ranks)
+
+
+def test_the_value_head_is_computed_in_float32(two_ranks: list[dict[str, Any]]) -> None:
+    assert [found["head"] for found in two_ranks] == 2 * [["torch.float32", "torch.float32"]]
+
+
+def test_gradients_are_reduced_once_a_step_to_the_same(
+    two_ranks: list[dict[str, Any]], models: dict[str, Path], folder: Path
+) -> None:
+    assert [(found["micro_batch"], found["step"]) for found in two_ranks] == 2 * [(True, False)]
+    policy = PolicyModel(config(models["deep"]))
+    for shift in (0, 2, 5, 7):
+        policy.forward(PackedRows.of_tokens((IDS + shift) % 20), LogitsWarper()).logprobs.sum().backward()
+    for how in ("micro_batch", "step"):
+        found = torch.load(folder / f"{how}.pt")
+        for name, parameter in policy.model.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(
+                found[name], parameter.grad, atol=1e-6 * float(parameter.grad.abs().max()), rtol=1e-6
+            )
+
+
+def test_a_whole_gradient_is_held_where_it_is_small() -> None:
+    gib = 2**30
+    assert reduces_once("auto", 10**12, None)
+    assert reduces_once("auto", 2 * gib, 80 * gib)  # 8 GiB of 80
+    assert not reduces_once("auto", 3 * gib, 80 * gib)
+    assert reduces_once("step", 3 * gib, 80 * gib)
+    assert not reduces_once("micro_batch", 1, None)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["deep", "experts"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_planned_memory_is_what_is_taken(
+    two_ranks: list[dict[str, Any]], models: dict[str, Path], ranks: int, name: str, precision: str
+) -> None:
+    """To the byte; activations to a sixth, under autocast to a third (experts: to half), which keeps both what it cast and the original."""
+    found = measured(models[name], precision) if ranks == 1 else two_ranks[0]["measured"][f"{name} {precision}"]
+    trainer, _, _ = plan(sized(models[name], precision), ranks, 1, 80 * 2**30)
+    assert trainer["policy: parameters, float32"] == found["parameters"]
+    assert trainer["policy: gradients, float32"] == found["gradients"]
+    assert trainer["policy: optimizer's moments, float32"] == found["moments"]
+    autocast = (ranks, precision) == (1, "bfloat16")
+    share = {(True, "deep"): 1 / 3, (True, "experts"): 1 / 2}.get((autocast, name), 1 / 6)
+    assert trainer["policy: activations"] == pytest.approx(found["activations"], rel=share)
+
+
+def test_copies_on_two_hosts_take_the_steps_of_one_rank(
+    models: dict[str, Path], tiny_model: Path, tmp_path: Path
+) -> None:
+    found = run(4, copies, tiny_model, folder=tmp_path)
+    learner = Learner(config(tiny_model, grpo=GRPO))
+    expected = [train_step(learner, random_batch(COUNT, seed, prompts=2)) for seed in range(STEPS + 1)]
+    for rank in found:
+        assert 0.45 < rank["share"] < 0.55
+        assert rank["again"] == rank["on"]
+        for ours, theirs in zip([*rank["metrics"], rank["on"]], expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-5, abs=1e-5)
+    weights = torch.load(tmp_path / "weights.pt")
+    for name, tensor in learner.iter_weights():
+        torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0)
+    assert sorted(path.name for path in (tmp_path / "checkpoint" / "training").iterdir()) == [
+        "rank_0_of_2.safetensors",
+        "rank_1_of_2.safetensors",
+        "state.json",
+    ]
+
+
+def test_weights_that_no_file_holds_are_named(models: dict[str, Path], tmp_path: Path) -> None:
+    made = on_meta(AutoModelForCausalLM, str(models["deep"]), dtype=torch.float32)
+    made.name_or_path = str(tmp_path)
+    with pytest.raises(ServiceError, match=r"has no model\.safetensors .* train it with one rank"):
+        fill(made, torch.device("cpu"))
+    deeper = Qwen2Config(**{**SMALL, "num_hidden_layers": 13}, tie_word_embeddings=True)
+    made = on_meta(AutoModelForCausalLM, str(models["deep"]), dtype=torch.float32, config=deeper)
+    made.name_or_path = str(models["deep"])
+    with pytest.raises(ServiceError, match=r"has 12 weights that its files lack.*model\.layers\.12"):
+        fill(made, torch.device("cpu"))
+
+
+def test_float32_is_no_tf32(tiny_model: Path) -> None:
+    torch.set_float32_matmul_precision("high")
+    Learner(config(tiny_model))
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -1,0 +1,54 @@
+"""`headrace plan memory`: a table of what a run takes, without a GPU and without weights."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headrace.cli.app import app
+from headrace.errors import ConfigError
+
+CONFIG = """
+policy:
+  model_name: meta-llama/Llama-3.1-8B
+  max_total_sequence_length: 8192
+  train_micro_batch_size: 1
+  generation: {vllm_cfg: {kv_cache_memory_bytes: null, gpu_memory_utilization: 0.9}}
+loss_fn: {reference_policy_kl_penalty: 0}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def rows(config: Path, *arguments: str) -> dict[str, list[str]]:
+    """The lines of the output by their first column, which is followed by two blanks."""
+    result = CliRunner().invoke(app, ["plan", "memory", str(config), *arguments], catch_exceptions=False)
+    lines = (line.split("  ") for line in result.output.splitlines())
+    return {line[0].strip(): [part.strip() for part in line[1:] if part.strip()] for line in lines}
+
+
+def test_parts_of_a_known_model_are_shown_by_number_of_gpus(config: Path) -> None:
+    found = rows(config)
+    assert found["trainer, GiB on each GPU"] == ["1 GPU", "4 GPUs", "8 GPUs", "16 GPUs"]
+    # 8.03 billion parameters at 4 and 8 bytes
+    assert found["policy: parameters, float32"] == ["29.9", "7.5", "3.7", "1.9"]
+    assert found["policy: optimizer's moments, float32"] == ["59.8", "15.0", "7.5", "3.7"]
+    assert [total.endswith(" !") for total in found["together, of 80"]] == [True, False, False, False]
+    assert "a replica, on each of its GPUs: weights 15.0, KV cache 57.0; together 72.0" in found
+
+
+def test_a_copy_on_each_host_takes_what_one_host_alone_takes(config: Path) -> None:
+    over_all = rows(config, "--gpus", "8,16")["policy: parameters, float32"]
+    copies = rows(config, "trainer.shard_within_host=true", "--gpus", "8,16")["policy: parameters, float32"]
+    assert over_all == ["3.7", "1.9"]
+    assert copies == ["3.7", "3.7"]
+
+
+def test_half_a_host_more_is_refused(config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--gpus 8,12: give numbers of GPUs, whole hosts of 8"):
+        rows(config, "--gpus", "8,12")
