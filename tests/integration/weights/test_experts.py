@@ -61,11 +61,6 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.nightly  # an engine of its own
-@pytest.mark.xfail(
-    strict=True,
-    reason="vLLM 0.32 on a CPU leaves experts as they are loaded after a reload (UnquantizedFusedMoEMethod._setup_kernel), so the "
-    "proof refuses the replica. A worker that calls moe_kernel.fused_experts.process_weights_after_loading(layer) then is verified",
-)
 async def test_a_mixture_of_experts_is_trained_and_refitted(
     redis_url: str, run_id: str, limits: Limits, model: Path
 ) -> None:
