@@ -513,6 +513,7 @@ class Loop:
         log.info("the run is complete: version %d, curves in %s", self._version, self._config.run_folder / CURVES)
 
     async def _wait(self) -> None:
+        await self._call(lambda: self._context.sender.end_stray_epoch(self._timeline))
         await self._call(lambda: self._replay.wait_ready(POLL_S))
 
     async def _call(self, call: Callable[[], Awaitable[T]]) -> T:

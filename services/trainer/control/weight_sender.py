@@ -221,6 +221,18 @@ class WeightSender:
             self._close_channel()  # some member may have left the group
         return ended, outcome
 
+    async def end_stray_epoch(self, timeline: str) -> None:
+        """End an epoch of this timeline that no refit of this sender drives; replicas take no work while one is announced.
+
+        Where it comes from: the buffer's server lost `open_epoch`, and a copy of the call arrived afterwards. Call it between refits.
+        """
+        epoch = await self._replay.epoch()
+        if epoch is None or epoch.timeline != timeline or epoch.state not in ("announced", "transfer"):
+            return
+        logger.warning("epoch %s (version %d) is driven by nobody and is ended", epoch.id, epoch.version)
+        with _server_lost(epoch.id):
+            await self._replay.end_epoch(epoch.id, aborted=True)
+
     async def _announce(self, refit: _Refit) -> Epoch:
         """Open an epoch and gather its members: wait until every live replica has acknowledged it, or the time is up."""
         announcement = Announcement(tuple(sorted(refit.excluded))).encode()

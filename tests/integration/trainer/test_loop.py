@@ -80,6 +80,31 @@ async def test_law_1_a_trainer_killed_at_any_point_trains_every_group_once(
     assert [line.step for line in trainer.journal() if line.kind == "rewind"] == [2]
 
 
+async def test_law_6_liveness_an_epoch_that_nobody_drives_is_ended(
+    trainer: Trainer, replay: ReplayClient, tiny_model: Path
+) -> None:
+    """A copy of `open_epoch` that arrives after the server has lost the call."""
+    replica = SmallReplica(replay, tiny_model)
+    async with running(replica.run()):
+        process = trainer.start()
+        async with asyncio.timeout(120), replica.changed:
+            await replica.changed.wait()
+
+        async def epoch_is(state: str) -> bool:
+            epoch = await replay.epoch()
+            return epoch is not None and epoch.state == state
+
+        await until(lambda: epoch_is("done"))
+        timeline = (await replay.state()).timeline
+        stray = await replay.open_epoch("late", 0, timeline, {})
+        assert stray.members == (replica.id,)
+        await until(lambda: epoch_is("aborted"))
+        async with running(score_all(replay)):
+            assert await ended(process) == 0, trainer.said()
+    assert "epoch late (version 0) is driven by nobody and is ended" in trainer.said()
+    check_history(trainer)
+
+
 @pytest.mark.nightly  # the unit tests have every order of events; this is two real processes
 async def test_law_1_a_trainer_frozen_in_a_save_wakes_up_after_its_successor(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
