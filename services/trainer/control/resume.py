@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from pyroaring import BitMap
@@ -47,6 +48,19 @@ def restore_reason(checkpoint: CheckpointState | None, run: RunState) -> str | N
         return f"its history does not come from timeline {checkpoint.timeline}, which made the checkpoint"
     if run.next_step < checkpoint.version:
         return f"it knows of {run.next_step} steps, fewer than the {checkpoint.version} of the checkpoint"
+    return None
+
+
+async def differing_step(replay: ReplayClient, retry: BufferRetry, steps: Mapping[int, Sequence[str]]) -> int | None:
+    """The first of `steps`, each with the groups that it was trained on, of which the buffer holds another batch; None if there is none.
+
+    The buffer's server lost such a step, and a copy of `reserve` that arrived late took it again. Steps that are held no more, and those
+    whose payloads have gone, are not looked at.
+    """
+    for step, groups in steps.items():
+        _, batch = await retry(partial(replay.held_batch, step))
+        if batch is not None and sorted(batch.groups) != sorted(groups):
+            return step
     return None
 
 
@@ -121,6 +135,10 @@ async def resume(
     version = 0 if checkpoint is None else checkpoint.version
     timeline = secrets.token_hex(8)
     reason = restore_reason(checkpoint, found)
+    if reason is None and checkpoint is not None:
+        differing = await differing_step(replay, retry, checkpoints.ledger(version))
+        if differing is not None:
+            reason = f"it holds another batch of step {differing} than the one that was trained"
     if reason is None and checkpoint is None and afresh:
         reason = "it was filled under another configuration, or with other prompts"
     if reason is None:

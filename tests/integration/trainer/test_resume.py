@@ -14,9 +14,16 @@ from headrace.config.services import CheckpointingConfig
 from headrace.journal import surviving
 from headrace.replay import BufferRetry, Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace_services.trainer.control.checkpoint import Checkpoints
-from headrace_services.trainer.control.resume import ResumeState, resume
-from tests.support.buffer import make_group, some
+from headrace_services.trainer.control.checkpoint import (
+    ENDED,
+    FAILURES,
+    TRAINED,
+    Checkpoints,
+    CheckpointState,
+    Ledger,
+)
+from headrace_services.trainer.control.resume import ResumeState, differing_step, resume
+from tests.support.buffer import generate, healthy_replica, make_group, reserve, some
 from tests.support.small_replica import SmallReplica, running, score_all
 from tests.support.trainer_process import PROMPTS, STEPS, Trainer, check_history, settled
 
@@ -127,6 +134,34 @@ async def test_ppo_trains_on_trajectories_of_older_weights_as_grpo_does(
     ages = [metrics["max_trajectory_age"] for _, metrics in numbers(trainer)]
     assert max(ages) <= 1
     assert max(metrics["critic/loss"] for _, metrics in numbers(trainer)) > 0
+
+
+async def test_law_1_a_step_that_the_buffer_took_again_with_other_groups_is_restored(
+    replay: ReplayClient, tmp_path: Path
+) -> None:
+    """The server lost the step that was trained, and a late copy of `reserve` took it with others: a rewind would commit these."""
+    checkpoints, retry = Checkpoints(tmp_path, CheckpointingConfig()), BufferRetry(10.0)
+    first = await resume(replay, retry, checkpoints, None, [], replay.run_id)
+    groups = [make_group(order, n=2) for order in range(2 * PROMPTS)]
+    await replay.enqueue(groups, first.timeline)
+    await generate(replay, await healthy_replica(replay))
+    held = (await reserve(replay, 0)).groups
+    trained = [group.id for group in groups if group.id not in held]
+    state = CheckpointState(
+        version=1, timeline=first.timeline, incarnation=first.incarnation, cursor=len(groups), run_id=replay.run_id
+    )
+    assert await differing_step(replay, retry, {0: list(held)}) is None
+    assert await differing_step(replay, retry, {0: trained}) == 0
+
+    ledger = Ledger()
+    ledger.record(0, trained, [group.order for group in groups if group.id in trained])
+    checkpoints.begin(1, first.timeline)
+    ended = await replay.ended()
+    files = {TRAINED: ledger.encode(), ENDED: ended.bitmap, FAILURES: ended.failures}
+    checkpoints.publish(state, ledger.steps, set(), files)
+    again = await resume(replay, retry, checkpoints, 1, [], replay.run_id)
+    assert again.incarnation != first.incarnation
+    assert list(again.missing()) == [group.order for group in groups if group.id in held]
 
 
 async def test_groups_that_another_configuration_made_are_left_behind(replay: ReplayClient, tmp_path: Path) -> None:
