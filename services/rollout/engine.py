@@ -69,6 +69,9 @@ def prepare_environment(config: Config, report: Path) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if rollout_dtype(config) == "float32":
         os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = "highest"  # no TF32: its errors are those of a wrong refit
+    if config.policy.generation.vllm_cfg.tensor_parallel_size > 1:
+        # on a CPU vLLM binds each worker to a NUMA node of its own, and refuses to start where there are fewer
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if Path(config.policy.model_name).is_dir():

@@ -159,13 +159,7 @@ class Engines:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 cwd=ROOT,
-                # one node of memory is too few for vLLM to bind two workers to
-                env={
-                    **os.environ,
-                    "PYTHONPATH": str(ROOT),
-                    "OMP_NUM_THREADS": "1",
-                    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                },
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
                 limit=2**24,
             )
             self._started[name] = Replica(process)

@@ -29,7 +29,19 @@ LEAST: dict[str, dict[str, Any]] = {
     "combine": {"parts": {"right": 1.0, "brief": 1.0}},
 }
 # With these it is another kind of environment, or none. The build of a program is of its source.
-OF_KIND = {"type", "target", "command", "attached", "port", "episodes", "function", "public", "grader"}
+OF_KIND = {
+    "type",
+    "target",
+    "command",
+    "attached",
+    "port",
+    "episodes",
+    "function",
+    "public",
+    "grader",
+    "verifiers",
+    "python",
+}
 # Another value of every option, and what it takes besides.
 OTHER: dict[str, dict[str, Any]] = {
     "type": {"type": "math"},
@@ -41,6 +53,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "function": {"function": "games:play"},
     "public": {"public": ["task"]},
     "grader": {"grader": "right"},
+    "verifiers": {"verifiers": {"taskset": {"id": "mine"}}},
+    "python": {"python": ".venv/bin/python"},
     "require_stop": {"require_stop": True},
     "extract": {"extract": "boxed"},
     "tolerance": {"tolerance": 0.01},

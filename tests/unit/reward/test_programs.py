@@ -272,7 +272,7 @@ async def test_lost_connections_and_overload_are_tried_again_as_one_call() -> No
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        headers = dict(line.split(": ", 1) for line in lines[1:] if line)
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines[1:] if line)}
         await reader.readexactly(int(headers["content-length"]))
         seen.append(headers)
         body = b'{"choices": [{"message": {"role": "assistant", "content": "yes"}}]}'
