@@ -39,7 +39,8 @@ class Counters:
 
 
 class Learner:
-    """The policy and its optimizer; a frozen reference policy, a teacher, and a value model with its optimizer, each if required.
+    """The policy and its optimizer; a frozen reference policy, a teacher, and a value model with its optimizer, each if required. Of a
+    policy with an adapter the reference is the policy itself, without it.
 
     `counters` are the run's, `tokenizer` too. `seconds` are the durations of the parts of the newest step on this rank. `broken` is the
     reason why the learner can't go on, or None.
@@ -63,7 +64,9 @@ class Learner:
         self.policy_optimizer = ModelOptimizer(
             self.policy.model, config.policy.optimizer, config.policy.scheduler, config.policy.max_grad_norm, "policy"
         )
-        self.reference = PolicyModel(config, trainable=False) if "ref" in passes else None
+        self.reference: PolicyModel | None = None
+        if "ref" in passes:
+            self.reference = self.policy if self.policy.adapter else PolicyModel(config, trainable=False)
         self.teacher = load_teacher(config, self.policy.vocab_size, self.tokenizer) if "teacher" in passes else None
         self.value: ValueModel | None = None
         self.value_optimizer: ModelOptimizer | None = None

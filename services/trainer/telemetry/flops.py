@@ -7,6 +7,9 @@ g matrices (3 gated, 2 plain) and a vocabulary of V, a sequence of s tokens take
 
     6 s (L (2 h q + 2 h k + g h f) + h V) + 6 L q s^2
 
+With an adapter the model's weights are frozen and take no gradients: 4 in the place of the first 6 (the adapter itself, a hundredth of that
+or less, isn't counted).
+
 A mixture of experts counts the experts that a token passes through, and the router. Recomputed activations are not model FLOPs.
 Computing a prompt once for its whole group, or projecting completion tokens only, shows as a higher utilization.
 """
@@ -46,15 +49,16 @@ DATA_SHEETS = {
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """The quantities of a model in the formula: the matrix parameters that a token is multiplied with, in all layers and in the vocabulary
-    projection; the number of layers; the total width of all heads."""
+    projection; the number of layers; the total width of all heads; whether the weights are `frozen`."""
 
     layer_weights: int
     vocabulary_weights: int
     layers: int
     query_width: int
+    frozen: bool = False
 
     @classmethod
-    def of(cls, config: Any) -> Architecture | None:
+    def of(cls, config: Any, *, frozen: bool = False) -> Architecture | None:
         """From a Hugging Face model configuration; None for a type whose formula is not known here."""
         config = config.get_text_config()
         if config.model_type not in GATED | PLAIN | SPARSE:
@@ -68,6 +72,7 @@ class Architecture:
             vocabulary_weights=hidden * config.vocab_size,
             layers=layers,
             query_width=head * heads,
+            frozen=frozen,
         )
 
     def training_flops(self, lengths: Sequence[int]) -> float:
@@ -75,7 +80,7 @@ class Architecture:
         tokens = float(sum(lengths))
         squares = float(sum(length * length for length in lengths))
         weights = self.layer_weights + self.vocabulary_weights
-        return 6 * weights * tokens + 6 * self.layers * self.query_width * squares
+        return (4 if self.frozen else 6) * weights * tokens + 6 * self.layers * self.query_width * squares
 
 
 def _mlp(config: Any, layer: int) -> int:

@@ -141,7 +141,7 @@ class ThroughputMeter:
         model = AutoConfig.from_pretrained(config.policy.model_name, **overrides)
         peak = peak_of(choose_device(config.trainer.device), config.policy.precision)
         log.info("the device does %.3g TFLOP/s (%s)", peak.tflops, peak.source)
-        architecture = Architecture.of(model)
+        architecture = Architecture.of(model, frozen=config.policy.lora_cfg.enabled)
         if architecture is None:
             log.warning("no FLOPs formula for a model of type %s: its utilisation is not measured", model.model_type)
         return cls(architecture, peak)
