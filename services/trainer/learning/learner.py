@@ -114,7 +114,8 @@ class Learner:
         return self.policy.weights()
 
     def save(self, folder: Path) -> None:
-        """Write `policy/` (a Hugging Face checkpoint with its tokenizer), `value/` where there is one, and `training/` into `folder`.
+        """Write `policy/` (a Hugging Face checkpoint with its tokenizer, and its adapter), `value/` where there is one, and `training/`
+        into `folder`.
 
         `folder` exists and is shared by the ranks. Raises `ServiceError` on every rank where any of them can't write.
         """
