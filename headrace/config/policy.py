@@ -212,6 +212,10 @@ class SequencePackingConfig(DynamicBatchingConfig):
     algorithm: Literal["first_fit_decreasing", "modified_first_fit_decreasing"] = "modified_first_fit_decreasing"
 
 
+# the ranks that vLLM makes room for
+ENGINE_DIMS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
 class LoRAConfig(Section):
     """An adapter (LoRA): small matrices beside the policy's linear layers, trained in their place. The model itself is frozen; its head and
     its embedding have no adapter, nor has the value model, which is trained whole."""
@@ -232,6 +236,24 @@ class LoRAConfig(Section):
     init: Literal["xavier", "uniform"] = Field(
         "xavier", description="what A is drawn from, by grpo.seed: xavier_normal_, or kaiming_uniform_; B is 0"
     )
+    refit: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="what replicas get: the model merged with the adapter, or once the model and then the adapter alone, which vLLM's LoRA "
+        f"computes with (dim at most {ENGINE_DIMS[-1]}, no experts, one GPU a replica)",
+    )
+
+    @model_validator(mode="after")
+    def _fits_the_engine(self) -> LoRAConfig:
+        if self.adapter_alone and self.dim > ENGINE_DIMS[-1]:
+            raise ValueError(
+                f"dim {self.dim} with refit adapter: vLLM's LoRA has at most {ENGINE_DIMS[-1]}; set refit to merged"
+            )
+        return self
+
+    @property
+    def adapter_alone(self) -> bool:
+        """Whether replicas get the adapter alone."""
+        return self.enabled and self.refit == "adapter"
 
     @property
     def drops(self) -> bool:

@@ -104,14 +104,14 @@ class Learner:
             rows = PackedRows.of_tokens(token_ids).to(self.policy.device)
             return self.policy.forward(rows, LogitsWarper()).logprobs.cpu().numpy()
 
-    def weight_metadata(self) -> list[tuple[str, str, tuple[int, ...]]]:
+    def weight_metadata(self, *, adapter_alone: bool = False) -> list[tuple[str, str, tuple[int, ...]]]:
         """Name in a Hugging Face checkpoint, dtype and full shape of every weight, in the order of `iter_weights`."""
-        return [(name, "float32", shape) for name, shape in self.policy.weight_shapes()]
+        return [(name, "float32", shape) for name, shape in self.policy.weight_shapes(adapter_alone=adapter_alone)]
 
-    def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight once, unsharded, one at a time; all ranks must run the iterator to its end."""
+    def iter_weights(self, *, adapter_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight (`PolicyModel.weights`) once, unsharded, one at a time; all ranks must run the iterator to its end."""
         self.refuse_if_broken()
-        return self.policy.weights()
+        return self.policy.weights(adapter_alone=adapter_alone)
 
     def save(self, folder: Path) -> None:
         """Write `policy/` (a Hugging Face checkpoint with its tokenizer, and its adapter), `value/` where there is one, and `training/`

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from headrace.config import Config
 from headrace.config.policy import LoRAConfig
 from headrace.errors import ServiceError
+from headrace.weights.manifest import ADAPTER
 from headrace_services.trainer.distributed import full_tensor, is_first_rank
 
 # of a checkpoint's policy: adapter_config.json and this file, PEFT's own format
 FOLDER, _WEIGHTS = "adapter", "adapter_model.safetensors"
-# PEFT's name of the only adapter there is, and what its files put before the names of modules
-_NAME, _PREFIX = "default", "base_model.model."
+# PEFT's name of the only adapter there is
+_NAME = "default"
 
 
 class Adapter:
@@ -47,6 +48,7 @@ class Adapter:
 
         settings = config.policy.lora_cfg
         self._model = model
+        self._scale = settings.alpha / settings.dim
         self._config = LoraConfig(
             task_type="CAUSAL_LM",
             base_model_name_or_path=config.policy.model_name,
@@ -72,18 +74,28 @@ class Adapter:
         """A and B of each layer, whole, by their names in PEFT's format."""
         for name, layer in self._layers.items():
             for part in ("lora_A", "lora_B"):
-                yield f"{_PREFIX}{name}.{part}.weight", _whole(getattr(layer, part))
+                yield f"{ADAPTER}{name}.{part}.weight", _whole(getattr(layer, part))
 
-    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters of the model that computes the same without an adapter, whole."""
+    def scaled(self) -> Iterator[tuple[str, Tensor]]:
+        """`tensors` with B times alpha / dim: of an adapter that counts once."""
+        for name, tensor in self.tensors():
+            yield name, tensor * self._scale if ".lora_B." in name else tensor
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and full shapes in the order of `tensors`; gathers nothing."""
+        for name, layer in self._layers.items():
+            for part in ("lora_A", "lora_B"):
+                yield f"{ADAPTER}{name}.{part}.weight", tuple(getattr(layer, part)[_NAME].weight.shape)
+
+    def weights(self, *, merged: bool) -> Iterator[tuple[str, Tensor]]:
+        """The model's own parameters, whole; `merged`, those of the model that computes the same without an adapter."""
         layers = {id(layer.base_layer.weight): layer for layer in self._layers.values()}
         with self.taken_off():
             parameters = list(self._model.named_parameters())
         for name, parameter in parameters:
             weight = full_tensor(parameter.detach())
-            if layer := layers.get(id(parameter)):
-                a, b = _whole(layer.lora_A), _whole(layer.lora_B)
-                weight = torch.addmm(weight, b, a, alpha=layer.scaling[_NAME])
+            if merged and (layer := layers.get(id(parameter))):
+                weight = torch.addmm(weight, _whole(layer.lora_B), _whole(layer.lora_A), alpha=self._scale)
             yield name, weight
 
     @contextlib.contextmanager

@@ -183,10 +183,12 @@ def hidden_states_before(backbone: nn.Module, packed: PackedRows) -> Tensor:
     return output.last_hidden_state.flatten(0, 1).index_select(0, packed.before)
 
 
-def iter_full_weights(model: Any, adapter: Adapter | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight once, unsharded, merged with its adapter, with its name in a Hugging Face checkpoint; a tied head is left out. A
-    collective."""
-    for name, tensor in _full_parameters(model, adapter):
+def iter_full_weights(
+    model: Any, adapter: Adapter | None = None, *, merged: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight once, unsharded, with its name in a Hugging Face checkpoint, by default `merged` with its adapter; a tied head is
+    left out. A collective."""
+    for name, tensor in _full_parameters(model, adapter, merged=merged):
         yield from _as_saved(model, name, tensor)
 
 
@@ -203,7 +205,7 @@ def save_model(model: Any, folder: Path, adapter: Adapter | None = None) -> None
     """Write config and safetensors, merged with the adapter, to `folder` from rank 0, as `from_pretrained` reads them. A collective."""
     keep = is_first_rank()
     whole: dict[str, Tensor] = {}
-    for name, tensor in _full_parameters(model, adapter):
+    for name, tensor in _full_parameters(model, adapter, merged=True):
         if keep:
             whole[name] = tensor.cpu()
     if keep:
@@ -219,9 +221,9 @@ def cannot_load(key: str, name: str, what: str, error: Exception) -> ServiceErro
     )
 
 
-def _full_parameters(model: Any, adapter: Adapter | None) -> Iterator[tuple[str, Tensor]]:
+def _full_parameters(model: Any, adapter: Adapter | None, *, merged: bool) -> Iterator[tuple[str, Tensor]]:
     if adapter is not None:
-        yield from adapter.merged_weights()
+        yield from adapter.weights(merged=merged)
         return
     for name, parameter in model.named_parameters():
         yield name, full_tensor(parameter.detach())

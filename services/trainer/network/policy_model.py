@@ -118,6 +118,7 @@ class PolicyModel:
         self.adapter: adapters.Adapter | None = None
         if has_adapter:
             self.adapter = adapters.Adapter(self.model, config, folder and folder / adapters.FOLDER)
+        self._adapter_alone = self.adapter if config.policy.lora_cfg.adapter_alone else None
         prepare_attention(self.model, config.policy, self.device)
         root = CausalRoot(self.model, config.policy.chunk_size(self.device.type))
         self._placed = backbone.Placed(
@@ -147,14 +148,22 @@ class PolicyModel:
         """In the context it computes without its adapter, if it has one: as the model that it started from."""
         return contextlib.nullcontext() if self.adapter is None else self.adapter.switched_off()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight once, unsharded, merged with its adapter, in float32, with its name in a Hugging Face checkpoint; a tied head
-        is left out."""
-        return backbone.iter_full_weights(self.model, self.adapter)
+    def weights(self, *, adapter_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight that replicas hold once, unsharded, in float32, with its name in a Hugging Face checkpoint; a tied head is
+        left out. The weights are merged with the adapter; or after them comes the adapter, or it comes alone (`policy.lora_cfg.refit`)."""
+        if self._adapter_alone is None:
+            yield from backbone.iter_full_weights(self.model, self.adapter)
+            return
+        if not adapter_alone:
+            yield from backbone.iter_full_weights(self.model, self.adapter, merged=False)
+        yield from self._adapter_alone.scaled()
 
-    def weight_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def weight_shapes(self, *, adapter_alone: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and full shapes in the order of `weights`; gathers nothing."""
-        return backbone.weight_shapes(self.model, self.adapter)
+        if self._adapter_alone is None or not adapter_alone:
+            yield from backbone.weight_shapes(self.model, self.adapter)
+        if self._adapter_alone is not None:
+            yield from self._adapter_alone.shapes()
 
     def save(self, folder: Path) -> None:
         """Write config and safetensors, merged with the adapter, to `folder` from rank 0, as `from_pretrained` reads them; and the adapter
