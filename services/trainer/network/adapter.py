@@ -87,12 +87,16 @@ class Adapter:
             for part in ("lora_A", "lora_B"):
                 yield f"{ADAPTER}{name}.{part}.weight", tuple(getattr(layer, part)[_NAME].weight.shape)
 
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's own, by the names and in the order that they have without the adapter."""
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad:
+                yield name.replace(".base_layer.", "."), parameter
+
     def weights(self, *, merged: bool) -> Iterator[tuple[str, Tensor]]:
-        """The model's own parameters, whole; `merged`, those of the model that computes the same without an adapter."""
+        """`parameters`, whole; `merged`, those of the model that computes the same without an adapter."""
         layers = {id(layer.base_layer.weight): layer for layer in self._layers.values()}
-        with self.taken_off():
-            parameters = list(self._model.named_parameters())
-        for name, parameter in parameters:
+        for name, parameter in self.parameters():
             weight = full_tensor(parameter.detach())
             if merged and (layer := layers.get(id(parameter))):
                 weight = torch.addmm(weight, _whole(layer.lora_B), _whole(layer.lora_A), alpha=self._scale)

@@ -194,10 +194,8 @@ def iter_full_weights(
 
 def weight_shapes(model: Any, adapter: Adapter | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and full shapes in the order of `iter_full_weights`; gathers nothing."""
-    with adapter.taken_off() if adapter else contextlib.nullcontext():
-        shapes = [(name, parameter.shape) for name, parameter in model.named_parameters()]
-    for name, shape in shapes:
-        for saved, tensor in _as_saved(model, name, torch.empty(shape, device="meta")):
+    for name, parameter in model.named_parameters() if adapter is None else adapter.parameters():
+        for saved, tensor in _as_saved(model, name, torch.empty(parameter.shape, device="meta")):
             yield saved, tuple(tensor.shape)
 
 
