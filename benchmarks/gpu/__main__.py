@@ -25,8 +25,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarks.gpu.report import PartReport, write
 from benchmarks.gpu.rows import Expected, Rows
 
@@ -37,8 +35,11 @@ NEEDED = (
     "transformers",
     "safetensors",
     "accelerate",
+    "msgspec",
     "redis",
     "pydantic_settings",
+    "yaml",
+    "psutil",
     "pynvml",
 )
 
@@ -75,22 +76,20 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=45.0, help="for all parts together")
     parser.add_argument("--out", type=Path, default=Path("gpu_report"))
     args = parser.parse_args()
-    console = Console(soft_wrap=True)
     if lacking := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        console.print(f"error: {', '.join(lacking)}: not installed here; pip install '.\\[trainer]' (docs/gpu.md)")
-        raise SystemExit(1)
+        raise SystemExit(f"error: {', '.join(lacking)}: not installed here; pip install '.[trainer]' (docs/gpu.md)")
     if unknown := set(args.parts.split(",")) - PLANS.keys():
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PLANS)}")
-    run(args.device, args.size, args.parts.split(","), 60 * args.minutes, args.out, console)
+    run(args.device, args.size, args.parts.split(","), 60 * args.minutes, args.out)
 
 
-def run(device: str, size: str | None, parts: Sequence[str], limit_s: float, out: Path, console: Console) -> None:
+def run(device: str, size: str | None, parts: Sequence[str], limit_s: float, out: Path) -> None:
     over = time.monotonic() + limit_s
     out.mkdir(parents=True, exist_ok=True)
     about = _about(device)
     device = about["device"]
     size = size or ("full" if device == "cuda" else "tiny")
-    expected = _expected(out, console)
+    expected = _expected(out)
     reports: list[PartReport] = []
     for name, plan in PLANS.items():
         if name not in parts:
@@ -100,20 +99,18 @@ def run(device: str, size: str | None, parts: Sequence[str], limit_s: float, out
         limit = round(min(plan.limit_s, over - time.monotonic()))
         problem: str | None = f"not run: the {limit_s / 60:g} minutes were over"
         if limit > 0:
-            console.print(f"{name} (at most {limit} s)")
+            _say(f"{name} (at most {limit} s)")
             where = [device, size, str(out / "models"), str(found.path)]
             command = [sys.executable, "-m", "benchmarks.gpu.part", name, *where]
-            problem = run_part(command, out / f"{name}.log", limit, plan.environ, found, console)
+            problem = run_part(command, out / f"{name}.log", limit, plan.environ, found)
         if problem:
-            console.print(f"  {problem}", markup=False)
+            _say(f"  {problem}")
         reports.append(PartReport(name, tuple(expected.get(name, ())), tuple(found.read()), problem))
         write(out, about | {"size": size}, reports)
-    console.print(f"report: {out / 'report.md'}")
+    _say(f"report: {out / 'report.md'}")
 
 
-def run_part(
-    command: Sequence[str], log: Path, limit_s: float, environ: Mapping[str, str], rows: Rows, console: Console
-) -> str | None:
+def run_part(command: Sequence[str], log: Path, limit_s: float, environ: Mapping[str, str], rows: Rows) -> str | None:
     """Run it to its end or its limit, and show its rows as they come. Why it has no more of them than it has, if something is amiss."""
     began, shown = time.monotonic(), 0
     with log.open("w") as file:
@@ -128,10 +125,10 @@ def run_part(
     try:
         while (code := process.poll()) is None and time.monotonic() - began < limit_s:
             time.sleep(POLL_S)
-            shown = _show(rows, shown, console)
+            shown = _show(rows, shown)
     finally:
         _end(process)
-    _show(rows, shown, console)
+    _show(rows, shown)
     if code is None:
         return f"failed: not over after {limit_s:g} s; see {log}"
     if code == 0:
@@ -152,21 +149,29 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _show(rows: Rows, shown: int, console: Console) -> int:
+def _show(rows: Rows, shown: int) -> int:
     found = rows.read()
     for row in found[shown:]:
-        console.print(f"  {row.what}: {row.measured}", markup=False, highlight=False)
+        _say(f"  {row.what}: {row.measured}")
     return len(found)
 
 
-def _expected(out: Path, console: Console) -> dict[str, list[Expected]]:
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _expected(out: Path) -> dict[str, list[Expected]]:
     """Computed in another process too, since this one imports no torch."""
     path = out / "expected.json"
     with path.open("w") as file, (out / "expected.log").open("w") as log:
         command = [sys.executable, "-m", "benchmarks.gpu.expected", "--json"]
-        done = subprocess.run(command, stdout=file, stderr=log, timeout=EXPECTED_S)
-    if done.returncode:
-        console.print(f"the expected figures could not be computed: see {out / 'expected.log'}")
+        try:
+            code = subprocess.run(command, stdout=file, stderr=log, timeout=EXPECTED_S).returncode
+        except subprocess.TimeoutExpired:
+            code = 1
+    if code:
+        _say(f"the expected figures could not be computed: see {out / 'expected.log'}")
         return {}
     return {part: [Expected(**row) for row in rows] for part, rows in json.loads(path.read_text()).items()}
 

@@ -55,7 +55,7 @@ async def _measure(stage: Stage, config: Config, running: AsyncLLM, redis_url: s
     limit = size.requests * read / nbytes
     stage.rows.add(
         DECODING,
-        f"{rate:,.0f} tokens/s, {rate / limit:.2f} of the limit",
+        f"{rate:,.0f} tokens/s, {rate / limit:.2g} of the limit",
         f"{limit:,.0f} tokens/s: the weights are read once for a token of each of {size.requests} requests, at {read / 1e9:,.0f} GB/s",
     )
     found, sent = await refits(config, running, redis_url, source, rounds=REFITS)

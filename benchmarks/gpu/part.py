@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu.rows import Rows, line
 from benchmarks.gpu.sizes import SIZES
 from benchmarks.gpu.stage import Stage
+from headrace.service import die_with_parent
 
 # Module and function: no part needs the packages of another.
 PARTS = {
@@ -30,10 +31,16 @@ PARTS = {
 
 
 def main() -> None:
+    die_with_parent()
     name, device, size, folder, rows = sys.argv[1:]
     logging.basicConfig(level=logging.INFO)
     if device == "cpu":
         torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(
+            0
+        )  # which initialises CUDA: figures of memory are asked for before anything is on the device
+        torch.cuda.init()
     code = 0
     try:
         module, function = PARTS[name]

@@ -64,7 +64,7 @@ def _sent(pair: Pair, manifest: Manifest, weights: dict[str, torch.Tensor], copy
     wire = nbytes / min(times)
     limit = min(wire, copy)
     return (
-        f"{manifest.nbytes / 1e9:.3g} GB at {rate / 1e9:.2g} GB/s, {rate / limit:.2f} of the limit",
+        f"{manifest.nbytes / 1e9:.3g} GB at {rate / 1e9:.2g} GB/s, {rate / limit:.2g} of the limit",
         f"{limit / 1e9:.2g} GB/s: the slower of a bare broadcast ({wire / 1e9:.2g}) and a copy ({copy / 1e9:.2g})",
     )
 

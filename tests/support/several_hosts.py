@@ -27,7 +27,7 @@ from tests.chaos.network import Network
 from tests.support.small_replica import SmallReplica, running, score_all
 
 PORT, RUN, NAME = 6379, "hosts", "node"
-PATIENCE_S = 240.0
+PATIENCE_S = 480.0
 HOSTS = {"buffer": 2, "trainer": 3, "replica": 4}
 SOURCE = {"dataset_name": "arithmetic", "task_config": {"digits": 1}, "env_name": "sums"}
 LIMITS = Limits(
@@ -67,7 +67,7 @@ def settings(folder: Path, model: Path, url: str) -> dict[str, object]:
         "env": {"sums": {"type": "math"}},
         "replay": {"redis_url": url},
         "trainer": {"device": "cpu", "num_threads": 1, "fleet_deadline_s": 60},
-        "weight_channel": {"timeout_s": 10},
+        "weight_channel": {"timeout_s": 30},
         "security": {"insecure": True},
         "checkpointing": {"enabled": False},
     }

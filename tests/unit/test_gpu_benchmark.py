@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from benchmarks.gpu import channel, expected, step
 from benchmarks.gpu.__main__ import NEEDED, PLANS, run_part
@@ -37,8 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ended(tmp_path: Path, rows: Rows, script: str, limit_s: float = 60.0) -> str | None:
-    console = Console(file=io.StringIO())
-    return run_part([sys.executable, "-c", script], tmp_path / "log", limit_s, {"GIVEN": "7"}, rows, console)
+    return run_part([sys.executable, "-c", script], tmp_path / "log", limit_s, {"GIVEN": "7"}, rows)
 
 
 # appends a row
@@ -114,8 +111,8 @@ def test_a_package_that_is_missing_is_named_in_one_line(tmp_path: Path) -> None:
         "runpy.run_module('benchmarks.gpu', run_name='__main__')\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout == "error: transformers: not installed here; pip install '.[trainer]' (docs/gpu.md)\n"
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: transformers: not installed here; pip install '.[trainer]' (docs/gpu.md)\n"
     assert "transformers" in NEEDED
 
 

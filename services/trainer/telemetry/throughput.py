@@ -1,4 +1,4 @@
-"""The times and rates of a step: `timing/*`, `efficiency/*` and `performance/*`, as NeMo RL computes them.
+"""The times and rates of a step: `timing/*`, `efficiency/*` and `performance/*`, as NeMo RL computes them, but for FLOPs (`flops`).
 
 The loop's time is divided into intervals without gaps, so a step's idle time, overhead and work add up to the whole.
 """

@@ -85,12 +85,15 @@ def test_of_whole_sequences_the_formula_is_the_one_that_nemo_rl_has_for_llama() 
     assert found.training_flops(sequences([length])) == pytest.approx(theirs, rel=1e-12)
 
 
+GROUPS, PROMPT, COMPLETIONS = 2, 9, (4, 11, 6)
+
+
 def counted(learner: Learner) -> tuple[int, int]:
-    """FLOPs that torch counts in a step on two groups of unequal completions: of attention's products, and of all others."""
+    """FLOPs that torch counts in a step: of attention's products, and of all others."""
     trajectories = [
-        trajectory([1 + group] * 9, [3] * length, group=str(group), index=index)
-        for group in range(2)
-        for index, length in enumerate((4, 11, 6))
+        trajectory([1 + group] * PROMPT, [3] * length, group=str(group), index=index)
+        for group in range(GROUPS)
+        for index, length in enumerate(COMPLETIONS)
     ]
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         train_step(learner, batch(trajectories, [1.0, 0.0, 2.0, 1.0, 3.0, 1.0]))
@@ -124,11 +127,10 @@ def test_what_is_counted_is_what_a_step_computes(layout: str, tiny_model: Path) 
     assert work is not None
     again = {"recompute": settings.policy.recomputes("cpu"), "chunked": settings.policy.chunk_size("cpu") is not None}
     assert found.training_flops(Work(work.places, work.targets), **again) == products
-    # torch counts causal attention whole, of which a model needs half; what follows a shared prompt sees all of that
-    mine = found.training_flops(Work(pairs=work.pairs), **again)
-    assert attention / 2 <= mine <= attention
-    if layout in ("padded", "packed", "chunked", "recomputed"):
-        assert mine == attention / 2
+    # torch counts causal attention whole, of which a model needs half; but what follows a shared prompt sees all of that
+    whole = attention / found.training_flops(Work(pairs=1), **again)
+    after_shared = GROUPS * PROMPT * sum(COMPLETIONS) if settings.policy.share_prompts else 0
+    assert work.pairs == pytest.approx((whole + after_shared) / 2, rel=1e-12)
 
 
 def test_passes_without_gradients_are_not_of_the_training(tiny_model: Path) -> None:
