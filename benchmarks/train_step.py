@@ -148,12 +148,13 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         parameter.grad = torch.zeros_like(parameter)
     micro_batches = plan(trajectories, packing)
     memory = Memory(policy.device)
+    clock = time.perf_counter if policy.device.type == "cuda" else time.process_time
     seconds, places = [], 0
     for _ in range(args.rounds):
         for parameter in policy.model.parameters():
             assert parameter.grad is not None
             parameter.grad.zero_()
-        places, start = 0, time.perf_counter()
+        places, start = 0, clock()
         for rows in micro_batches:
             packed = pack(trajectories, rows, packing).to(policy.device)
             places += packed.input_ids.numel()
@@ -161,7 +162,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             (policy.forward(packed, LogitsWarper()).logprobs * factors).sum().backward()
         if policy.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     peak = memory.peak()
     gradients = {n: p.grad.cpu().contiguous() for n, p in policy.model.named_parameters() if p.grad is not None}
     save_file(gradients, _gradient_file(args.folder, args.one))

@@ -108,7 +108,7 @@ class PolicyModel:
                 f"{key} {name!r}: {type(self.model).__name__} has no vocabulary projection "
                 "that can be told from the rest of it; give a causal language model that has"
             )
-        prepare_attention(self.model, config.policy, self.device)
+        prepare_attention(self.model, config.policy)
         root = CausalRoot(self.model, config.policy.chunk_size(self.device.type))
         self._placed = backbone.Placed(root, self.model, config, self.device, config.policy.precision)
 

@@ -245,8 +245,7 @@ def _drawn_card(
         low, high = low - 0.1 * abs(low), high + 0.1 * abs(high) or 1.0
     ticks = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
     axes.set_yticks(ticks, [f"{tick:.4g}" for tick in ticks])
-    # of values that agree in nine digits the ticks may leave one out, and what is outside is not drawn
-    axes.set_ylim(min(ticks[0], low), max(ticks[-1], high))
+    axes.set_ylim(ticks[0], ticks[-1])
     first, last = min(points[0][0] for _, points in drawn), max(points[-1][0] for _, points in drawn)
     last = max(last, first + 1)
     axes.set_xlim(first, last)
