@@ -114,6 +114,7 @@ FREE = (
     "agents.advertised_url",
     "agents.runners",
     "agents.slots",
+    "agents.validation_slots",
     "agents.call_s",
     "agents.think_s",
     "agents.episode_s",

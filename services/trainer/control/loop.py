@@ -359,9 +359,8 @@ class Loop:
         self._awaiting_scores = 0.0
         init_metrics, self._init_metrics = self._init_metrics, {}
         generating = len(self._alive) * self._config.policy.generation.vllm_cfg.tensor_parallel_size
-        epochs = self._config.algorithm.policy_epochs(self._version)
         devices, lengths = Devices(lead.ranks.size, generating), [extent.paths for extent in extents]
-        return init_metrics | self._context.meter.metrics(times, lengths, devices, epochs)
+        return init_metrics | self._context.meter.metrics(times, lengths, devices, lead.learner.work)
 
     async def _checkpoint(self) -> None:
         """Publish a checkpoint, then commit it to the buffer: in this order nothing is lost, whatever dies in between."""

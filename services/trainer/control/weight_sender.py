@@ -385,10 +385,9 @@ def host_towards(url: str) -> str:
             "machine that replicas can reach"
         ) from error
     if is_loopback(own) and not is_loopback(host):
-        logger.warning(
-            "weight_channel.host: %s is %s here (/etc/hosts), where replicas on other machines don't reach this one: set it for them",
-            host,
-            own,
+        raise ServiceError(
+            f"weight_channel.host is null, and {host} (replay.redis_url) is this machine by the address {own} (/etc/hosts), where replicas "
+            f"on other machines don't reach it: set it to an address that they reach, or to {own} if all are on this one"
         )
     return own
 

@@ -23,7 +23,7 @@ from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning import training_state
 from headrace_services.trainer.learning.algorithms import required_passes
 from headrace_services.trainer.learning.optimizer import ModelOptimizer
-from headrace_services.trainer.network.packing import PackedRows, Packing
+from headrace_services.trainer.network.packing import PackedRows, Packing, Work
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, load_teacher, load_tokenizer
 from headrace_services.trainer.network.value_model import ValueModel
 
@@ -42,8 +42,9 @@ class Learner:
     """The policy and its optimizer; a frozen reference policy, a teacher, and a value model with its optimizer, each if required. Of a
     policy with an adapter the reference is the policy itself, without it.
 
-    `counters` are the run's, `tokenizer` too. `seconds` are the durations of the parts of the newest step on this rank. `broken` is the
-    reason why the learner can't go on, or None.
+    `counters` are the run's, `tokenizer` too. `seconds` are the durations of the parts of the newest step on this rank, `work` what
+    training the policy computed in it on all ranks, None if it was not trained. `broken` is the reason why the learner can't go on, or
+    None.
     """
 
     def __init__(self, config: Config, checkpoint: Path | None = None, ranks: Ranks | None = None) -> None:
@@ -77,6 +78,7 @@ class Learner:
             )
         self.broken: str | None = None
         self.seconds: dict[str, float] = {}
+        self.work: Work | None = None
         self.counters = self._load(checkpoint / "training") if checkpoint else Counters()
 
     @property

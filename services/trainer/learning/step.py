@@ -33,7 +33,7 @@ from headrace_services.trainer.learning.rewards import (
     scale_rewards,
     shape_rewards,
 )
-from headrace_services.trainer.network.packing import PackedRows, Packing, Rows, pack, plan
+from headrace_services.trainer.network.packing import PackedRows, Packing, Rows, Work, pack, plan
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 from headrace_services.trainer.network.value_model import ValueModel
 
@@ -47,7 +47,8 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
     """Take one trainer step on the trajectories of all ranks; `batch` holds this rank's. Returns metrics of the whole batch.
 
     Adds the columns that the step computes to `batch`. Metrics are means over the optimizer steps; those of the value
-    model are named `critic/<name>`. `learner.seconds` are the durations of the parts of the step on this rank.
+    model are named `critic/<name>`. `learner.seconds` are the durations of the parts of the step on this rank, `learner.work` is what
+    training the policy computed on all of them.
 
     Raises `BatchRejected` naming the trajectories that can't be trained on, and `ServiceError` naming those whose loss or gradient is not
     finite; weights, optimizers and counters are then unchanged. If that happens after the first optimizer step of a trainer step, the
@@ -58,6 +59,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
     warper = LogitsWarper.of(config.policy.generation)
     mini_batches, epochs = batch.mini_batches(config.policy_batch), algorithm.policy_epochs(step)
     seconds = learner.seconds = {}
+    learner.work = None
     learner.refuse_if_broken()
     _check(learner, batch)
 
@@ -167,8 +169,11 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
 
     if epochs:
         seen: list[tuple[tuple[int, ...], Tensor]] = []
+        work = Work()
 
         def loss_of_policy(packed: PackedRows, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
+            nonlocal work
+            work += packed.work
             output = policy.forward(packed, warper, entropy=True)
             if tokens.old_logprobs is None:
                 seen.append((packed.order, output.logprobs.detach()))
@@ -179,6 +184,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
             torch.manual_seed(zlib.crc32(repr((algorithm.seed, step, ranks.rank)).encode()))
         with _timed(seconds, "policy_training"):
             metrics |= optimize(learner.policy_optimizer, mini_batches, epochs, packing, policy, loss_of_policy)
+        learner.work = Work(*ranks.sum(dataclasses.astuple(work)))
         if batch.old_logprobs is None:  # the forward pass of the only optimizer step computed them
             batch.old_logprobs = np.full(batch.trajectory.size, np.nan, np.float32)
             for order, logprobs in seen:

@@ -119,7 +119,7 @@ class PolicyModel:
         if has_adapter:
             self.adapter = adapters.Adapter(self.model, config, folder and folder / adapters.FOLDER)
         self._adapter_alone = self.adapter if config.policy.lora_cfg.adapter_alone else None
-        prepare_attention(self.model, config.policy, self.device)
+        prepare_attention(self.model, config.policy)
         root = CausalRoot(self.model, config.policy.chunk_size(self.device.type))
         self._placed = backbone.Placed(
             root, self.model, config, self.device, config.policy.precision, adapter=self.adapter

@@ -291,7 +291,7 @@ async def test_log_probabilities_are_those_of_transformers_after_every_refit(run
         assert np.abs(expected - np.array(again["logprobs"])).max() < TOLERANCE
 
 
-@pytest.mark.nightly  # so does rollout/test_service.py, with what the service makes of it
+@pytest.mark.nightly  # so does rollout/test_calls.py, with what the service makes of it
 async def test_in_flight_each_span_is_of_the_weights_it_names(run: Run) -> None:
     replica = await run.join("tied", "a")
     weights = {0: run.source.weights()}

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from headrace.cli.app import app
 from headrace.config import load
-from headrace.config.load import examine
+from headrace.config.loading import examine
 from headrace.errors import ConfigError
 from tests.unit.config.nemo_cases import BASE, read, recipe, refusal
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config.explain import known_keys, pattern
-from headrace.config.load import NEMO_RL_KEYS
+from headrace.config.loading import NEMO_RL_KEYS
 from headrace.config.nemo_rl.translate import IMPLIED, TABLE
 
 ROOT = Path(__file__).resolve().parents[3]
