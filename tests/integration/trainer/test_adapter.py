@@ -118,16 +118,18 @@ def test_gradients_are_clipped_and_reported_as_of_a_whole_model(tiny_model: Path
     assert norm == pytest.approx(squares**0.5, rel=1e-4)
 
 
-def test_dropout_is_of_training_alone_and_is_drawn_again_in_the_same_way(tiny_model: Path) -> None:
-    dropping, plain = (Learner(adapted(tiny_model, dropout=dropout)) for dropout in (0.5, 0.0))
-    batches = [random_batch(5), random_batch(5)]
-    first = train_step(dropping, batches[0]), train_step(plain, batches[1])
-    np.testing.assert_allclose(batches[0].old_logprobs, batches[1].old_logprobs, atol=1e-6)
-    assert first[0]["grad_norm"] != pytest.approx(first[1]["grad_norm"], rel=1e-3)
+def test_dropout_is_of_training_alone_and_is_drawn_again_in_the_same_way(tiny_model: Path, tmp_path: Path) -> None:
+    dropping = Learner(adapted(tiny_model, dropout=0.5))
+    train_step(dropping, random_batch(5))  # B is no longer 0
+    dropping.save(tmp_path)
     np.testing.assert_array_equal(dropping.probe(IDS), dropping.probe(IDS))
-    again = Learner(adapted(tiny_model, dropout=0.5))
+    again, plain = (Learner(adapted(tiny_model, dropout=dropout), tmp_path) for dropout in (0.5, 0.0))
+    batches = [random_batch(5, 1), random_batch(5, 1)]
+    first, without = train_step(dropping, batches[0]), train_step(plain, batches[1])
+    np.testing.assert_allclose(batches[0].old_logprobs, batches[1].old_logprobs, atol=1e-6)
+    assert first["grad_norm"] != pytest.approx(without["grad_norm"], rel=1e-3)
     torch.rand(7)
-    assert train_step(again, random_batch(5)) == first[0]
+    assert train_step(again, random_batch(5, 1)) == first
 
 
 def test_dropout_is_the_same_in_a_layer_that_is_computed_again(tiny_model: Path) -> None:
