@@ -26,6 +26,7 @@ SETTINGS: dict[str, Any] = {
     "policy": {
         "train_global_batch_size": 8,
         "hf_config_overrides": {"rope_theta": 1.0},
+        "lora_cfg": {"enabled": True, "refit": "adapter"},
         "generation": {"temperature": 0.7, "max_new_tokens": 9},
     },
     "data": {"train": [SUMS, SUMS], "validation": {**SUMS, "seed": 1}, "use_multiple_dataloader": True},
@@ -60,6 +61,7 @@ def test_the_run_that_evaluates_is_the_one_that_trained_but_learns_nothing_and_s
     assert evaluation.loss_fn.reference_policy_kl_penalty == 0
     assert evaluation.policy.generation == config.policy.generation.model_copy(update={"val_temperature": 0.5})
     assert evaluation.policy.hf_config_overrides == config.policy.hf_config_overrides
+    assert not evaluation.policy.lora_cfg.enabled, "the model of a checkpoint is merged"
     assert (evaluation.env, evaluation.data.validation) == (config.env, config.data.validation)
     assert (evaluation.rollout.replicas, evaluation.replay.group_deadline_s) == (3, 77)
     assert evaluation.replay.redis_url is None
