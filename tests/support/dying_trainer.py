@@ -158,9 +158,11 @@ class DyingSource:
 class DyingSender(WeightSender):
     version = -1
 
-    async def refit(self, version: int, timeline: str, source: Any, probe_ids: Any, probe_logprobs: Any) -> Any:
+    async def refit(
+        self, version: int, timeline: str, source: Any, probe_ids: Any, probe_logprobs: Any, *, adapter: Any = None
+    ) -> Any:
         source = DyingSource(source) if version == self.version else source
-        return await super().refit(version, timeline, source, probe_ids, probe_logprobs)
+        return await super().refit(version, timeline, source, probe_ids, probe_logprobs, adapter=adapter)
 
 
 def changed(kind: type[T], **attributes: object) -> type[T]:
