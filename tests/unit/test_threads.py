@@ -10,7 +10,7 @@ import pytest
 
 from headrace import threads
 from headrace.config import Config
-from headrace.config.load import examine
+from headrace.config.loading import examine
 from headrace.threads import Threads
 
 
