@@ -113,7 +113,7 @@ def main() -> None:
                     console.print(rows[-1].line())
                 rows.append(run_pipeline(job))
                 console.print(rows[-1].line())
-    console.print(table(rows))
+    Console(width=240).print(table(rows))
 
 
 def make_model(directory: Path, size: Size) -> None:
@@ -156,7 +156,7 @@ def run_peer(job: Job, python: Path, peer_threads: int) -> Row:
         job.latency_s,
     ]
     done = json.loads(run([str(word) for word in words], peer_environment(peer_threads)).splitlines()[-1])
-    cpu_s = {"trainer": mean_step(done["cpu_s"])}
+    cpu_s = {"its one process": mean_step(done["cpu_s"])}
     return Row(job, "TRL 1.16", str(peer_threads), mean_step(done["ends"]), cpu_s, psutil.getloadavg()[0])
 
 
@@ -228,12 +228,16 @@ def mean_step(ends: list[float]) -> float:
 
 
 def table(rows: list[Row]) -> Table:
-    made = Table(title=f"{PROMPTS} prompts x {GENERATIONS} completions x {TOKENS} tokens", title_justify="left")
+    job = f"{PROMPTS} prompts x {GENERATIONS} completions x {TOKENS} tokens"
+    made = Table(
+        title=f"{job}; from {PROCESSES[0]} to all: CPU seconds of a step; limit: these, spread evenly over the cores",
+        title_justify="left",
+    )
     left = ("model", "", "of which, s")
     for name in (*left[:2], "threads", "ms a sample", "s/step", "tokens/s", "against TRL", "limit, s", "load", left[2]):
         made.add_column(name, justify="left" if name in left else "right")
     for name in (*PROCESSES, "all"):
-        made.add_column(f"{name}, CPU s", justify="right")
+        made.add_column(name, justify="right")
     for row in rows:
         best = min(r.step_s for r in rows if r.job == row.job and r.name != "Headrace")
         made.add_row(
