@@ -421,8 +421,11 @@ class Loop:
                 ids = repeat_text((tokens for _, tokens in context.prompts.encoded()), length)
             self._probe = ids, await context.torch(lambda: lead.probe(ids.tolist()))
         token_ids, logprobs = self._probe
+        adapter = Weights(lead, adapter_alone=True) if self._config.policy.lora_cfg.adapter_alone else None
         report = await self._call(
-            lambda: context.sender.refit(self._version, self._timeline, Weights(lead), token_ids, logprobs)
+            lambda: context.sender.refit(
+                self._version, self._timeline, Weights(lead), token_ids, logprobs, adapter=adapter
+            )
         )
         self._refitted = True
         failed = {replica: f"its refit failed: {report.refused[replica]}" for replica in report.failed}

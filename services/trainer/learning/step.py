@@ -1,7 +1,7 @@
 """One trainer step: rewards, passes without gradients, advantages, optimizer steps.
 
-With several ranks it is a collective, and the numbers are those of one rank holding all trajectories. No random numbers are drawn: the
-optimizer step of a trajectory follows from its place in the batch.
+With several ranks it is a collective, and the numbers are those of one rank holding all trajectories. No random numbers are drawn, but for
+the dropout of an adapter: the optimizer step of a trajectory follows from its place in the batch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -89,7 +90,8 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
             if warper.filters and needs_unfiltered(config):
                 batch.old_logprobs_unfiltered = logprobs_of(policy, warper.unfiltered)
         if learner.reference is not None:
-            batch.ref_logprobs = logprobs_of(learner.reference, warper.unfiltered)
+            with learner.reference.without_adapter():
+                batch.ref_logprobs = logprobs_of(learner.reference, warper.unfiltered)
         if learner.teacher is not None:
             batch.teacher_logprobs = logprobs_of(learner.teacher, warper.unfiltered)
         if value is not None:
@@ -178,6 +180,8 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
             return policy_loss(config.loss_fn, output, tokens, counts)
 
         packing = Packing.of(config.policy, training=True)
+        if config.policy.lora_cfg.drops:
+            torch.manual_seed(zlib.crc32(repr((algorithm.seed, step, ranks.rank)).encode()))
         with _timed(seconds, "policy_training"):
             metrics |= optimize(learner.policy_optimizer, mini_batches, epochs, packing, policy, loss_of_policy)
         learner.work = Work(*ranks.sum(dataclasses.astuple(work)))

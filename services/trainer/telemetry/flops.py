@@ -13,6 +13,8 @@ there once; only the places before policy tokens are projected; layers of which 
 again, but for the product that a layer ends with, if nothing needs it; so is a projection whose logits are computed in chunks. A mixture
 of experts counts the experts that a token passes through, and the router. Softmax, norms and what attention kernels compute again within
 themselves are not counted.
+With an adapter the weights are frozen and take no gradients: their backward pass costs as much as the forward one. The adapter itself, a
+hundredth of the model or less, is not counted.
 """
 
 from __future__ import annotations
@@ -54,16 +56,17 @@ DATA_SHEETS = {
 class Architecture:
     """The quantities of a model in the formula: the matrix parameters that a token is multiplied with, in all layers and in the vocabulary
     projection; the number of layers; the total width of all heads. `last_weights` of the layers' are those that a layer which is computed
-    again for its backward pass leaves out."""
+    again for its backward pass leaves out; `frozen` weights take no gradients."""
 
     layer_weights: int
     vocabulary_weights: int
     layers: int
     query_width: int
     last_weights: int = 0
+    frozen: bool = False
 
     @classmethod
-    def of(cls, config: Any) -> Architecture | None:
+    def of(cls, config: Any, *, frozen: bool = False) -> Architecture | None:
         """From a Hugging Face model configuration; None for a type whose formula is not known here."""
         config = config.get_text_config()
         if config.model_type not in GATED | PLAIN | SPARSE:
@@ -78,14 +81,16 @@ class Architecture:
             layers=layers,
             query_width=head * heads,
             last_weights=layers * _last(config),
+            frozen=frozen,
         )
 
     def training_flops(self, work: Work, *, recompute: bool = False, chunked: bool = False) -> float:
         """Forward and backward pass; with `recompute` of the layers, and of the projection where it is `chunked`."""
-        layers = 2 * work.places * self.layer_weights + 4 * self.layers * self.query_width * work.pairs
-        again = layers - 2 * work.places * self.last_weights if recompute else 0
+        weights, attention = 2 * work.places * self.layer_weights, 4 * self.layers * self.query_width * work.pairs
+        again = weights + attention - 2 * work.places * self.last_weights if recompute else 0
         projection = 2 * work.targets * self.vocabulary_weights
-        return 3 * layers + again + (4 if chunked else 3) * projection
+        passes = 2 if self.frozen else 3
+        return passes * weights + 3 * attention + again + (passes + chunked) * projection
 
 
 def _width(config: Any) -> int:

@@ -146,7 +146,7 @@ class ThroughputMeter:
         device = choose_device(config.trainer.device)
         peak = peak_of(device, config.policy.precision)
         log.info("the device does %.3g TFLOP/s (%s)", peak.tflops, peak.source)
-        architecture = Architecture.of(model)
+        architecture = Architecture.of(model, frozen=config.policy.lora_cfg.enabled)
         if architecture is None:
             log.warning("no FLOPs formula for a model of type %s: its utilisation is not measured", model.model_type)
         chunked = config.policy.chunk_size(device.type) is not None

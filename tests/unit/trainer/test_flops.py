@@ -74,6 +74,14 @@ def test_attention_grows_with_the_square_of_the_length() -> None:
     assert found.training_flops(sequences([10, 20])) == per_token * 30 + 6 * 3 * 64 * (100 + 400)
 
 
+def test_frozen_weights_take_no_gradients() -> None:
+    trained, frozen = (Architecture.of(transformers.LlamaConfig(**GROUPED), frozen=frozen) for frozen in (False, True))
+    assert trained is not None
+    assert frozen is not None
+    weights = trained.layer_weights + trained.vocabulary_weights
+    assert trained.training_flops(sequences([30])) - frozen.training_flops(sequences([30])) == 2 * weights * 30
+
+
 def test_of_whole_sequences_the_formula_is_the_one_that_nemo_rl_has_for_llama() -> None:
     hidden, layers, groups, heads, width, vocabulary, length = 64, 3, 2, 4, 112, 97, 50
     theirs = (
