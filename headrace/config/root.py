@@ -263,8 +263,8 @@ def _check_episodes(config: Config) -> None:
         )
     if agents.slots_of("validation") < validated:
         raise ValueError(
-            f"agents.validation_slots {agents.slots_of('validation')} (as agents.slots, unless given) is less than {validated}, the episodes "
-            f"of a validation's group, which start at once ({algorithm.name}.val_num_generations_per_prompt); raise it"
+            f"agents.validation_slots {agents.slots_of('validation')} (as agents.slots, unless given) is less than {validated}, the "
+            f"episodes of a validation's group, which start at once ({algorithm.name}.val_num_generations_per_prompt); raise it"
         )
     most = max(started, validated)
     done = (algorithm.num_prompts_per_step - 1) * algorithm.num_generations_per_prompt

@@ -21,8 +21,8 @@ def milliseconds(seconds: float) -> int:
 
 @dataclasses.dataclass
 class Taker:
-    """Who takes groups, and what it still may: `most` groups, and of each lane as many trajectories as it has `slots`. `left` of what it was
-    given, the next first."""
+    """Who takes groups, and what it still may: `most` groups, and of each lane as many trajectories as it has `slots`. `left` of what it
+    was given, the next first."""
 
     holder: str
     member: Member
