@@ -61,6 +61,7 @@ FREE = (
     "policy.activation_checkpointing",
     "policy.max_grad_norm",
     "policy.freeze_moe_router",
+    "policy.lora_cfg.refit",
     "policy.optimizer.kwargs",
     "policy.scheduler",
     "value.train_global_batch_size",
