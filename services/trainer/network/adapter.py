@@ -180,6 +180,11 @@ def linear_layers(model: Any) -> list[str]:
 
 def targets(layers: Sequence[str], settings: LoRAConfig) -> list[str]:
     """Of the linear `layers` those that the settings name. Raises `ServiceError` for a name that none has, and if none is left."""
+    if not layers:
+        raise ServiceError(
+            "policy.lora_cfg.enabled true: the policy has no layers of torch's Linear to put an adapter beside (GPT-2 has none); set it to "
+            "false, or choose another model"
+        )
     names = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
     for key, patterns in (
         ("target_modules", settings.target_modules),

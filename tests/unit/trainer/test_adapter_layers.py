@@ -43,5 +43,9 @@ def test_a_name_that_no_layer_has_is_an_error_that_names_those_there_are() -> No
         named(target_modules=["lm_head"])
     with pytest.raises(ServiceError, match=r"policy\.lora_cfg\.exclude_modules: 'proj' is no linear layer"):
         named(exclude_modules=["proj"])
+    with pytest.raises(
+        ServiceError, match=r"policy\.lora_cfg\.enabled true: the policy has no layers of torch's Linear"
+    ):
+        targets([], LoRAConfig(enabled=True, target_modules=["q_proj"]))
     with pytest.raises(ServiceError, match=f"no linear layer is left to put an adapter beside; {there}"):
         named(exclude_modules=["*"])
