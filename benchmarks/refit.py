@@ -105,8 +105,10 @@ def wire(nbytes: int) -> float:
     return float(results.get())
 
 
-async def refits(config: Config, engine: object, redis_url: str, source: Source) -> tuple[dict[str, float], int]:
-    """Median seconds by phase over ROUNDS refits after a first one, and the bytes of one."""
+async def refits(
+    config: Config, engine: Any, redis_url: str, source: Source, rounds: int = ROUNDS
+) -> tuple[dict[str, float], int]:
+    """Median seconds by phase over so many refits after a first one, and the bytes of one."""
     run_id = f"benchmark-{uuid.uuid4().hex[:8]}"
     replay = await open_run(config, redis_url, run_id)
     sender = WeightSender(config, replay)
@@ -116,7 +118,7 @@ async def refits(config: Config, engine: object, redis_url: str, source: Source)
     config_of_model: Any = source.model.config
     ids = choose_token_ids(config_of_model.vocab_size)
     samples: dict[str, list[float]] = {}
-    for version in range(ROUNDS + 1):
+    for version in range(rounds + 1):
         source.change()
         probe = source.logprobs(ids)
         started, spent = time.perf_counter(), cpu_seconds()

@@ -110,7 +110,9 @@ class SmallReplica:
                 secret=rendezvous.secret,
             )
             self._channel = group, Channel.follow(place, deadline)
-        weights = dict(item for bucket in receive(self._channel[1], rendezvous.manifest, deadline) for item in bucket)
+        self.load(dict(item for bucket in receive(self._channel[1], rendezvous.manifest, deadline) for item in bucket))
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
         left = self._model.load_state_dict(weights, strict=False)
         assert not left.unexpected_keys
         assert set(left.missing_keys) <= {"lm_head.weight"}

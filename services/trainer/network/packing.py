@@ -85,6 +85,19 @@ class TreeSpan:
 
 
 @dataclasses.dataclass(frozen=True)
+class Work:
+    """What passes over rows compute: `places` that go through the layers, padding included; `targets`, the places of which logits are
+    computed; and `pairs` of a token and one that it attends to, a causal sequence of s tokens being s² / 2 of them."""
+
+    places: float = 0
+    targets: float = 0
+    pairs: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.places + other.places, self.targets + other.targets, self.pairs + other.pairs)
+
+
+@dataclasses.dataclass(frozen=True)
 class PackedRows:
     """R rows of width W, and the N policy tokens in them; all tensors int64.
 
@@ -114,6 +127,19 @@ class PackedRows:
             order=(0,),
             spans=((TreeSpan(0, 1, (ids.numel() - 1,)),),),
         )
+
+    @property
+    def work(self) -> Work:
+        """Rows of one trajectory each attend as a whole, padding included; in others each tree attends to itself alone."""
+        rows, width = self.input_ids.shape
+        pairs = rows * width**2 / 2
+        trees = [tree for row in self.spans for tree in row]
+        if len(trees) > rows or any(len(tree.completions) > 1 for tree in trees):
+            pairs = sum(
+                tree.prompt**2 / 2 + sum(length * (tree.prompt + length / 2) for length in tree.completions)
+                for tree in trees
+            )
+        return Work(rows * width, self.targets.numel(), pairs)
 
     def to(self, device: torch.device) -> PackedRows:
         tensors = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
