@@ -39,6 +39,7 @@ NEEDED = (
     "redis",
     "pydantic_settings",
     "yaml",
+    "rich",
     "psutil",
     "pynvml",
 )
@@ -64,7 +65,8 @@ PLANS = {
     "precision": Plan(240),
     "engine": Plan(480),
 }
-EXPECTED_S = 120.0
+# To look at the machine, and to compute what is expected.
+LOOK_S = 240.0
 POLL_S = 0.2
 
 
@@ -167,7 +169,7 @@ def _expected(out: Path) -> dict[str, list[Expected]]:
     with path.open("w") as file, (out / "expected.log").open("w") as log:
         command = [sys.executable, "-m", "benchmarks.gpu.expected", "--json"]
         try:
-            code = subprocess.run(command, stdout=file, stderr=log, timeout=EXPECTED_S).returncode
+            code = subprocess.run(command, stdout=file, stderr=log, timeout=LOOK_S).returncode
         except subprocess.TimeoutExpired:
             code = 1
     if code:
@@ -178,7 +180,13 @@ def _expected(out: Path) -> dict[str, list[Expected]]:
 
 def _about(device: str) -> dict[str, str]:
     """The machine and its versions. Raises `SystemExit` where there is no GPU and one was asked for."""
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu.machine", device], capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.gpu.machine", device]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_S)
+    except subprocess.TimeoutExpired:
+        raise SystemExit(
+            f"error: torch did not find out within {LOOK_S:g} s what there is: see what nvidia-smi says"
+        ) from None
     if done.returncode:
         raise SystemExit((done.stderr.strip().splitlines() or ["the machine could not be looked at"])[-1])
     found: dict[str, str] = json.loads(done.stdout)

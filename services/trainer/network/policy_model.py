@@ -198,11 +198,18 @@ class CausalRoot(nn.Module):
         return tuple(torch.cat(values) for values in zip(*parts, strict=True))
 
 
-class _IdentityBackbone(nn.Module):
-    """A stand-in for the backbone that returns its input."""
+@dataclasses.dataclass
+class _Output(MoeModelOutputWithPast):
+    """What the heads of all architectures look up in their backbone's output."""
 
-    def forward(self, *, inputs_embeds: Tensor, **_: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    cross_attentions: None = None
+
+
+class _IdentityBackbone(nn.Module):
+    """A stand-in for the backbone that returns its input. Some architectures pass arguments by position (GPT-2)."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
+        return _Output(last_hidden_state=inputs_embeds)
 
 
 def _logits_head(model: Any) -> Any:

@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2Config,
@@ -50,12 +52,14 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def architectures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models whose heads differ: tied, of its own, behind a soft cap; and one whose files name its weights otherwise."""
+    """Models whose heads differ: tied, of its own, behind a soft cap; one that calls its backbone by position (GPT-2), and one whose files
+    name its weights otherwise."""
     torch.manual_seed(0)
     models = {
         "tied": Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=True)),
         "untied": Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=False)),
         "soft cap": Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=1.5)),
+        "positional": GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=32, n_layer=2, n_head=4, n_positions=64)),
         "experts": MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)),
     }
     folders = {}
@@ -81,7 +85,7 @@ def assert_same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
         assert torch.equal(a[name], b[name]), name
 
 
-@pytest.mark.parametrize("name", ["tied", "untied", "soft cap", "experts"])
+@pytest.mark.parametrize("name", ["tied", "untied", "soft cap", "positional", "experts"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_a_plain_transformers_forward(
     architectures: dict[str, Path], name: str, temperature: float

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -88,7 +88,6 @@ def with_policy_tokens(trajectories: list[Trajectory]) -> list[int]:
     return [i for i, one in enumerate(trajectories) if one.loss_mask.any()]
 
 
-@settings(max_examples=40)
 @given(trajectories=made(), packing=packings(), data=st.data())
 def test_every_trajectory_with_a_policy_token_is_planned_once_and_whole(
     trajectories: list[Trajectory], packing: Packing, data: st.DataObject
@@ -106,7 +105,6 @@ def test_every_trajectory_with_a_policy_token_is_planned_once_and_whole(
                     assert len({trajectories[i].prompt_token_ids.tobytes() for i in tree}) == 1
 
 
-@settings(max_examples=40)
 @given(trajectories=made(), packing=packings())
 def test_no_micro_batch_is_over_its_budget(trajectories: list[Trajectory], packing: Packing) -> None:
     for rows in plan(trajectories, packing):
@@ -121,7 +119,6 @@ def test_no_micro_batch_is_over_its_budget(trajectories: list[Trajectory], packi
             assert width % packing.multiple == 0 or width == packing.tokens
 
 
-@settings(max_examples=40)
 @given(trajectories=made(), packing=packings())
 def test_what_a_token_may_see_spells_its_own_trajectory_up_to_it(
     trajectories: list[Trajectory], packing: Packing
@@ -149,7 +146,6 @@ def test_what_a_token_may_see_spells_its_own_trajectory_up_to_it(
             assert target == own.completion_token_ids[t]
 
 
-@settings(max_examples=40)
 @given(trajectories=made(), packing=packings())
 def test_flash_attention_s_sequences_are_what_each_token_sees(trajectories: list[Trajectory], packing: Packing) -> None:
     """Every token is a query once, and the keys up to its own are those that it sees; padding sees no token."""
@@ -176,7 +172,6 @@ def test_flash_attention_s_sequences_are_what_each_token_sees(trajectories: list
             assert not sees[r, :, r][trees[r] < 0][:, trees[r] >= 0].any()
 
 
-@settings(max_examples=40)
 @given(trajectories=made(), packing=packings())
 def test_shared_prompts_are_computed_once_where_they_fit(trajectories: list[Trajectory], packing: Packing) -> None:
     trees = [tree for rows in plan(trajectories, packing) for row in rows for tree in row]
@@ -196,7 +191,6 @@ def test_shared_prompts_are_computed_once_where_they_fit(trajectories: list[Traj
             assert whole > packing.tokens or len(own) == 1
 
 
-@settings(max_examples=40)
 @given(trajectories=made(), packing=packings())
 def test_values_go_to_a_micro_batch_and_back_to_where_they_came_from(
     trajectories: list[Trajectory], packing: Packing
@@ -248,7 +242,6 @@ sizes = st.lists(st.integers(1, 60), max_size=40)
 
 
 @pytest.mark.parametrize("fill", [first_fit_decreasing, modified_first_fit_decreasing])
-@settings(max_examples=40)
 @given(sizes=sizes)
 def test_bins_hold_every_item_once_and_are_never_over_full(
     fill: Callable[[list[int], int], list[list[int]]], sizes: list[int]
