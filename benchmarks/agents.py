@@ -44,6 +44,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.cpu_times import seconds
 from benchmarks.refit import Source, buffer
 from headrace.config import Config
 from headrace.episode import Episode, EpisodeOutcome
@@ -148,12 +149,7 @@ class CpuTimes:
         }
 
     def now(self) -> dict[str, float]:
-        return {name: sum(map(_cpu_s, processes)) for name, processes in self._processes.items()}
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
+        return {name: sum(map(seconds, processes)) for name, processes in self._processes.items()}
 
 
 @dataclasses.dataclass

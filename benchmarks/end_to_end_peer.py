@@ -2,7 +2,7 @@
 
     python end_to_end_peer.py MODEL PROBLEMS.json STEPS THREADS LATENCY_S
 
-Prints one JSON line: the Unix time at the end of every step.
+Prints one JSON line: of the end of every step the Unix time (`ends`), and the CPU seconds until then (`cpu_s`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ PROMPTS, GENERATIONS, TOKENS = 8, 8, 64
 class Clock(TrainerCallback):
     def __init__(self) -> None:
         self.ends: list[float] = []
+        self.cpu_s: list[float] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.ends.append(time.time())
+        self.cpu_s.append(time.process_time())
 
 
 def digits(latency_s: float) -> Any:
@@ -85,7 +87,7 @@ def main(model: str, problems: Path, steps: int, threads: int, latency_s: float)
             callbacks=[clock],
         )
         trainer.train()
-    sys.stdout.write(json.dumps(clock.ends) + "\n")
+    sys.stdout.write(json.dumps({"ends": clock.ends, "cpu_s": clock.cpu_s}) + "\n")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ def peer_python(console: Console) -> Path:
 
 
 def peer_environment(threads: int) -> dict[str, str]:
-    """Environment of a peer's process: so many threads, no GPU, no model hub."""
-    return os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    """Environment of a peer's process: so many threads, which wait as those of the pipeline's services do, no GPU, no model hub."""
+    ours = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    return os.environ | ours | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run(command: list[str], environment: dict[str, str]) -> str:

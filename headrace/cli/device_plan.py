@@ -1,4 +1,5 @@
-"""Which GPU each process of a run on this machine gets: planned from the configuration, told to each process, and shown."""
+"""Which GPU each process of a run on this machine gets, and how many CPU threads: planned from the configuration, told to each process,
+and shown."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from headrace import devices
+from headrace import devices, threads
 from headrace.config import Config
 from headrace.devices import Device, DevicePlan, Inventory, TooFewDevices
 from headrace.errors import ServiceError
 from headrace.files import atomic_write
+from headrace.threads import Threads
 
 FILE = "devices.json"
 # Shares of a device that the trainer and a replica share: what is left is for both CUDA contexts.
@@ -19,6 +21,7 @@ TRAINER_SHARE = 0.5
 ROLLOUT_SHARE = 0.45
 _REPLICA = "rollout-"
 _REST = "left over"
+_THREADS = "threads"
 
 
 def of(config: Config) -> DevicePlan | None:
@@ -52,6 +55,26 @@ def planned(config: Config, inventory: Inventory, versions: Mapping[str, str]) -
 
 def _on_gpu(device: str, inventory: Inventory, is_for_cuda: bool) -> bool:
     return device == "cuda" or (device == "auto" and is_for_cuda and bool(inventory.devices))
+
+
+def threads_of(config: Config, plan: DevicePlan | None) -> Threads:
+    """Those of the run's processes, of which what computes on no device of the plan shares the cores of this machine."""
+    return threads.of(
+        config,
+        threads.usable_cores(),
+        os.environ,
+        trains=plan is None or not plan.trainer,
+        generates=plan is None or not plan.replicas,
+    )
+
+
+def told_threads(planned: Threads, config: Config, child: str) -> dict[str, str]:
+    """What a child's environment has of the threads, unless they are configured: torchrun would set OMP_NUM_THREADS for its ranks."""
+    if child == "trainer" and config.trainer.num_threads == "auto" and planned.trainer is not None:
+        return {"HEADRACE_TRAINER__NUM_THREADS": str(planned.trainer)}
+    if child.startswith(_REPLICA) and config.rollout.num_threads == "auto":
+        return {"HEADRACE_ROLLOUT__NUM_THREADS": str(planned.rollout)}
+    return {}
 
 
 def told(plan: DevicePlan, config: Config, child: str) -> dict[str, str]:
@@ -92,17 +115,15 @@ def lines(plan: DevicePlan) -> list[str]:
     return [_line(*row) for row in rows(plan).items()] + (shared if plan.is_shared else [])
 
 
-def record(plan: DevicePlan | None, folder: Path) -> None:
-    """Keep the plan in the run's folder, for `headrace status`."""
-    if plan is None:
-        (folder / FILE).unlink(missing_ok=True)
-        return
+def record(plan: DevicePlan | None, planned: Threads, folder: Path) -> None:
+    """Keep both in the run's folder, for `headrace status`."""
+    table = {**(rows(plan) if plan is not None else {}), _THREADS: [str(planned)]}
     with atomic_write(folder / FILE) as unfinished:
-        unfinished.write_text(json.dumps(rows(plan), indent=2) + "\n", encoding="utf-8")
+        unfinished.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
 
 def recorded(folder: Path) -> list[tuple[str, str]]:
-    """The lines of `headrace status`: which process has which devices; none of a run without a plan."""
+    """The lines of `headrace status`: which process has which devices, and how many threads; none of a run that `up` never started."""
     try:
         table = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:

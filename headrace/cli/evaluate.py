@@ -279,7 +279,7 @@ def ask(config: Config, found: NamedModel) -> None:
 
     with runs.locked(config):
         config, saved = settled(config)
-        device_plan.record(plan, config.run_folder)
+        device_plan.record(plan, device_plan.threads_of(config, plan), config.run_folder)
         say(console, f"evaluating {found.name} in {config.run_folder}")
         try:
             with open_display(console) as display:

@@ -108,7 +108,8 @@ class Children:
 
     @classmethod
     def of(cls, config: Config, saved: Path, plan: DevicePlan | None) -> Children:
-        """Those of a run whose resolved configuration was saved as `saved`; each sees the devices that `plan` gives it."""
+        """Those of a run whose resolved configuration was saved as `saved`; each sees the devices that `plan` gives it, and
+        is told how many threads to compute with."""
 
         def child(name: str, service: str, ends_run: bool = False) -> Child:
             launcher = [sys.executable, "-m"]
@@ -128,10 +129,13 @@ class Children:
             ],
             trainer=child("trainer", "trainer", ends_run=True),
         )
-        if plan is not None:
-            for each in children:
-                own = child_environ(os.environ) if each.environ is None else each.environ
-                each.environ = {**own, **device_plan.told(plan, config, each.name)}
+        threads = device_plan.threads_of(config, plan)
+        for each in children:
+            told = device_plan.told_threads(threads, config, each.name)
+            if plan is not None:
+                told |= device_plan.told(plan, config, each.name)
+            own = child_environ(os.environ) if each.environ is None else each.environ
+            each.environ = {**own, **told}
         return children
 
 

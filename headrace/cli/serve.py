@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from headrace import api_key, devices
+from headrace import api_key, devices, threads
 from headrace.addresses import LOOPBACK, is_loopback, with_port
 from headrace.cli import weights
 from headrace.cli.supervisor import Child, Supervisor, child_environ
@@ -143,7 +143,10 @@ def environment(found: NamedModel, environ: Mapping[str, str]) -> dict[str, str]
     """That of vLLM's server; what is set already stays."""
     ours = {"VLLM_NO_USAGE_STATS": "1"}
     if found.run is not None:
-        ours["OMP_NUM_THREADS"] = str(found.run.config.rollout.num_threads)
+        # a server has the machine to itself
+        ours[threads.VARIABLE] = str(
+            threads.of(found.run.config, threads.usable_cores(), environ, trains=False, generates=True).rollout
+        )
     if Path(found.model).is_dir():
         ours["HF_HUB_OFFLINE"] = "1"
     return ours | child_environ(environ)

@@ -44,6 +44,7 @@ def up(
     translation, warnings = examined.nemo_rl, preflight.look(examined)
     check(loaded)
     plan = device_plan.of(loaded)
+    threads = device_plan.threads_of(loaded, plan)
     console = Console()
 
     def say(line: str) -> None:
@@ -51,7 +52,7 @@ def up(
 
     with runs.locked(loaded), runs.refusable(loaded):
         loaded, saved = settled(loaded)
-        device_plan.record(plan, loaded.run_folder)
+        device_plan.record(plan, threads, loaded.run_folder)
         for warning in warnings:
             say(f"warning: {warning}")
         say(f"run {loaded.run.id} in {loaded.run_folder} ({age_bound(loaded)})")
@@ -63,6 +64,7 @@ def up(
             say(f"changed: {change}")
         for line in device_plan.lines(plan) if plan is not None else ():
             say(line)
+        say(f"CPU threads: {threads}")
         say(f"curves: {page.address(loaded)}")
         for name, host, port in pages_of(loaded):
             say(f"{name}: {page.url(loaded, host, port)}")

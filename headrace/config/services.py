@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
 from headrace.addresses import reached, with_port
 from headrace.config.base import Section
@@ -103,8 +103,10 @@ class RolloutConfig(Section):
     replicas: int = Field(1, ge=1, description="rollout processes that `headrace up` starts")
     max_concurrent_groups: int = Field(64, ge=1, description="groups that one replica holds at a time")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPU if vLLM sees one")
-    num_threads: int = Field(
-        1, ge=1, description="CPU threads of the engine on a CPU; more than the free cores make it several times slower"
+    num_threads: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="CPU threads of the engine on a CPU; auto takes OMP_NUM_THREADS, or else a quarter of the cores, at least one. More "
+        "than the free cores make it several times slower",
     )
     save_partial_tokens: int | None = Field(
         256,
@@ -171,7 +173,11 @@ class TrainerConfig(Section):
         le=1,
         description="share of its GPU's memory that a rank may take; null takes all, and half where `headrace up` has a replica share it",
     )
-    num_threads: int | None = Field(None, ge=1, description="CPU threads of a rank; null leaves it to torch")
+    num_threads: PositiveInt | Literal["auto"] | None = Field(
+        "auto",
+        description="CPU threads of a rank; auto takes OMP_NUM_THREADS, or else, on a CPU, the cores that generation leaves; null leaves "
+        "it to torch",
+    )
     shard_within_host: bool = Field(
         False,
         description="on several hosts: each holds a copy of the models, sharded over its ranks, and hosts exchange gradients alone, once "

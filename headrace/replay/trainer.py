@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,7 +40,7 @@ class TrainerClient(BufferClient):
         lane, discards every trajectory with a token newer than `version`, and marks every replica STALE.
         """
         state = self._note(await self._connection.call("rewind", version=version, timeline=timeline))
-        await self._until_done("commit", version=version, timeline=timeline)
+        await self._until_done("commit", version=version, timeline=timeline, trained="")
         return state
 
     async def restore(
@@ -161,10 +162,16 @@ class TrainerClient(BufferClient):
         groups = [{"id": group, "attempt": attempt} for group, attempt in attempts.items()]
         await self._connection.call("reject", step=step, timeline=timeline, nonce=nonce, reason=reason, groups=groups)
 
-    async def commit(self, version: int, timeline: str) -> None:
+    async def commit(self, version: int, timeline: str, trained: Mapping[int, Sequence[str]] | None = None) -> None:
         """Commit steps < version, because checkpoint `version` is published: their groups are trained, and the payloads of all but the
-        newest `retain_steps` steps are freed (idempotent)."""
-        await self._until_done("commit", version=version, timeline=timeline)
+        newest `retain_steps` steps are freed (idempotent).
+
+        `trained`: the groups of each step since the commit before. Raises `WrongStep` if the buffer holds others, because its server lost
+        writes.
+        """
+        await self._until_done(
+            "commit", version=version, timeline=timeline, trained=_digest_of(trained) if trained else ""
+        )
 
     async def masked(self, step: int, timeline: str, tokens: int) -> None:
         """Meter that `tokens` > 0 tokens over age were left out of the policy loss of `step`; counted once per step."""
@@ -272,3 +279,9 @@ def _queued(group: Group) -> dict[str, Any]:
 def worst_case_bytes(n: int, prompt_tokens: int, max_new_tokens: int) -> int:
     """The most bytes that a group of `n` trajectories may take in the buffer; a lease reserves them of `Limits.max_bytes`."""
     return n * (max_new_tokens * _TOKEN_BYTES + prompt_tokens * 4 + _OVERHEAD_BYTES)
+
+
+def _digest_of(trained: Mapping[int, Sequence[str]]) -> str:
+    """As commit.lua makes it of the steps that it holds."""
+    steps = [f"{step}\n" + "\n".join(sorted(groups)) for step, groups in sorted(trained.items())]
+    return hashlib.sha1("\n".join(steps).encode(), usedforsecurity=False).hexdigest()

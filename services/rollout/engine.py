@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from headrace import devices
+from headrace import devices, threads
 from headrace.config import Config
 from headrace.config.policy import ENGINE_DIMS
 from headrace.errors import Restartable, ServiceError
@@ -68,7 +68,9 @@ def running_engine(config: Config, overrides: Mapping[str, Any] | None = None) -
 
 def prepare_environment(config: Config, report: Path) -> None:
     """Set the variables that vLLM and its child processes read; variables that are already set stay unchanged."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.num_threads))
+    on_cpu = not devices.engine_is_for_cuda(devices.installed_versions())
+    planned = threads.of(config, threads.usable_cores(), os.environ, trains=on_cpu, generates=on_cpu)
+    os.environ.setdefault(threads.VARIABLE, str(planned.rollout))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if rollout_dtype(config) == "float32":
         os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = "highest"  # no TF32: its errors are those of a wrong refit

@@ -479,15 +479,17 @@ class Driver:
     def _take_stock(self) -> None:
         for folder in self._checkpoints.glob("step_*"):
             kept = self.folder / "archive" / folder.name
-            if kept.exists():
-                continue
-            fresh = kept.with_name(f".{folder.name}")
-            shutil.rmtree(fresh, ignore_errors=True)
-            fresh.mkdir(parents=True)
             with contextlib.suppress(FileNotFoundError):  # it was dropped meanwhile
+                # of one that another trainer had published before it took over, and that was set aside, the second has the name
+                if kept.exists() and (kept / "state.json").read_bytes() == (folder / "state.json").read_bytes():
+                    continue
+                fresh = kept.with_name(f".{folder.name}")
+                shutil.rmtree(fresh, ignore_errors=True)
+                fresh.mkdir(parents=True)
                 for path in folder.iterdir():
                     if path.is_file():
                         shutil.copy(path, fresh)
+                shutil.rmtree(kept, ignore_errors=True)
                 fresh.rename(kept)
 
     async def _see_sessions_closed(self) -> None:

@@ -190,12 +190,19 @@ class Model(Episodes):
 
     # -- checkpoints
 
-    def commit(self, version: int, timeline: str, seen: object) -> None:
+    def commit(
+        self, version: int, timeline: str, trained: Mapping[int, Sequence[str]] | None = None, *, seen: object
+    ) -> None:
         self.expire()
         self.require_timeline(timeline)
-        if version > self.next_step:
+        if version > self.next_step or (trained and version > self.committed and trained != self.uncommitted(version)):
             self.refuse(WrongStep)
         self._commit(version)
+
+    def uncommitted(self, version: int) -> dict[int, list[str]]:
+        """The groups of each step < version that is not committed."""
+        steps = range(max(0, self.committed), version)
+        return {step: sorted(held.id for held in self.of_step(step, "reserved")) for step in steps}
 
     def _commit(self, version: int) -> None:
         for held in self.train("reserved"):
@@ -226,7 +233,7 @@ class Model(Episodes):
             self.scored_since = self.filtered_since = 0
             self.batch_counts = (0, 0)
         expected = self.state()
-        self.commit(version, timeline, None)
+        self.commit(version, timeline, seen=None)
         return expected
 
     def _take_back(self, version: int) -> None:

@@ -246,7 +246,7 @@ class Everyone(TrainerRules, RunnerRules, ScorerRules):
         for _ in range(steps):
             self.a_round(self.setting.prompts, "plain", True, "trained")
         if commits:
-            self.commit(0, 0, "once")
+            self.commit(0, "all", 0, "once")
 
     @rule(which=st.lists(st.integers(0, 3), min_size=1, max_size=3), again=st.booleans(), how=deliveries)
     def a_batch_is_given_back(self, which: list[int], again: bool, how: str) -> None:

@@ -83,11 +83,23 @@ class TrainerRules(Caller):
     def reserve(self, off: int, late: int, how: str) -> None:
         self.call("reserve", max(0, self.model.next_step + off), self.timeline(late), how=how)
 
-    @rule(off=st.sampled_from([0] * 6 + [1, -1, -2]), late=lateness, how=deliveries)
-    def commit(self, off: int, late: int, how: str) -> None:
+    @rule(
+        off=st.sampled_from([0] * 6 + [1, -1, -2]),
+        named=st.sampled_from(["all", "all", "none", "another", "fewer"]),
+        late=lateness,
+        how=deliveries,
+    )
+    def commit(self, off: int, named: str, late: int, how: str) -> None:
+        """`named`: the groups that the trainer says it trained on."""
         if off == 0:
             self.saved = self.call("ended") or self.saved
-        self.call("commit", max(0, self.model.next_step + off), self.timeline(late), how=how)
+        version = max(0, self.model.next_step + off)
+        trained = self.model.uncommitted(version) if named != "none" else {}
+        if named == "another" and trained:
+            trained[max(trained)] = [*trained[max(trained)][1:], "another"]
+        if named == "fewer" and trained:
+            del trained[min(trained)]
+        self.call("commit", version, self.timeline(late), trained, how=how)
 
     @rule(
         off=st.sampled_from([0] * 6 + [1, -1]),

@@ -134,7 +134,7 @@ class World:
         self.wire.on, sent = False, self.wire.sent
         self.wire.sent = []  # what follows is only to compare
         if name == "rewind" and len(sent) == 1:  # it was refused; where it is not, the client goes on so
-            sent = [*sent, [self.client._connection.fcall("commit", version=args[0], timeline=args[1])]]
+            sent = [*sent, [self.client._connection.fcall("commit", version=args[0], timeline=args[1], trained="")]]
         self.model.call_number += 1
         delivered = Delivered(name, args, sent, self.model.call_number, self.model.incarnation)
         if name in IDEMPOTENT or name in NUMBERED:

@@ -47,10 +47,10 @@ class DyingReplay(ReplayClient):
             die()
         return reply
 
-    async def commit(self, version: int, timeline: str) -> None:
+    async def commit(self, version: int, timeline: str, trained: Mapping[int, Sequence[str]] | None = None) -> None:
         if version == self.before_commit:
             die()
-        await super().commit(version, timeline)
+        await super().commit(version, timeline, trained)
 
 
 class DyingRefill(ReplayClient):

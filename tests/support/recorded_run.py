@@ -193,7 +193,7 @@ async def _run_episodes(replay: ReplayClient) -> None:
     runner, another = nonce(), nonce()
     for each in (runner, another):
         await replay.register_runner(each, {"host": "here"})
-    (lease,) = await replay.lease_episodes(runner, 4)
+    (lease,) = await replay.lease_episodes(runner, 0, 4)
     await replay.append(lease, 0, 0, nonce(), make_call())
     await replay.append(lease, 0, 1, nonce(), make_call(0))
     await replay.runners()

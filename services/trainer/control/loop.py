@@ -22,6 +22,7 @@ from headrace.errors import (
     ReplayUnavailable,
     SamplingStarved,
     ServiceError,
+    WrongStep,
     WrongTimeline,
 )
 from headrace.headlines import accuracy_name, build_changes
@@ -36,7 +37,7 @@ from headrace_services.trainer.control.checkpoint import ENDED, FAILURES, TRAINE
 from headrace_services.trainer.control.context import TrainerContext
 from headrace_services.trainer.control.decisions import Action, Backoff, LoopState, Plan
 from headrace_services.trainer.control.rank import Weights, check_reservation, shard_batch
-from headrace_services.trainer.control.resume import ResumeState, differing_step, lost_writes
+from headrace_services.trainer.control.resume import ResumeState, lost_writes
 from headrace_services.trainer.control.validation import Validation, reaches_target
 from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import BatchRejected
@@ -397,17 +398,18 @@ class Loop:
             context.checkpoints.publish(state, self._ledger.steps, keep, files)
 
         await context.torch(write)
-        differing = await differing_step(self._replay, context.retry, self._ledger.steps)
-        if differing is not None:
-            raise ReplayUnavailable(
-                f"the buffer's server lost step {differing} and holds another batch of it; start this trainer again: it resumes from its "
-                "checkpoint and restores the buffer"
-            )
+        trained = self._ledger.steps
         self._ledger.published()
         self._saved = state.version
         self._saved_in_time |= self._plan.must_save_now(self._clock() - self._began, self._step_s)
         log.info("checkpoint %s", context.checkpoints.path(state.version))
-        await self._call(lambda: self._replay.commit(state.version, state.timeline))
+        try:
+            await self._call(lambda: self._replay.commit(state.version, state.timeline, trained))
+        except WrongStep as refusal:
+            raise ReplayUnavailable(
+                f"the buffer's server lost a step that was trained ({refusal}); start this trainer again: it resumes from its checkpoint "
+                "and restores the buffer"
+            ) from refusal
 
     # -- the fleet -------------------------------------------------------------------------------------------------------
 

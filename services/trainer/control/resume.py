@@ -27,8 +27,9 @@ from headrace_services.trainer.control.checkpoint import (
 log = logging.getLogger(__name__)
 
 
-def restore_reason(checkpoint: CheckpointState | None, run: RunState) -> str | None:
-    """Why the buffer must be rebuilt from the checkpoint's ledger (`restore`), or None if a rewind is enough.
+def restore_reason(checkpoint: CheckpointState | None, run: RunState, before: int = -1) -> str | None:
+    """Why the buffer must be rebuilt from the checkpoint's ledger (`restore`), or None if a rewind is enough. `before`: the version
+    that was published before the checkpoint.
 
     It must be rebuilt if it does not know the history that led to the checkpoint. A rewind keeps every trajectory that is still usable;
     the checkpoint may be older than the newest one that the buffer has seen, or there may be none yet.
@@ -48,6 +49,8 @@ def restore_reason(checkpoint: CheckpointState | None, run: RunState) -> str | N
         return f"its history does not come from timeline {checkpoint.timeline}, which made the checkpoint"
     if run.next_step < checkpoint.version:
         return f"it knows of {run.next_step} steps, fewer than the {checkpoint.version} of the checkpoint"
+    if run.committed < before:
+        return f"it knows of no version after {run.committed}, and {before} was published before the checkpoint"
     return None
 
 
@@ -134,9 +137,10 @@ async def resume(
     found = await retry(replay.state)
     version = 0 if checkpoint is None else checkpoint.version
     timeline = secrets.token_hex(8)
-    reason = restore_reason(checkpoint, found)
-    if reason is None and checkpoint is not None:
-        differing = await differing_step(replay, retry, checkpoints.ledger(version))
+    steps = {} if checkpoint is None else checkpoints.ledger(version)
+    reason = restore_reason(checkpoint, found, min(steps, default=-1))
+    if reason is None:
+        differing = await differing_step(replay, retry, steps)
         if differing is not None:
             reason = f"it holds another batch of step {differing} than the one that was trained"
     if reason is None and checkpoint is None and afresh:

@@ -8,6 +8,7 @@ moments from the start of each step would take three times the model's memory, o
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from headrace import threads
 from headrace.checkpoints import cannot_write_checkpoint
 from headrace.config import Config
 from headrace.errors import ServiceError
@@ -23,6 +25,7 @@ from headrace_services.trainer.distributed import Ranks
 from headrace_services.trainer.learning import training_state
 from headrace_services.trainer.learning.algorithms import required_passes
 from headrace_services.trainer.learning.optimizer import ModelOptimizer
+from headrace_services.trainer.network.backbone import choose_device
 from headrace_services.trainer.network.packing import PackedRows, Packing, Work
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, load_teacher, load_tokenizer
 from headrace_services.trainer.network.value_model import ValueModel
@@ -52,8 +55,10 @@ class Learner:
 
         Raises `ServiceError` for a model or checkpoint that can't be loaded.
         """
-        if config.trainer.num_threads is not None:
-            torch.set_num_threads(config.trainer.num_threads)
+        on_cpu = choose_device(config.trainer.device).type == "cpu"
+        planned = threads.of(config, threads.usable_cores(), os.environ, trains=on_cpu, generates=on_cpu)
+        if planned.trainer is not None:
+            torch.set_num_threads(planned.trainer)
         torch.set_float32_matmul_precision(
             "highest"
         )  # float32 is what was asked for: no TF32, whatever the environment says

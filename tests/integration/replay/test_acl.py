@@ -133,7 +133,7 @@ async def run_an_episode(trainer: ReplayClient, agents: ReplayClient) -> None:
     runner = nonce()
     await agents.register_runner(runner, {"host": "here"})
     await agents.wait_work(0.01)
-    (lease,) = await agents.lease_episodes(runner, 2)
+    (lease,) = await agents.lease_episodes(runner, 0, 2)
     await agents.append(lease, 0, 0, nonce(), make_call())
     long = msgspec.structs.replace(make_trajectory(lease, 0), text="7" * CARRIED_BYTES)
     await agents.finish(lease, 0, long, Score("SCORED", 1.0))

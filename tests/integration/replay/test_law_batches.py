@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.errors import InvalidCall
+from headrace.errors import InvalidCall, WrongStep
 from headrace.replay import End, Limits, ReplayClient, Waiting
 from headrace.trajectory import Score
 from tests.support.buffer import (
@@ -68,6 +68,24 @@ async def test_law_1_conservation_every_group_ends_once(replay: ReplayClient, li
     assert some(counts) == {"trained": 6, "failed": 2, "unused": 1}
     assert len(trained) == len(set(trained))
     assert (await replay.stats())["bytes"] == 0
+
+
+async def test_law_1_a_commit_is_of_the_groups_that_were_trained(replay: ReplayClient) -> None:
+    """One that says which they are is refused where the buffer's server has lost a step, and taken it again with others since."""
+    timeline = (await replay.state()).timeline
+    await enqueue(replay, range(4))
+    replica = await healthy_replica(replay)
+    await generate(replay, replica)
+    first, second = (await reserve(replay, 0)).groups, (await reserve(replay, 1)).groups
+    before = await contents(replay)
+    for trained in ({0: first, 1: first}, {0: first, 1: second[:1]}, {1: second}, {0: (*first, *second)}):
+        with pytest.raises(WrongStep):
+            await replay.commit(2, timeline, trained)
+    assert await contents(replay) == before
+    await replay.commit(1, timeline, {0: first[::-1]})
+    await replay.commit(2, timeline, {1: second})
+    await replay.commit(2, timeline, {1: second})
+    assert some((await replay.state()).counts) == {"trained": 4}
 
 
 async def test_law_1_conservation_enqueue_knows_ids_and_the_watermark(replay: ReplayClient) -> None:

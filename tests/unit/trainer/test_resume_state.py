@@ -39,6 +39,14 @@ def test_start_restores_where_the_buffer_lost_writes(changes: dict[str, object],
     assert reason in found
 
 
+def test_start_restores_where_the_checkpoint_before_is_not_known_to_be_published() -> None:
+    """A copy of `reserve` that came late may have brought back the steps in between, with other groups."""
+    assert restore_reason(CHECKPOINT, run_state(committed=2), before=2) is None
+    found = restore_reason(CHECKPOINT, run_state(committed=1), before=2)
+    assert found is not None
+    assert "no version after 1" in found
+
+
 def test_start_refuses_a_run_whose_checkpoints_are_gone() -> None:
     with pytest.raises(ServiceError, match="has published version 4"):
         restore_reason(None, run_state())

@@ -1,0 +1,69 @@
+"""CPU seconds of processes: a busy machine stretches the time on the clock far more than these."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from pathlib import Path
+
+import psutil
+
+from headrace.journal import read_journal
+
+# What the command line of a process of a run contains, and what it is called; the first that fits.
+_NAMES = {
+    "EngineCore": "engine",
+    "end_to_end_environment": "environment",
+    "valkey-server": "buffer",
+    "scoring_worker": "hub",
+    " replay ": "scorer",
+    " reward ": "hub",
+    " rollout ": "replica",
+    " trainer ": "trainer",
+    " up ": "up",
+}
+PROCESSES = ("trainer", "engine", "replica", "scorer", "hub", "environment", "buffer", "up")
+_POLL_S = 0.05
+
+
+def seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def of_run() -> dict[str, float]:
+    """Of all processes below this one, by what they do in a run."""
+    spent = defaultdict[str, float](float)
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            spent[_name(process)] += seconds(process)
+    return spent
+
+
+def _name(process: psutil.Process) -> str:
+    line = " ".join([process.name(), *process.cmdline(), ""])
+    return next((name for part, name in _NAMES.items() if part in line), "other")
+
+
+class Meter(threading.Thread):
+    """Looks at a run's processes, which are below this one, whenever its journal has another step, from `first` to `last` of them."""
+
+    def __init__(self, journal: Path, first: int, last: int) -> None:
+        super().__init__(daemon=True)
+        self._journal, self._first, self._last = journal, first, last
+        self._over = threading.Event()
+        self._looks: list[tuple[int, dict[str, float]]] = []
+
+    def run(self) -> None:
+        while not self._over.wait(_POLL_S):
+            steps = sum(line.kind == "train" for line in read_journal(self._journal))
+            if self._first <= steps <= self._last and (not self._looks or steps > self._looks[-1][0]):
+                self._looks.append((steps, of_run()))
+
+    def a_step(self) -> dict[str, float]:
+        """CPU seconds of a step, by process, between the first look and the last."""
+        self._over.set()
+        self.join()
+        (start, before), (end, after) = self._looks[0], self._looks[-1]
+        return {name: (after[name] - before.get(name, 0.0)) / (end - start) for name in after}
