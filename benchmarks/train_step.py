@@ -5,9 +5,9 @@
 Groups of trajectories with a prompt of `--prompt` tokens each and completions of long-tailed lengths (log-normal, `--completion` at
 most) go through the model in micro-batches of `--micro-batch` trajectories, or of as many tokens as those would have at most. Every
 mode has a process of its own and processes take turns, `--repeats` times, so that a busy machine slows all alike; times are medians
-of all rounds but each process's first. Memory is the high-water mark of the passes beyond what model and gradients take: of the
-process (RSS) on a CPU, of torch's allocator on a GPU. `work` is the number of places that go through the layers, padding included.
-The last column is how far the gradient of the whole batch is from the padded one, as a share of its length.
+of all rounds but each process's first (on a CPU, of the processor's time). Memory is the high-water mark of the passes beyond what model
+and gradients take: of the process (RSS) on a CPU, of torch's allocator on a GPU. `work` is the number of places that go through the
+layers, padding included. The last column is how far the gradient of the whole batch is from the padded one, as a share of its length.
 
 Without `--model` the model is made: a Qwen2 type of random weights with 32,000 ids. The optimizer is left out: it costs the same in
 every mode.
@@ -54,6 +54,7 @@ MODES: dict[str, dict[str, Any]] = {
     "both": {**CHUNK, **RECOMPUTE},
     "shared, dynamic, chunked, checkpointed": {"share_prompts": True, **DYNAMIC, **CHUNK, **RECOMPUTE},
     "bfloat16": {"precision": "bfloat16"},
+    "torch_compile": {"torch_compile": True},
 }
 MIB = 2**20
 

@@ -59,6 +59,7 @@ FREE = (
     "policy.share_prompts",
     "policy.logprob_chunk_size",
     "policy.activation_checkpointing",
+    "policy.torch_compile",
     "policy.max_grad_norm",
     "policy.freeze_moe_router",
     "policy.lora_cfg.refit",

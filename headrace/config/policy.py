@@ -290,6 +290,10 @@ class PolicyConfig(Section):
         None,
         description="keep each layer's input alone and compute the layer again in the backward pass; null does so on a GPU",
     )
+    torch_compile: bool = Field(
+        False,
+        description="compile the models' layers by torch, which takes a minute or more in the first step; a C++ compiler must be there",
+    )
     freeze_moe_router: bool = Field(False, description="in a mixture of experts, keep the routers' weights as they are")
     lora_cfg: LoRAConfig = LoRAConfig()
     precision: Literal["float32", "bfloat16"] = "bfloat16"

@@ -276,12 +276,17 @@ def _forward(
     batch: Batch, packing: Packing, ranks: Ranks, device: torch.device, compute: Callable[[PackedRows], Tensor]
 ) -> Float32:
     """A collective: the values [N] that `compute` gives for the batch's policy tokens, without gradients."""
-    found = np.zeros(batch.trajectory.size, np.float32)
+    order: list[int] = []
+    values: list[Tensor] = []
     for rows in _pad_micro_batches(plan(batch.paths, packing), ranks):
         ranks.progress.mark()
         packed = pack(batch.paths, rows, packing).to(device)
         with torch.no_grad():
-            found[batch.tokens_of_paths(packed.order)] = compute(packed).cpu().numpy()
+            values.append(compute(packed))
+        order += packed.order
+    found = np.zeros(batch.trajectory.size, np.float32)
+    # one copy from a GPU, because each waits for what is computed there
+    found[batch.tokens_of_paths(order)] = torch.cat(values).cpu().numpy()
     return found
 
 

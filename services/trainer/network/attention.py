@@ -28,8 +28,10 @@ from headrace_services.trainer.network.packing import PackedRows, TreeSpan
 TREE_ATTENTION = "headrace_trees"
 # queries that SDPA is given a mask for at once
 QUERIES = 1024
-# the largest head that flash attention computes
+# the largest head that flash attention computes, of a multiple of 8 numbers
 FLASH_HEAD = 256
+
+Spans = tuple[tuple[TreeSpan, ...], ...]  # the trees of each row
 
 # the kinds of layers that `tree_attention` computes, and those of which it computes shared prompts
 _PACKED = {"full_attention", "sliding_attention"}
@@ -77,7 +79,7 @@ def attention_arguments(backbone: nn.Module, rows: PackedRows) -> dict[str, Any]
         return {}
     device = rows.input_ids.device
     sequences = Sequences.of(rows.spans, rows.input_ids.shape[1]).to(device) if device.type == "cuda" else None
-    return {"position_ids": rows.position_ids, "trees": rows.spans, "sequences": sequences}
+    return {"position_ids": rows.position_ids, "trees": Trees(rows.spans, sequences)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Sequences:
     places: Tensor | None
 
     @classmethod
-    def of(cls, trees: tuple[tuple[TreeSpan, ...], ...], width: int) -> Sequences:
+    def of(cls, trees: Spans, width: int) -> Sequences:
         """Those of rows of this width with these trees, on the CPU."""
         places, lengths = [], []
         for r, spans in enumerate(trees):
@@ -151,6 +153,17 @@ class Sequences:
         return dataclasses.replace(self, queries=queries, keys=keys, places=places)
 
 
+@dataclasses.dataclass
+class Trees:
+    """What the attention of a micro-batch is computed from: the trees of each row, and for a GPU their sequences.
+
+    Not frozen: torch.compile would compare what a tuple or a frozen dataclass holds, and compile a layer for each layout.
+    """
+
+    spans: Spans
+    sequences: Sequences | None = None
+
+
 def _edges(lengths: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 
@@ -163,8 +176,7 @@ def tree_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    trees: tuple[tuple[TreeSpan, ...], ...] | None = None,
-    sequences: Sequences | None = None,
+    trees: Trees | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -174,9 +186,9 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Attention over rows of trees, with the signature that transformers models call (`AttentionInterface`).
 
-    `query` [R, H, W, D], `key` and `value` [R, H / groups, W, D]; returns [R, W, H, D], on padding anything finite. `trees` are those of
-    each row, `sequences` the same for a GPU. They come through the model's keyword arguments, so a model that does not pass them on raises
-    an error rather than attending across trajectories. Raises `ServiceError` for a case that it can't compute.
+    `query` [R, H, W, D], `key` and `value` [R, H / groups, W, D]; returns [R, W, H, D], on padding anything finite. `trees` come
+    through the model's keyword arguments, so a model that does not pass them on raises an error rather than attending across trajectories.
+    Raises `ServiceError` for a case that it can't compute.
     """
     if trees is None or softcap is not None or s_aux is not None or dropout:
         raise ServiceError(
@@ -185,11 +197,13 @@ def tree_attention(
         )
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    if sequences is not None and dtype.itemsize == 2 and key.shape[3] == value.shape[3] <= FLASH_HEAD:
-        return by_flash(query, key, value, sequences, dtype, scaling, sliding_window), None
+    head = key.shape[3]
+    flash = dtype.itemsize == 2 and head == value.shape[3] <= FLASH_HEAD and head % 8 == 0
+    if trees.sequences is not None and flash:
+        return by_flash(query, key, value, trees.sequences, dtype, scaling, sliding_window), None
     groups = getattr(module, "num_key_value_groups", 1)
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    return by_pieces(query, key, value, trees, scaling, sliding_window), None
+    return by_pieces(query, key, value, trees.spans, scaling, sliding_window), None
 
 
 def by_flash(
@@ -227,7 +241,7 @@ def by_pieces(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    trees: tuple[tuple[TreeSpan, ...], ...],
+    trees: Spans,
     scaling: float | None,
     window: int | None,
 ) -> Tensor:

@@ -42,6 +42,7 @@ from headrace_services.trainer.distributed import (
 from headrace_services.trainer.network.adapter import Adapter
 from headrace_services.trainer.network.attention import attention_arguments
 from headrace_services.trainer.network.checkpoint_shards import fill, on_meta
+from headrace_services.trainer.network.compilation import compile_layers
 from headrace_services.trainer.network.packing import PackedRows
 
 
@@ -119,16 +120,19 @@ class Placed:
         What is `in_float32` is computed so, whatever the precision.
 
         With activation checkpointing a layer of a model that is trained keeps only its input for the backward pass. Raises `ServiceError`
-        for a model whose layers are not known, and for one that can't be filled.
+        for a model whose layers are not known, for one that can't be filled, and without a compiler where layers are to be compiled.
         """
         names = set(model._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in names]
         trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
-        if trained and config.policy.activation_checkpointing and not layers:
+        asked = [key for key in ("activation_checkpointing", "torch_compile") if getattr(config.policy, key)]
+        if trained and asked and not layers:
             raise ServiceError(
-                f"policy.activation_checkpointing true: {type(model).__name__} does not say which of its modules are "
-                "layers; set it to false"
+                f"policy.{asked[0]} true: {type(model).__name__} does not say which of its modules are layers; set it to "
+                "false"
             )
+        if config.policy.torch_compile:
+            compile_layers(layers, device)
         if trained and config.policy.recomputes(device.type):
             drops = adapter is not None and config.policy.lora_cfg.drops
             for layer in layers:

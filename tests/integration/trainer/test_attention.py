@@ -12,14 +12,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from headrace_services.trainer.network import attention
-from headrace_services.trainer.network.attention import Sequences, by_flash, by_pieces, tree_attention
+from headrace_services.trainer.network.attention import Sequences, Spans, Trees, by_flash, by_pieces, tree_attention
 from headrace_services.trainer.network.packing import Packing, TreeSpan, pack, plan
 from tests.integration.trainer.policy_cases import MODES, groups, settings
 from tests.support import varlen_kernels
 
 HEADS, GROUPS, DEPTH = 4, 2, 8
-Trees = tuple[tuple[TreeSpan, ...], ...]
-LONG: tuple[Trees, int, int] = (((TreeSpan(0, 100, (1500, 7)), TreeSpan(1607, 1300, (10,))),), 1, 2920)
+LONG: tuple[Spans, int, int] = (((TreeSpan(0, 100, (1500, 7)), TreeSpan(1607, 1300, (10,))),), 1, 2920)
 
 
 def made(rows: int, width: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
@@ -30,7 +29,7 @@ def made(rows: int, width: int, dtype: torch.dtype, device: str = "cpu") -> list
     return [*(x.requires_grad_() for x in whole[:3]), whole[3]]
 
 
-def gradients(out: Tensor, trees: Trees, made: list[Tensor]) -> list[Tensor]:
+def gradients(out: Tensor, trees: Spans, made: list[Tensor]) -> list[Tensor]:
     """The result and the gradients of query, key and value, where there is a tree."""
     *inputs, factor = made
     inside = torch.zeros(out.shape[:2], dtype=torch.bool, device=out.device)
@@ -40,7 +39,7 @@ def gradients(out: Tensor, trees: Trees, made: list[Tensor]) -> list[Tensor]:
     return [out[inside].detach(), *(x.transpose(1, 2)[inside] for x in found)]
 
 
-def micro_batches(mode: str) -> list[tuple[Trees, int, int]]:
+def micro_batches(mode: str) -> list[tuple[Spans, int, int]]:
     """The trees of each micro-batch's rows, the number of rows, and their width."""
     if mode == "long":
         return [LONG]
@@ -75,7 +74,7 @@ def test_flash_attention_of_a_gpu_is_that_of_the_pieces(mode: str) -> None:
         query, key, value, _ = tensors
         sequences = Sequences.of(trees, width).to(query.device)
         found = [
-            gradients(tree_attention(module, query, key, value, None, trees=trees, sequences=given)[0], trees, tensors)
+            gradients(tree_attention(module, query, key, value, None, trees=Trees(trees, given))[0], trees, tensors)
             for given in (sequences, None)
         ]
         for ours, theirs in zip(*found, strict=True):
