@@ -200,8 +200,8 @@ class AdapterProof(TorchDispatchMode):
         """Raise `WeightChannelError` unless the engine keeps every tensor that arrived, and zeros besides."""
         if lost := [name for name in self._sent if name not in self._parts]:
             raise WeightChannelError(
-                f"the engine takes {len(lost)} tensors of the adapter nowhere, {lost[0]} first: leave these layers out "
-                "(policy.lora_cfg.exclude_modules), or set policy.lora_cfg.refit to merged"
+                f"the engine takes {len(lost)} tensors of the adapter nowhere, {lost[0]} first: set "
+                "policy.lora_cfg.refit to merged, or leave these layers out of a new run (policy.lora_cfg.exclude_modules)"
             )
         numbers = dict.fromkeys(self._stacked, 0)
         for name, (storage, part) in self._parts.items():

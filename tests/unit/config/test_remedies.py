@@ -28,7 +28,13 @@ BEFORE_THE_FIRST_STEP = {
     # what is evaluated or exported, and no run goes on
     "headrace/cli/evaluate.py": {"data.default"},
     "headrace/cli/weights.py": {"policy.model_name"},
-    # the model is loaded
+    # the model is loaded, and its first refit proved
+    "services/trainer/network/adapter.py": {
+        "policy.lora_cfg",
+        "policy.lora_cfg.enabled",
+        "policy.lora_cfg.exclude_modules",
+    },
+    "services/rollout/weight_proof.py": {"policy.lora_cfg.exclude_modules"},
     "services/trainer/network/backbone.py": {"policy.max_total_sequence_length"},
     # of another run: a new one, from these weights
     "services/trainer/control/resume.py": {"data.train", "data.validation", "policy.model_name"},
