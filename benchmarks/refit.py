@@ -1,14 +1,18 @@
-"""A refit's phases for a tiny and a 25 M-parameter model, beside a bare gloo broadcast of the same bytes in the same run.
+"""A refit's phases for a tiny and a 25 M-parameter model, beside its limits in the same run: a bare gloo broadcast of the same bytes, and
+vLLM's bare reload of tensors that are there already.
 
     python -m benchmarks.refit
+    python -m benchmarks.refit --model 25M --precision bfloat16 --bucket-bytes 67108864
 
-One vLLM replica, the real buffer, loopback. Times are medians in milliseconds. `CPU` is what trainer and engine spend together: a busy
-machine distorts it less. Between the end of `pause` and the end of `resume` no token is generated. `wire` is the bare broadcast of one flat
-tensor from one process to another.
+One vLLM replica, the real buffer, loopback. Times are milliseconds: medians over the refits, and those of the quickest one, which a busy
+machine distorts less; so do `trainer` and `engine`, the processor time that each spends on a refit, in the mean (the trainer's has the
+replica's service in it, which lives in the same process here). Between the end of `pause` and the end of `resume` no token is
+generated. `limit` is `broadcast` + `reload`. The broadcast is that of one flat tensor from one process to another.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
@@ -32,6 +36,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.config import Config
+from headrace.config.services import WeightChannelConfig
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.weights.probe import choose_token_ids
@@ -78,7 +83,7 @@ class Source:
 
 
 def wire_peer(port: int, rank: int, nbytes: int, results: mp.SimpleQueue | None) -> None:
-    """One end of the bare broadcast; rank 0 reports the median of its rounds, each ended by a barrier."""
+    """One end of the bare broadcast; rank 0 reports median and minimum of its rounds, each ended by a barrier."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
     group: Any = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
@@ -91,10 +96,10 @@ def wire_peer(port: int, rank: int, nbytes: int, results: mp.SimpleQueue | None)
         group.barrier().wait()
         times.append(time.perf_counter() - started)
     if results is not None:
-        results.put(statistics.median(times))
+        results.put([statistics.median(times), min(times)])
 
 
-def wire(nbytes: int) -> float:
+def wire(nbytes: int) -> list[float]:
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
@@ -102,11 +107,14 @@ def wire(nbytes: int) -> float:
     peer.start()
     wire_peer(store.port, 0, nbytes, results)
     peer.join()
-    return float(results.get())
+    seconds: list[float] = results.get()
+    return seconds
 
 
-async def refits(config: Config, engine: object, redis_url: str, source: Source) -> tuple[dict[str, float], int]:
-    """Median seconds by phase over ROUNDS refits after a first one, and the bytes of one."""
+async def refits(
+    config: Config, engine: Any, redis_url: str, source: Source
+) -> tuple[list[dict[str, float]], list[float], int]:
+    """The seconds of each phase of ROUNDS refits after a first one, the CPU seconds that trainer and engine spent on one, and its bytes."""
     run_id = f"benchmark-{uuid.uuid4().hex[:8]}"
     replay = await open_run(config, redis_url, run_id)
     sender = WeightSender(config, replay)
@@ -115,36 +123,35 @@ async def refits(config: Config, engine: object, redis_url: str, source: Source)
     followed = asyncio.create_task(follow(replay, receiver))
     config_of_model: Any = source.model.config
     ids = choose_token_ids(config_of_model.vocab_size)
-    samples: dict[str, list[float]] = {}
+    samples: list[dict[str, float]] = []
+    spent = np.zeros(2)
     for version in range(ROUNDS + 1):
         source.change()
         probe = source.logprobs(ids)
-        started, spent = time.perf_counter(), cpu_seconds()
+        started, before = time.perf_counter(), cpu_seconds()
         report = await sender.refit(version, TIMELINE, source, ids, probe)
-        whole, spent = time.perf_counter() - started, cpu_seconds() - spent
+        whole, after = time.perf_counter() - started, cpu_seconds()
         if report.verified != ("replica",):
             raise SystemExit(f"refit {version} was refused: {report.refused}")
         if version:  # the first one forms the group
-            for phase, names in PHASES.items():
-                samples.setdefault(phase, []).append(sum(receiver.seconds[name] for name in names))
-            samples.setdefault("whole refit", []).append(whole)
-            samples.setdefault("CPU", []).append(spent)
+            phases = {phase: sum(receiver.seconds[name] for name in names) for phase, names in PHASES.items()}
+            samples.append({**phases, "whole": whole})
+            spent += after - before
     followed.cancel()
     await sender.aclose()
     await replay.aclose()
-    return {phase: statistics.median(values) for phase, values in samples.items()}, report.nbytes
+    return samples, list(spent / ROUNDS), report.nbytes
 
 
-def cpu_seconds() -> float:
-    """Of this process and its children, their children included."""
+def cpu_seconds() -> np.ndarray:
+    """Of this process, and of its children with theirs."""
     pids = [os.getpid()]
     for pid in pids:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             pids += map(int, (thread / "children").read_text().split())
-    ticks = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
-    return sum(int(user) + int(system) for _, *_, user, system in (row[:13] for row in ticks)) / os.sysconf(
-        "SC_CLK_TCK"
-    )
+    ticks = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in pids)
+    own, *others = (sum(map(int, row)) / os.sysconf("SC_CLK_TCK") for row in ticks)
+    return np.array([own, sum(others)])
 
 
 async def follow(replay: ReplayClient, receiver: WeightReceiver) -> None:
@@ -190,21 +197,31 @@ def make_25m(directory: Path) -> None:
     AutoModelForCausalLM.from_config(config).float().save_pretrained(directory)
 
 
-def measure(directory: Path, redis_url: str) -> tuple[dict[str, float], int, int]:
-    config = Config.model_validate(
-        {
-            "policy": {
-                "model_name": str(directory),
-                "precision": "float32",
-                "max_total_sequence_length": 256,
-                "generation": {"max_new_tokens": 128, "vllm_cfg": {"kv_cache_memory_bytes": 64 * 2**20}},
-            }
-        }
-    )
+def measure(config: Config, redis_url: str) -> dict[str, list[float]]:
+    """For each column of the table the median and the quickest, or one figure for both."""
+    directory = config.policy.model_name
     source = Source(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
-    with running_engine(config) as engine:
-        seconds, nbytes = asyncio.run(refits(config, engine, redis_url, source))
-    return seconds, nbytes, sum(p.numel() for p in source.model.parameters())
+
+    async def both(engine: Any) -> tuple[Any, list[float]]:
+        found = await refits(config, engine, redis_url, source)
+        (reload,) = await engine.collective_rpc("bare_reload", args=(directory, ROUNDS))
+        return found, reload
+
+    with running_engine(config, {"worker_extension_cls": "benchmarks.bare_reload.BareReload"}) as engine:
+        (samples, spent, nbytes), reload = asyncio.run(both(engine))
+    broadcast = wire(nbytes)
+    quickest = min(samples, key=lambda sample: sample["whole"])
+    phases = {phase: [statistics.median(sample[phase] for sample in samples), quickest[phase]] for phase in quickest}
+    seconds = {**phases, "trainer": spent[:1], "engine": spent[1:], "broadcast": broadcast, "reload": reload}
+    limits = [sum(both) for both in zip(broadcast, reload, strict=True)]
+    return {
+        "MB": [nbytes / 1e6],
+        **{column: [1000 * value for value in values] for column, values in seconds.items()},
+        "whole / limit": [whole / limit for whole, limit in zip(phases["whole"], limits, strict=True)],
+    }
+
+
+MODELS = {"tiny": lambda directory: tiny.make(directory, warmup=False), "25M": make_25m}
 
 
 @contextlib.contextmanager
@@ -227,25 +244,38 @@ def buffer(folder: Path) -> Iterator[EmbeddedServer]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS))
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--bucket-bytes", type=int, default=WeightChannelConfig().bucket_bytes)
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    table = Table(title="A refit over gloo on loopback, milliseconds (median)")
-    for column in ("model", "MB", *PHASES, "whole refit", "CPU", "wire", "transfer / wire"):
-        table.add_column(column, justify="right")
+    rows = []
     with tempfile.TemporaryDirectory() as folder, buffer(Path(folder) / "buffer") as server:
-        for name, make in (("tiny", lambda path: tiny.make(path, warmup=False)), ("25M", make_25m)):
+        for name in arguments.model:
             directory = Path(folder) / name
-            make(directory)
-            seconds, nbytes, parameters = measure(directory, server.url)
-            bare = wire(nbytes)
-            figures = [f"{1000 * seconds[phase]:.1f}" for phase in (*PHASES, "whole refit", "CPU")]
-            table.add_row(
-                f"{name} ({parameters / 1e6:.1f} M)",
-                f"{nbytes / 1e6:.1f}",
-                *figures,
-                f"{1000 * bare:.1f}",
-                f"{seconds['transfer'] / bare:.2f}",
+            MODELS[name](directory)
+            fields = {
+                "policy": {
+                    "model_name": str(directory),
+                    "precision": arguments.precision,
+                    "max_total_sequence_length": 256,
+                    "generation": {"max_new_tokens": 128, "vllm_cfg": {"kv_cache_memory_bytes": 64 * 2**20}},
+                },
+                "weight_channel": {"bucket_bytes": arguments.bucket_bytes},
+            }
+            rows.append((name, measure(Config.model_validate(fields), server.url)))
+    table = Table(title=f"A refit in {arguments.precision} over gloo on loopback, milliseconds")
+    for column in ("model", "", *rows[0][1]):
+        table.add_column(column, justify="right")
+    for name, columns in rows:
+        for index, kind in enumerate(("median", "quickest")):
+            found = {column: values[index] for column, values in columns.items() if index < len(values)}
+            cells = (
+                f"{found[column]:.{1 + (column == 'whole / limit')}f}" if column in found else "" for column in columns
             )
-    Console(file=sys.stdout, width=140).print(table)
+            table.add_row("" if index else name, kind, *cells)
+    Console(file=sys.stdout, width=160).print(table)
 
 
 if __name__ == "__main__":

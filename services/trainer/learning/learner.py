@@ -105,10 +105,10 @@ class Learner:
         """Name in a Hugging Face checkpoint, dtype and full shape of every weight, in the order of `iter_weights`."""
         return [(name, "float32", shape) for name, shape in self.policy.weight_shapes()]
 
-    def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight once, unsharded, one at a time; all ranks must run the iterator to its end."""
+    def iter_weights(self, gathered_in: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight once, as `PolicyModel.weights`, one at a time; all ranks must run the iterator to its end."""
         self.refuse_if_broken()
-        return self.policy.weights()
+        return self.policy.weights(gathered_in)
 
     def save(self, folder: Path) -> None:
         """Write `policy/` (a Hugging Face checkpoint with its tokenizer), `value/` where there is one, and `training/` into `folder`.

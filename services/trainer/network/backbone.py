@@ -178,10 +178,13 @@ def hidden_states_before(backbone: nn.Module, packed: PackedRows) -> Tensor:
     return output.last_hidden_state.flatten(0, 1).index_select(0, packed.before)
 
 
-def iter_full_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight once, unsharded, with its name in a Hugging Face checkpoint; a tied head is left out. A collective."""
+def iter_full_weights(model: Any, gathered_in: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight once, unsharded, with its name in a Hugging Face checkpoint; a tied head is left out. A collective.
+
+    What is sharded is gathered in that dtype, anything else is float32.
+    """
     for name, parameter in model.named_parameters():
-        yield from _as_saved(model, name, full_tensor(parameter.detach()))
+        yield from _as_saved(model, name, full_tensor(parameter.detach(), gathered_in))
 
 
 def weight_shapes(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:

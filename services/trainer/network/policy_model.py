@@ -129,9 +129,12 @@ class PolicyModel:
         until then."""
         self._placed.expect_backward(last=last)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight once, unsharded, in float32, with its name in a Hugging Face checkpoint; a tied head is left out."""
-        return backbone.iter_full_weights(self.model)
+    def weights(self, gathered_in: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight once, unsharded, with its name in a Hugging Face checkpoint; a tied head is left out.
+
+        It is float32, or of the dtype `gathered_in` if it has to be gathered, which then takes fewer bytes.
+        """
+        return backbone.iter_full_weights(self.model, gathered_in)
 
     def weight_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and full shapes in the order of `weights`; gathers nothing."""

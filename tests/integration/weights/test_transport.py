@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -328,11 +329,11 @@ def test_a_tensor_that_arrives_with_other_bytes_is_named(fleet: Fleet) -> None:
     manifest = manifest_of(tensors, bucket_bytes=200)
 
     class Torn(Channel):
-        def broadcast(self, tensor: torch.Tensor, deadline: float) -> None:
+        def broadcasting(self, tensor: torch.Tensor, deadline: float) -> contextlib.AbstractContextManager[None]:
             if tensor.numel() == 24 * 4:  # "d"
                 tensor = tensor.clone()
                 tensor[50] ^= 1
-            super().broadcast(tensor, deadline)
+            return super().broadcasting(tensor, deadline)
 
     fleet.start(manifest, 1)
     place = GroupRank("g", "gloo", "127.0.0.1", fleet.store.port, 0, 2, torch.device("cpu"), SECRET)
