@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
+import functools
 import time
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -14,17 +15,18 @@ from headrace_services.rollout.weight_engine import WeightChannelExtension
 
 
 class BareReload(WeightChannelExtension):
-    def bare_reload(self, folder: str, rounds: int) -> list[float]:
-        """Median and least seconds of a reload of the checkpoint's weights, in the engine's dtype, after one that does not count."""
+    def bare_reload(self, folder: str) -> float:
+        """Seconds of a reload of the checkpoint's weights."""
         engine = self.weight_transfer_engine
-        dtype = engine.model_config.dtype
-        weights = {name: tensor.to(dtype) for name, tensor in load_file(Path(folder) / "model.safetensors").items()}
-        seconds = []
+        weights = _weights(folder, engine.model_config.dtype)
+        started = time.perf_counter()
         with set_current_vllm_config(self.vllm_config):
-            for _ in range(rounds + 1):
-                started = time.perf_counter()
-                initialize_layerwise_reload(engine.model)
-                engine.model.load_weights(weights.items())
-                finalize_layerwise_reload(engine.model, engine.model_config)
-                seconds.append(time.perf_counter() - started)
-        return [statistics.median(seconds[1:]), min(seconds[1:])]
+            initialize_layerwise_reload(engine.model)
+            engine.model.load_weights(weights.items())
+            finalize_layerwise_reload(engine.model, engine.model_config)
+        return time.perf_counter() - started
+
+
+@functools.cache
+def _weights(folder: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(dtype) for name, tensor in load_file(Path(folder) / "model.safetensors").items()}

@@ -1,13 +1,14 @@
-"""A refit's phases for a tiny and a 25 M-parameter model, beside its limits in the same run: a bare gloo broadcast of the same bytes, and
-vLLM's bare reload of tensors that are there already.
+"""A refit's phases for a tiny and a 25 M-parameter model, beside its limits, which are measured between refits: a bare gloo broadcast of
+the same bytes, and vLLM's bare reload of tensors that are there already.
 
     python -m benchmarks.refit
     python -m benchmarks.refit --model 25M --precision bfloat16 --bucket-bytes 67108864
 
-One vLLM replica, the real buffer, loopback. Times are milliseconds: medians over the refits, and those of the quickest one, which a busy
-machine distorts less; so do `trainer` and `engine`, the processor time that each spends on a refit, in the mean (the trainer's has the
-replica's service in it, which lives in the same process here). Between the end of `pause` and the end of `resume` no token is
-generated. `limit` is `broadcast` + `reload`. The broadcast is that of one flat tensor from one process to another.
+One vLLM replica, the real buffer, loopback. Times are milliseconds: of each column the median over the rounds, and the least, which a busy
+machine distorts less; so are `trainer` and `engine`, the processor time that each spends on a refit, in the mean (the trainer's has the
+replica's service in it, which lives in the same process here). `announce` lasts until the replica has acknowledged the epoch. Between the
+end of `pause` and the end of `resume` no token is generated. `limit` is `broadcast` + `reload`. The broadcast is that of one flat tensor
+from one process to another.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,6 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.config import Config
-from headrace.config.services import WeightChannelConfig
 from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.weights.probe import choose_token_ids
@@ -49,11 +49,24 @@ from headrace_services.trainer.demo_models import tiny
 
 ROUNDS = 9
 TIMELINE = "benchmark"
+PATIENCE = timedelta(seconds=600)
 PHASES = {
     "pause": ("pausing",),
     "transfer": ("receiving weights",),
     "resume": ("resuming",),
     "verify": ("computing the probe",),
+}
+# with the digits that they are shown with
+COLUMNS = {
+    "MB": 1,
+    "announce": 1,
+    **dict.fromkeys(PHASES, 1),
+    "whole": 0,
+    "broadcast": 1,
+    "reload": 1,
+    "whole / limit": 2,
+    "trainer": 0,
+    "engine": 0,
 }
 
 
@@ -82,39 +95,43 @@ class Source:
         return logits[:-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].numpy()
 
 
-def wire_peer(port: int, rank: int, nbytes: int, results: mp.SimpleQueue | None) -> None:
-    """One end of the bare broadcast; rank 0 reports median and minimum of its rounds, each ended by a barrier."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
-    group: Any = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+def in_wire(port: int, rank: int, nbytes: int) -> Callable[[], float]:
+    """Join the group of the bare broadcast; the call takes part in one, ended by a barrier, and returns its seconds."""
+    store = dist.TCPStore("127.0.0.1", port, None, False, PATIENCE)
+    group: Any = dist.ProcessGroupGloo(store, rank, 2, PATIENCE)
     tensor = torch.zeros(nbytes, dtype=torch.uint8)
-    times = []
-    for _ in range(ROUNDS):
+
+    def broadcast() -> float:
         group.barrier().wait()
         started = time.perf_counter()
         group.broadcast(tensor, 0).wait()
         group.barrier().wait()
-        times.append(time.perf_counter() - started)
-    if results is not None:
-        results.put([statistics.median(times), min(times)])
+        return time.perf_counter() - started
+
+    return broadcast
 
 
-def wire(nbytes: int) -> list[float]:
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    peer = context.Process(target=wire_peer, args=(store.port, 1, nbytes, None), daemon=True)
+def wire_peer(port: int, nbytes: int) -> None:
+    torch.set_num_threads(1)
+    broadcast = in_wire(port, 1, nbytes)
+    for _ in range(ROUNDS + 1):
+        broadcast()
+
+
+@contextlib.contextmanager
+def wire(nbytes: int) -> Iterator[Callable[[], float]]:
+    """A bare broadcast between this process and another, to be called ROUNDS + 1 times."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
+    peer = mp.get_context("spawn").Process(target=wire_peer, args=(store.port, nbytes), daemon=True)
     peer.start()
-    wire_peer(store.port, 0, nbytes, results)
+    yield in_wire(store.port, 0, nbytes)
     peer.join()
-    seconds: list[float] = results.get()
-    return seconds
 
 
-async def refits(
-    config: Config, engine: Any, redis_url: str, source: Source
-) -> tuple[list[dict[str, float]], list[float], int]:
-    """The seconds of each phase of ROUNDS refits after a first one, the CPU seconds that trainer and engine spent on one, and its bytes."""
+async def rounds(
+    config: Config, engine: Any, redis_url: str, source: Source, broadcast: Callable[[], float]
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """By column the seconds of ROUNDS refits and of the limits beside each, after a first one of all; and the CPU seconds of a refit."""
     run_id = f"benchmark-{uuid.uuid4().hex[:8]}"
     replay = await open_run(config, redis_url, run_id)
     sender = WeightSender(config, replay)
@@ -123,7 +140,7 @@ async def refits(
     followed = asyncio.create_task(follow(replay, receiver))
     config_of_model: Any = source.model.config
     ids = choose_token_ids(config_of_model.vocab_size)
-    samples: list[dict[str, float]] = []
+    samples: dict[str, list[float]] = {}
     spent = np.zeros(2)
     for version in range(ROUNDS + 1):
         source.change()
@@ -133,14 +150,22 @@ async def refits(
         whole, after = time.perf_counter() - started, cpu_seconds()
         if report.verified != ("replica",):
             raise SystemExit(f"refit {version} was refused: {report.refused}")
+        (reload,) = await engine.collective_rpc("bare_reload", args=(config.policy.model_name,))
+        row = {
+            "announce": report.seconds["acknowledge"],
+            **{phase: sum(receiver.seconds[name] for name in names) for phase, names in PHASES.items()},
+            "whole": whole,
+            "broadcast": await asyncio.to_thread(broadcast),
+            "reload": reload,
+        }
         if version:  # the first one forms the group
-            phases = {phase: sum(receiver.seconds[name] for name in names) for phase, names in PHASES.items()}
-            samples.append({**phases, "whole": whole})
             spent += after - before
+            for column, seconds in row.items():
+                samples.setdefault(column, []).append(seconds)
     followed.cancel()
     await sender.aclose()
     await replay.aclose()
-    return samples, list(spent / ROUNDS), report.nbytes
+    return samples, dict(zip(("trainer", "engine"), spent / ROUNDS, strict=True))
 
 
 def cpu_seconds() -> np.ndarray:
@@ -197,28 +222,24 @@ def make_25m(directory: Path) -> None:
     AutoModelForCausalLM.from_config(config).float().save_pretrained(directory)
 
 
-def measure(config: Config, redis_url: str) -> dict[str, list[float]]:
-    """For each column of the table the median and the quickest, or one figure for both."""
-    directory = config.policy.model_name
-    source = Source(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
-
-    async def both(engine: Any) -> tuple[Any, list[float]]:
-        found = await refits(config, engine, redis_url, source)
-        (reload,) = await engine.collective_rpc("bare_reload", args=(directory, ROUNDS))
-        return found, reload
-
-    with running_engine(config, {"worker_extension_cls": "benchmarks.bare_reload.BareReload"}) as engine:
-        (samples, spent, nbytes), reload = asyncio.run(both(engine))
-    broadcast = wire(nbytes)
-    quickest = min(samples, key=lambda sample: sample["whole"])
-    phases = {phase: [statistics.median(sample[phase] for sample in samples), quickest[phase]] for phase in quickest}
-    seconds = {**phases, "trainer": spent[:1], "engine": spent[1:], "broadcast": broadcast, "reload": reload}
-    limits = [sum(both) for both in zip(broadcast, reload, strict=True)]
-    return {
-        "MB": [nbytes / 1e6],
-        **{column: [1000 * value for value in values] for column, values in seconds.items()},
-        "whole / limit": [whole / limit for whole, limit in zip(phases["whole"], limits, strict=True)],
-    }
+def measure(config: Config, redis_url: str) -> list[dict[str, float]]:
+    """The rows of a model by column: median and least."""
+    source = Source(AutoModelForCausalLM.from_pretrained(config.policy.model_name, dtype=torch.float32))
+    parameters = sum(parameter.numel() for parameter in source.model.parameters())
+    nbytes = parameters * (4 if config.policy.precision == "float32" else 2)
+    with (
+        running_engine(config, {"worker_extension_cls": "benchmarks.bare_reload.BareReload"}) as engine,
+        wire(nbytes) as broadcast,
+    ):
+        samples, spent = asyncio.run(rounds(config, engine, redis_url, source, broadcast))
+    rows = []
+    for of in (statistics.median, min):
+        seconds = {column: of(values) for column, values in samples.items()} | spent
+        share = seconds["whole"] / (seconds["broadcast"] + seconds["reload"])
+        rows.append(
+            {"MB": nbytes / 1e6, **{name: 1000 * value for name, value in seconds.items()}, "whole / limit": share}
+        )
+    return rows
 
 
 MODELS = {"tiny": lambda directory: tiny.make(directory, warmup=False), "25M": make_25m}
@@ -247,10 +268,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS))
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--bucket-bytes", type=int, default=WeightChannelConfig().bucket_bytes)
+    parser.add_argument("--bucket-bytes", type=int)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
+    table = Table(title=f"A refit in {arguments.precision} over gloo on loopback, milliseconds")
+    for column in ("model", "", *COLUMNS):
+        table.add_column(column, justify="right")
     with tempfile.TemporaryDirectory() as folder, buffer(Path(folder) / "buffer") as server:
         for name in arguments.model:
             directory = Path(folder) / name
@@ -264,17 +287,9 @@ def main() -> None:
                 },
                 "weight_channel": {"bucket_bytes": arguments.bucket_bytes},
             }
-            rows.append((name, measure(Config.model_validate(fields), server.url)))
-    table = Table(title=f"A refit in {arguments.precision} over gloo on loopback, milliseconds")
-    for column in ("model", "", *rows[0][1]):
-        table.add_column(column, justify="right")
-    for name, columns in rows:
-        for index, kind in enumerate(("median", "quickest")):
-            found = {column: values[index] for column, values in columns.items() if index < len(values)}
-            cells = (
-                f"{found[column]:.{1 + (column == 'whole / limit')}f}" if column in found else "" for column in columns
-            )
-            table.add_row("" if index else name, kind, *cells)
+            rows = measure(Config.model_validate(fields), server.url)
+            for kind, row in zip(("median", "least"), rows, strict=True):
+                table.add_row(name, kind, *(f"{row[column]:.{digits}f}" for column, digits in COLUMNS.items()))
     Console(file=sys.stdout, width=160).print(table)
 
 

@@ -268,7 +268,7 @@ def plan(config: Config, gpus: int, hosts: int, device: int) -> tuple[dict[str, 
         copies=hosts if config.trainer.shard_within_host else 1,
         reduce_gradients=config.trainer.reduce_gradients,
         device=device,
-        bucket=config.weight_channel.bucket_bytes,
+        bucket=config.weight_channel.bucket_size("cuda"),
         sent=width,
     )
     parallel = engine.tensor_parallel_size

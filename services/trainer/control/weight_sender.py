@@ -170,7 +170,7 @@ class WeightSender:
             )
         manifest = Manifest.of(
             ((name, self._dtype if dtype in FLOATS else dtype, shape) for name, dtype, shape in source.metadata()),
-            self._config.bucket_bytes,
+            self._config.bucket_size("cpu" if self._gpu is None else "cuda"),
         )
         refit = _Refit(version, timeline, source, manifest, probe_ids, probe_logprobs)
         for attempt in range(1, self._config.max_retries + 2):
